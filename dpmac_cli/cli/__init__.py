@@ -1,0 +1,1 @@
+"""What a person types and sees. Only this package imports typer and rich."""

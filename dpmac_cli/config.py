@@ -1,0 +1,412 @@
+"""YAML and flags become one frozen, validated value; every error is reported at once.
+
+Each field of :class:`TrainConfig` is a flag of ``dpmac train`` and a key of its YAML files, under
+the same name with hyphens. Nothing here imports torch.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from dpmac_cli.catalog import DATASETS, MODELS, Dataset
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
+from dpmac_cli.errors import InputError
+
+KAPPAS = ("paper", "exact", "tracked")
+PHIS = ("paper", "tracked")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """An interval of numbers; ``open_low`` and ``open_high`` leave the ends out."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether the value lies inside."""
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        if math.isinf(self.high):
+            return low
+        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:g}"
+
+
+POSITIVE = Bounds(0, open_low=True)
+COUNT = Bounds(1, 2**53)
+DECAY = Bounds(0, 1, open_high=True)
+PROBABILITY = Bounds(0, 1, open_low=True, open_high=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the command line and the YAML reader need to know of a field.
+
+    Attributes:
+        help: one line.
+        panel: the group it is shown in.
+        bounds: of a number.
+        choices: of a name.
+        recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
+    """
+
+    help: str
+    panel: str
+    bounds: Bounds | None = None
+    choices: tuple[str, ...] = ()
+    recorded: bool = True
+
+
+def _setting(default: Any, *args: Any, **kwargs: Any) -> Any:
+    return field(default=default, metadata={"setting": Setting(*args, **kwargs)})
+
+
+TASK, PRIVACY, OPTIMIZER, RUN, OUTPUT = "Task", "Privacy", "Optimizer", "Run", "Output"
+PER_DATASET = "[default: the data set's]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of one training run.
+
+    Defaults that depend on data set or optimizer are None here and filled in by :func:`resolve`,
+    which also checks everything; ``sigma`` stays None while ``epsilon`` asks for calibration.
+    """
+
+    dataset: str = _setting("mnist", "What to train on.", TASK, choices=tuple(DATASETS))
+    model: str = _setting(None, f"Network. {PER_DATASET}", TASK, choices=tuple(MODELS))
+    epochs: int | None = _setting(
+        None, f"Passes of ceil(n/B) steps. {PER_DATASET}", TASK, bounds=COUNT
+    )
+    steps: int | None = _setting(None, "Steps, instead of epochs.", TASK, bounds=COUNT)
+    batch_size: int = _setting(None, f"Expected batch B. {PER_DATASET}", TASK, bounds=COUNT)
+
+    sigma: float | None = _setting(
+        None, f"Noise multiplier. {PER_DATASET}", PRIVACY, bounds=POSITIVE
+    )
+    epsilon: float | None = _setting(
+        None, "Instead of --sigma: the least noise whose run costs this.", PRIVACY, bounds=POSITIVE
+    )
+    max_epsilon: float | None = _setting(
+        None, "Stop before epsilon passes this (exit code 3).", PRIVACY, bounds=POSITIVE
+    )
+    delta: float = _setting(1e-5, "Delta of (epsilon, delta).", PRIVACY, bounds=PROBABILITY)
+    no_dp: bool = _setting(False, "Train without privacy, as a baseline.", PRIVACY)
+
+    optimizer: str = _setting(
+        "dp-macadam", "How to clip and to step.", OPTIMIZER, choices=tuple(OPTIMIZERS)
+    )
+    lr: float = _setting(
+        None, "Learning rate. [default: the data set's, by optimizer]", OPTIMIZER, bounds=POSITIVE
+    )
+    clip_norm: float = _setting(
+        None, f"Clipping norm C of the fixed ball. {PER_DATASET}", OPTIMIZER, bounds=POSITIVE
+    )
+    beta1: float = _setting(
+        None, "Decay of the mean. [default: 0.9; adaclip 0.99]", OPTIMIZER, bounds=DECAY
+    )
+    beta2: float = _setting(
+        None, "Decay of the second moment. [default: 0.999; adaclip 0.9]", OPTIMIZER, bounds=DECAY
+    )
+    gamma: float = _setting(1e-8, "Adam's stability constant.", OPTIMIZER, bounds=Bounds(0))
+    gamma_prime: float = _setting(
+        1e-8, "Floor of the corrected second moment.", OPTIMIZER, bounds=POSITIVE
+    )
+    h1: float = _setting(
+        None, f"Lower bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=POSITIVE
+    )
+    h2: float = _setting(
+        None, f"Upper bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=POSITIVE
+    )
+    kappa: str = _setting("paper", "DP-MacAdam's variance estimate.", OPTIMIZER, choices=KAPPAS)
+    phi: str = _setting(
+        "paper", "What DP-MacAdamBC takes for the noise's share.", OPTIMIZER, choices=PHIS
+    )
+
+    physical_batch: int = _setting(
+        None, f"Samples worked on at a time. {PER_DATASET}", RUN, bounds=COUNT
+    )
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", RUN)
+    seed: int | None = _setting(
+        None,
+        "Repeatable draws, with no privacy against anyone who knows it. [default: secret]",
+        RUN,
+        bounds=Bounds(0, 2**63),
+        recorded=False,
+    )
+    data_dir: Path | None = _setting(
+        None, "Where data sets lie (or DPMAC_DATA_DIR).", RUN, recorded=False
+    )
+
+    out: Path | None = _setting(
+        None, "Run folder. [default: a new one in runs/]", OUTPUT, recorded=False
+    )
+    force: bool = _setting(False, "Replace the run in --out.", OUTPUT, recorded=False)
+    diagnostics: bool = _setting(
+        False, "Also show and store losses and gradient norms, which are NOT private.", OUTPUT
+    )
+    json: bool = _setting(False, "Print the report as JSON.", OUTPUT, recorded=False)
+    quiet: bool = _setting(False, "Print nothing but errors.", OUTPUT, recorded=False)
+    debug: bool = _setting(False, "Show tracebacks.", OUTPUT, recorded=False)
+
+    @property
+    def facts(self) -> Dataset:
+        """Public facts of the data set."""
+        return DATASETS[self.dataset]
+
+    @property
+    def method(self) -> Optimizer:
+        """The optimizer's row in the table."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def sampling_rate(self) -> float:
+        """q = B/n."""
+        return self.batch_size / self.facts.train_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """ceil(n/B)."""
+        return math.ceil(self.facts.train_size / self.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """T."""
+        return self.steps or (self.epochs or 0) * self.steps_per_epoch
+
+    def recorded(self) -> dict[str, Any]:
+        """What config.yaml keeps, under the names of the flags."""
+        kept = {
+            name: getattr(self, name)
+            for name, setting in SETTINGS.items()
+            if setting.recorded and getattr(self, name) is not None
+        }
+        if self.no_dp:
+            kept.pop("sigma")
+        if "sigma" in kept:
+            kept.pop("epsilon", None)
+        return {flag_name(name): value for name, value in kept.items()}
+
+
+def flag_name(name: str) -> str:
+    """The name of a field as people type it."""
+    return name.replace("_", "-")
+
+
+SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(TrainConfig)}
+KINDS: Mapping[str, type] = {
+    f.name: next(kind for kind in (*get_args(f.type), f.type) if isinstance(kind, type))
+    for f in fields(TrainConfig)
+}
+
+#: Settings that answer the same question: give one. A flag replaces a file's answer.
+EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A value as it was given, and where: "--sigma", or "sigma in FILE"."""
+
+    value: Any
+    origin: str
+    from_flag: bool
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked configuration, and what its author should know about it."""
+
+    config: TrainConfig
+    notes: tuple[str, ...]
+
+
+def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Resolved:
+    """Turn flags and a YAML file into one checked configuration. Flags win.
+
+    Args:
+        flags: field name -> value as typed; None and False where not given.
+        file: YAML with flag names for keys.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    errors: list[str] = []
+    given = {} if file is None else _read_file(file, errors)
+    typed = {
+        name: _Given(value, f"--{flag_name(name)}", from_flag=True)
+        for name, value in flags.items()
+        if value is not None and value is not False
+    }
+    _settle_exclusives(given, typed, errors)
+    given |= typed
+    values = {}
+    for name, entry in given.items():
+        value, error = _parse(name, entry)
+        if error:
+            errors.append(error)
+        else:
+            values[name] = value
+    config = _with_defaults(values)
+    _check_together(config, errors)
+    if errors:
+        raise InputError(errors)
+    return Resolved(config, tuple(_notes(config, typed)))
+
+
+def _read_file(file: Path, errors: list[str]) -> dict[str, _Given]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as failure:
+        errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError) as failure:
+        reason = " ".join(str(failure).split())
+        errors.append(f"--config: {file} is not YAML ({reason}).")
+        return {}
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        errors.append(
+            f"--config: {file} must hold lines like 'sigma: 0.8', not a {type(content).__name__}."
+        )
+        return {}
+    given = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in SETTINGS:
+            if value is not None and value is not False:
+                given[name] = _Given(value, f"{flag_name(name)} in {file}", from_flag=False)
+        else:
+            names = [flag_name(known) for known in SETTINGS]
+            errors.append(f"{key} in {file} is not a setting.{near(str(key), names)}")
+    return given
+
+
+def _settle_exclusives(
+    given: dict[str, _Given], typed: dict[str, _Given], errors: list[str]
+) -> None:
+    """Drop a file's answer where a flag answers the same question; report two answers in one."""
+    for group in EXCLUSIVE:
+        for source in (typed, given):
+            origins = [source[name].origin for name in group if name in source]
+            if len(origins) > 1:
+                errors.append(f"{' and '.join(origins)} contradict each other: give one.")
+        if any(name in typed for name in group):
+            for name in group:
+                given.pop(name, None)
+
+
+def _parse(name: str, entry: _Given) -> tuple[Any, str | None]:
+    """One value in its type, or what is wrong with it."""
+    setting, kind, value = SETTINGS[name], KINDS[name], entry.value
+    if kind is bool:
+        error = None if isinstance(value, bool) else f"{entry.origin} must be true or false."
+        return value, error
+    if kind in (str, Path):
+        text = str(value)
+        if setting.choices and text not in setting.choices:
+            return None, (
+                f"{entry.origin}: there is no {flag_name(name)} '{text}'."
+                f"{near(text, setting.choices)} Known: {', '.join(setting.choices)}."
+            )
+        return kind(text), None
+    number = _number(value, kind)
+    what = "a whole number" if kind is int else "a number"
+    if number is None:
+        return None, f"{entry.origin}: '{value}' is not {what}."
+    if setting.bounds and not setting.bounds.holds(number):
+        hint = " To train without privacy use --no-dp." if name == "sigma" and number == 0 else ""
+        return None, f"{entry.origin} must be {setting.bounds}, not {value}.{hint}"
+    return number, None
+
+
+def _number(value: Any, kind: type) -> float | int | None:
+    """A finite number of the kind, or None."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = kind(str(value))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def near(text: str, names: Iterable[str]) -> str:
+    """' Did you mean ...?' with the near matches, or nothing."""
+    matches = difflib.get_close_matches(text.lower(), list(names), n=2, cutoff=0.6)
+    return f" Did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def _with_defaults(values: dict[str, Any]) -> TrainConfig:
+    """Fill in what depends on data set and optimizer."""
+    plain = TrainConfig(**values)
+    defaults, optimizer = plain.facts.defaults, plain.optimizer
+    adaclip = optimizer == "adaclip"
+    rest: dict[str, Any] = {
+        "model": defaults.model,
+        "batch_size": defaults.batch_size,
+        "lr": defaults.lr[optimizer],
+        "clip_norm": defaults.clip_norm,
+        "beta1": 0.99 if adaclip else 0.9,
+        "beta2": 0.9 if adaclip else 0.999,
+        "h1": defaults.h1,
+        "h2": defaults.h2,
+        "physical_batch": defaults.physical_batch,
+    }
+    if plain.steps is None:
+        rest["epochs"] = defaults.epochs
+    if plain.no_dp:
+        rest["sigma"] = 0.0
+    elif plain.epsilon is None:
+        rest["sigma"] = defaults.sigma
+    return TrainConfig(**{**rest, **values})
+
+
+def _check_together(config: TrainConfig, errors: list[str]) -> None:
+    """Faults that lie between settings."""
+    if config.h1 > config.h2:
+        errors.append(f"--h1 ({config.h1:g}) must not be above --h2 ({config.h2:g}).")
+    if config.batch_size > config.facts.train_size:
+        errors.append(
+            f"--batch-size ({config.batch_size}) must not be above the size of {config.dataset}, "
+            f"{config.facts.train_size}."
+        )
+    device = config.device
+    if device not in ("auto", "cpu", "cuda") and not (
+        device.startswith("cuda:") and device[5:].isdigit()
+    ):
+        errors.append(f"--device must be auto, cpu, cuda or cuda:N, not '{device}'.")
+
+
+def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
+    """What is legal, but probably not what was meant."""
+    used = config.method.settings
+    tunable = [name for name, setting in SETTINGS.items() if setting.panel == OPTIMIZER]
+    for name in tunable:
+        if name != "optimizer" and name in typed and name not in used:
+            yield f"{typed[name].origin} has no effect with {config.optimizer}."
+    limit = 1 / config.facts.train_size
+    if not config.no_dp and config.delta >= limit:
+        yield (
+            f"delta {config.delta:g} is not below 1/n = {limit:.2g}: at that size the guarantee "
+            "allows publishing a whole record now and then. Choose a smaller --delta."
+        )
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The file that, given to --config with the same --seed, repeats the run exactly."""
+    body = yaml.safe_dump(config.recorded(), sort_keys=False)
+    return (
+        f"# dpmac train --config FILE repeats this run; its seed, if any, is not kept here.\n{body}"
+    )

@@ -1,0 +1,1 @@
+"""The algorithm: geometry, per-sample clipping, mechanism, update rules."""

@@ -1,0 +1,200 @@
+"""The ellipsoid that the next step clips to, from post-noise values alone.
+
+``next`` is handed the private mean and its moments and nothing else: by its signature, whatever
+it computes is post-processing and costs no privacy (Proposition 1).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball
+from dpmac_cli.dp.moments import Moments
+
+Kappa = Literal["paper", "exact", "tracked"]
+
+
+@dataclass
+class Spread:
+    """What a geometry remembers of how far g-tilde strays from its mean. Post-noise, so public.
+
+    Attributes:
+        s: AdaClip's s_t^2 or MacAdam's s_t, shape (d,).
+        psi: the noise's own share of MacAdam's s_t, shape (d,); None unless kappa is "tracked".
+        kappa_star: E[s_t] over the variance of i.i.d. g-tilde; a scalar.
+        root_sum: sum over coordinates of the square root of the clamped variance, shape ().
+    """
+
+    s: Tensor
+    psi: Tensor | None
+    kappa_star: float
+    root_sum: Tensor
+
+
+class Geometry(Protocol):
+    """How the clipping ellipsoid is chosen."""
+
+    def start(self, like: Tensor) -> tuple[Ellipsoid, Spread | None]:
+        """The ellipsoid of step 1, and the memory, for a theta like ``like``, shape (d,)."""
+        ...
+
+    def next(
+        self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
+    ) -> Ellipsoid:
+        """The ellipsoid of step t + 1 from that of step t; ``spread`` is updated in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ball:
+    """A fixed ball about the origin: DP-SGD, DP-Adam, DP-AdamBC.
+
+    Attributes:
+        radius: C > 0, the clipping norm.
+    """
+
+    radius: float
+
+    def start(self, like: Tensor) -> tuple[Ellipsoid, None]:
+        """The ball, which never changes."""
+        return ball(self.radius, like), None
+
+    def next(
+        self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
+    ) -> Ellipsoid:
+        """The same ball."""
+        del private, moments, spread
+        return region
+
+
+@dataclass(frozen=True)
+class AdaClip:
+    """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643).
+
+    Starts at m = 0 and s^2 = sqrt(h1 h2).
+
+    Attributes:
+        beta1, beta2: decay rates of the mean and of the variance, in [0, 1).
+        h1, h2: bounds of the variance of one step, 0 < h1 <= h2.
+    """
+
+    beta1: float
+    beta2: float
+    h1: float
+    h2: float
+
+    def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
+        """Centre 0 and the scale of s^2 = sqrt(h1 h2)."""
+        s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
+        scale, root_sum = _scale_from_variance(s_squared)
+        return Ellipsoid(torch.zeros_like(like), scale), Spread(s_squared, None, 0.0, root_sum)
+
+    def next(
+        self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
+    ) -> Ellipsoid:
+        """m and s^2 are running averages of g~ and of clamp((g~ - m)^2 - noise, h1, h2)."""
+        del moments
+        assert spread is not None  # noqa: S101
+        centre = torch.lerp(region.centre, private.value, 1 - self.beta1)
+        variance = (private.value - centre).square_().sub_(private.noise_variance)
+        spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
+        scale, spread.root_sum = _scale_from_variance(spread.s)
+        return Ellipsoid(centre, scale)
+
+
+@dataclass(frozen=True)
+class MacAdam:
+    """DP-MacAdam's ellipsoid: lines 16 to 20 of Algorithm 1.
+
+    Attributes:
+        beta1: decay rate of s, the same as the moments' beta1, in [0, 1).
+        h1, h2: bounds of the estimated variance, 0 < h1 <= h2.
+        kappa: the estimate of the gradient's variance from s_t.
+            "paper": s / kappa - b^2 sigma^2 / B^2 with the paper's kappa;
+            "exact": the same with kappa*, which is unbiased for i.i.d. gradients and constant b;
+            "tracked": (s - psi) / kappa*, psi being the noise's own share of s, whatever b did.
+    """
+
+    beta1: float
+    h1: float
+    h2: float
+    kappa: Kappa
+
+    def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
+        """Line 1: m-hat_0 = 0, s_0 = 0, b_0 = 1/d."""
+        zeros = torch.zeros_like(like)
+        psi = zeros.clone() if self.kappa == "tracked" else None
+        region = Ellipsoid(zeros, torch.full_like(like, 1 / like.numel()))
+        return region, Spread(zeros.clone(), psi, 0.0, torch.zeros_like(like[0]))
+
+    def next(
+        self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
+    ) -> Ellipsoid:
+        """Lines 16 to 20; the next centre is m-hat_t."""
+        assert spread is not None  # noqa: S101
+        beta, t = self.beta1, moments.step
+        m_hat = moments.m_hat()
+        spread.s.lerp_((private.value - m_hat).square_(), 1 - beta)  # lines 16, 17
+        spread.kappa_star = kappa_star(t, beta, previous=spread.kappa_star)
+        if spread.psi is not None:
+            share = (1 - newest_weight(t, beta)) ** 2
+            spread.psi.lerp_(private.noise_variance * share, 1 - beta)
+        s_hat = self._variance(private, spread, t).clamp_(self.h1, self.h2)  # line 19
+        scale, spread.root_sum = _scale_from_variance(s_hat)  # line 20
+        return Ellipsoid(m_hat, scale)
+
+    def _variance(self, private: PrivateMean, spread: Spread, t: int) -> Tensor:
+        """The estimate that line 19 clamps, shape (d,)."""
+        kappa = paper_kappa(t, self.beta1) if self.kappa == "paper" else spread.kappa_star
+        if spread.psi is not None:
+            return _divided(spread.s - spread.psi, kappa)
+        return _divided(spread.s.clone(), kappa).sub_(private.noise_variance)
+
+
+def _divided(s: Tensor, kappa: float) -> Tensor:
+    """s / kappa in place, with 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0."""
+    return s.div_(kappa) if kappa > 0 else s.zero_()
+
+
+def _scale_from_variance(variance: Tensor) -> tuple[Tensor, Tensor]:
+    """b = variance^(1/4) * (sum of variance^(1/2))^(1/2), line 20; and that sum, shape ()."""
+    root = variance.sqrt()
+    total = root.sum()
+    return root.sqrt_().mul_(total.sqrt()), total
+
+
+def paper_kappa(t: int, beta: float) -> float:
+    """kappa_t of line 18, 2 (beta - beta^t) / (1 + beta); 0 at t = 1."""
+    return 2 * (beta - beta**t) / (1 + beta)
+
+
+def newest_weight(t: int, beta: float) -> float:
+    """c_t = (1 - beta) / (1 - beta^t), the weight of g~_t in m-hat_t; 1 at t = 1."""
+    return (1 - beta) / (1 - beta**t)
+
+
+def kappa_star(t: int, beta: float, previous: float) -> float:
+    """E[s_t] / V for i.i.d. g-tilde of variance V, from its value at t - 1 (0 at t = 0).
+
+    Differs from the paper's kappa in using, inside each earlier m-hat_k, the weights of time k
+    rather than those of time t. Its limit is 2 beta^2 / (1 + beta).
+    """
+    if t == 1:
+        return 0.0  # m-hat_1 = g~_1, so u_1 = 0; the formula below leaves a rounding error
+    c = newest_weight(t, beta)
+    squares = (1 - beta) * (1 + beta**t) / ((1 + beta) * (1 - beta**t))
+    return beta * previous + (1 - beta) * (1 - 2 * c + squares)
+
+
+def pinned_shares(region: Ellipsoid, spread: Spread, h1: float, h2: float) -> tuple[float, float]:
+    """Shares of coordinates whose clamped variance lies on h1 and on h2.
+
+    Read off b, so post-noise and free to publish. Synchronises with the device.
+    """
+    s_hat = (region.scale.square() / spread.root_sum).square_()
+    return (
+        (s_hat <= h1 * (1 + 1e-4)).double().mean().item(),
+        (s_hat >= h2 * (1 - 1e-4)).double().mean().item(),
+    )

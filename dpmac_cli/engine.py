@@ -1,0 +1,339 @@
+"""The training loop: one state, one step, and events for whoever watches. Prints nothing."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli.data import Data, Split
+from dpmac_cli.dp.geometry import AdaClip, Ball, Geometry, Kappa, MacAdam, Spread, pinned_shares
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
+from dpmac_cli.dp.moments import Moments
+from dpmac_cli.dp.optimizers import Optimizer
+from dpmac_cli.dp.per_sample import ClippedSum, Metric, find_layers, flatten_parameters
+from dpmac_cli.dp.rules import Adam, AdamBC, Rule, sgd
+from dpmac_cli.errors import ModelError
+from dpmac_cli.noise import NoiseSource
+from dpmac_cli.sampling import PoissonSampler
+
+EVALUATION_BATCH = 2048
+#: Seconds between progress events.
+PROGRESS_EVERY = 0.1
+#: The radius of a ball that clips nothing: a power of two, so scaling by it is exact.
+NO_CLIPPING = 2.0**40
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Numbers of an optimizer, in the paper's symbols.
+
+    Attributes:
+        lr: eta. clip_norm: C. beta1, beta2, gamma: Adam's. gamma_prime: the floor of AdamBC.
+        h1, h2: bounds of the estimated variance. kappa, phi: which estimates.
+    """
+
+    lr: float
+    clip_norm: float
+    beta1: float
+    beta2: float
+    gamma: float
+    gamma_prime: float
+    h1: float
+    h2: float
+    kappa: Kappa
+    phi: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do, fixed before it begins.
+
+    Attributes:
+        steps: T.
+        steps_per_epoch: ceil(n/B).
+        physical_batch: samples worked on at a time; noise is added once a step all the same.
+        private: False trains without clipping and noise, as a baseline.
+    """
+
+    steps: int
+    steps_per_epoch: int
+    physical_batch: int
+    private: bool = True
+
+
+@dataclass
+class TrainState:
+    """All state of a run in one value.
+
+    Attributes:
+        theta: the parameters, shape (d,); the model's tensors are views of it.
+        moments: m and v of the private means.
+        region: the ellipsoid that the next step clips to.
+        spread: what the geometry remembers; None for a ball.
+        step: t, steps taken.
+        sampler: draws the batches; secret.
+        noise: draws the noise; secret.
+    """
+
+    theta: Tensor
+    moments: Moments
+    region: Ellipsoid
+    spread: Spread | None
+    step: int
+    sampler: PoissonSampler
+    noise: NoiseSource
+
+
+def build_geometry(optimizer: Optimizer, hyper: Hyperparameters, private: bool = True) -> Geometry:
+    """The clipping geometry of an optimizer; without privacy, a ball that clips nothing."""
+    if not private:
+        return Ball(NO_CLIPPING)
+    match optimizer.geometry:
+        case "ball":
+            return Ball(hyper.clip_norm)
+        case "adaclip":
+            return AdaClip(hyper.beta1, hyper.beta2, hyper.h1, hyper.h2)
+        case "macadam":
+            return MacAdam(hyper.beta1, hyper.h1, hyper.h2, hyper.kappa)
+
+
+def build_rule(
+    optimizer: Optimizer, hyper: Hyperparameters, mechanism: GaussianMechanism
+) -> tuple[Rule, bool]:
+    """The update rule of an optimizer, and whether it needs the noise's variance tracked."""
+    match optimizer.rule:
+        case "sgd":
+            return sgd, False
+        case "adam":
+            return Adam(hyper.gamma), False
+        case "adam_bc":
+            sigma, batch = mechanism.noise_multiplier, mechanism.expected_batch
+            if optimizer.geometry == "ball":
+                return AdamBC(hyper.gamma_prime, (sigma * hyper.clip_norm / batch) ** 2), False
+            if hyper.phi == "paper":
+                return AdamBC(hyper.gamma_prime, (sigma / batch) ** 2), False
+            return AdamBC(hyper.gamma_prime, None), True
+
+
+class Trainer:
+    """Trains a model by one optimizer of the table.
+
+    Args:
+        model: maps images to logits; its parameters are moved into one vector.
+        data: on the same device.
+        optimizer: the row of the table.
+        hyper: its numbers.
+        mechanism: sigma and the expected batch.
+        plan: what the run will do.
+        sampler, noise: the run's two secrets.
+        observer: sees losses and norms that are NOT private; for diagnostics only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        optimizer: Optimizer,
+        hyper: Hyperparameters,
+        mechanism: GaussianMechanism,
+        plan: Plan,
+        sampler: PoissonSampler,
+        noise: NoiseSource,
+        observer: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> None:
+        forbid_tf32()
+        self.model, self.data, self.hyper, self.mechanism, self.plan = (
+            model,
+            data,
+            hyper,
+            mechanism,
+            plan,
+        )
+        layers = find_layers(model)
+        theta = flatten_parameters(layers)
+        self._clipped_sum = ClippedSum(model, layers)
+        self._geometry = build_geometry(optimizer, hyper, plan.private)
+        self._rule, track_noise = build_rule(optimizer, hyper, mechanism)
+        self._uses_moments = optimizer.rule != "sgd" or optimizer.geometry == "macadam"
+        region, spread = self._geometry.start(theta)
+        kept = theta if self._uses_moments else theta[:0]
+        moments = Moments(
+            hyper.beta1,
+            hyper.beta2,
+            m=torch.zeros_like(kept),
+            v=torch.zeros_like(kept),
+            noise=torch.zeros_like(region.scale) if track_noise else None,
+        )
+        self.state = TrainState(theta, moments, region, spread, 0, sampler, noise)
+        self._sum = torch.zeros_like(theta)
+        self._observer = observer
+
+    def step(self) -> None:
+        """One step of Algorithm 1. An empty batch is a step like any other: noise alone."""
+        state = self.state
+        clipped = self._clipped_batch(state.sampler.draw())  # lines 3 to 8
+        private = self.mechanism.release(clipped, state.region, state.noise)  # lines 9 to 11
+        if self._uses_moments:
+            state.moments.update(private)  # lines 12 to 14
+        state.theta.sub_(self._rule(private, state.moments), alpha=self.hyper.lr)  # line 15
+        state.region = self._geometry.next(
+            private, state.moments, state.region, state.spread
+        )  # lines 16 to 20
+        state.step += 1
+
+    def _clipped_batch(self, drawn: NDArray[np.int64]) -> Tensor:
+        """The sum of clipped, centred gradients of a batch, shape (d,), chunk by chunk."""
+        rows = torch.from_numpy(drawn).to(self.state.theta.device)
+        total = self._sum.zero_()
+        metric = Metric(self.state.region)
+        observer = self._observer
+        watch = None if observer is None else _at_step(observer, self.state.step + 1)
+        for begin in range(0, len(rows), self.plan.physical_batch):
+            chunk = rows[begin : begin + self.plan.physical_batch]
+            x = self.data.standardised(self.data.train.images[chunk])
+            self._clipped_sum.add(x, self.data.train.labels[chunk], metric, total, watch)
+        return total
+
+    def public_values(self) -> dict[str, float]:
+        """Post-noise quantities that cost no privacy, for logs. Synchronises with the device.
+
+        ``noise_norm`` is the expected norm of the noise in the next private mean,
+        ||b|| sigma / B: a function of public values, unlike the norm of the noise drawn.
+        """
+        state, mechanism = self.state, self.mechanism
+        region, d = state.region, state.theta.numel()
+        scale = region.scale.double().square().sum().item() * (d if region.is_ball else 1)
+        ratio = mechanism.noise_multiplier / mechanism.expected_batch
+        values = {"noise_norm": scale**0.5 * ratio if ratio else 0.0}
+        if state.spread is not None:
+            low, high = pinned_shares(region, state.spread, self.hyper.h1, self.hyper.h2)
+            ratio = (region.centre / region.scale).double().norm().item()
+            values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
+        return values
+
+
+def _at_step(
+    observer: Callable[[int, Tensor, Tensor], None], step: int
+) -> Callable[[Tensor, Tensor], None]:
+    return lambda losses, norms: observer(step, losses, norms)
+
+
+def forbid_tf32() -> None:
+    """Switch TF32 off for matrix products and convolutions: it voids every rounding bound."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model does on every sample of a split.
+
+    Attributes:
+        loss: mean cross entropy.
+        confusion: counts, confusion[true class, predicted class], int64.
+    """
+
+    loss: float
+    confusion: Tensor
+
+    @property
+    def samples(self) -> int:
+        """How many were scored."""
+        return int(self.confusion.sum())
+
+    @property
+    def accuracy(self) -> float:
+        """Share scored right, 0 to 1."""
+        return int(self.confusion.diagonal().sum()) / self.samples
+
+    @property
+    def per_class(self) -> list[float]:
+        """Accuracy within each true class, 0 to 1; nan for a class without samples."""
+        right = self.confusion.diagonal().double() / self.confusion.sum(1).double()
+        return [float(value) for value in right]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
+    """Score every sample of a split, the last partial batch included."""
+    training = model.training
+    model.eval()
+    loss, confusion = 0.0, None
+    for begin in range(0, len(split), EVALUATION_BATCH):
+        part = slice(begin, begin + EVALUATION_BATCH)
+        labels = split.labels[part]
+        logits = model(data.standardised(split.images[part]))
+        loss += cross_entropy(logits, labels, reduction="sum").item()
+        classes = logits.shape[1]
+        cells = torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2)
+        cells = cells.view(classes, classes)
+        confusion = cells if confusion is None else confusion + cells
+    model.train(training)
+    assert confusion is not None, "an empty split"  # noqa: S101
+    return Evaluation(loss / len(split), confusion.cpu())
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps done so far; a few times a second."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The test set scored after some step, with post-noise values beside it.
+
+    Attributes:
+        step: t. epoch: t over ceil(n/B).
+        seconds: of training so far, evaluation left out.
+        result: on the test set.
+        public: see :meth:`Trainer.public_values`.
+    """
+
+    step: int
+    epoch: float
+    seconds: float
+    result: Evaluation
+    public: dict[str, float] = field(default_factory=dict)
+
+
+def fit(trainer: Trainer, stop: Callable[[], bool]) -> Iterator[Progress | Evaluated]:
+    """Train to the plan's end, scoring the test set after each epoch and at the end.
+
+    Args:
+        trainer: a trainer, fresh or part way.
+        stop: asked after every step; True ends the run early, after a last evaluation.
+
+    Raises:
+        ModelError: the parameters are no longer finite.
+    """
+    plan, state = trainer.plan, trainer.state
+    seconds = 0.0
+    reported = mark = time.perf_counter()
+    while state.step < plan.steps:
+        trainer.step()
+        stopping = stop()
+        now = time.perf_counter()
+        if now - reported > PROGRESS_EVERY:
+            reported = now
+            yield Progress(state.step, seconds + now - mark)
+        if stopping or state.step % plan.steps_per_epoch == 0 or state.step == plan.steps:
+            if not bool(torch.isfinite(state.theta).all()):
+                raise ModelError(
+                    f"Training diverged: after step {state.step} the parameters are no longer "
+                    "finite. Try a smaller --lr."
+                )
+            seconds += time.perf_counter() - mark
+            result = evaluate(trainer.model, trainer.data, trainer.data.test)
+            epoch = state.step / plan.steps_per_epoch
+            yield Evaluated(state.step, epoch, seconds, result, trainer.public_values())
+            mark = time.perf_counter()
+        if stopping:
+            return

@@ -1,0 +1,107 @@
+"""Named architectures, and the door that models which mix samples do not pass."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.catalog import Dataset
+from dpmac_cli.errors import ModelError
+
+# Layers that compute statistics over the batch, so that one sample changes another's output.
+MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
+
+
+def _mlp(hidden: int) -> Callable[[Dataset], nn.Module]:
+    def build(dataset: Dataset) -> nn.Module:
+        channels, height, width = dataset.shape
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(channels * height * width, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, len(dataset.classes)),
+        )
+
+    return build
+
+
+BUILDERS: Mapping[str, Callable[[Dataset], nn.Module]] = {
+    "mlp": _mlp(1000),
+    "mlp-small": _mlp(64),
+}
+
+
+def build_model(name: str, dataset: Dataset, seed: int) -> nn.Module:
+    """A freshly initialised model (PyTorch's defaults), checked at the door.
+
+    Args:
+        name: a key of :data:`BUILDERS`.
+        dataset: gives the input shape and the number of classes.
+        seed: of the initial weights; touches no global generator.
+
+    Raises:
+        ModelError: the model mixes samples.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = BUILDERS[name](dataset)
+    check_model(model, dataset.shape)
+    return model
+
+
+def check_model(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Refuse a model in which one sample can change what another sample computes.
+
+    Clipping bounds what a sample does to its own gradient, so a layer that lets it into the
+    gradients of others voids the guarantee. Known layers are refused by name; anything else that
+    mixes is caught by changing one sample of a random batch and watching the others, and buffers
+    that a forward pass changes (running statistics would be published un-noised) likewise.
+
+    Args:
+        model: maps (samples, *shape) to logits.
+        shape: of one sample.
+
+    Raises:
+        ModelError: naming the layer and the remedy.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MIXING_LAYERS):
+            raise ModelError(
+                f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
+                "batch and keeps statistics of them without noise. Use "
+                "nn.GroupNorm(groups, channels) instead."
+            )
+    _check_behaviour(model, shape)
+
+
+@torch.no_grad()
+def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    training = model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            before = model(x)
+            torch.manual_seed(0)
+            x[0] = torch.linspace(-50, 50, x[0].numel()).view(shape)
+            after = model(x)
+    finally:
+        model.train(training)
+    changed = [name for name, b in model.named_buffers() if not _same(b, buffers[name])]
+    if changed:
+        raise ModelError(
+            f"A forward pass in training mode changes the buffer {changed[0]}: statistics of "
+            "private data would be kept without noise. Switch that off "
+            "(for normalisation layers, track_running_stats=False)."
+        )
+    if before.ndim != 2 or not torch.allclose(before[1:], after[1:], rtol=1e-4, atol=1e-5):
+        raise ModelError(
+            "Changing one sample of a batch changes the output for the others: the model mixes "
+            "samples (for example x - x.mean(0)). Make every operation work on one sample alone."
+        )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
