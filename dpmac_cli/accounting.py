@@ -106,16 +106,21 @@ class EpsilonSchedule:
         raise ValueError(f"the schedule ends at step {self.points[-1][0]}, asked for {step}")
 
 
-def epsilon_schedule(event: TrainingEvent, delta: float, points: int = 16) -> EpsilonSchedule:
-    """Price the run at about ``points`` evenly spaced steps, by one coarse convolution each.
+def epsilon_schedule(event: TrainingEvent, delta: float, epoch: int) -> EpsilonSchedule:
+    """Price the run at some 20 to 40 evenly spaced steps, by one coarse convolution each.
 
     The last point is exactly ``event.epsilon(delta)``, and no point lies above it.
+
+    Args:
+        event: the whole run.
+        delta: in (0, 1).
+        epoch: steps of an epoch; points fall on the ends of epochs where their number allows.
     """
     if event.steps == 0:
         return EpsilonSchedule(((0, 0.0),))
     if event.noise_multiplier == 0:
         return EpsilonSchedule(((event.steps, math.inf),))
-    stride = max(1, math.ceil(event.steps / points))
+    stride = _stride(event.steps, epoch)
     block = _one_step(event.sampling_rate, event.noise_multiplier, COARSE).self_compose(stride)
     end = event.epsilon(delta)
     computed: list[tuple[int, float]] = []
@@ -124,6 +129,14 @@ def epsilon_schedule(event: TrainingEvent, delta: float, points: int = 16) -> Ep
         computed.append((step, min(end, float(pld.get_epsilon_for_delta(delta)))))
         pld = pld.compose(block)
     return EpsilonSchedule((*computed, (event.steps, end)))
+
+
+def _stride(steps: int, epoch: int, points: int = 40) -> int:
+    """Steps between points: some epochs, or a whole fraction of one where it has one."""
+    least = max(1, math.ceil(steps / points))
+    if epoch <= least:
+        return math.ceil(least / epoch) * epoch
+    return next(stride for stride in range(least, epoch + 1) if epoch % stride == 0)
 
 
 def calibrate_noise(sampling_rate: float, steps: int, delta: float, target: float) -> float:
@@ -221,15 +234,24 @@ def affordable_steps(event: TrainingEvent, delta: float, budget: float) -> int:
     return low
 
 
+def format_epsilon(epsilon: float) -> str:
+    """Four digits, rounded up: a price is never shown smaller than it is."""
+    if epsilon == 0 or not math.isfinite(epsilon):
+        return "0" if epsilon == 0 else "infinite"
+    scale = 10.0 ** (3 - math.floor(math.log10(epsilon)))
+    return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
+
+
 def statement(epsilon: float, delta: float, event: TrainingEvent) -> str:
-    """One plain sentence on what the guarantee protects."""
+    """What the guarantee says, in plain sentences."""
     if not math.isfinite(epsilon):
         return "No privacy: nothing was clipped and no noise was added."
     return (
-        f"Whoever sees the trained model, and every quantity published during training, learns "
-        f"almost the same as if any one training record had been left out or added: "
-        f"({epsilon:.4g}, {delta:g})-differential privacy under {ADJACENCY} adjacency, for "
-        f"{event.steps} Poisson-sampled steps at rate {event.sampling_rate:.4g} with noise "
-        f"multiplier {event.noise_multiplier:g}. The size of the training set is public; "
-        f"the test set is not protected; choosing among several runs costs extra."
+        f"Leaving out or adding any one training record changes the probability of whatever the "
+        f"model and its report may show by a factor of at most e^{format_epsilon(epsilon)}, but "
+        f"for a probability of {delta:g}: ({format_epsilon(epsilon)}, {delta:g})-differential "
+        f"privacy under {ADJACENCY} adjacency, for {event.steps} Poisson-sampled steps at rate "
+        f"{event.sampling_rate:.4g} with noise multiplier {event.noise_multiplier:g}. The number "
+        "of training records is public. Test records are not protected. Publishing the best of "
+        "several runs costs more."
     )

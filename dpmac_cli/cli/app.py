@@ -1,0 +1,39 @@
+"""The commands."""
+
+from typing import Annotated
+
+import typer
+
+from dpmac_cli import __version__
+from dpmac_cli.cli import evaluate, train
+
+app = typer.Typer(
+    name="dpmac",
+    help="Train image classifiers under differential privacy, and say what that privacy is worth.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command("train", help=train.HELP)(train.command())
+app.command("eval", help=evaluate.HELP)(evaluate.evaluate)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"dpmac {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def callback(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before a command."""
+    del version
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,274 @@
+"""How a training run and an evaluation look."""
+
+import math
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from dpmac_cli import accounting, engine, folder
+from dpmac_cli.cli.console import stderr, stdout
+from dpmac_cli.run import Diagnosis, Finished, Started, Update
+
+NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
+
+
+def format_epsilon(epsilon: float | None) -> str:
+    """Rounded up; dots while it is still being worked out."""
+    return "..." if epsilon is None else accounting.format_epsilon(epsilon)
+
+
+class Display(Protocol):
+    """Shows a training run as it happens."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def started(self, event: Started) -> None:
+        """Before the first step."""
+        ...
+
+    def update(self, event: Update) -> None:
+        """While training."""
+        ...
+
+    def finished(self, event: Finished) -> None:
+        """After the files are written."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def started(self, event: Started) -> None:
+        """Nothing."""
+
+    def update(self, event: Update) -> None:
+        """Nothing."""
+
+    def finished(self, event: Finished) -> None:
+        """Nothing."""
+
+
+class Lines(Silent):
+    """A line an epoch: for files, pipes and logs, and above the bar on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def started(self, event: Started) -> None:
+        """What is about to be trained."""
+        for line in _heading(event):
+            self.console.print(line)
+
+    def update(self, event: Update) -> None:
+        """A line an evaluation."""
+        if isinstance(event.event, engine.Evaluated):
+            self.console.print(_evaluated(event.event, event.epsilon))
+            if event.not_private is not None:
+                self.console.print(_diagnosed(event.not_private))
+
+    def finished(self, event: Finished) -> None:
+        """What came of it."""
+        for line in _summary(event):
+            self.console.print(line)
+
+
+class _PublicSpeed(ProgressColumn):
+    """Steps per second times the expected batch: the drawn batch size is private."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.fields["speed"]
+        return Text(f"{speed:,.0f} samples/s" if speed else "", style="dim")
+
+
+class LiveBar(Lines):
+    """Lines, with a live bar below them."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[epsilon]}", style="bold"),
+            TextColumn("{task.fields[accuracy]}", style="green"),
+            _PublicSpeed(),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=True,
+            expand=True,
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def started(self, event: Started) -> None:
+        """The heading, and an empty bar."""
+        super().started(event)
+        config = event.config
+        self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
+        self._private = not config.no_dp
+        self._task = self._bar.add_task(
+            "", total=event.steps, epoch="1", epsilon="", accuracy="", speed=0.0
+        )
+        self._bar.start()
+
+    def update(self, event: Update) -> None:
+        """Move the bar."""
+        super().update(event)
+        step = event.event.step
+        self._bar.update(
+            self._task,
+            completed=step,
+            epoch=str(math.ceil(step / self._per_epoch)),
+            epsilon=self._budget(event),
+            speed=step * self._batch / event.event.seconds if event.event.seconds > 0 else 0.0,
+        )
+        if isinstance(event.event, engine.Evaluated):
+            self._bar.update(self._task, accuracy=f"{event.event.result.accuracy:.2%}")
+
+    def finished(self, event: Finished) -> None:
+        """The bar gives way to the summary."""
+        self._bar.stop()
+        super().finished(event)
+
+    def _budget(self, event: Update) -> str:
+        if not self._private:
+            return "no privacy"
+        return f"ε {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+
+
+def choose_display(quiet: bool, json: bool) -> Display:
+    """Nothing when quiet; on stderr when stdout is for JSON; a bar on a terminal only."""
+    if quiet:
+        return Silent()
+    console = stderr() if json else stdout()
+    return LiveBar(console) if console.is_terminal else Lines(console)
+
+
+def _heading(event: Started) -> list[Text]:
+    config = event.config
+    lines = [
+        Text.assemble(
+            (config.optimizer, "bold"),
+            f" on {config.dataset}: {config.facts.train_size:,} records, {config.model} with "
+            f"{event.parameters:,} parameters, {config.device}",
+        )
+    ]
+    if config.no_dp:
+        lines.append(Text(NO_PRIVACY, style="bold red"))
+    else:
+        lines.append(
+            Text(
+                f"sigma {config.sigma:g}, expected batch {config.batch_size}, {event.steps:,} "
+                f"steps ({event.steps / config.steps_per_epoch:g} epochs), delta {config.delta:g}"
+            )
+        )
+    if event.cut_short:
+        lines.append(
+            Text(
+                f"--max-epsilon {config.max_epsilon:g} pays for {event.steps:,} of "
+                f"{config.total_steps:,} steps",
+                style="yellow",
+            )
+        )
+    lines.append(Text(f"writing {event.folder}", style="dim"))
+    return lines
+
+
+def _evaluated(event: engine.Evaluated, epsilon: float | None) -> Text:
+    price = (
+        ("no privacy", "red")
+        if epsilon is not None and math.isinf(epsilon)
+        else (f"epsilon {format_epsilon(epsilon)}", "")
+    )
+    return Text.assemble(
+        f"epoch {event.epoch:g}  step {event.step}  ",
+        price,
+        "  test accuracy ",
+        (f"{event.result.accuracy:.2%}", "green"),
+    )
+
+
+def _diagnosed(seen: Diagnosis) -> Text:
+    if seen.mean_loss is None or seen.mean_norm is None or seen.clipped_share is None:
+        averages = "no finite sample"
+    else:
+        averages = (
+            f"loss {seen.mean_loss:.4f}, gradient norm over the clipping norm "
+            f"{seen.mean_norm:.3g}, clipped {seen.clipped_share:.1%}"
+        )
+    return Text(
+        f"  NOT PRIVATE: {averages}, not finite {seen.not_finite} of {seen.samples}", style="red"
+    )
+
+
+def _summary(event: Finished) -> list[Text]:
+    report = event.report
+    test, price = report["test"], report["privacy"]
+    lines = [
+        Text.assemble(
+            "test accuracy ",
+            (f"{test['accuracy']:.2%}", "bold green"),
+            f" on {test['samples']:,} samples",
+        )
+    ]
+    if price["private"]:
+        lines.append(
+            Text.assemble(
+                "privacy ",
+                (f"epsilon {format_epsilon(price['epsilon'])}", "bold"),
+                f" at delta {price['delta']:g} ({price['adjacency']}, {price['sampler']} sampling)",
+            )
+        )
+    else:
+        lines.append(Text(NO_PRIVACY, style="bold red"))
+    if price["seed_policy"]["given"] and price["private"]:
+        lines.append(
+            Text("with --seed: no privacy against anyone who knows the seed", style="yellow")
+        )
+    lines.append(
+        Text(f"{event.folder}: {folder.MODEL}, {folder.REPORT}, {folder.METRICS}, {folder.CONFIG}")
+    )
+    return lines
+
+
+def evaluation_table(result: engine.Evaluation, classes: list[str]) -> Table:
+    """Confusion matrix with per-class accuracy: a row per true class."""
+    table = Table(title="rows: true class, columns: predicted", title_justify="left")
+    table.add_column("")
+    for name in classes:
+        table.add_column(name, justify="right")
+    table.add_column("accuracy", justify="right", style="green")
+    for name, counts, accuracy in zip(
+        classes, result.confusion.tolist(), result.per_class, strict=True
+    ):
+        share = "-" if math.isnan(accuracy) else f"{accuracy:.2%}"
+        table.add_row(name, *map(str, counts), share)
+    return table

@@ -1,0 +1,74 @@
+"""dpmac eval."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpmac_cli.catalog import DATASETS
+from dpmac_cli.cli.console import stdout
+from dpmac_cli.cli.failures import explained
+from dpmac_cli.config import near
+from dpmac_cli.errors import InputError
+
+HELP = """Score every test sample with a trained model.
+
+Example: dpmac eval runs/mnist-dp-macadam-1
+
+Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data.
+"""
+
+
+@explained
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, or a model.safetensors.")
+    ],
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(DATASETS), help="What to score on. [default: what it was trained on]"
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where data sets lie (or DPMAC_DATA_DIR).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Load a model, score the test set, print the result."""
+    del debug
+    if dataset is not None and dataset not in DATASETS:
+        raise InputError(
+            f"--dataset: there is no dataset '{dataset}'.{near(dataset, DATASETS)} "
+            f"Known: {', '.join(DATASETS)}."
+        )
+    from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.folder import to_json  # noqa: PLC0415
+    from dpmac_cli.scoring import score  # noqa: PLC0415
+
+    scored = score(model, dataset, data_dir, device)
+    result = scored.result
+    if json:
+        body: dict[str, Any] = {
+            "model": str(scored.path),
+            "dataset": scored.dataset,
+            "accuracy": result.accuracy,
+            "loss": result.loss if math.isfinite(result.loss) else None,
+            "samples": result.samples,
+            "per_class": {
+                name: None if math.isnan(share) else share
+                for name, share in zip(scored.classes, result.per_class, strict=True)
+            },
+            "confusion": result.confusion.tolist(),
+        }
+        print(to_json(body), end="")  # noqa: T201
+        return
+    out = stdout()
+    out.print(display.evaluation_table(result, scored.classes))
+    out.print(
+        f"{scored.path} on {scored.dataset}: accuracy {result.accuracy:.2%}, "
+        f"loss {result.loss:.4f}, {result.samples:,} samples"
+    )

@@ -1,0 +1,80 @@
+"""From a failure to a message and an exit code. No traceback unless asked for."""
+
+import functools
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import typer
+
+from dpmac_cli.cli import console
+from dpmac_cli.errors import BudgetError, DpmacError, InputError, ModelError
+
+DONE, BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
+EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (InputError, USAGE),
+    (BudgetError, BUDGET),
+    (ModelError, MISFIT),
+)
+
+
+def explained(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a command raises into a message on stderr and the documented exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            console.print_errors(["interrupted; nothing was written after the last line above."])
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as failure:  # noqa: BLE001
+            if kwargs.get("debug"):
+                traceback.print_exc()
+            messages, code = _explanation(failure)
+            console.print_errors(messages)
+            raise typer.Exit(code) from None
+
+    return run
+
+
+def _explanation(failure: Exception) -> tuple[tuple[str, ...], int]:
+    for kind, code in EXIT_CODES:
+        if isinstance(failure, kind):
+            messages = failure.errors if isinstance(failure, InputError) else (str(failure),)
+            return messages, code
+    if isinstance(failure, OSError) and failure.filename:
+        return (f"{failure.filename}: {failure.strerror or failure}.",), USAGE
+    if isinstance(failure, DpmacError):
+        return (str(failure),), USAGE
+    return (
+        f"dpmac failed where it should not have ({type(failure).__name__}: {failure}). "
+        "Please report it with the output of the same command and --debug.",
+    ), BUG
+
+
+@contextmanager
+def stop_request() -> Iterator[Callable[[], bool]]:
+    """A question to ask between steps: has Ctrl-C or SIGTERM come? A second one ends at once."""
+    asked = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        print("\nfinishing the step; once more to stop at once", file=sys.stderr)  # noqa: T201
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

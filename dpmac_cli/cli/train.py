@@ -1,0 +1,114 @@
+"""dpmac train."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpmac_cli.cli import console
+from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
+from dpmac_cli.config import KINDS, SETTINGS, Setting, TrainConfig, flag_name, resolve
+
+HELP = """Train a classifier under differential privacy.
+
+The data set brings the paper's settings as defaults. Flags win over --config FILE. One new folder
+holds what a run writes: config.yaml, report.json, metrics.jsonl and model.safetensors.
+
+Example: dpmac train --dataset mnist --sigma 0.8
+
+Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible or spent, 4 the
+model does not fit or diverged, 130 interrupted (the run so far is written).
+"""
+
+ENDED_EARLY = {
+    "interrupted": ("interrupted", INTERRUPTED),
+    "budget-spent": ("stopped before epsilon passed --max-epsilon", BUDGET),
+}
+
+
+@explained
+def train(**flags: Any) -> None:
+    """Run the command; ``flags`` are the fields of TrainConfig as typed, and ``config``."""
+    resolved = resolve(flags, flags.pop("config"))
+    # Loading torch takes seconds: only now that there is something to train.
+    from dpmac_cli.cli.display import choose_display  # noqa: PLC0415
+    from dpmac_cli.folder import to_json  # noqa: PLC0415
+    from dpmac_cli.run import Finished, Started, train  # noqa: PLC0415
+
+    config = resolved.config
+    if not config.quiet:
+        console.print_notes(resolved.notes)
+    display = choose_display(config.quiet, config.json)
+    with stop_request() as stop, display:
+        for event in train(config, stop):
+            match event:
+                case Started():
+                    display.started(event)
+                case Finished():
+                    display.finished(event)
+                    finished = event
+                case _:
+                    display.update(event)
+    if config.json:
+        print(to_json(finished.report), end="")  # noqa: T201
+    if finished.state in ENDED_EARLY:
+        why, code = ENDED_EARLY[finished.state]
+        console.print_errors([f"{why}; the run so far is in {finished.folder}."])
+        raise typer.Exit(code)
+
+
+def _parameter(name: str, setting: Setting) -> inspect.Parameter:
+    """The flag of a field. Values stay text: one parser checks flags and YAML alike."""
+    flag = f"--{flag_name(name)}"
+    if KINDS[name] is bool:
+        option = typer.Option(flag, help=setting.help, rich_help_panel=setting.panel)
+        annotation: Any = Annotated[bool, option]
+        default: Any = False
+    else:
+        option = typer.Option(
+            flag,
+            help=_help(name, setting),
+            rich_help_panel=setting.panel,
+            metavar="NAME" if setting.choices else KINDS[name].__name__.upper(),
+            show_default=False,
+        )
+        annotation = Annotated[str | None, option]
+        default = None
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _help(name: str, setting: Setting) -> str:
+    """What it is, what it may be, and what it is when not given."""
+    parts = [setting.help]
+    if setting.choices:
+        parts.append(f"One of {', '.join(setting.choices)}.")
+    default = getattr(TrainConfig, name)
+    if default is not None:
+        parts.append(f"[default: {default}]")
+    elif "[default" in setting.help:
+        what, default = setting.help.split(" [", 1)
+        parts = [what, *parts[1:], f"[{default}"]
+    return " ".join(parts)
+
+
+def command() -> Callable[..., None]:
+    """The command with one flag for each field of TrainConfig."""
+    config = typer.Option(
+        "--config", help="YAML with the same names; flags win.", rich_help_panel="Task"
+    )
+    parameters = [
+        inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[Path | None, config],
+        ),
+        *(_parameter(name, setting) for name, setting in SETTINGS.items()),
+    ]
+    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    train.__annotations__ = {p.name: p.annotation for p in parameters}
+    return train

@@ -1,0 +1,116 @@
+"""A run's folder: its files, whole or not there, and never overwritten by surprise."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dpmac_cli.errors import InputError
+
+CONFIG = "config.yaml"
+REPORT = "report.json"
+METRICS = "metrics.jsonl"
+MODEL = "model.safetensors"
+DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
+FILES = (CONFIG, REPORT, METRICS, MODEL, DIAGNOSTICS)
+
+PUBLIC_MODE = 0o644
+PRIVATE_MODE = 0o600
+
+
+def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
+    """Write a file whole, or leave what was there. Raises OSError."""
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(partial, mode)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+
+
+def to_json(value: Any) -> str:
+    """JSON as people and programs read it: indented, and without NaN or Infinity."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) -> None:
+    """Append one line of JSON."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+    with os.fdopen(handle, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def new_folder(root: Path, stem: str) -> Path:
+    """Make the first free of root/stem-1, root/stem-2, ...
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
+    number = 1
+    while True:
+        folder = root / f"{stem}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not root.is_dir():
+                raise InputError(
+                    f"{root} is a file; runs are kept in a folder of that name."
+                ) from None
+            number += 1
+        except OSError as failure:
+            raise InputError(_unwritable(folder, failure)) from failure
+        else:
+            return folder
+
+
+def check_chosen_folder(folder: Path, force: bool) -> None:
+    """Refuse a folder that a run must not be written to; changes nothing.
+
+    Raises:
+        InputError: it is a file, or holds a run and ``force`` is off, or holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--out {folder} is a file. Name a folder.")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not any((folder / name).exists() for name in FILES):
+        raise InputError(
+            f"--out {folder} holds files that are not a run's. Name a new or an empty folder."
+        )
+    if not force:
+        raise InputError(
+            f"--out {folder} already holds a run. Name another folder, or add --force to "
+            "replace it."
+        )
+
+
+def take_chosen_folder(folder: Path, force: bool) -> Path:
+    """Make the folder that --out names; with ``force``, remove the files of the run in it.
+
+    Raises:
+        InputError: see :func:`check_chosen_folder`; or it cannot be written to.
+    """
+    check_chosen_folder(folder, force)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as failure:
+        raise InputError(_unwritable(folder, failure)) from failure
+    return folder
+
+
+def _unwritable(folder: Path, failure: OSError) -> str:
+    return (
+        f"The run folder {folder} cannot be written to ({failure.strerror or failure}). "
+        "Name another with --out."
+    )
