@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import dp_accounting
+import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import rdp_privacy_accountant
 
@@ -29,12 +30,11 @@ SIGMA_MAX = 1e4
 # Whole orders only: the fractional ones do not always converge, and here a bracket will do.
 RDP_ORDERS = [*range(2, 64), 80, 100, 128, 192, 256, 512]
 
-# Widths of the grid on which privacy loss is rounded up. Both give upper bounds. The coarse one
-# costs a tenth of the fine one's time and adds at most 0.3% to an epsilon near 1, less above; at
-# sigma below 0.4, where the fine grid takes seconds to minutes, it adds less than 0.01%.
+# Widths of the grid on which privacy loss is rounded up: every width gives an upper bound. The
+# loss itself grows like 1/sigma^2, and the grid with it, so that small sigma costs no more time.
 FINE = 1e-4
-COARSE = 1e-3
-COARSE_BELOW_SIGMA = 0.4
+COARSE = 1e-3  # a tenth of the time; adds at most 0.3% to an epsilon near 1, less above
+FINE_FROM_SIGMA = 0.4
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ class TrainingEvent:
         return _price(self, delta, grid_width(self.noise_multiplier))
 
 
-def grid_width(noise_multiplier: float) -> float:
-    """The width of the privacy loss grid that prices a run with this noise."""
-    return FINE if noise_multiplier >= COARSE_BELOW_SIGMA else COARSE
+def grid_width(noise_multiplier: float, finest: float = FINE) -> float:
+    """The width of the privacy loss grid for a run with this noise, at least ``finest``."""
+    if noise_multiplier >= FINE_FROM_SIGMA:
+        return finest
+    return max(finest, COARSE * (FINE_FROM_SIGMA / noise_multiplier) ** 2)
 
 
 @lru_cache(maxsize=4)
@@ -83,7 +85,12 @@ def _one_step(sampling_rate: float, noise_multiplier: float, width: float) -> An
 
 def _price(event: TrainingEvent, delta: float, width: float) -> float:
     one_step = _one_step(event.sampling_rate, event.noise_multiplier, width)
-    return float(one_step.self_compose(event.steps).get_epsilon_for_delta(delta))
+    return _read_epsilon(one_step.self_compose(event.steps), delta)
+
+
+def _read_epsilon(pld: Any, delta: float) -> float:
+    with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
+        return float(pld.get_epsilon_for_delta(delta))
 
 
 @dataclass(frozen=True)
@@ -121,12 +128,13 @@ def epsilon_schedule(event: TrainingEvent, delta: float, epoch: int) -> EpsilonS
     if event.noise_multiplier == 0:
         return EpsilonSchedule(((event.steps, math.inf),))
     stride = _stride(event.steps, epoch)
-    block = _one_step(event.sampling_rate, event.noise_multiplier, COARSE).self_compose(stride)
+    width = grid_width(event.noise_multiplier, COARSE)
+    block = _one_step(event.sampling_rate, event.noise_multiplier, width).self_compose(stride)
     end = event.epsilon(delta)
     computed: list[tuple[int, float]] = []
     pld = block
     for step in range(stride, event.steps, stride):
-        computed.append((step, min(end, float(pld.get_epsilon_for_delta(delta)))))
+        computed.append((step, min(end, _read_epsilon(pld, delta))))
         pld = pld.compose(block)
     return EpsilonSchedule((*computed, (event.steps, end)))
 
@@ -152,17 +160,17 @@ def calibrate_noise(sampling_rate: float, steps: int, delta: float, target: floa
         BudgetError: no noise multiplier up to 10,000 meets the target.
     """
 
-    def price(width: float | None) -> Callable[[int], float]:
+    def price(finest: float) -> Callable[[int], float]:
         def at(ticks: int) -> float:
             sigma = ticks / SIGMA_TICKS
             event = TrainingEvent(sampling_rate, sigma, steps)
-            return _price(event, delta, width or grid_width(sigma))
+            return _price(event, delta, grid_width(sigma, finest))
 
         return at
 
     bound = _rdp_noise(sampling_rate, steps, delta, target)
     rough = _smallest(price(COARSE), target, bound, spread=1.5)
-    return _smallest(price(None), target, rough, spread=1.01) / SIGMA_TICKS
+    return _smallest(price(FINE), target, rough, spread=1.01) / SIGMA_TICKS
 
 
 def _smallest(price: Callable[[int], float], target: float, guess: int, spread: float) -> int:

@@ -96,7 +96,7 @@ DATASETS: Mapping[str, Dataset] = {
                 "dp-adam": 0.005,
                 "dp-adambc": 0.001,
                 "dp-macadam": 0.005,
-                "dp-macadambc": 0.005,
+                "dp-macadambc": 0.0005,
             },
             clip_norm=1.0,
             h1=5e-5,
