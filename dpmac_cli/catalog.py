@@ -6,7 +6,7 @@ here and one loader in :mod:`dpmac_cli.data`; a model likewise, with one builder
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Learning rates of the DP-MacAdam paper: 0.1 for DP-SGD and 0.001 for the rest.
 PAPER_RATES: Mapping[str, float] = {
@@ -55,8 +55,8 @@ class Dataset:
         classes: class names, in the order of the labels.
         levels: the largest pixel value; pixels are divided by it.
         mean, std: per channel, of pixels in [0, 1]; images are standardised with them.
-        sha256: of the loaded contents, both splits; the data are public, so this gives nothing
-            away, and it tells altered files.
+        sha256: what :func:`dpmac_cli.data.fingerprint` gives for the published files; None where
+            torchvision's own checks must do.
         defaults: settings where none are given.
         about: one line for help and reports.
     """
@@ -68,19 +68,80 @@ class Dataset:
     levels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    sha256: str
+    sha256: str | None
     defaults: Defaults
     about: str
 
 
-DIGIT_NAMES = tuple("0123456789")
+_DIGIT_NAMES = tuple("0123456789")
+
+_MNIST = Dataset(
+    train_size=60_000,
+    test_size=10_000,
+    shape=(1, 28, 28),
+    classes=_DIGIT_NAMES,
+    levels=255,
+    mean=(0.1307,),
+    std=(0.3081,),
+    sha256="3ee7f568b8fdc8915ba79f8c2e5cfce6e08e6def379bae044b8ec31ae87c0afb",
+    defaults=Defaults(
+        model="mlp",
+        sigma=0.8,
+        batch_size=256,
+        epochs=5,
+        lr=PAPER_RATES,
+        clip_norm=1.0,
+        h1=1e-9,
+        h2=1e-6,
+        physical_batch=1024,
+    ),
+    about="28x28 handwritten digits",
+)
+
+_CIFAR10 = Dataset(
+    train_size=50_000,
+    test_size=10_000,
+    shape=(3, 32, 32),
+    classes=(
+        *("airplane", "automobile", "bird", "cat", "deer"),
+        *("dog", "frog", "horse", "ship", "truck"),
+    ),
+    levels=255,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+    sha256="cb85cdd084bdd7718e8e746014bbc16f32cbe9ab4e0757d9f59e641b39f8f958",
+    defaults=Defaults(
+        model="cnn",
+        sigma=0.8,
+        batch_size=512,
+        epochs=5,
+        lr=PAPER_RATES,
+        clip_norm=1.0,
+        h1=5e-5,
+        h2=1.0,
+        physical_batch=32,
+    ),
+    about="32x32 colour photographs",
+)
+
+# Fine labels, in the order of the labels.
+_CIFAR100_NAMES = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
+butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab
+crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo
+keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain mouse
+mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy
+porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper
+snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television
+tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
 
 DATASETS: Mapping[str, Dataset] = {
     "digits": Dataset(
         train_size=1437,
         test_size=360,
         shape=(1, 8, 8),
-        classes=DIGIT_NAMES,
+        classes=_DIGIT_NAMES,
         levels=16,
         mean=(0.305,),
         std=(0.376,),
@@ -103,29 +164,46 @@ DATASETS: Mapping[str, Dataset] = {
             h2=1.0,
             physical_batch=1024,
         ),
-        about="scikit-learn's 8x8 handwritten digits, shipped with it: no download",
+        about="8x8 handwritten digits, shipped with scikit-learn: no download",
     ),
-    "mnist": Dataset(
-        train_size=60_000,
-        test_size=10_000,
-        shape=(1, 28, 28),
-        classes=DIGIT_NAMES,
-        levels=255,
-        mean=(0.1307,),
-        std=(0.3081,),
-        sha256="3ee7f568b8fdc8915ba79f8c2e5cfce6e08e6def379bae044b8ec31ae87c0afb",
-        defaults=Defaults(
-            model="mlp",
-            sigma=0.8,
-            batch_size=256,
-            epochs=5,
-            lr=PAPER_RATES,
-            clip_norm=1.0,
-            h1=1e-9,
-            h2=1e-6,
-            physical_batch=1024,
+    "mnist": _MNIST,
+    "fashion-mnist": replace(
+        _MNIST,
+        classes=(
+            *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+            *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
         ),
-        about="28x28 handwritten digits; torchvision downloads and checks them",
+        mean=(0.2860,),
+        std=(0.3530,),
+        sha256=None,
+        about="28x28 clothes",
+    ),
+    "kmnist": replace(
+        _MNIST,
+        classes=("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
+        mean=(0.1918,),
+        std=(0.3483,),
+        sha256=None,
+        about="28x28 cursive Japanese",
+    ),
+    "cifar10": _CIFAR10,
+    "cifar100": replace(
+        _CIFAR10,
+        classes=tuple(_CIFAR100_NAMES.split()),
+        mean=(0.5071, 0.4865, 0.4409),
+        std=(0.2673, 0.2564, 0.2762),
+        sha256=None,
+        about="32x32 colour photographs, 100 classes",
+    ),
+    "svhn": replace(
+        _CIFAR10,
+        train_size=73_257,
+        test_size=26_032,
+        classes=_DIGIT_NAMES,
+        mean=(0.4377, 0.4438, 0.4728),
+        std=(0.1980, 0.2010, 0.1970),
+        sha256=None,
+        about="32x32 house numbers",
     ),
 }
 
@@ -133,4 +211,5 @@ DATASETS: Mapping[str, Dataset] = {
 MODELS: Mapping[str, str] = {
     "mlp": "one hidden layer of 1000 ReLU units, the paper's MNIST network",
     "mlp-small": "one hidden layer of 64 ReLU units",
+    "cnn": "three convolutions with group norm and one hidden layer, the paper's CIFAR-10 network",
 }

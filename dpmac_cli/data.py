@@ -1,7 +1,7 @@
 """A name -> tensors on the device. Images stay uint8 there and are standardised when used."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,10 @@ class Data:
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
 
+#: Given the folder and whether it may download, loads training and test split.
+Loader = Callable[[Path, bool], tuple[Split, Split]]
+
+
 def load_data(name: str, data_dir: Path, device: torch.device, *, download: bool = True) -> Data:
     """Load a named data set onto a device.
 
@@ -64,13 +68,7 @@ def load_data(name: str, data_dir: Path, device: torch.device, *, download: bool
     """
     facts = DATASETS[name]
     train, test = LOADERS[name](data_dir, download)
-    fingerprint = _fingerprint(train, test)
-    if fingerprint != facts.sha256:
-        raise InputError(
-            f"The files of {name} in {data_dir} are not the published data set (SHA-256 of their "
-            f"contents {fingerprint[:16]}..., expected {facts.sha256[:16]}...). Remove them, or "
-            "name another folder with --data-dir."
-        )
+    _check(name, train, test, data_dir)
     return Data(
         Split(train.images.to(device), train.labels.to(device)),
         Split(test.images.to(device), test.labels.to(device)),
@@ -78,8 +76,22 @@ def load_data(name: str, data_dir: Path, device: torch.device, *, download: bool
     )
 
 
-def _fingerprint(*splits: Split) -> str:
-    """SHA-256 over shapes and contents of images and labels."""
+def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
+    """Refuse files that are not the published data set."""
+    facts = DATASETS[name]
+    shapes = [tuple(part.images.shape) for part in (train, test)]
+    wanted = [(size, *facts.shape) for size in (facts.train_size, facts.test_size)]
+    found = fingerprint(train, test)
+    if shapes != wanted or (facts.sha256 is not None and found != facts.sha256):
+        raise InputError(
+            f"The files of {name} in {data_dir} are not the published data set (images {shapes}, "
+            f"expected {wanted}; SHA-256 of their contents {found[:16]}...). Remove them, or name "
+            "another folder with --data-dir."
+        )
+
+
+def fingerprint(*splits: Split) -> str:
+    """SHA-256 over shapes and contents of images and labels. Recorded for public data only."""
     digest = hashlib.sha256()
     for split in splits:
         for tensor in (split.images, split.labels):
@@ -112,44 +124,79 @@ def _digits(data_dir: Path, download: bool) -> tuple[Split, Split]:
     return split(order[held_out:]), split(order[:held_out])
 
 
-def _mnist(data_dir: Path, download: bool) -> tuple[Split, Split]:
-    from torchvision.datasets import MNIST  # noqa: PLC0415  (seconds to import)
+def _like_mnist(kind: str) -> Loader:
+    """MNIST, FashionMNIST and KMNIST: four files in a folder of the class's name."""
 
-    def load(may_download: bool) -> tuple[Split, Split]:
-        parts = [MNIST(data_dir, train=train, download=may_download) for train in (True, False)]
-        train, test = (Split(part.data.unsqueeze(1), part.targets.long()) for part in parts)
-        return train, test
+    def load(data_dir: Path, download: bool) -> tuple[Split, Split]:
+        from torchvision import datasets  # noqa: PLC0415  (seconds to import)
 
-    wanted = [Path(archive).stem for archive, _ in MNIST.resources]
-    return _from_torchvision("mnist", data_dir / "MNIST" / "raw", wanted, load, download)
+        dataset = getattr(datasets, kind)
+        folder = data_dir / kind / "raw"
+        files = [folder / Path(archive).stem for archive, _ in dataset.resources]
+
+        def part(train: bool, may_download: bool) -> Split:
+            loaded = dataset(data_dir, train=train, download=may_download)
+            return Split(loaded.data.unsqueeze(1), loaded.targets.long())
+
+        return _from_torchvision(files, part, download)
+
+    return load
+
+
+def _like_cifar(kind: str) -> Loader:
+    """CIFAR10 and CIFAR100: torchvision checks every file's md5 before it reads them."""
+
+    def load(data_dir: Path, download: bool) -> tuple[Split, Split]:
+        from torchvision import datasets  # noqa: PLC0415
+
+        dataset = getattr(datasets, kind)
+        folder = data_dir / dataset.base_folder
+        files = [folder / name for name, _ in (*dataset.train_list, *dataset.test_list)]
+
+        def part(train: bool, may_download: bool) -> Split:
+            loaded = dataset(data_dir, train=train, download=may_download)
+            images = torch.from_numpy(loaded.data).permute(0, 3, 1, 2).contiguous()
+            return Split(images, torch.tensor(loaded.targets))
+
+        return _from_torchvision(files, part, download)
+
+    return load
+
+
+def _svhn(data_dir: Path, download: bool) -> tuple[Split, Split]:
+    from torchvision.datasets import SVHN  # noqa: PLC0415
+
+    def part(train: bool, may_download: bool) -> Split:
+        loaded = SVHN(data_dir, split="train" if train else "test", download=may_download)
+        return Split(torch.from_numpy(loaded.data), torch.from_numpy(loaded.labels).long())
+
+    return _from_torchvision(
+        [data_dir / SVHN.split_list[name][1] for name in ("train", "test")], part, download
+    )
 
 
 def _from_torchvision(
-    name: str,
-    folder: Path,
-    wanted: list[str],
-    load: Callable[[bool], tuple[Split, Split]],
-    download: bool,
+    files: Sequence[Path], part: Callable[[bool, bool], Split], download: bool
 ) -> tuple[Split, Split]:
     """Load from disk, or download what is not there; explain what fails.
 
     Args:
-        name: of the data set.
-        folder: where its files lie.
-        wanted: the files' names.
-        load: given whether it may download, loads both splits.
+        files: that must be there.
+        part: loads a split, given whether it is the training split and whether it may download.
         download: whether it may.
     """
-    missing = [file for file in wanted if not (folder / file).exists()]
+    missing = [file.name for file in files if not file.exists()]
+    folder = files[0].parent
     try:
-        return load(bool(missing) and download)
+        may_download = bool(missing) and download
+        return part(True, may_download), part(False, may_download)
     except (OSError, RuntimeError, ValueError, EOFError, AssertionError) as failure:
-        reason = str(failure).strip().splitlines() or [type(failure).__name__]
+        reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".:,")
         what = (
-            f"{name} is not in {folder} and could not be downloaded ({reason[0]}). "
+            f"The data set is not in {folder} and could not be downloaded ({reason}). "
             f"Put these files there: {', '.join(missing)};"
             if missing
-            else f"The files of {name} in {folder} are damaged ({reason[0]}). Remove them;"
+            else f"The files in {folder} are damaged ({reason}). Remove them;"
         )
         raise InputError(
             f"{what} or name another folder with --data-dir or the environment variable "
@@ -157,7 +204,12 @@ def _from_torchvision(
         ) from failure
 
 
-LOADERS: Mapping[str, Callable[[Path, bool], tuple[Split, Split]]] = {
+LOADERS: Mapping[str, Loader] = {
     "digits": _digits,
-    "mnist": _mnist,
+    "mnist": _like_mnist("MNIST"),
+    "fashion-mnist": _like_mnist("FashionMNIST"),
+    "kmnist": _like_mnist("KMNIST"),
+    "cifar10": _like_cifar("CIFAR10"),
+    "cifar100": _like_cifar("CIFAR100"),
+    "svhn": _svhn,
 }

@@ -25,9 +25,29 @@ def _mlp(hidden: int) -> Callable[[Dataset], nn.Module]:
     return build
 
 
+def _cnn(dataset: Dataset) -> nn.Module:
+    channels, height, width = dataset.shape
+
+    def convolution(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *convolution(channels, 32),
+        nn.MaxPool2d(2),
+        *convolution(32, 64),
+        nn.MaxPool2d(2),
+        *convolution(64, 64),
+        nn.Flatten(),
+        nn.Linear(64 * (height // 4) * (width // 4), 128),
+        nn.ReLU(),
+        nn.Linear(128, len(dataset.classes)),
+    )
+
+
 BUILDERS: Mapping[str, Callable[[Dataset], nn.Module]] = {
     "mlp": _mlp(1000),
     "mlp-small": _mlp(64),
+    "cnn": _cnn,
 }
 
 

@@ -8,8 +8,9 @@ whose outer product delta_i a_i^T is sample i's gradient: with A = 1/b^2,
                                                 S2_i = sum_jk delta_ij a_ik (m A)_jk,
                                                 S3   = sum_jk m_jk^2 A_jk:
 
-two matrix products for the whole batch and one constant; a ball needs none. Any other layer falls
-back on torch.func.vmap over that layer alone.
+two matrix products for the whole batch and one constant; a ball needs none. Convolutions and group
+norms, which have few parameters, are instantiated chunk by chunk; any other layer falls back on
+torch.func.vmap over that layer alone.
 
 Rounding is a privacy matter: a norm that comes out too small lets a sample contribute more than
 1. So every norm comes with a bound on its error and samples are clipped by their sum; where the
@@ -23,7 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, group_norm
+from torch.nn.grad import conv2d_weight
 from torch.utils.hooks import RemovableHandle
 
 from dpmac_cli.dp.mechanism import Ellipsoid
@@ -57,11 +59,6 @@ class Layer:
     parameters: Mapping[str, nn.Parameter]
     start: int
     stop: int
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether its gradients are outer products: a Linear layer with a trainable weight."""
-        return type(self.module) is nn.Linear and "weight" in self.parameters
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -259,6 +256,31 @@ class OuterProducts:
         rows, columns = self.delta.shape[1], self.a.shape[1]
         weight = flat[: rows * columns].view(rows, columns)
         return weight, flat[rows * columns :] if self.bias else None
+
+
+@dataclass(frozen=True)
+class Instantiated:
+    """Gradients written out, one row a sample: for layers with few parameters.
+
+    Attributes:
+        g: shape (samples, d_layer).
+    """
+
+    g: Tensor
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Directly; nothing cancels."""
+        centred = self.g if metric.centre is None else self.g - metric.centre
+        value = (centred / metric.scale).square_().sum(1, dtype=torch.float64)
+        return SquaredNorms(value, _roundoff(0, self.g.dtype) * value)
+
+    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
+        """One matrix-vector product."""
+        out.addmv_(torch.where(valid.unsqueeze(1), self.g, 0).T, c)
+
+    def select(self, rows: Tensor) -> "Instantiated":
+        """Some samples, in float64."""
+        return Instantiated(self.g[rows].double())
 
 
 @dataclass(frozen=True)
@@ -484,15 +506,66 @@ class ClippedSum:
 
 
 def _form(layer: Layer, record: _Record, delta: Tensor) -> PerSampleGradients:
+    """The cheapest form that the layer's type and input allow."""
     if not record.intact:
         raise ModelError(
             f"The input of layer {layer.name} was changed in place after the layer read it. "
             "Use the out-of-place operation (x = x + y instead of x += y)."
         )
-    inputs = record.inputs
-    if layer.is_linear and inputs[0].ndim == 2:
-        return OuterProducts(delta, inputs[0], "bias" in layer.parameters)
-    return ByVmap(layer, inputs, delta)
+    rule = RULES.get(type(layer.module)) if len(record.inputs) == 1 else None
+    form = rule(layer, record.inputs[0], delta) if rule else None
+    return form or ByVmap(layer, record.inputs, delta)
+
+
+def _linear(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+    if a.ndim != 2 or "weight" not in layer.parameters:
+        return None
+    return OuterProducts(delta, a, "bias" in layer.parameters)
+
+
+def _conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+    """One grouped convolution for the whole chunk, a group a sample."""
+    conv = layer.module
+    assert isinstance(conv, nn.Conv2d)  # noqa: S101
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
+        return None
+    samples = len(a)
+    outputs, *kernel = conv.weight.shape
+    weight = conv2d_weight(  # type: ignore[no-untyped-call]
+        a.reshape(1, -1, *a.shape[2:]),
+        (samples * outputs, *kernel),
+        delta.reshape(1, -1, *delta.shape[2:]),
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        groups=samples * conv.groups,
+    )
+    return _instantiated(layer, samples, weight=weight, bias=delta.sum((2, 3)))
+
+
+def _group_norm(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+    norm = layer.module
+    assert isinstance(norm, nn.GroupNorm)  # noqa: S101
+    product = delta * group_norm(a, norm.num_groups, eps=norm.eps)
+    inner = tuple(range(2, a.ndim))
+    if inner:
+        return _instantiated(layer, len(a), weight=product.sum(inner), bias=delta.sum(inner))
+    return _instantiated(layer, len(a), weight=product, bias=delta)
+
+
+def _instantiated(layer: Layer, samples: int, **gradients: Tensor) -> Instantiated:
+    """Rows in theta's order, of the parameters that are trainable."""
+    return Instantiated(
+        torch.cat([gradients[name].reshape(samples, -1) for name in layer.parameters], 1)
+    )
+
+
+#: How a layer's gradients are held, by its exact type; None to fall back on vmap.
+RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor], PerSampleGradients | None]] = {
+    nn.Linear: _linear,
+    nn.Conv2d: _conv2d,
+    nn.GroupNorm: _group_norm,
+}
 
 
 def clip_weights(squared: SquaredNorms) -> tuple[Tensor, Tensor]:
