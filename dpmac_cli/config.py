@@ -336,10 +336,10 @@ def _number(value: Any, kind: type) -> float | int | None:
     if isinstance(value, bool):
         return None
     try:
-        number = kind(str(value))
-    except ValueError:
+        number: float | int = kind(str(value))
+        return number if math.isfinite(number) else None
+    except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
 
 
 def near(text: str, names: Iterable[str]) -> str:

@@ -1,0 +1,157 @@
+"""Everything that can be typed wrongly: the right exit code, a message, and nothing written."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.error import URLError
+
+import pytest
+import safetensors.torch
+import torch
+from torchvision.datasets import mnist
+from typer.testing import CliRunner
+
+from dpmac_cli.catalog import DATASETS
+from dpmac_cli.cli.app import app
+from dpmac_cli.models import build_model
+from tests.digits_runs import contents
+
+
+class Bad(NamedTuple):
+    """A command that must fail: what was typed after ``dpmac``, the exit code, what is said."""
+
+    typed: str
+    code: int
+    said: Sequence[str]
+
+
+TRAIN = "train --dataset digits --steps 3"
+
+BAD = [
+    # Commands and options
+    Bad("trian", 2, ["trian", "train"]),
+    Bad("train --sigm 1", 2, ["--sigm", "--sigma"]),
+    Bad("train extra", 2, ["extra"]),
+    Bad("train --sigma", 2, ["--sigma"]),
+    Bad("eval", 2, ["RUN"]),
+    Bad("eval model.safetensors --jsn", 2, ["--jsn", "--json"]),
+    # Names
+    Bad("train --dataset mnits", 2, ["--dataset", "'mnits'", "mnist"]),
+    Bad(f"{TRAIN} --optimizer dpmacadam", 2, ["--optimizer", "Did you mean dp-macadam"]),
+    Bad(f"{TRAIN} --model mpl", 2, ["--model", "Did you mean mlp"]),
+    Bad(f"{TRAIN} --kappa best", 2, ["--kappa", "paper, exact, tracked"]),
+    Bad(f"{TRAIN} --phi exact", 2, ["--phi", "paper, tracked"]),
+    # Numbers
+    Bad(f"{TRAIN} --sigma 0", 2, ["--sigma must be above 0", "--no-dp"]),
+    Bad(f"{TRAIN} --sigma nan", 2, ["--sigma", "nan"]),
+    Bad(f"{TRAIN} --epsilon inf", 2, ["--epsilon", "inf"]),
+    Bad(f"{TRAIN} --delta 1", 2, ["--delta must be above 0 and below 1"]),
+    Bad(f"{TRAIN} --lr fast", 2, ["--lr", "'fast' is not a number"]),
+    Bad(f"{TRAIN} --batch-size 12.5", 2, ["--batch-size", "whole number"]),
+    Bad(f"{TRAIN} --batch-size 2000", 2, ["--batch-size", "1437"]),
+    Bad(f"{TRAIN} --physical-batch 0", 2, ["--physical-batch"]),
+    Bad(f"{TRAIN} --steps 0", 2, ["--steps"]),
+    Bad(f"{TRAIN} --steps {'9' * 400}", 2, ["--steps"]),
+    Bad(f"{TRAIN} --beta1 1", 2, ["--beta1"]),
+    Bad(f"{TRAIN} --seed -1", 2, ["--seed"]),
+    Bad(f"{TRAIN} --h1 2 --h2 1", 2, ["--h1", "--h2"]),
+    # Magnitudes that float32 or the accountant cannot hold
+    Bad(f"{TRAIN} --lr 1e300", 2, ["--lr"]),
+    Bad(f"{TRAIN} --sigma 1e300", 2, ["--sigma"]),
+    Bad(f"{TRAIN} --sigma 1e-300", 2, ["--sigma"]),
+    Bad(f"{TRAIN} --h1 1e-300", 2, ["--h1"]),
+    Bad(f"{TRAIN} --h2 1e300", 2, ["--h2"]),
+    Bad(f"{TRAIN} --optimizer dp-sgd --clip-norm 1e300", 2, ["--clip-norm"]),
+    # Together
+    Bad(f"{TRAIN} --sigma 1 --epsilon 3", 2, ["--sigma", "--epsilon", "contradict"]),
+    Bad(f"{TRAIN} --epsilon 3 --no-dp", 2, ["--epsilon", "--no-dp", "contradict"]),
+    Bad(f"{TRAIN} --epochs 2", 2, ["--epochs", "--steps", "contradict"]),
+    Bad(f"{TRAIN} --lr -1 --delta 2 --phi x", 2, ["--lr", "--delta", "--phi"]),
+    # Places
+    Bad(f"{TRAIN} --device tpu", 2, ["--device", "tpu"]),
+    Bad(f"{TRAIN} --device cuda:99", 2, ["--device", "cuda:99"]),
+    Bad(f"{TRAIN} --out file.txt", 2, ["--out file.txt", "is a file"]),
+    Bad(f"{TRAIN} --out file.txt/run", 2, ["file.txt/run", "--out"]),
+    Bad(f"{TRAIN} --out foreign", 2, ["--out foreign", "not a run's"]),
+    Bad(f"{TRAIN} --out foreign --force", 2, ["--out foreign", "not a run's"]),
+    Bad(f"{TRAIN} --out run", 2, ["--out run", "--force"]),
+    Bad(f"{TRAIN} --out {'a' * 300}", 2, ["a" * 300]),
+    Bad("train --dataset mnist --data-dir empty", 2, ["empty/MNIST/raw", "--dataset digits"]),
+    Bad("train --out run --force --data-dir empty", 2, ["empty/MNIST/raw"]),
+    # Files
+    Bad(f"{TRAIN} --config nowhere.yaml", 2, ["--config", "nowhere.yaml"]),
+    Bad(f"{TRAIN} --config foreign", 2, ["--config", "foreign"]),
+    Bad(f"{TRAIN} --config list.yaml", 2, ["--config", "list.yaml", "list"]),
+    Bad(f"{TRAIN} --config broken.yaml", 2, ["--config", "broken.yaml", "not YAML"]),
+    Bad(f"{TRAIN} --config binary.yaml", 2, ["--config", "binary.yaml"]),
+    Bad(f"{TRAIN} --config unknown.yaml", 2, ["optimiser in unknown.yaml", "optimizer"]),
+    Bad("eval nowhere", 2, ["nowhere"]),
+    Bad("eval empty", 2, ["empty", "model.safetensors"]),
+    Bad("eval text.safetensors", 2, ["text.safetensors"]),
+    Bad("eval cut.safetensors", 2, ["cut.safetensors"]),
+    Bad("eval plain.safetensors", 2, ["plain.safetensors", "not written by dpmac"]),
+    Bad("eval model.safetensors --dataset digts", 2, ["--dataset", "digts", "digits"]),
+    Bad("eval model.safetensors --device tpu", 2, ["--device", "tpu"]),
+    Bad("eval model.safetensors --device cuda:99", 2, ["--device", "cuda:99"]),
+    Bad("eval model.safetensors --dataset mnist", 4, ["model.safetensors", "mnist"]),
+    # Privacy budgets
+    Bad(f"{TRAIN} --max-epsilon 0.001", 3, ["--max-epsilon", "allows no step"]),
+    Bad(f"{TRAIN} --epsilon 1e-6", 3, ["epsilon 1e-06", "larger epsilon"]),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(mnist, "download_and_extract_archive", fail)
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path) -> Path:
+    """The files that the commands above name, in the folder where they are typed."""
+    (tmp_path / "file.txt").write_text("mine")
+    for name in ("foreign", "empty", "run"):
+        (tmp_path / name).mkdir()
+    # As a failed download leaves it: torchvision makes the folders first.
+    (tmp_path / "empty" / "MNIST" / "raw").mkdir(parents=True)
+    (tmp_path / "foreign" / "thesis.tex").write_text("mine")
+    (tmp_path / "run" / "report.json").write_text("{}")
+    (tmp_path / "list.yaml").write_text("- sigma\n")
+    (tmp_path / "broken.yaml").write_text("sigma: [\n")
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
+    (tmp_path / "unknown.yaml").write_text("optimiser: dp-sgd\n")
+    (tmp_path / "text.safetensors").write_text("hello")
+    facts = {"dataset": {"name": "digits"}, "model": {"name": "mlp-small"}}
+    weights = build_model("mlp-small", DATASETS["digits"], seed=0).state_dict()
+    model = safetensors.torch.save(weights, {"dpmac": json.dumps(facts)})
+    (tmp_path / "model.safetensors").write_bytes(model)
+    (tmp_path / "cut.safetensors").write_bytes(model[:-100])
+    safetensors.torch.save_file({"w": torch.zeros(3)}, tmp_path / "plain.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.typed[:80])
+def test_bad_input_is_explained_and_nothing_is_written(bad: Bad, files: Path) -> None:
+    before = contents(files)
+    result = CliRunner().invoke(app, bad.typed.split(), env={"COLUMNS": "400"})
+    assert result.exit_code == bad.code, result.output
+    for part in bad.said:
+        assert part in result.stderr
+    assert "Traceback" not in result.output
+    assert contents(files) == before
+
+
+def test_every_fault_is_named_at_once() -> None:
+    typed = f"{TRAIN} --lr -1 --delta 2 --phi x --kappa y --sigma 1 --epsilon 1"
+    result = CliRunner().invoke(app, typed.split())
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 5
+
+
+def test_a_model_of_a_run_that_fits_is_scored() -> None:
+    # The fixture's model is a good one: what fails above, fails for the reason given.
+    result = CliRunner().invoke(app, ["eval", "model.safetensors", "--json"])
+    assert result.exit_code == 0

@@ -1,0 +1,84 @@
+"""dpmac eval, as typed and as seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from dpmac_cli.cli.app import app
+from dpmac_cli.data import load_data
+from tests.digits_runs import train_digits
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_digits(out=tmp_path_factory.mktemp("eval") / "run", epochs=1).folder
+
+
+def evaluate(*args: str | Path) -> Result:
+    """Type the command, in this process."""
+    return CliRunner().invoke(app, ["eval", *map(str, args)], env={"COLUMNS": "200"})
+
+
+def evaluation(*args: str | Path) -> dict[str, Any]:
+    """What --json prints."""
+    result = evaluate(*args, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    body = json.loads(result.stdout)
+    assert isinstance(body, dict)
+    return body
+
+
+def test_help_lists_every_flag() -> None:
+    result = evaluate("--help")
+    assert result.exit_code == 0
+    assert {"RUN", "--dataset", "--data-dir", "--device", "--json", "--debug"} <= set(
+        result.stdout.split()
+    )
+
+
+@pytest.mark.parametrize("name", [".", "model.safetensors"])
+def test_json_agrees_with_the_report(run: Path, name: str) -> None:
+    body = evaluation(run / name)
+    assert {"accuracy", "loss", "samples", "per_class", "confusion"} <= body.keys()
+    test = json.loads((run / "report.json").read_text())["test"]
+    assert body["accuracy"] == test["accuracy"]
+    assert body["loss"] == pytest.approx(test["loss"], rel=1e-6)
+    assert body["samples"] == 360
+
+
+def test_every_sample_is_counted_once(run: Path) -> None:
+    body = evaluation(run)
+    confusion = torch.tensor(body["confusion"])
+    labels = load_data("digits", run, torch.device("cpu")).test.labels
+    assert confusion.sum() == body["samples"] == len(labels)
+    assert torch.equal(confusion.sum(1), torch.bincount(labels, minlength=10))
+    assert confusion.diagonal().sum() / 360 == pytest.approx(body["accuracy"])
+    shares = confusion.diagonal() / confusion.sum(1)
+    assert list(body["per_class"]) == list("0123456789")
+    assert list(body["per_class"].values()) == pytest.approx(shares.tolist())
+
+
+def test_a_table_for_people(run: Path) -> None:
+    result = evaluate(run)
+    body = evaluation(run)
+    assert result.exit_code == 0
+    assert "rows: true class, columns: predicted" in result.stdout
+    assert f"accuracy {body['accuracy']:.2%}, loss {body['loss']:.4f}, 360 samples" in result.stdout
+    rows = [line for line in result.stdout.splitlines() if line.count("│") == 13]
+    assert [int(cell) for cell in rows[3].split("│")[2:12]] == body["confusion"][3]
+    assert f"{body['per_class']['3']:.2%}" in rows[3]
+
+
+def test_a_model_that_does_not_fit_is_exit_code_4(run: Path) -> None:
+    result = evaluate(run, "--dataset", "mnist")
+    assert result.exit_code == 4
+    assert "does not fit mnist: 1.weight: (64, 64) in the file, (64, 784) wanted" in result.stderr
+    assert result.stdout == ""
+
+
+def test_debug_shows_where_it_failed(run: Path) -> None:
+    assert "Traceback" in evaluate(run, "--dataset", "mnist", "--debug").stderr

@@ -1,0 +1,229 @@
+"""dpmac train, as typed and as seen."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dpmac_cli import __version__
+from dpmac_cli.cli.app import app
+from dpmac_cli.config import SETTINGS, flag_name
+from dpmac_cli.scoring import score
+from tests.digits_runs import SEED, contents, train_digits
+
+DIGITS = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "3")
+#: As the specification lists them.
+FLAGS = (
+    *(
+        "--optimizer",
+        "--sigma",
+        "--delta",
+        "--epochs",
+        "--steps",
+        "--batch-size",
+        "--physical-batch",
+    ),
+    *("--lr", "--clip-norm", "--beta1", "--beta2", "--gamma", "--gamma-prime", "--h1"),
+    *("--h2", "--kappa", "--phi", "--model", "--device", "--seed", "--data-dir"),
+    *("--out", "--config", "--json", "--quiet", "--diagnostics", "--no-dp", "--force"),
+    *("--debug", "--dataset", "--epsilon", "--max-epsilon"),
+)
+
+
+def dpmac(*args: str) -> Result:
+    """Type a command, in this process."""
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def process(*args: str) -> subprocess.Popen[str]:
+    """Type a command, in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dpmac_cli", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Several run at once: a thread each, or they wait for one another.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_help_lists_the_commands_and_version_is_told() -> None:
+    result = dpmac("--help")
+    assert result.exit_code == 0
+    assert {"train", "eval", "--version"} <= set(result.stdout.split())
+    assert dpmac("--version").stdout == f"dpmac {__version__}\n"
+
+
+def test_help_lists_every_flag_and_exit_code() -> None:
+    result = dpmac("train", "--help")
+    assert result.exit_code == 0
+    words = set(result.stdout.split())
+    assert set(FLAGS) <= words
+    assert {f"--{flag_name(name)}" for name in SETTINGS} <= words
+    for code in ("0 done", "2 usage", "3 privacy", "4 the", "130 interrupted"):
+        assert code in result.stdout
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    result = dpmac("train", "--dataset", "digits", "--epochs", "2", "--optimizer", "dp-adam")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("dp-adam on digits: 1,437 records, mlp-small with 4,810 parameters")
+    assert lines[1].startswith("sigma 1.5, expected batch 128, 24 steps (2 epochs)")
+    epochs = [line for line in lines if line.startswith("epoch")]
+    assert [line.split()[:4] for line in epochs] == [
+        ["epoch", "1", "step", "12"],
+        ["epoch", "2", "step", "24"],
+    ]
+    assert all("epsilon" in line and "test accuracy" in line for line in epochs)
+    assert lines[-3].endswith("on 360 samples")
+    assert lines[-2].startswith("privacy epsilon 1.6")
+    assert "runs/digits-dp-adam-1" in lines[-1]
+
+
+@pytest.mark.privacy
+def test_nothing_unnoised_and_no_seed_on_the_screen() -> None:
+    result = dpmac(*DIGITS, "--seed", str(SEED))
+    assert result.exit_code == 0
+    assert not re.search(r"loss|norm|clipped|drawn|finite", result.output)
+    assert str(SEED) not in result.output
+    assert "no privacy against anyone who knows the seed" in result.stdout
+
+
+@pytest.mark.privacy
+def test_diagnostics_are_shown_under_a_warning() -> None:
+    result = dpmac(*DIGITS, "--diagnostics")
+    (line,) = [line for line in result.stdout.splitlines() if "loss" in line]
+    assert line.strip().startswith("NOT PRIVATE:")
+
+
+@pytest.mark.privacy
+def test_no_privacy_is_said_at_the_start_and_at_the_end() -> None:
+    lines = dpmac("train", "--dataset", "digits", "--epochs", "1", "--no-dp").stdout.splitlines()
+    assert [line.startswith("NO PRIVACY") for line in lines].count(True) == 2
+    (epoch,) = [line for line in lines if line.startswith("epoch")]
+    assert "no privacy" in epoch
+    assert not any("epsilon" in line for line in lines)
+
+
+def test_quiet_prints_nothing() -> None:
+    # A note, of a flag without effect, is silenced too.
+    result = dpmac(*DIGITS, "--quiet", "--clip-norm", "3", "--out", "run")
+    assert (result.exit_code, result.output) == (0, "")
+    assert "no effect" in dpmac(*DIGITS, "--clip-norm", "3").stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--quiet",), ("--diagnostics",)], ids=str)
+def test_json_is_the_report_and_nothing_else(flags: Sequence[str]) -> None:
+    result = dpmac(*DIGITS, "--json", "--out", "run", *flags)
+    assert result.exit_code == 0
+    assert result.stdout == Path("run/report.json").read_text()
+    assert bool(result.stderr) == ("--quiet" not in flags)
+
+
+def test_flags_win_over_the_file() -> None:
+    Path("my.yaml").write_text("dataset: digits\nsteps: 3\nsigma: 2\noptimizer: dp-sgd\n")
+    result = dpmac("train", "--config", "my.yaml", "--sigma", "4", "--json")
+    report = json.loads(result.stdout)
+    assert (report["optimizer"], report["privacy"]["noise_multiplier"]) == ("dp-sgd", 4.0)
+
+
+@pytest.mark.privacy
+def test_a_spent_budget_is_exit_code_3_with_everything_written() -> None:
+    result = dpmac(*DIGITS, "--max-epsilon", "0.06", "--out", "run")
+    assert result.exit_code == 3
+    assert "--max-epsilon 0.06 pays for 1 of 3 steps" in result.stdout
+    assert "stopped before epsilon passed --max-epsilon" in result.stderr
+    report = json.loads(Path("run/report.json").read_text())
+    assert report["privacy"]["epsilon"] <= 0.06
+    assert report["state"] == "budget-spent"
+
+
+def test_an_existing_run_is_kept_without_force() -> None:
+    assert dpmac(*DIGITS, "--out", "run").exit_code == 0
+    before = contents(Path("run"))
+    refused = dpmac(*DIGITS, "--out", "run")
+    assert (refused.exit_code, contents(Path("run"))) == (2, before)
+    assert "--force" in refused.stderr
+    assert dpmac(*DIGITS, "--out", "run", "--force").exit_code == 0
+    assert contents(Path("run")) != before
+
+
+def test_debug_shows_where_it_failed() -> None:
+    Path("file").write_text("")
+    assert "Traceback" not in dpmac(*DIGITS, "--out", "file").output
+    shown = dpmac(*DIGITS, "--out", "file", "--debug")
+    assert "Traceback" in shown.stderr
+    assert shown.exit_code == 2
+
+
+def test_a_bug_is_admitted_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("dpmac_cli.run.choose_device", fail)
+    result = dpmac(*DIGITS)
+    assert result.exit_code == 1
+    assert "ZeroDivisionError: oh" in result.stderr
+    assert "--debug" in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.real_data
+def test_two_steps_on_mnist(real_data_dir: Path) -> None:
+    args = ("--dataset", "mnist", "--sigma", "0.8", "--data-dir", str(real_data_dir))
+    result = dpmac("train", *args, "--steps", "2", "--json", "--quiet")
+    report = json.loads(result.stdout)
+    assert report["model"] == {"name": "mlp", "parameters": 795_010}
+    assert report["test"]["samples"] == 10_000
+    assert report["privacy"]["sampling_rate"] == 256 / 60_000
+    assert 0 < report["privacy"]["epsilon"] < 1.4470
+
+
+# Processes of their own
+
+
+def test_a_signal_ends_the_run_with_everything_written() -> None:
+    signals = (signal.SIGINT, signal.SIGTERM)
+    flags = ("train", "--dataset", "digits", "--epochs", "5000", "--sigma", "50")
+    started = {number: process(*flags, "--out", number.name) for number in signals}
+    for number, running in started.items():
+        assert running.stdout is not None
+        assert any(line.startswith("epoch") for line in running.stdout)
+        running.send_signal(number)
+    for number, running in started.items():
+        _, said = running.communicate(timeout=60)
+        assert running.returncode == 130
+        assert f"interrupted; the run so far is in {number.name}" in said
+        assert "Traceback" not in said
+        report = json.loads(Path(number.name, "report.json").read_text())
+        assert report["state"] == "interrupted"
+        assert report["privacy"]["epsilon"] < report["privacy"]["epsilon_planned"]
+        result = score(Path(number.name), None, None, "cpu").result
+        assert result.accuracy == report["test"]["accuracy"]
+
+
+def test_exit_codes_of_real_processes() -> None:
+    run = str(train_digits(out="run").folder)
+    commands: Mapping[int, tuple[str, ...]] = {
+        0: (*DIGITS, "--out", "quiet", "--quiet"),
+        2: (*DIGITS, "--delta", "0"),
+        3: (*DIGITS, "--max-epsilon", "0.001"),
+        4: ("eval", run, "--dataset", "mnist"),
+    }
+    started = {code: process(*command) for code, command in commands.items()}
+    for code, running in started.items():
+        out, said = running.communicate(timeout=60)
+        assert (running.returncode, out) == (code, "")
+        assert said.startswith("error: ") == bool(code)
+        assert "Traceback" not in said
+    assert sorted(os.listdir()) == ["quiet", "run"]

@@ -1,0 +1,64 @@
+"""Short runs on digits, for the tests that need one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from dpmac_cli.config import TrainConfig, resolve
+from dpmac_cli.run import Finished, RunEvent, train
+
+#: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.
+SIGMA = 6.0
+RATE = 128 / 1437
+#: A seed that cannot turn up in a file by chance.
+SEED = 918_273_645_501
+
+
+def digits_config(file: Path | None = None, **flags: Any) -> TrainConfig:
+    """The configuration of a run of three steps with :data:`SIGMA`, unless told otherwise."""
+    short: dict[str, Any] = {}
+    if file is None:
+        short["dataset"] = "digits"
+        if not {"steps", "epochs"} & flags.keys():
+            short["steps"] = 3
+        if not {"sigma", "epsilon", "no_dp"} & flags.keys():
+            short["sigma"] = SIGMA
+    return resolve({**short, "device": "cpu", **flags}, file).config
+
+
+def train_events(
+    config: TrainConfig, stop: Callable[[], bool] = lambda: False
+) -> tuple[list[RunEvent], Finished]:
+    """Run to the end: everything that happened, and the last of it."""
+    events = list(train(config, stop))
+    last = events[-1]
+    assert isinstance(last, Finished)
+    return events, last
+
+
+def train_digits(file: Path | None = None, **flags: Any) -> Finished:
+    """Run to the end."""
+    return train_events(digits_config(file, **flags))[1]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The published weights, by plain safetensors."""
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two runs ended in the same weights, bit by bit."""
+    first, second = weights(one), weights(other)
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def contents(root: Path) -> dict[str, bytes | None]:
+    """Every file and folder below, with what files hold: to see that nothing changed."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
+        for path in sorted(root.rglob("*"))
+    }

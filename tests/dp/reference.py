@@ -1,0 +1,113 @@
+"""What the clipped sums ought to be: float64, one gradient per sample, no cleverness."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.per_sample import (
+    CLIP_LIMIT,
+    ClippedSum,
+    Layer,
+    Metric,
+    Observer,
+    PerSampleGradients,
+    SquaredNorms,
+    find_layers,
+    flatten_parameters,
+)
+
+
+def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tensor:
+    """Gradients of the cross-entropy by vmap over the whole model, float64, (samples, d)."""
+    names = [_join(layer.name, key) for layer in layers for key in layer.parameters]
+    values = {name: p.detach().double() for name, p in model.named_parameters()}
+    theta = {name: values.pop(name) for name in names}
+
+    def loss(theta: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        logits = functional_call(model, {**values, **theta}, (x.unsqueeze(0),))
+        return cross_entropy(logits, y.unsqueeze(0))
+
+    gradients: dict[str, Tensor] = vmap(grad(loss), (None, 0, 0))(theta, _double(x), y)
+    return torch.cat([gradients[name].flatten(1) for name in names], 1)
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model ready to be clipped, its oracle beside it.
+
+    Attributes:
+        model, layers, theta: as the engine prepares them.
+        clipped_sum: the object under test.
+    """
+
+    model: nn.Module
+    layers: list[Layer]
+    theta: Tensor
+    clipped_sum: ClippedSum
+
+    def add(
+        self, x: Tensor, y: Tensor, region: Ellipsoid, observer: Observer | None = None
+    ) -> Tensor:
+        """sum of c_i (g_i - m) as computed, shape (d,)."""
+        out = torch.zeros_like(self.theta)
+        self.clipped_sum.add(x, y, Metric(region), out, observer)
+        return out
+
+    def exact_gradients(self, x: Tensor, y: Tensor) -> Tensor:
+        """g_i by the oracle, float64, (samples, d)."""
+        return per_sample_gradients(self.model, self.layers, x, y)
+
+    def forms(self, x: Tensor, y: Tensor) -> list[PerSampleGradients]:
+        """The layers' per-sample gradients as the program stores them."""
+        return self.clipped_sum._gradients(x, y)[1]
+
+    def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
+        """The norms that the program clips by."""
+        return self.clipped_sum._squared_norms(self.forms(x, y), Metric(region))
+
+    def stored_gradients(self, x: Tensor, y: Tensor) -> Tensor:
+        """g_i of the stored float32 activations, without further rounding, (samples, d).
+
+        Sensitivity is a property of these: the oracle's differ by the rounding of the forward
+        pass, which changes what is learnt but not what a sample may contribute.
+        """
+        gradients = torch.zeros(len(x), len(self.theta), dtype=torch.float64)
+        everyone = torch.ones(len(x), dtype=torch.bool)
+        forms = [form.select(everyone) for form in self.forms(x, y)]
+        for row, g in enumerate(gradients):
+            one = torch.zeros(len(x), dtype=torch.float64)
+            one[row] = 1
+            for layer, form in zip(self.layers, forms, strict=True):
+                form.add_weighted_sum(one, everyone, g[layer.start : layer.stop])
+        return gradients
+
+
+def prepare(model: nn.Module) -> Subject:
+    """A model as the engine prepares it."""
+    layers = find_layers(model)
+    theta = flatten_parameters(layers)
+    return Subject(model, layers, theta, ClippedSum(model, layers))
+
+
+def whiten(g: Tensor, region: Ellipsoid) -> Tensor:
+    """(g - m) / b in float64."""
+    return (g.double() - region.centre.double()) / region.scale.double()
+
+
+def clip(g: Tensor, region: Ellipsoid) -> Tensor:
+    """c_i (g_i - m), clipped to exactly CLIP_LIMIT, float64, (samples, d)."""
+    norms: Tensor = whiten(g, region).norm(dim=1, keepdim=True)
+    clipped: Tensor = (CLIP_LIMIT / norms).clamp(max=1.0) * (g - region.centre.double())
+    return clipped

@@ -1,0 +1,249 @@
+"""All six optimizers at once: what they reduce to, and what no batch may do to them."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+from dpmac_cli.data import Data
+from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.engine import NO_CLIPPING, Trainer
+from tests.conftest import OPTIMIZER_NAMES
+from tests.helpers import (
+    HYPER,
+    MECHANISM,
+    PLAN,
+    Batches,
+    KeptNoise,
+    Spy,
+    in_chunks_of,
+    make_trainer,
+    tiny_data,
+    tiny_model,
+    walk,
+)
+
+BALLS = [name for name in OPTIMIZER_NAMES if OPTIMIZERS[name].geometry == "ball"]
+ELLIPSOIDS = [name for name in OPTIMIZER_NAMES if name not in BALLS]
+WITHOUT_NOISE = GaussianMechanism(0.0, MECHANISM.expected_batch)
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+
+
+def state_of(trainer: Trainer) -> list[Tensor]:
+    """Every tensor of a run's state."""
+    state = trainer.state
+    tensors = [state.theta, state.moments.m, state.moments.v, *vars(state.region).values()]
+    if state.spread is not None:
+        tensors += [state.spread.s, state.spread.root_sum]
+    return tensors
+
+
+def test_names() -> None:
+    assert tuple(OPTIMIZERS) == OPTIMIZER_NAMES
+
+
+# Reduction: without noise and clipping they are torch's own.
+
+
+def by_torch(rule: str, batches: list[list[int]]) -> Tensor:
+    """theta after the batches by torch's SGD or Adam on the loss over the expected batch."""
+    data, model = tiny_data(), tiny_model()
+    if rule == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), HYPER.lr)
+    else:
+        lr = HYPER.lr if rule == "adam" else 0.0
+        betas = (HYPER.beta1, HYPER.beta2)
+        optimizer = torch.optim.Adam(model.parameters(), lr, betas, HYPER.gamma)
+    for t, rows in enumerate(batches, start=1):
+        optimizer.zero_grad()
+        logits = model(data.standardised(data.train.images[rows]))
+        loss = cross_entropy(logits, data.train.labels[rows], reduction="sum")
+        (loss / MECHANISM.expected_batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if rule == "adam_bc":  # torch's moments, another step along them
+            for p in model.parameters():
+                m_hat = optimizer.state[p]["exp_avg"] / (1 - HYPER.beta1**t)
+                v_hat = optimizer.state[p]["exp_avg_sq"] / (1 - HYPER.beta2**t)
+                p.data -= HYPER.lr * m_hat / v_hat.clamp(min=HYPER.gamma_prime).sqrt()
+    return parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "private"),
+    [(name, False) for name in OPTIMIZER_NAMES] + [(name, True) for name in BALLS],
+)
+def test_without_noise_and_clipping_is_torchs_own(name: str, private: bool) -> None:
+    rng = np.random.default_rng(0)
+    batches = [rng.choice(40, rng.binomial(40, 0.2), replace=False).tolist() for _ in range(40)]
+    plan = replace(PLAN, private=private)
+    sampler = Batches(*batches)
+    trainer = make_trainer(name, WITHOUT_NOISE, plan=plan, sampler=sampler, clip_norm=NO_CLIPPING)
+    ours = walk(trainer, 40)[-1]
+    torch.testing.assert_close(ours, by_torch(OPTIMIZERS[name].rule, batches), rtol=0, atol=1e-9)
+
+
+def test_learning_rate_scales_the_first_step() -> None:
+    start = make_trainer("dp-sgd").state.theta
+    once, twice = (walk(make_trainer("dp-sgd", lr=lr), 1)[0] - start for lr in (0.1, 0.2))
+    torch.testing.assert_close(twice, 2 * once)
+
+
+# Batches of any size.
+
+
+@pytest.mark.privacy
+@every_optimizer
+def test_an_empty_batch_is_a_step_of_noise_alone(name: str) -> None:
+    """Skipping it would tell that nobody was drawn, and take fewer steps than were priced."""
+    noise = KeptNoise()
+    spy = Spy(1.0, 8)
+    trainer = make_trainer(name, spy, sampler=Batches([1, 2], [], [3]), noise=noise)
+    thetas = torch.stack([trainer.state.theta.clone(), *walk(trainer, 3)])
+    assert trainer.state.step == len(noise.drawn) == len(spy.released) == 3
+    torch.testing.assert_close(spy.whitened_sum(1), noise.drawn[1])
+    for before, after in pairwise(thetas):
+        assert (before != after).all()
+    assert all(torch.isfinite(tensor).all() for tensor in state_of(trainer))
+    if OPTIMIZERS[name].rule != "sgd":
+        assert trainer.state.moments.step == 3
+
+
+@every_optimizer
+def test_only_empty_batches(name: str) -> None:
+    trainer = make_trainer(name, sampler=Batches([]))
+    assert torch.isfinite(walk(trainer, 10)).all()
+    assert trainer.state.step == 10
+
+
+@every_optimizer
+def test_physical_batches_do_not_show(name: str) -> None:
+    """Noise included: chunks of any size give the run that whole batches give."""
+    runs = {}
+    for size in (1, 7, 1000):
+        spy = Spy(1.0, 20)
+        trainer = make_trainer(name, spy, plan=in_chunks_of(size), seed=2)
+        thetas = walk(trainer, 10)
+        runs[size] = (thetas, torch.stack([spy.whitened_sum(t) for t in range(10)]))
+    for size in (1, 7):
+        torch.testing.assert_close(runs[size][1], runs[1000][1], rtol=0, atol=1e-6)
+        torch.testing.assert_close(runs[size][0], runs[1000][0], rtol=0, atol=1e-9)
+
+
+@every_optimizer
+def test_physical_batches_do_not_show_in_float32(name: str) -> None:
+    sums = []
+    for size in (1, 7, 1000):
+        spy = Spy(0.0, 40)
+        sampler = Batches(range(40))
+        make_trainer(
+            name, spy, plan=in_chunks_of(size), dtype=torch.float32, sampler=sampler
+        ).step()
+        sums.append(spy.whitened_sum())
+    for total in sums[:2]:
+        assert (total - sums[2]).norm() <= 1e-6 * sums[2].norm()
+
+
+# Values that are not finite.
+
+
+class NotANumber(nn.Module):
+    """Turns an image with a bright first pixel into NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x[:, :, :1, :1] > 0, float("nan"), x)
+
+
+@pytest.mark.privacy
+@every_optimizer
+def test_a_sample_that_is_not_finite_adds_nothing(name: str) -> None:
+    """Not even to its neighbours in the batch."""
+    data = tiny_data()
+    bright = data.train.images[:, 0, 0, 0] > 128
+    good, all_rows = torch.nonzero(~bright).flatten().tolist(), range(40)
+    assert 0 < len(good) < 40
+    thetas = [
+        walk(make_trainer(name, model=model, sampler=Batches(rows)), 5)
+        for model, rows in (
+            (tiny_model(), good),
+            (tiny_model(torch.float64, NotANumber()), good),
+            (tiny_model(torch.float64, NotANumber()), all_rows),
+        )
+    ]
+    torch.testing.assert_close(thetas[1], thetas[0], rtol=0, atol=0)
+    torch.testing.assert_close(thetas[2], thetas[0], rtol=0, atol=1e-12)
+
+
+@every_optimizer
+@pytest.mark.parametrize("gain", [float("nan"), float("inf")])
+def test_a_whole_batch_that_is_not_finite_is_an_empty_batch(name: str, gain: float) -> None:
+    data = tiny_data()
+    broken = Data(data.train, data.test, torch.full_like(data.gain, gain), data.offset)
+    trainer = make_trainer(name, data=broken, sampler=Batches(range(1, 40)))
+    thetas = walk(trainer, 5)
+    assert torch.equal(thetas, walk(make_trainer(name, sampler=Batches([])), 5))
+    assert all(torch.isfinite(tensor).all() for tensor in state_of(trainer))
+
+
+# Seeds.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_six_runs_from_one_seed_differ_and_repeat(dtype: torch.dtype) -> None:
+    def run(name: str, seed: int) -> Tensor:
+        return walk(make_trainer(name, seed=seed, dtype=dtype), 4)
+
+    runs = {name: run(name, 0) for name in OPTIMIZER_NAMES}
+    for one, other in combinations(OPTIMIZER_NAMES, 2):
+        assert (runs[one][-1] != runs[other][-1]).any(), (one, other)
+    for name in OPTIMIZER_NAMES:
+        assert torch.equal(runs[name], run(name, 0)), name
+        assert (runs[name][-1] != run(name, 1)[-1]).all(), name
+
+
+@pytest.mark.parametrize("name", ELLIPSOIDS)
+def test_the_ellipsoid_follows_the_run(name: str) -> None:
+    """Centre and scale of step t are public before it: set by the steps before, and no other."""
+    spy = Spy(1.0, 8)
+    trainer = make_trainer(name, spy)
+    walk(trainer, 4)
+    assert all((spy.regions[0].centre == 0).tolist())
+    for before, after in pairwise([*spy.regions, trainer.state.region]):
+        assert before is not after
+        assert (before.centre != after.centre).all()
+    assert spy.regions[-1] is not trainer.state.region
+
+
+# Post-processing.
+
+
+@pytest.mark.privacy
+@every_optimizer
+@pytest.mark.parametrize("choice", ["paper", "tracked"])
+def test_the_state_sees_the_data_through_the_private_mean_alone(name: str, choice: str) -> None:
+    """Two data sets with nothing in common, the same private means: the same state, to the bit."""
+    told = Spy(1.0, 8)
+    walk(make_trainer(name, told, kappa=choice, phi=choice), 8)
+
+    class Replay(GaussianMechanism):
+        def release(self, *_: object) -> PrivateMean:
+            private = next(means)
+            return replace(private, value=private.value.clone())
+
+    states, batches = [], (Batches([0, 1, 2]), Batches(range(30), []))
+    for seed, sampler in zip((5, 6), batches, strict=True):
+        means = iter(told.released)
+        data = tiny_data(seed=seed)
+        trainer = make_trainer(
+            name, Replay(1.0, 8), data=data, sampler=sampler, kappa=choice, phi=choice
+        )
+        walk(trainer, 8)
+        states.append(state_of(trainer))
+    for one, other in zip(*states, strict=True):
+        assert torch.equal(one, other)

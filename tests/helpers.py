@@ -1,0 +1,166 @@
+"""A tiny task, and trainers for it with every random choice in a test's hands."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dpmac_cli.data import Data, Split
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.engine import Hyperparameters, Plan, Trainer
+from dpmac_cli.noise import NoiseSource, SeededNoise, stream_seeds
+from dpmac_cli.sampling import PoissonSampler
+
+CLASSES, SIDE, WIDTH = 4, 3, 5
+#: The number of parameters of :func:`tiny_model`.
+DIMENSION = (SIDE**2 + 1) * WIDTH + (WIDTH + 1) * CLASSES
+
+HYPER = Hyperparameters(
+    lr=0.05,
+    clip_norm=2.5,  # some samples of the tiny task are clipped by it and some are not
+    beta1=0.9,
+    beta2=0.99,
+    gamma=1e-8,
+    gamma_prime=1e-4,
+    h1=1e-6,
+    h2=1e-2,
+    kappa="paper",
+    phi="paper",
+)
+MECHANISM = GaussianMechanism(1.0, 8)
+PLAN = Plan(steps=20, steps_per_epoch=5, physical_batch=1000)
+
+
+def tiny_data(dtype: torch.dtype = torch.float64, *, records: int = 40, seed: int = 0) -> Data:
+    """Random images, standardised to [-2, 2]; half as many to test on."""
+    rng = np.random.default_rng(seed)
+
+    def split(count: int) -> Split:
+        images = rng.integers(0, 256, (count, 1, SIDE, SIDE), dtype=np.uint8)
+        return Split(torch.from_numpy(images), torch.from_numpy(rng.integers(0, CLASSES, count)))
+
+    gain, offset = torch.full((1, 1, 1), 1 / 64), torch.full((1, 1, 1), -2.0)
+    return Data(split(records), split(records // 2), gain.to(dtype), offset.to(dtype))
+
+
+def tiny_model(dtype: torch.dtype = torch.float64, *layers: nn.Module) -> nn.Sequential:
+    """A small MLP, always with the same parameters, behind some layers without any."""
+    model = nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(SIDE**2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.5, generator=generator)
+    return model.to(dtype)
+
+
+class Batches(PoissonSampler):
+    """Hands out given batches, over and over."""
+
+    def __init__(self, *batches: Sequence[int] | NDArray[np.int64]) -> None:
+        self._batches = itertools.cycle(batches)
+
+    def draw(self) -> NDArray[np.int64]:
+        return np.asarray(next(self._batches), dtype=np.int64)
+
+
+class KeptNoise:
+    """Seeded noise that keeps what it drew."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._source = SeededNoise(np.random.SeedSequence(seed))
+        self.drawn: list[Tensor] = []
+
+    def standard_normal(self, like: Tensor) -> Tensor:
+        self.drawn.append(self._source.standard_normal(like))
+        return self.drawn[-1].clone()
+
+    def state(self) -> dict[str, Any]:
+        return self._source.state()
+
+
+@dataclass(frozen=True)
+class Spy(GaussianMechanism):
+    """A mechanism that keeps, step by step, the regions it was given and what it released."""
+
+    regions: list[Ellipsoid] = field(default_factory=list)
+    released: list[PrivateMean] = field(default_factory=list)
+
+    def release(self, clipped: Tensor, region: Ellipsoid, noise: NoiseSource) -> PrivateMean:
+        private = super().release(clipped, region, noise)
+        self.regions.append(region)
+        # The next step reuses the memory of the value.
+        self.released.append(replace(private, value=private.value.clone()))
+        return private
+
+    def whitened_sum(self, step: int = -1) -> Tensor:
+        """The noisy sum of a step, in the space where its sensitivity is 1; shape (d,)."""
+        region, private = self.regions[step], self.released[step]
+        return (private.value - region.centre) / region.scale * self.expected_batch
+
+
+def make_trainer(
+    name: str,
+    mechanism: GaussianMechanism = MECHANISM,
+    *,
+    plan: Plan = PLAN,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    data: Data | None = None,
+    model: nn.Module | None = None,
+    sampler: PoissonSampler | None = None,
+    noise: NoiseSource | None = None,
+    **hyper: Any,
+) -> Trainer:
+    """A trainer of the tiny task, fresh; ``hyper`` changes some of :data:`HYPER`."""
+    # Where other processes run, two threads on tensors this small take seventy times as long.
+    torch.set_num_threads(1)
+    data, seeds = data or tiny_data(dtype), stream_seeds(seed)
+    records = len(data.train)
+    return Trainer(
+        model or tiny_model(dtype),
+        data,
+        OPTIMIZERS[name],
+        replace(HYPER, **hyper),
+        mechanism,
+        plan,
+        sampler or PoissonSampler(records, mechanism.expected_batch / records, seeds["sampler"]),
+        noise or SeededNoise(seeds["noise"]),
+    )
+
+
+def walk(trainer: Trainer, steps: int) -> Tensor:
+    """Take steps; theta after each of them, shape (steps, d)."""
+    thetas = []
+    for _ in range(steps):
+        trainer.step()
+        thetas.append(trainer.state.theta.clone())
+    return torch.stack(thetas)
+
+
+def in_chunks_of(physical_batch: int) -> Plan:
+    """The plan with another physical batch."""
+    return replace(PLAN, physical_batch=physical_batch)
+
+
+def per_sample_gradients(theta: NDArray[np.float64], data: Data, rows: Any) -> NDArray[np.float64]:
+    """The gradients of the tiny model, worked out by hand; shape (rows, d)."""
+    x = data.standardised(data.train.images[rows]).double().flatten(1).numpy()
+    right = np.eye(CLASSES)[data.train.labels[rows].numpy()]
+    w1, b1, w2, b2 = np.split(theta, np.cumsum([SIDE**2 * WIDTH, WIDTH, WIDTH * CLASSES]))
+    w1, w2 = w1.reshape(WIDTH, SIDE**2), w2.reshape(CLASSES, WIDTH)
+    hidden = np.tanh(x @ w1.T + b1)
+    logits = hidden @ w2.T + b2
+    odds = np.exp(logits - logits.max(1, keepdims=True))
+    delta2 = odds / odds.sum(1, keepdims=True) - right
+    delta1 = delta2 @ w2 * (1 - hidden**2)
+    by_w1 = (delta1[:, :, None] * x[:, None, :]).reshape(-1, SIDE**2 * WIDTH)
+    by_w2 = (delta2[:, :, None] * hidden[:, None, :]).reshape(-1, WIDTH * CLASSES)
+    return np.concatenate([by_w1, delta1, by_w2, delta2], axis=1)

@@ -1,0 +1,444 @@
+"""Settings from flags and YAML: who wins, what is refused, and what is written back."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dpmac_cli.catalog import DATASETS
+from dpmac_cli.config import KINDS, SETTINGS, Resolved, TrainConfig, flag_name, resolve, to_yaml
+from dpmac_cli.errors import InputError
+from tests.conftest import OPTIMIZER_NAMES
+
+#: A value for each setting that is not its default.
+VALUES: Mapping[str, Any] = {
+    "dataset": "digits",
+    "model": "mlp-small",
+    "epochs": 3,
+    "steps": 7,
+    "batch_size": 64,
+    "sigma": 2.5,
+    "epsilon": 3.0,
+    "max_epsilon": 4.0,
+    "delta": 1e-6,
+    "no_dp": True,
+    "optimizer": "dp-adam",
+    "lr": 0.02,
+    "clip_norm": 0.5,
+    "beta1": 0.8,
+    "beta2": 0.99,
+    "gamma": 1e-7,
+    "gamma_prime": 1e-6,
+    "h1": 1e-8,
+    "h2": 1e-3,
+    "kappa": "tracked",
+    "phi": "tracked",
+    "physical_batch": 32,
+    "device": "cpu",
+    "seed": 5,
+    "data_dir": Path("data"),
+    "out": Path("out"),
+    "force": True,
+    "diagnostics": True,
+    "json": True,
+    "quiet": True,
+    "debug": True,
+}
+BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "settings.yaml"
+
+
+def from_file(file: Path, body: Mapping[str, Any] | str, **flags: Any) -> Resolved:
+    text = body if isinstance(body, str) else yaml.safe_dump(dict(body))
+    file.write_text(text, encoding="utf-8")
+    return resolve(flags, file)
+
+
+def errors_of(flags: Mapping[str, Any], file: Path | None = None) -> tuple[str, ...]:
+    """What is wrong with the settings; empty when nothing is."""
+    try:
+        resolve(flags, file)
+    except InputError as failure:
+        return failure.errors
+    return ()
+
+
+def the_error(flags: Mapping[str, Any], file: Path | None = None) -> str:
+    errors = errors_of(flags, file)
+    assert len(errors) == 1, errors
+    return errors[0]
+
+
+# Where values come from
+
+
+def test_the_values_above_cover_every_setting() -> None:
+    assert VALUES.keys() == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("separator", ["-", "_"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_flag_is_a_key_of_the_file(file: Path, name: str, separator: str) -> None:
+    value = str(VALUES[name]) if KINDS[name] is Path else VALUES[name]
+    config = from_file(file, {name.replace("_", separator): value}).config
+    assert getattr(config, name) == VALUES[name]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_flag_says_the_same_as_the_file(file: Path, name: str) -> None:
+    value = str(VALUES[name]) if KINDS[name] is Path else VALUES[name]
+    typed = value if KINDS[name] is bool else str(value)
+    assert from_file(file, {name: value}).config == resolve({name: typed}).config
+
+
+def test_flags_win_over_the_file(file: Path) -> None:
+    body = {"sigma": 2.0, "lr": 0.5, "optimizer": "dp-sgd", "batch-size": 32}
+    config = from_file(file, body, sigma="3", optimizer="dp-adam").config
+    assert (config.sigma, config.optimizer) == (3.0, "dp-adam")
+    assert (config.lr, config.batch_size) == (0.5, 32)
+
+
+@pytest.mark.parametrize(
+    ("body", "flags", "expected"),
+    [
+        ({"sigma": 2.0}, {"epsilon": "3"}, {"sigma": None, "epsilon": 3.0, "no_dp": False}),
+        ({"epsilon": 3.0}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
+        ({"no-dp": True}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
+        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": 0.0, "epsilon": None, "no_dp": True}),
+        ({"max-epsilon": 2.0}, {"no_dp": True}, {"max_epsilon": None, "no_dp": True}),
+        ({"epochs": 9}, {"steps": "7"}, {"epochs": None, "steps": 7}),
+        ({"steps": 7}, {"epochs": "9"}, {"epochs": 9, "steps": None}),
+    ],
+)
+def test_a_flag_displaces_the_files_answer_to_the_same_question(
+    file: Path, body: Mapping[str, Any], flags: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    config = from_file(file, body, **flags).config
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+EXCLUSIVES = [
+    {"sigma": 1.0, "epsilon": 3.0},
+    {"sigma": 1.0, "no_dp": True},
+    {"epsilon": 3.0, "no_dp": True},
+    {"max_epsilon": 3.0, "no_dp": True},
+    {"epochs": 2, "steps": 9},
+]
+
+
+@pytest.mark.parametrize("pair", EXCLUSIVES, ids=" ".join)
+def test_two_answers_to_one_question_are_refused(file: Path, pair: Mapping[str, Any]) -> None:
+    one, other = (flag_name(name) for name in pair)
+    assert the_error(pair) == f"--{one} and --{other} contradict each other: give one."
+    file.write_text(yaml.safe_dump(dict(pair)))
+    in_file = the_error({}, file)
+    assert one in in_file
+    assert other in in_file
+    assert file.name in in_file
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers(file: Path) -> None:
+    # YAML 1.1 reads 1e-5, without a point, as text.
+    assert from_file(file, "delta: 1e-6\nlr: '0.01'\nepochs: '2'").config.delta == 1e-6
+
+
+@pytest.mark.parametrize("body", ["", "# nothing\n", "sigma: null\n", "no-dp: false\n"])
+def test_a_file_without_answers_is_no_file(file: Path, body: str) -> None:
+    assert from_file(file, body).config == resolve({}).config
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("- sigma\n- 0.8\n", "must hold lines like 'sigma: 0.8', not a list"),
+        ("sigma", "must hold lines like 'sigma: 0.8', not a str"),
+        ("sigma: [1\n", "is not YAML"),
+        ("sigma: \x00", "is not YAML"),
+        ("a: !!python/object:os.system {}", "is not YAML"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(file: Path, body: str, said: str) -> None:
+    file.write_text(body)
+    error = the_error({}, file)
+    assert str(file) in error
+    assert said in error
+    assert "\n" not in error
+
+
+def test_a_file_that_is_not_text_is_named(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe\x00\x80")
+    assert "is not YAML" in the_error({}, file)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    assert f"--config: {tmp_path / name} cannot be read" in the_error({}, tmp_path / name)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("sigm", "sigma"), ("batch_sise", "batch-size"), ("optimiser", "optimizer")]
+)
+def test_unknown_keys_get_near_matches(file: Path, key: str, near: str) -> None:
+    file.write_text(f"{key}: 1\n")
+    error = the_error({}, file)
+    assert f"{key} in {file} is not a setting. Did you mean {near}" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "near"),
+    [
+        ("dataset", "mnits", "mnist"),
+        ("dataset", "DIGITS", "digits"),
+        ("model", "mlp-smal", "mlp-small"),
+        ("optimizer", "dp-macadm", "dp-macadam"),
+        ("optimizer", "adam", "dp-adam"),
+        ("kappa", "tracket", "tracked"),
+        ("phi", "papers", "paper"),
+    ],
+)
+def test_unknown_names_get_near_matches(name: str, typed: str, near: str) -> None:
+    error = the_error({name: typed})
+    assert error.startswith(f"--{name}: there is no {name} '{typed}'. Did you mean")
+    assert near in error.split("Known:")[0]
+
+
+def test_a_mistyped_data_set_causes_no_second_error() -> None:
+    # 1e-5 lies between the bounds of digits, the data set that was meant.
+    assert "'digts'" in the_error({"dataset": "digts", "h1": "1e-5", "h2": "1e-3"})
+    assert "'digts'" in the_error({"dataset": "digts", "h1": "1e-4"})
+
+
+def test_every_fault_is_reported_at_once(file: Path) -> None:
+    file.write_text("sigm: 3\nlr: fast\n")
+    flags = {"dataset": "mnits", "sigma": "-1", "epochs": "2", "steps": "2", "device": "gpu"}
+    errors = errors_of(flags, file)
+    assert len(errors) == 6
+    for part in ("sigm in", "lr in", "--dataset", "--sigma must", "--epochs and", "--device"):
+        assert sum(error.startswith(part) for error in errors) == 1
+
+
+def out_of_bounds(name: str, value: object) -> bool:
+    """Whether the value itself is refused, whatever it means beside other settings."""
+    return any(
+        error.startswith(f"--{flag_name(name)} must be") for error in errors_of({name: value})
+    )
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_bounds_hold_at_their_ends_and_not_beyond(name: str) -> None:
+    bounds = SETTINGS[name].bounds
+    assert bounds is not None
+
+    def beside(end: float, towards: float) -> float:
+        if KINDS[name] is int:
+            return int(end) + (1 if towards > end else -1)
+        return math.nextafter(end, towards)
+
+    inside = beside(bounds.low, math.inf) if bounds.open_low else bounds.low
+    outside = bounds.low if bounds.open_low else beside(bounds.low, -math.inf)
+    kind = KINDS[name]
+    assert not out_of_bounds(name, kind(inside))
+    assert out_of_bounds(name, kind(outside))
+    if math.isfinite(bounds.high):
+        inside = beside(bounds.high, -math.inf) if bounds.open_high else bounds.high
+        outside = bounds.high if bounds.open_high else beside(bounds.high, math.inf)
+        assert not out_of_bounds(name, kind(inside))
+        assert out_of_bounds(name, kind(outside))
+
+
+#: Written out, so that a bound moved by mistake is noticed.
+REFUSED: Mapping[str, tuple[str, ...]] = {
+    "epochs": ("0", "-1"),
+    "steps": ("0", "-1"),
+    "batch_size": ("0", "-5"),
+    "sigma": ("0", "-0.5"),
+    "epsilon": ("0", "-3"),
+    "max_epsilon": ("0", "-3"),
+    "delta": ("0", "1", "1.5", "-1e-5"),
+    "lr": ("0", "-0.1"),
+    "clip_norm": ("0", "-1"),
+    "beta1": ("1", "-0.1", "1.1"),
+    "beta2": ("1", "-0.1", "1.1"),
+    "gamma": ("-1e-8",),
+    "gamma_prime": ("0", "-1e-8"),
+    "h1": ("0", "-1"),
+    "h2": ("0", "-1"),
+    "physical_batch": ("0", "-1"),
+    "seed": ("-1",),
+}
+
+
+def test_every_number_has_bounds() -> None:
+    assert set(REFUSED) == set(BOUNDED) == {n for n, kind in KINDS.items() if kind in (int, float)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in REFUSED.items() for v in vs])
+def test_numbers_out_of_range_are_refused(name: str, value: str) -> None:
+    assert out_of_bounds(name, value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "many", "", True, [1], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("name", BOUNDED)
+def test_what_is_no_number_is_refused(file: Path, name: str, value: object) -> None:
+    file.write_text(yaml.safe_dump({name: value}))
+    what = "a whole number" if KINDS[name] is int else "a number"
+    errors = errors_of({}, file)
+    assert [f"{flag_name(name)} in {file}: '{value}' is not {what}."] == list(errors)
+
+
+@pytest.mark.parametrize("name", [name for name in BOUNDED if KINDS[name] is int])
+@pytest.mark.parametrize("value", ["1.5", "1e3", "9" * 400, "9" * 5000], ids=lambda v: v[:4])
+def test_whole_numbers_are_whole_and_of_a_size(name: str, value: str) -> None:
+    assert f"--{flag_name(name)}" in the_error({name: value})
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is bool])
+@pytest.mark.parametrize("value", ["no", 1, "true"], ids=repr)
+def test_switches_are_true_or_false(file: Path, name: str, value: object) -> None:
+    file.write_text(yaml.safe_dump({name: value}))
+    assert the_error({}, file) == f"{flag_name(name)} in {file} must be true or false."
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"h1": "1e-3", "h2": "1e-4"}, "--h1 (0.001) must not be above --h2 (0.0001)"),
+        ({"dataset": "digits", "batch_size": "1438"}, "must not be above the size of digits, 1437"),
+        ({"device": "tpu"}, "--device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+        ({"device": "cuda:"}, "--device must be"),
+        ({"device": "cuda:²"}, "--device must be"),
+        ({"device": ""}, "--device must be"),
+    ],
+)
+def test_faults_between_settings_are_refused(flags: Mapping[str, str], said: str) -> None:
+    assert said in the_error(flags)
+
+
+@pytest.mark.privacy
+def test_no_noise_must_be_asked_for_by_name() -> None:
+    assert "--no-dp" in the_error({"sigma": "0"})
+    assert resolve({}).config.no_dp is False
+
+
+# What comes of it
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_defaults_are_the_data_sets_by_optimizer(dataset: str, optimizer: str) -> None:
+    config = resolve({"dataset": dataset, "optimizer": optimizer}).config
+    defaults = DATASETS[dataset].defaults
+    assert config.lr == defaults.lr[optimizer]
+    assert (config.sigma, config.epochs, config.steps) == (defaults.sigma, defaults.epochs, None)
+    assert (config.batch_size, config.h1, config.h2) == (
+        defaults.batch_size,
+        defaults.h1,
+        defaults.h2,
+    )
+    betas = (0.99, 0.9) if optimizer == "adaclip" else (0.9, 0.999)
+    assert (config.beta1, config.beta2) == betas
+
+
+def test_the_papers_settings_for_mnist() -> None:
+    config = resolve({}).config
+    assert (config.dataset, config.optimizer, config.model) == ("mnist", "dp-macadam", "mlp")
+    assert (config.batch_size, config.epochs, config.delta, config.clip_norm) == (256, 5, 1e-5, 1)
+    assert (config.lr, config.h1, config.h2) == (1e-3, 1e-9, 1e-6)
+    assert resolve({"optimizer": "dp-sgd"}).config.lr == 0.1
+    assert (config.kappa, config.phi) == ("paper", "paper")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("flags", "rate", "per_epoch", "total"),
+    [
+        ({}, 256 / 60_000, 235, 1175),
+        ({"batch_size": 60_000, "epochs": 2}, 1.0, 1, 2),
+        ({"batch_size": 100, "physical_batch": 7}, 100 / 60_000, 600, 3000),
+        ({"steps": 9}, 256 / 60_000, 235, 9),
+        ({"dataset": "digits", "epochs": 2}, 128 / 1437, 12, 24),
+    ],
+)
+def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, total: int) -> None:
+    config = resolve(flags).config
+    assert config.sampling_rate == rate
+    assert (config.steps_per_epoch, config.total_steps) == (per_epoch, total)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"epsilon": 3.0}, {"no_dp": True}, {"steps": 9}, {"max_epsilon": 0.1 + 0.2}],
+    ids=str,
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_the_written_file_says_the_same_again(
+    file: Path, optimizer: str, extra: Mapping[str, Any]
+) -> None:
+    flags = {"optimizer": optimizer, "lr": 1 / 3, "h1": 1e-7 / 3, "delta": 1e-6 / 7, **extra}
+    config = resolve(flags).config
+    assert from_file(file, to_yaml(config)).config == config
+
+
+@pytest.mark.privacy
+def test_seed_and_places_are_never_written() -> None:
+    flags = {"seed": 918273645, "data_dir": "secret-place", "out": "elsewhere", "force": True}
+    text = to_yaml(resolve(flags).config)
+    written = set(yaml.safe_load(text))
+    assert not written & {"seed", "data-dir", "out", "force", "json", "quiet", "debug"}
+    for value in ("918273645", "secret-place", "elsewhere"):
+        assert value not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        ({"optimizer": "dp-macadam", "clip_norm": "1"}, "--clip-norm"),
+        ({"optimizer": "dp-adam", "kappa": "exact"}, "--kappa"),
+        ({"optimizer": "dp-adam", "h1": "1e-9"}, "--h1"),
+        ({"optimizer": "dp-sgd", "beta1": "0.5"}, "--beta1"),
+        ({"optimizer": "dp-adambc", "phi": "tracked"}, "--phi"),
+        ({"optimizer": "dp-adambc", "gamma": "1e-3"}, "--gamma"),
+        ({"optimizer": "dp-adam", "gamma_prime": "1e-3"}, "--gamma-prime"),
+    ],
+)
+def test_a_flag_without_effect_is_noted(flags: Mapping[str, str], idle: str) -> None:
+    assert resolve(flags).notes == (f"{idle} has no effect with {flags['optimizer']}.",)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"optimizer": "dp-macadambc", "phi": "tracked", "kappa": "exact", "gamma_prime": "1e-3"},
+        {"optimizer": "dp-sgd", "clip_norm": "2", "lr": "1"},
+        {"optimizer": "adaclip", "beta1": "0.9", "beta2": "0.9", "h1": "1e-9"},
+        {"delta": str(1 / 60_001)},
+        {"no_dp": True, "delta": "0.1"},
+    ],
+    ids=str,
+)
+def test_flags_with_an_effect_are_not_noted(flags: Mapping[str, Any]) -> None:
+    assert resolve(flags).notes == ()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("dataset", "size"), [("mnist", 60_000), ("digits", 1437)])
+def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -> None:
+    (note,) = resolve({"dataset": dataset, "delta": repr(1 / size)}).notes
+    assert "not below 1/n" in note
+    assert "smaller --delta" in note
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        resolve({}).config.sigma = 0.1  # type: ignore[misc]
+    assert isinstance(resolve({}).config, TrainConfig)

@@ -1,0 +1,198 @@
+"""A name becomes tensors, and what cannot become them is explained."""
+
+import os
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torchvision.datasets import mnist
+from torchvision.transforms.functional import normalize
+
+from dpmac_cli.catalog import DATASETS
+from dpmac_cli.data import LOADERS, Data, Split, load_data
+from dpmac_cli.errors import InputError
+
+CPU = torch.device("cpu")
+RAW_FILES = tuple(Path(archive).stem for archive, _ in mnist.MNIST.resources)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise URLError("Temporary failure in name resolution")
+
+    monkeypatch.setattr(mnist, "download_and_extract_archive", fail)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Data:
+    return load_data("digits", Path("nowhere"), CPU)
+
+
+def test_every_data_set_of_the_catalog_has_a_loader() -> None:
+    assert LOADERS.keys() == DATASETS.keys()
+
+
+def check_against_catalog(name: str, data: Data) -> None:
+    facts = DATASETS[name]
+    for split, size in ((data.train, facts.train_size), (data.test, facts.test_size)):
+        assert split.images.shape == (size, *facts.shape)
+        assert split.images.dtype == torch.uint8
+        assert split.images.max() == facts.levels
+        assert (split.labels.shape, split.labels.dtype) == ((size,), torch.int64)
+        assert set(split.labels.tolist()) == set(range(len(facts.classes)))
+        assert len(split) == size
+
+
+def test_digits_are_as_the_catalog_says(digits: Data) -> None:
+    check_against_catalog("digits", digits)
+
+
+def test_digits_are_split_without_loss_or_overlap(digits: Data) -> None:
+    bunch = load_digits()
+    whole = np.column_stack([bunch.data, bunch.target]).astype(np.int64)
+    parts = [
+        torch.column_stack([split.images.flatten(1).long(), split.labels]).numpy()
+        for split in (digits.train, digits.test)
+    ]
+    assert sorted(map(tuple, np.concatenate(parts))) == sorted(map(tuple, whole))
+
+
+def test_digits_split_does_not_depend_on_global_generators(digits: Data) -> None:
+    np.random.default_rng()
+    torch.manual_seed(3)
+    again = load_data("digits", Path("elsewhere"), CPU)
+    assert torch.equal(again.test.images, digits.test.images)
+    assert digits.test.labels[:12].tolist() == [2, 8, 2, 6, 6, 7, 1, 9, 8, 5, 2, 8]
+
+
+def test_standardisation_is_torchvisions(digits: Data) -> None:
+    facts = DATASETS["digits"]
+    wanted = normalize(
+        digits.train.images.double() / facts.levels, list(facts.mean), list(facts.std)
+    )
+    standardised = digits.standardised(digits.train.images)
+    assert standardised.dtype == torch.float32
+    torch.testing.assert_close(standardised.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert abs(standardised.mean()) < 0.01
+    assert abs(standardised.std() - 1) < 0.01
+
+
+@pytest.mark.parametrize("part", ["images", "labels"])
+def test_a_single_changed_value_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, digits: Data, part: str
+) -> None:
+    images, labels = digits.test.images.clone(), digits.test.labels.clone()
+    changed = images.view(-1) if part == "images" else labels
+    changed[-1] = 1 - changed[-1].clamp(max=1)
+    monkeypatch.setitem(
+        LOADERS,
+        "digits",
+        lambda *_: (digits.train, Split(images, labels)),
+    )
+    with pytest.raises(InputError, match="not the published data set"):
+        load_data("digits", Path("nowhere"), CPU)
+
+
+@pytest.mark.parametrize("download", [True, False])
+def test_missing_files_without_a_network_are_one_message(tmp_path: Path, download: bool) -> None:
+    with pytest.raises(InputError) as caught:
+        load_data("mnist", tmp_path, CPU, download=download)
+    (message,) = caught.value.errors
+    assert "\n" not in message
+    for part in (
+        str(tmp_path / "MNIST" / "raw"),
+        "could not be downloaded",
+        *RAW_FILES,
+        "--data-dir",
+        "DPMAC_DATA_DIR",
+        "--dataset digits",
+    ):
+        assert part in message
+
+
+def test_a_data_folder_that_is_a_file_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="is not in"):
+        load_data("mnist", tmp_path / "file", CPU)
+
+
+# MNIST itself
+
+
+@pytest.fixture
+def copied(tmp_path: Path, real_data_dir: Path) -> Path:
+    """A folder with the files of MNIST, that a test may change."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in RAW_FILES:
+        (raw / name).symlink_to(real_data_dir / "MNIST" / "raw" / name)
+    return tmp_path
+
+
+def put(folder: Path, name: str, content: bytes) -> None:
+    """Replace a file of MNIST."""
+    file = folder / "MNIST" / "raw" / name
+    file.unlink()
+    file.write_bytes(content)
+
+
+@pytest.mark.real_data
+def test_mnist_is_as_the_catalog_says(real_data_dir: Path) -> None:
+    data = load_data("mnist", real_data_dir, CPU)
+    check_against_catalog("mnist", data)
+    assert data.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert data.test.labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
+    standardised = data.standardised(data.train.images[:10_000])
+    assert abs(standardised.mean()) < 0.01
+    assert abs(standardised.std() - 1) < 0.01
+
+
+#: IDX files of kinds that MNIST's are not: text, floats, a type that does not exist.
+OTHER_KINDS = (
+    b"hello, world" * 9,
+    b"\0\0\x0d\x01\0\0\0\x01" + bytes(4),
+    b"\0\0\x0a\x01" + bytes(9),
+)
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("size", [0, 3, 8, 5000])
+def test_truncated_files_are_damaged(copied: Path, size: int) -> None:
+    name = "t10k-labels-idx1-ubyte"
+    content = (copied / "MNIST" / "raw" / name).read_bytes()
+    put(copied, name, content[:size])
+    with pytest.raises(InputError, match="damaged") as caught:
+        load_data("mnist", copied, CPU)
+    assert str(copied / "MNIST" / "raw") in str(caught.value)
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("content", OTHER_KINDS, ids=["text", "floats", "unknown"])
+def test_files_of_another_kind_are_damaged(copied: Path, content: bytes) -> None:
+    put(copied, "t10k-labels-idx1-ubyte", content)
+    with pytest.raises(InputError, match="damaged"):
+        load_data("mnist", copied, CPU)
+
+
+@pytest.mark.real_data
+def test_an_altered_file_is_not_the_published_one(copied: Path) -> None:
+    name = "t10k-labels-idx1-ubyte"
+    content = bytearray((copied / "MNIST" / "raw" / name).read_bytes())
+    content[-1] ^= 1
+    put(copied, name, bytes(content))
+    with pytest.raises(InputError, match="not the published data set") as caught:
+        load_data("mnist", copied, CPU)
+    assert str(copied) in str(caught.value)
+    assert os.listdir(copied) == ["MNIST"], "nothing is left beside the files"
+
+
+@pytest.mark.real_data
+def test_one_missing_file_is_named_alone(copied: Path) -> None:
+    (copied / "MNIST" / "raw" / RAW_FILES[0]).unlink()
+    with pytest.raises(InputError) as caught:
+        load_data("mnist", copied, CPU)
+    assert f"Put these files there: {RAW_FILES[0]};" in str(caught.value)

@@ -1,0 +1,199 @@
+"""The loop around the steps: when it scores, when it ends, and what it says."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli import engine
+from dpmac_cli.data import Split
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.engine import (
+    EVALUATION_BATCH,
+    Evaluated,
+    Evaluation,
+    Plan,
+    Progress,
+    Trainer,
+    evaluate,
+    fit,
+)
+from dpmac_cli.errors import ModelError
+from tests.conftest import OPTIMIZER_NAMES
+from tests.helpers import CLASSES, MECHANISM, PLAN, make_trainer, tiny_data, tiny_model, walk
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+T = Plan(steps=12, steps_per_epoch=5, physical_batch=1000)
+
+
+def never() -> bool:
+    return False
+
+
+def facts(result: Evaluation) -> tuple[float, list[list[int]]]:
+    """What can be compared."""
+    return result.loss, result.confusion.tolist()
+
+
+def score(trainer: Trainer) -> tuple[float, list[list[int]]]:
+    """The test set scored now."""
+    return facts(evaluate(trainer.model, trainer.data, trainer.data.test))
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize("tail", [-1, 0, 1, 5, EVALUATION_BATCH])
+def test_every_sample_is_scored(tail: int) -> None:
+    """The last partial batch too."""
+    count = EVALUATION_BATCH + tail
+    data, model = tiny_data(records=count), tiny_model()
+    result = evaluate(model, data, data.train)
+    logits = model(data.standardised(data.train.images))
+    truth, guess = data.train.labels.numpy(), logits.argmax(1).numpy()
+    assert result.samples == count
+    assert (result.confusion.numpy() == confusion_matrix(truth, guess)).all()
+    assert result.confusion.dtype == torch.int64
+    assert result.accuracy == pytest.approx(accuracy_score(truth, guess))
+    assert result.per_class == pytest.approx(recall_score(truth, guess, average=None).tolist())
+    assert result.loss == pytest.approx(cross_entropy(logits, data.train.labels).item())
+
+
+def test_a_class_without_samples_has_no_accuracy() -> None:
+    data = tiny_data()
+    keep = data.train.labels != 2
+    split = Split(data.train.images[keep], data.train.labels[keep])
+    per_class = evaluate(tiny_model(), data, split).per_class
+    assert len(per_class) == CLASSES
+    assert [math.isnan(value) for value in per_class] == [False, False, True, False]
+
+
+class WhenTraining(nn.Module):
+    """Spoils its input in training mode, as dropout does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0 if self.training else x
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_models_are_scored_in_evaluation_mode_and_put_back(training: bool) -> None:
+    data, plain = tiny_data(), tiny_model()
+    model = tiny_model(torch.float64, WhenTraining()).train(training)
+    assert facts(evaluate(model, data, data.test)) == facts(evaluate(plain, data, data.test))
+    assert [module.training for module in model.modules()] == [training] * 6
+
+
+# The loop.
+
+
+def test_scores_after_each_epoch_and_at_the_end() -> None:
+    trainer = make_trainer("dp-adam", plan=T)
+    events = [event for event in fit(trainer, never) if isinstance(event, Evaluated)]
+    assert [event.step for event in events] == [5, 10, 12]
+    assert [event.epoch for event in events] == pytest.approx([1, 2, 2.4])
+    assert trainer.state.step == 12
+    seconds = [0.0, *(event.seconds for event in events)]
+    assert seconds == sorted(set(seconds))
+    assert facts(events[-1].result) == score(trainer)
+    assert events[-1].public == trainer.public_values()
+
+
+def test_scores_are_of_the_step_they_name() -> None:
+    events = fit(make_trainer("dp-adam", plan=T), never)
+    halfway = next(event for event in events if isinstance(event, Evaluated))
+    other = make_trainer("dp-adam")
+    walk(other, 5)
+    assert facts(halfway.result) == score(other)
+
+
+@every_optimizer
+def test_stepping_by_hand_and_by_the_loop_are_the_same(name: str) -> None:
+    looped, stepped = make_trainer(name, plan=T), make_trainer(name, plan=T)
+    assert list(fit(looped, never))
+    assert torch.equal(walk(stepped, 12)[-1], looped.state.theta)
+
+
+def test_goes_on_from_where_a_trainer_is() -> None:
+    trainer = make_trainer("dp-adam", plan=T)
+    walk(trainer, 7)
+    events = [event for event in fit(trainer, never) if isinstance(event, Evaluated)]
+    assert [event.step for event in events] == [10, 12]
+    assert not list(fit(trainer, never))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 12])
+def test_stop_ends_the_run_after_the_step_with_a_last_score(steps: int) -> None:
+    trainer = make_trainer("dp-adam", plan=T)
+    events = list(fit(trainer, lambda: trainer.state.step >= steps))
+    assert trainer.state.step == steps
+    scored = [event.step for event in events if isinstance(event, Evaluated)]
+    assert scored == sorted({t for t in (5, 10, steps) if t <= steps})
+
+
+def test_progress_tells_steps_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "PROGRESS_EVERY", -1.0)
+    events = list(fit(make_trainer("dp-adam", plan=T), never))
+    assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 13))
+    seconds = [event.seconds for event in events]
+    assert seconds == sorted(seconds)
+
+
+@every_optimizer
+def test_divergence_is_an_error(name: str) -> None:
+    events = fit(make_trainer(name, plan=T, lr=math.inf), never)
+    with pytest.raises(ModelError, match=r"diverged: after step 5 .*--lr"):
+        list(events)
+
+
+# What it says.
+
+
+@every_optimizer
+def test_public_values_are_post_noise(name: str) -> None:
+    trainer = make_trainer(name, GaussianMechanism(1.5, 8))
+    walk(trainer, 6)
+    public, region = trainer.public_values(), trainer.state.region
+    keys = {"noise_norm"}
+    if OPTIMIZERS[name].geometry != "ball":
+        keys |= {"share_h1", "share_h2", "centre_over_scale_norm"}
+        ratio = (region.centre / region.scale).norm().item()
+        assert public["centre_over_scale_norm"] == pytest.approx(ratio)
+        assert 0 <= public["share_h1"] + public["share_h2"] <= 1
+    assert set(public) == keys
+    assert all(type(value) is float and math.isfinite(value) for value in public.values())
+    b = np.broadcast_to(region.scale.numpy(), trainer.state.theta.shape)
+    assert public["noise_norm"] == pytest.approx(float(np.linalg.norm(b)) * 1.5 / 8)
+
+
+@pytest.mark.privacy
+def test_the_norm_of_the_noise_is_expected_not_drawn() -> None:
+    """The norm drawn would tell something of the private sum."""
+    values = []
+    for seed in range(3):
+        trainer = make_trainer("dp-sgd", seed=seed)
+        trainer.step()
+        values.append(trainer.public_values()["noise_norm"])
+    assert len(set(values)) == 1
+
+
+def test_without_privacy_there_is_no_noise() -> None:
+    quiet = replace(MECHANISM, noise_multiplier=0.0)
+    trainer = make_trainer("dp-macadam", quiet, plan=replace(PLAN, private=False))
+    trainer.step()
+    assert trainer.public_values() == {"noise_norm": 0.0}
+
+
+@pytest.mark.privacy
+def test_tf32_is_off() -> None:
+    """It would void every bound on rounding; for cudnn it is on by default."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    make_trainer("dp-sgd")
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32

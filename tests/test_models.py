@@ -1,0 +1,171 @@
+"""Named models, and the door that models which mix samples do not pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.catalog import DATASETS, MODELS
+from dpmac_cli.data import LOADERS
+from dpmac_cli.errors import ModelError
+from dpmac_cli.models import BUILDERS, build_model, check_model
+
+IMAGE = (4, 6, 6)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def classifier(*middle: nn.Module) -> nn.Module:
+    """A small network over IMAGE with layers under test in its middle."""
+    return nn.Sequential(nn.Conv2d(4, 4, 1), *middle, nn.Flatten(), nn.Linear(144, 3))
+
+
+class Through(nn.Module):
+    """A function of the whole batch, inside an otherwise honest model."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._mix = mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._mix(x)
+
+
+def test_the_catalog_names_what_can_be_built_and_loaded() -> None:
+    assert MODELS.keys() == BUILDERS.keys()
+    assert DATASETS.keys() == LOADERS.keys()
+    assert {facts.defaults.model for facts in DATASETS.values()} <= BUILDERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "count"), [("mlp", "mnist", 795_010), ("cnn", "cifar10", 582_346)]
+)
+def test_parameter_counts_of_the_paper(model: str, dataset: str, count: int) -> None:
+    built = build_model(model, DATASETS[dataset], seed=0)
+    assert sum(p.numel() for p in built.parameters() if p.requires_grad) == count
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_model_fits_every_data_set(name: str, dataset: str) -> None:
+    facts = DATASETS[dataset]
+    logits = build_model(name, facts, seed=0)(torch.randn(2, *facts.shape))
+    assert logits.shape == (2, len(facts.classes))
+
+
+def test_the_seed_decides_the_weights() -> None:
+    def weights(seed: int) -> Tensor:
+        model = build_model("mlp-small", DATASETS["digits"], seed)
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    first = weights(1)
+    torch.randn(10)  # where the global generator stands must not matter
+    assert torch.equal(first, weights(1))
+    assert not torch.equal(first, weights(2))
+
+
+def test_building_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    build_model("cnn", DATASETS["digits"], seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm, nn.LazyBatchNorm2d])
+def test_batch_norm_is_refused_by_name_with_its_remedy(norm: Callable[..., nn.Module]) -> None:
+    layer = norm() if norm is nn.LazyBatchNorm2d else norm(4)
+    model = classifier(nn.Sequential(nn.ReLU(), layer))
+    with pytest.raises(ModelError, match=rf"1\.1 is a {type(layer).__name__}.*GroupNorm"):
+        check_model(model, IMAGE)
+
+
+@pytest.mark.privacy
+def test_batch_norm_is_refused_in_evaluation_mode_and_without_statistics() -> None:
+    flat = nn.BatchNorm1d(144, track_running_stats=False)
+    model = nn.Sequential(nn.Flatten(), flat, nn.Linear(144, 3)).eval()
+    with pytest.raises(ModelError, match="1 is a BatchNorm1d"):
+        check_model(model, IMAGE)
+
+
+@pytest.mark.privacy
+def test_running_statistics_are_refused() -> None:
+    keeps = nn.InstanceNorm2d(4, track_running_stats=True)
+    with pytest.raises(ModelError, match=r"buffer 1\.running_mean.*track_running_stats=False"):
+        check_model(classifier(keeps), IMAGE)
+    check_model(classifier(nn.InstanceNorm2d(4, affine=True)), IMAGE)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "mix",
+    [
+        pytest.param(lambda x: x - x.mean(0), id="mean"),
+        pytest.param(lambda x: x / x.norm(), id="norm"),
+        pytest.param(lambda x: x.softmax(0), id="softmax"),
+        pytest.param(lambda x: x.sort(0).values, id="sort"),
+        pytest.param(lambda x: x.cumsum(0), id="running sum"),
+        pytest.param(lambda x: x.roll(1, 0), id="roll"),
+        pytest.param(lambda x: x + x.flip(0), id="flip"),
+        pytest.param(lambda x: x.flatten().roll(1).view_as(x), id="wrong reshape"),
+    ],
+)
+def test_functions_that_mix_samples_are_refused(mix: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ModelError, match="mixes samples"):
+        check_model(classifier(Through(mix)), IMAGE)
+
+
+@pytest.mark.privacy
+@pytest.mark.xfail(strict=True, reason="only the effect of the first sample's content is looked at")
+@pytest.mark.parametrize(
+    "mix",
+    [
+        pytest.param(lambda x: x - x[-1:], id="last sample"),
+        pytest.param(lambda x: x.flip(0).cumsum(0).flip(0), id="running sum from the end"),
+        pytest.param(lambda x: x * (1 + torch.arange(len(x)).view(-1, 1, 1, 1)), id="position"),
+        pytest.param(lambda x: x / len(x), id="batch size"),
+    ],
+)
+def test_other_dependence_on_the_batch_is_refused(mix: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ModelError):
+        check_model(classifier(Through(mix)), IMAGE)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("shape", [(-1,), (-1, 12, 3)], ids=["1-D", "3-D"])
+def test_an_output_that_is_not_a_row_a_sample_is_refused(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Flatten(), Through(lambda x: x.reshape(shape)))
+    with pytest.raises(ModelError):
+        check_model(model, IMAGE)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        (nn.GroupNorm(2, 4), nn.ReLU()),
+        (nn.LayerNorm((6, 6)), nn.GELU()),
+        (nn.InstanceNorm2d(4),),
+        (nn.ReLU(), nn.Dropout(0.5)),
+        (nn.Softmax(1), nn.Conv2d(4, 4, 3, padding=1)),
+        (nn.MaxPool2d(1), nn.LocalResponseNorm(2)),
+    ],
+    ids=lambda middle: type(middle[0]).__name__,
+)
+def test_models_that_keep_samples_apart_pass(middle: tuple[nn.Module, ...]) -> None:
+    check_model(classifier(*middle), IMAGE)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_check_leaves_no_trace(training: bool) -> None:
+    model = classifier(nn.Dropout(0.5)).train(training)
+    before: dict[str, Any] = {key: value.clone() for key, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    check_model(model, IMAGE)
+    assert model.training is training
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,120 @@
+"""The report: keys that scripts rely on, and what they say."""
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+import pytest
+
+from dpmac_cli.accounting import ACCOUNTANT, TrainingEvent
+from dpmac_cli.catalog import DATASETS
+from dpmac_cli.config import resolve
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.report import SCHEMA_VERSION, privacy
+from tests.digits_runs import RATE, SIGMA, train_digits
+
+#: As the specification lists them.
+KEYS: Mapping[str, set[str]] = {
+    "dataset": {"name", "train_size"},
+    "model": {"name", "parameters"},
+    "privacy": {
+        "epsilon",
+        "epsilon_planned",
+        "delta",
+        "noise_multiplier",
+        "sampler",
+        "sampling_rate",
+        "steps",
+        "adjacency",
+        "accountant",
+        "statement",
+    },
+    "test": {"accuracy", "samples", "best_accuracy", "best_epoch"},
+}
+
+
+def refuse(constant: str) -> NoReturn:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    finished = train_digits(out=tmp_path_factory.mktemp("report") / "run", epochs=3)
+    text = (finished.folder / "report.json").read_text()
+    loaded = json.loads(text, parse_constant=refuse)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_every_promised_key_is_there(report: dict[str, Any]) -> None:
+    assert report["schema_version"] == SCHEMA_VERSION == 1
+    assert {"optimizer", "hyperparameters", "versions", "timings"} <= report.keys()
+    for section, keys in KEYS.items():
+        assert keys <= report[section].keys(), section
+
+
+def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
+    facts = DATASETS["digits"]
+    assert report["optimizer"] == "dp-macadam"
+    assert (report["dataset"]["name"], report["dataset"]["train_size"]) == ("digits", 1437)
+    assert report["dataset"]["sha256"] == facts.sha256
+    assert report["model"] == {"name": "mlp-small", "parameters": 4810}
+    assert report["classes"] == list(facts.classes)
+
+
+def test_the_test_section_is_consistent(report: dict[str, Any]) -> None:
+    test = report["test"]
+    assert test["samples"] == 360
+    assert 0 <= test["accuracy"] <= test["best_accuracy"] <= 1
+    assert test["best_epoch"] in (1, 2, 3)
+    assert test["accuracy"] * 360 == pytest.approx(round(test["accuracy"] * 360))
+
+
+@pytest.mark.privacy
+def test_the_price_is_the_accountants(report: dict[str, Any]) -> None:
+    price = report["privacy"]
+    event = TrainingEvent(RATE, SIGMA, 36)
+    assert price["private"] is True
+    assert price["epsilon"] == price["epsilon_planned"] == event.epsilon(1e-5)
+    assert (price["noise_multiplier"], price["delta"], price["steps"]) == (SIGMA, 1e-5, 36)
+    assert price["sampling_rate"] == RATE
+    assert (price["sampler"], price["adjacency"]) == ("poisson", "add-or-remove-one")
+    assert price["accountant"] == ACCOUNTANT
+    assert "Connect-the-Dots" in ACCOUNTANT
+    assert version("dp-accounting") in ACCOUNTANT
+    assert "36 Poisson-sampled steps" in price["statement"]
+    assert "kept nowhere" in price["seed_policy"]["statement"]
+
+
+def test_versions_of_everything_that_matters(report: dict[str, Any]) -> None:
+    for package in ("dpmac", "torch", "torchvision", "numpy", "dp-accounting"):
+        assert report["versions"][package] == version(package)
+    assert "python" in report["versions"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_hyperparameters_are_those_with_an_effect(optimizer: str) -> None:
+    finished = train_digits(optimizer=optimizer, steps=1)
+    used = finished.report["hyperparameters"]
+    assert used.keys() == {"epochs", "batch_size"} | OPTIMIZERS[optimizer].settings
+    assert used["lr"] == DATASETS["digits"].defaults.lr[optimizer]
+
+
+@pytest.mark.privacy
+def test_a_given_seed_is_admitted_and_not_told() -> None:
+    config = resolve({"dataset": "digits", "seed": 918273645}).config
+    policy = privacy(config, 1, 1)["seed_policy"]
+    assert policy["given"] is True
+    assert "only against those who do not" in policy["statement"]
+    assert "918273645" not in json.dumps(policy)
+
+
+@pytest.mark.privacy
+def test_an_epsilon_without_bound_is_not_mistaken_for_training_without_noise() -> None:
+    # No grid resolves a delta this small: the price is infinite, but there was noise.
+    config = resolve({"dataset": "digits", "delta": "1e-300"}).config
+    price = privacy(config, 3, 3)
+    json.dumps(price, allow_nan=False)
+    assert price["private"] is True
+    assert "no noise was added" not in price["statement"]
