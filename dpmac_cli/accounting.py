@@ -6,10 +6,10 @@ dp-accounting's privacy loss distributions with the Connect-the-Dots discretisat
 (Doroshenko et al. 2022). Nothing here imports torch.
 """
 
+import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -69,6 +69,36 @@ class TrainingEvent:
         return _price(self, delta, grid_width(self.noise_multiplier))
 
 
+def total_epsilon(events: Sequence[TrainingEvent], delta: float) -> float:
+    """The price of several trainings on the same records, one after another or as branches."""
+    merged = _merged(events)
+    if len(merged) == 1:
+        return merged[0].epsilon(delta)
+    if any(event.noise_multiplier == 0 for event in merged):
+        return math.inf
+    if not merged:
+        return 0.0
+    width = max(grid_width(event.noise_multiplier) for event in merged)
+    return _read_epsilon(_compose(merged, width), delta)
+
+
+def _merged(events: Sequence[TrainingEvent]) -> list[TrainingEvent]:
+    """Steps of the same kind counted together; none that took no step."""
+    steps: dict[tuple[float, float], int] = {}
+    for event in events:
+        kind = event.sampling_rate, event.noise_multiplier
+        steps[kind] = steps.get(kind, 0) + event.steps
+    return [TrainingEvent(*kind, taken) for kind, taken in steps.items() if taken]
+
+
+def _compose(events: Sequence[TrainingEvent], width: float) -> Any:
+    plds = [
+        _one_step(event.sampling_rate, event.noise_multiplier, width).self_compose(event.steps)
+        for event in events
+    ]
+    return functools.reduce(lambda a, b: a.compose(b), plds)
+
+
 def grid_width(noise_multiplier: float, finest: float = FINE) -> float:
     """The width of the privacy loss grid for a run with this noise, at least ``finest``."""
     if noise_multiplier >= FINE_FROM_SIGMA:
@@ -76,7 +106,7 @@ def grid_width(noise_multiplier: float, finest: float = FINE) -> float:
     return max(finest, COARSE * (FINE_FROM_SIGMA / noise_multiplier) ** 2)
 
 
-@lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=4)
 def _one_step(sampling_rate: float, noise_multiplier: float, width: float) -> Any:
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sampling_rate, value_discretization_interval=width
@@ -113,26 +143,31 @@ class EpsilonSchedule:
         raise ValueError(f"the schedule ends at step {self.points[-1][0]}, asked for {step}")
 
 
-def epsilon_schedule(event: TrainingEvent, delta: float, epoch: int) -> EpsilonSchedule:
+def epsilon_schedule(
+    event: TrainingEvent, delta: float, epoch: int, earlier: Sequence[TrainingEvent] = ()
+) -> EpsilonSchedule:
     """Price the run at some 20 to 40 evenly spaced steps, by one coarse convolution each.
 
-    The last point is exactly ``event.epsilon(delta)``, and no point lies above it.
+    The last point is exactly ``total_epsilon((*earlier, event), delta)``, and no point lies above
+    it.
 
     Args:
-        event: the whole run.
+        event: the whole run, from its first step or from where it branched off.
         delta: in (0, 1).
         epoch: steps of an epoch; points fall on the ends of epochs where their number allows.
+        earlier: what else was done with the records before or beside.
     """
     if event.steps == 0:
-        return EpsilonSchedule(((0, 0.0),))
-    if event.noise_multiplier == 0:
-        return EpsilonSchedule(((event.steps, math.inf),))
+        return EpsilonSchedule(((0, total_epsilon(earlier, delta)),))
+    end = total_epsilon((*earlier, event), delta)
+    if math.isinf(end):
+        return EpsilonSchedule(((event.steps, end),))
     stride = _stride(event.steps, epoch)
-    width = grid_width(event.noise_multiplier, COARSE)
+    before = _merged(earlier)
+    width = max(grid_width(e.noise_multiplier, COARSE) for e in (*before, event))
     block = _one_step(event.sampling_rate, event.noise_multiplier, width).self_compose(stride)
-    end = event.epsilon(delta)
     computed: list[tuple[int, float]] = []
-    pld = block
+    pld = block.compose(_compose(before, width)) if before else block
     for step in range(stride, event.steps, stride):
         computed.append((step, min(end, _read_epsilon(pld, delta))))
         pld = pld.compose(block)
@@ -232,12 +267,14 @@ def _rdp_noise(sampling_rate: float, steps: int, delta: float, target: float) ->
     return math.ceil(high * SIGMA_TICKS)
 
 
-def affordable_steps(event: TrainingEvent, delta: float, budget: float) -> int:
-    """The largest T <= event.steps whose first T steps cost at most ``budget``."""
+def affordable_steps(
+    event: TrainingEvent, delta: float, budget: float, earlier: Sequence[TrainingEvent] = ()
+) -> int:
+    """The largest T <= event.steps with which ``earlier`` and T steps cost at most ``budget``."""
     low, high = 0, event.steps
     while low < high:
         middle = (low + high + 1) // 2
-        cost = TrainingEvent(event.sampling_rate, event.noise_multiplier, middle).epsilon(delta)
+        cost = total_epsilon((*earlier, replace(event, steps=middle)), delta)
         low, high = (middle, high) if cost <= budget else (low, middle - 1)
     return low
 
@@ -250,16 +287,20 @@ def format_epsilon(epsilon: float) -> str:
     return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
 
 
-def statement(epsilon: float, delta: float, event: TrainingEvent) -> str:
+def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> str:
     """What the guarantee says, in plain sentences."""
     if not math.isfinite(epsilon):
         return "No privacy: nothing was clipped and no noise was added."
+    price = format_epsilon(epsilon)
+    done = " and ".join(
+        f"{event.steps} Poisson-sampled steps at rate {event.sampling_rate:.4g} with noise "
+        f"multiplier {event.noise_multiplier:g}"
+        for event in _merged(events)
+    )
     return (
         f"Leaving out or adding any one training record changes the probability of whatever the "
-        f"model and its report may show by a factor of at most e^{format_epsilon(epsilon)}, but "
-        f"for a probability of {delta:g}: ({format_epsilon(epsilon)}, {delta:g})-differential "
-        f"privacy under {ADJACENCY} adjacency, for {event.steps} Poisson-sampled steps at rate "
-        f"{event.sampling_rate:.4g} with noise multiplier {event.noise_multiplier:g}. The number "
-        "of training records is public. Test records are not protected. Publishing the best of "
-        "several runs costs more."
+        f"model and its report may show by a factor of at most e^{price}, but for a probability "
+        f"of {delta:g}: ({price}, {delta:g})-differential privacy under {ADJACENCY} adjacency, for "
+        f"{done or 'no step'}. The number of training records is public. Test records are not "
+        "protected. Publishing the best of several runs costs more."
     )

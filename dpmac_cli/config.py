@@ -6,6 +6,7 @@ the same name with hyphens. Nothing here imports torch.
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -149,6 +150,9 @@ class TrainConfig:
         None, "Where data sets lie (or DPMAC_DATA_DIR).", RUN, recorded=False
     )
 
+    checkpoint_every: str = _setting(
+        "60s", "Save the state every N steps (100) or seconds (60s).", OUTPUT, recorded=False
+    )
     out: Path | None = _setting(
         None, "Run folder. [default: a new one in runs/]", OUTPUT, recorded=False
     )
@@ -184,6 +188,12 @@ class TrainConfig:
     def total_steps(self) -> int:
         """T."""
         return self.steps or (self.epochs or 0) * self.steps_per_epoch
+
+    @property
+    def checkpoint_interval(self) -> tuple[int | None, float | None]:
+        """Steps or seconds between checkpoints; the other is None."""
+        text = self.checkpoint_every
+        return (None, float(text[:-1])) if text.endswith("s") else (int(text), None)
 
     def recorded(self) -> dict[str, Any]:
         """What config.yaml keeps, under the names of the flags."""
@@ -381,6 +391,11 @@ def _check_together(config: TrainConfig, errors: list[str]) -> None:
         errors.append(
             f"--batch-size ({config.batch_size}) must not be above the size of {config.dataset}, "
             f"{config.facts.train_size}."
+        )
+    if not re.fullmatch(r"[1-9]\d{0,14}|\d{1,9}(\.\d+)?s", config.checkpoint_every):
+        errors.append(
+            "--checkpoint-every must be a number of steps (100) or of seconds (60s), not "
+            f"'{config.checkpoint_every}'."
         )
     device = config.device
     if device not in ("auto", "cpu", "cuda") and not (

@@ -1,8 +1,9 @@
 """The training loop: one state, one step, and events for whoever watches. Prints nothing."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +88,54 @@ class TrainState:
     step: int
     sampler: PoissonSampler
     noise: NoiseSource
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name. All of them are post-noise."""
+        named = {
+            "theta": self.theta,
+            "m": self.moments.m,
+            "v": self.moments.v,
+            "noise_average": self.moments.noise,
+            "centre": self.region.centre,
+            "scale": self.region.scale,
+        }
+        if self.spread is not None:
+            named |= {"s": self.spread.s, "psi": self.spread.psi, "root_sum": self.spread.root_sum}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything else as JSON values. The generators' states are secret."""
+        return {
+            "step": self.step,
+            "moments_step": self.moments.step,
+            "kappa_star": self.spread.kappa_star if self.spread else 0.0,
+            "sampler": self.sampler.state(),
+            "noise": self.noise.state(),
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Take over a saved state, all but the generators, in place.
+
+        Raises:
+            ModelError: it is of another model or optimizer.
+        """
+        mine = {name: tuple(t.shape) for name, t in self.tensors().items()}
+        saved = {name: tuple(t.shape) for name, t in tensors.items()}
+        if mine != saved:
+            raise ModelError(
+                f"The checkpoint is of another model or optimizer: {saved}, not {mine}."
+            )
+        for name, tensor in self.tensors().items():
+            tensor.copy_(tensors[name])
+        self.step = numbers["step"]
+        self.moments.step = numbers["moments_step"]
+        if self.spread is not None:
+            self.spread.kappa_star = numbers["kappa_star"]
+
+    def restore_generators(self, numbers: Mapping[str, Any]) -> None:
+        """Go on with the saved draws: only ever on the very same computation."""
+        self.sampler.restore(numbers["sampler"])
+        self.noise.restore(numbers["noise"])
 
 
 def build_geometry(optimizer: Optimizer, hyper: Hyperparameters, private: bool = True) -> Geometry:
@@ -304,26 +353,33 @@ class Evaluated:
     public: dict[str, float] = field(default_factory=dict)
 
 
-def fit(trainer: Trainer, stop: Callable[[], bool]) -> Iterator[Progress | Evaluated]:
+def fit(
+    trainer: Trainer,
+    stop: Callable[[], bool],
+    pause: Callable[[int], bool] = lambda step: False,
+    seconds: float = 0.0,
+) -> Iterator[Progress | Evaluated]:
     """Train to the plan's end, scoring the test set after each epoch and at the end.
 
     Args:
         trainer: a trainer, fresh or part way.
         stop: asked after every step; True ends the run early, after a last evaluation.
+        pause: asked after every step; True yields a Progress however early.
+        seconds: of training before, in a run that goes on.
 
     Raises:
         ModelError: the parameters are no longer finite.
     """
     plan, state = trainer.plan, trainer.state
-    seconds = 0.0
     reported = mark = time.perf_counter()
     while state.step < plan.steps:
         trainer.step()
         stopping = stop()
         now = time.perf_counter()
-        if now - reported > PROGRESS_EVERY:
-            reported = now
+        if now - reported > PROGRESS_EVERY or pause(state.step):
             yield Progress(state.step, seconds + now - mark)
+            reported = time.perf_counter()
+            mark += reported - now  # what is done with an event is not training
         if stopping or state.step % plan.steps_per_epoch == 0 or state.step == plan.steps:
             if not bool(torch.isfinite(state.theta).all()):
                 raise ModelError(

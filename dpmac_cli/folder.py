@@ -1,10 +1,12 @@
 """A run's folder: its files, whole or not there, and never overwritten by surprise."""
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ REPORT = "report.json"
 METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
 DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
+LOCK = ".lock"
 FILES = (CONFIG, REPORT, METRICS, MODEL, DIAGNOSTICS)
 
 PUBLIC_MODE = 0o644
@@ -72,6 +75,59 @@ def new_folder(root: Path, stem: str) -> Path:
             return folder
 
 
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold a run's folder for oneself; the lock ends with the process, however that ends.
+
+    Raises:
+        InputError: another process holds it, or it cannot be written to.
+    """
+    try:
+        handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
+    except OSError as failure:
+        raise InputError(_unwritable(run, failure)) from failure
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
+                "stop it."
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def set_aside(run: Path) -> None:
+    """Keep what a branch published in a folder of its own, before another branch begins.
+
+    Configuration and metrics are copied, so that a kill in between leaves the run resumable.
+    """
+    number = 1
+    while (run / f"branch-{number}").exists():
+        number += 1
+    aside = run / f"branch-{number}"
+    aside.mkdir()
+    for name in (CONFIG, METRICS):
+        if (run / name).exists():
+            shutil.copy2(run / name, aside / name)
+    for name in (REPORT, MODEL, DIAGNOSTICS):
+        if (run / name).exists():
+            os.replace(run / name, aside / name)
+
+
 def check_chosen_folder(folder: Path, force: bool) -> None:
     """Refuse a folder that a run must not be written to; changes nothing.
 
@@ -80,7 +136,7 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--out {folder} is a file. Name a folder.")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or not any(entry.name != LOCK for entry in folder.iterdir()):
         return
     if not any((folder / name).exists() for name in FILES):
         raise InputError(
@@ -93,20 +149,23 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
         )
 
 
-def take_chosen_folder(folder: Path, force: bool) -> Path:
-    """Make the folder that --out names; with ``force``, remove the files of the run in it.
+def make_folder(run: Path) -> Path:
+    """Make the folder that --out names, or take it as it is.
 
     Raises:
-        InputError: see :func:`check_chosen_folder`; or it cannot be written to.
+        InputError: it cannot be made.
     """
-    check_chosen_folder(folder, force)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
+        run.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
-        raise InputError(_unwritable(folder, failure)) from failure
-    return folder
+        raise InputError(_unwritable(run, failure)) from failure
+    return run
+
+
+def clear(run: Path) -> None:
+    """Remove the files of a run, and no others. Raises OSError."""
+    for name in FILES:
+        (run / name).unlink(missing_ok=True)
 
 
 def _unwritable(folder: Path, failure: OSError) -> str:

@@ -1,5 +1,6 @@
 """Where Gaussian noise comes from, and how one secret becomes several independent streams."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,18 +12,33 @@ from torch import Tensor
 STREAMS = ("init", "sampler", "noise")
 
 
-def stream_seeds(seed: int | None) -> dict[str, np.random.SeedSequence]:
+def stream_seeds(seed: int | None, branch: int = 0) -> dict[str, np.random.SeedSequence]:
     """Independent seeds, one a stream.
 
     Args:
         seed: the person's seed, or None: then every stream gets 256 fresh bits of its own from
             the operating system, and nothing links one stream to another.
+        branch: 0 for a run, and a number of its own for each branch: no branch draws what
+            another drew.
     """
     if seed is None:
         return {name: np.random.SeedSequence(pool_size=8) for name in STREAMS}
     return {
-        name: np.random.SeedSequence(seed, spawn_key=(key,)) for key, name in enumerate(STREAMS)
+        name: np.random.SeedSequence(seed, spawn_key=(key, branch))
+        for key, name in enumerate(STREAMS)
     }
+
+
+def generator_state(generator: np.random.Generator) -> dict[str, Any]:
+    """The whole state of an SFC64 generator as JSON values."""
+    state = generator.bit_generator.state
+    return {**state, "state": [int(word) for word in state["state"]["state"]]}
+
+
+def restore_generator(generator: np.random.Generator, state: Mapping[str, Any]) -> None:
+    """Put an SFC64 generator into a state that :func:`generator_state` gave."""
+    words = np.array(state["state"], dtype=np.uint64)
+    generator.bit_generator.state = {**state, "state": {"state": words}}
 
 
 class NoiseSource(Protocol):
@@ -33,7 +49,11 @@ class NoiseSource(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """The generator's whole state, as secret as the noise."""
+        """The generator's whole state as JSON values, as secret as the noise."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
         ...
 
 
@@ -55,8 +75,12 @@ class SeededNoise:
         return torch.from_numpy(drawn).to(like.device)
 
     def state(self) -> dict[str, Any]:
-        """The generator's whole state, as secret as the noise."""
-        return dict(self._generator.bit_generator.state)
+        """The generator's whole state as JSON values, as secret as the noise."""
+        return generator_state(self._generator)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        restore_generator(self._generator, state)
 
 
 def noise_source(seed: np.random.SeedSequence) -> NoiseSource:

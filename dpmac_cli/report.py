@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -32,47 +32,64 @@ class Outcome:
 
     Attributes:
         state: how it ended.
-        steps: taken.
-        evaluations: in order, at least one.
-        seconds: of training; ``total_seconds`` of everything.
+        history: the lines of metrics.jsonl, at least one.
+        post_noise: see :meth:`dpmac_cli.engine.Trainer.public_values`, at the end.
+        seconds: of training; ``total_seconds`` of everything since it was last started.
         parameters: d.
         device: it ran on.
     """
 
     state: State
-    steps: int
-    evaluations: tuple[Evaluated, ...]
+    history: Sequence[Mapping[str, Any]]
+    post_noise: Mapping[str, float]
     seconds: float
     total_seconds: float
     parameters: int
     device: str
 
 
-def privacy(config: TrainConfig, steps: int, planned: int) -> dict[str, Any]:
-    """The guarantee of the first ``steps`` of a run planned for ``planned``."""
-    sigma = config.sigma or 0.0
-    event = TrainingEvent(config.sampling_rate, sigma, steps)
-    epsilon = event.epsilon(config.delta)
-    whole = TrainingEvent(config.sampling_rate, sigma, planned).epsilon(config.delta)
+@dataclass(frozen=True)
+class Bill:
+    """What was done with the records, and by how secret a hand.
+
+    Attributes:
+        events: what every branch took, the last one being the published model's own.
+        planned: the last event as it was meant to be.
+        steps: that the published model took from its first, branches it left aside not counted.
+        seeded: whether any draw came from a seed that a person chose.
+    """
+
+    events: tuple[TrainingEvent, ...]
+    planned: TrainingEvent
+    steps: int
+    seeded: bool
+
+
+def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
+    """The guarantee of a run, all its branches counted."""
+    epsilon = accounting.total_epsilon(bill.events, config.delta)
+    planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), config.delta)
     return {
         "private": not config.no_dp,
         "epsilon": _finite(epsilon),
-        "epsilon_planned": _finite(whole),
+        "epsilon_planned": _finite(planned),
         "delta": config.delta,
-        "noise_multiplier": sigma,
+        "noise_multiplier": config.sigma or 0.0,
         "sampler": accounting.SAMPLER,
         "sampling_rate": config.sampling_rate,
-        "steps": steps,
+        "steps": bill.steps,
+        "events": [vars(event) for event in bill.events],
         "adjacency": accounting.ADJACENCY,
         "accountant": accounting.ACCOUNTANT,
-        "statement": accounting.statement(
-            math.inf if config.no_dp else epsilon, config.delta, event
-        ),
-        "seed_policy": _seed_policy(config),
+        "statement": accounting.statement(epsilon, config.delta, bill.events),
+        "seed_policy": {
+            "given": bill.seeded,
+            "statement": SEED_GIVEN if bill.seeded else SEED_KEPT_NOWHERE,
+        },
     }
 
 
-def public_facts(config: TrainConfig, steps: int, planned: int, parameters: int) -> dict[str, Any]:
+def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, Any]:
     """What is published with the weights, in the model file's header."""
     facts = config.facts
     return {
@@ -92,32 +109,32 @@ def public_facts(config: TrainConfig, steps: int, planned: int, parameters: int)
             "std": list(facts.std),
         },
         "classes": list(facts.classes),
-        "privacy": privacy(config, steps, planned),
+        "privacy": privacy(config, bill),
     }
 
 
-def build_report(config: TrainConfig, outcome: Outcome, planned: int) -> dict[str, Any]:
+def build_report(config: TrainConfig, bill: Bill, outcome: Outcome) -> dict[str, Any]:
     """The whole report. Scripts rely on its keys."""
-    last = outcome.evaluations[-1]
-    best = max(outcome.evaluations, key=lambda e: e.result.accuracy)
+    last = outcome.history[-1]
+    best = max(outcome.history, key=lambda line: float(line["test_accuracy"]))
     used = sorted(config.method.settings)
-    speed = outcome.steps / outcome.seconds if outcome.seconds > 0 else 0.0
+    speed = bill.steps / outcome.seconds if outcome.seconds > 0 else 0.0
     return {
-        **public_facts(config, outcome.steps, planned, outcome.parameters),
+        **public_facts(config, bill, outcome.parameters),
         "state": outcome.state,
         "test": {
-            "accuracy": last.result.accuracy,
-            "loss": _finite(last.result.loss),
-            "samples": last.result.samples,
-            "best_accuracy": best.result.accuracy,
-            "best_epoch": best.epoch,
+            "accuracy": last["test_accuracy"],
+            "loss": last["test_loss"],
+            "samples": last["test_samples"],
+            "best_accuracy": best["test_accuracy"],
+            "best_epoch": best["epoch"],
         },
         "hyperparameters": {
-            "epochs": outcome.steps / config.steps_per_epoch,
+            "epochs": bill.steps / config.steps_per_epoch,
             "batch_size": config.batch_size,
             **{name: getattr(config, name) for name in used},
         },
-        "post_noise": last.public,
+        "post_noise": dict(outcome.post_noise),
         "timings": {
             "training_seconds": round(outcome.seconds, 3),
             "total_seconds": round(outcome.total_seconds, 3),
@@ -142,14 +159,10 @@ def metrics_line(evaluated: Evaluated, epsilon: float, config: TrainConfig) -> d
         "delta": config.delta,
         "test_accuracy": evaluated.result.accuracy,
         "test_loss": _finite(evaluated.result.loss),
+        "test_samples": evaluated.result.samples,
         "seconds": round(evaluated.seconds, 3),
         **evaluated.public,
     }
-
-
-def _seed_policy(config: TrainConfig) -> Mapping[str, Any]:
-    given = config.seed is not None
-    return {"given": given, "statement": SEED_GIVEN if given else SEED_KEPT_NOWHERE}
 
 
 def _finite(value: float) -> float | None:

@@ -1,8 +1,9 @@
 """One training run, from a checked configuration to the files in its folder."""
 
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpmac_cli import checkpoint, folder
 from dpmac_cli import config as configuration
-from dpmac_cli import folder
 from dpmac_cli.accounting import (
     EpsilonSchedule,
     TrainingEvent,
     affordable_steps,
     calibrate_noise,
     epsilon_schedule,
+    total_epsilon,
 )
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import load_data
@@ -29,7 +31,7 @@ from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models import build_model
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.release import save_model
-from dpmac_cli.report import Outcome, State, build_report, metrics_line, public_facts
+from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
 from dpmac_cli.sampling import PoissonSampler
 
 DIAGNOSTICS_WARNING = (
@@ -40,21 +42,25 @@ DIAGNOSTICS_WARNING = (
 
 @dataclass(frozen=True)
 class Started:
-    """A run is about to take its first step.
+    """A run is about to take its first step, or to go on.
 
     Attributes:
         config: with the noise settled.
         folder: where its files go.
         parameters: d.
-        steps: that it will take.
+        done: steps taken before.
+        steps: that it will end at.
         cut_short: whether --max-epsilon allows fewer steps than were asked for.
+        branch: why a resumed run does not go on exactly; None where it does, or is new.
     """
 
     config: TrainConfig
     folder: Path
     parameters: int
+    done: int
     steps: int
     cut_short: bool
+    branch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,46 @@ class Finished:
 RunEvent = Started | Update | Finished
 
 
+@dataclass
+class Session:
+    """A run in hand.
+
+    Attributes:
+        config: with noise and device settled.
+        trainer: at ``trainer.state.step``.
+        where: its folder.
+        steps: that it will end at.
+        base: the step at which its current branch began; 0 for a run without branches.
+        earlier: what other branches did with the records.
+        seeded: whether any branch drew from a seed that a person chose.
+        history: the lines of metrics.jsonl so far.
+        seconds: of training so far.
+        branch: why it is a branch, if it has just become one.
+    """
+
+    config: TrainConfig
+    trainer: Trainer
+    where: Path
+    steps: int
+    diagnostics: "Diagnostics | None"
+    base: int = 0
+    earlier: tuple[TrainingEvent, ...] = ()
+    seeded: bool = False
+    history: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    branch: str | None = None
+
+    def event(self, steps: int) -> TrainingEvent:
+        """What the current branch does by the time the run has taken ``steps`` in all."""
+        return _event(self.config, steps - self.base)
+
+    def bill(self) -> Bill:
+        """What has been done with the records."""
+        step = self.trainer.state.step
+        events = (*self.earlier, self.event(step))
+        return Bill(events, self.event(self.config.total_steps), step, self.seeded)
+
+
 def train(config: TrainConfig, stop: Callable[[], bool] = lambda: False) -> Iterator[RunEvent]:
     """Train, write the run folder, and say what happens as it happens.
 
@@ -105,58 +151,225 @@ def train(config: TrainConfig, stop: Callable[[], bool] = lambda: False) -> Iter
         BudgetError: the budget allows no step, or no noise meets the target.
         ModelError: the model mixes samples, or training diverged.
     """
-    began = time.perf_counter()
     device = choose_device(config.device)
     if config.out is not None:
         folder.check_chosen_folder(config.out, config.force)
     config = replace(settle_noise(config), device=str(device))
-    planned = config.total_steps
     steps = _affordable(config)
+    diagnostics = Diagnostics() if config.diagnostics else None
+    trainer = make_trainer(config, steps, device, diagnostics)
+    where = _take_folder(config)
+    with folder.locked(where):
+        if config.force:
+            folder.clear(where)
+            checkpoint.discard(where)
+        folder.write_atomically(where / folder.CONFIG, configuration.to_yaml(config).encode())
+        seeded = config.seed is not None
+        yield from _drive(Session(config, trainer, where, steps, diagnostics, seeded=seeded), stop)
+
+
+def resume(
+    where: Path, flags: Mapping[str, Any], stop: Callable[[], bool] = lambda: False
+) -> Iterator[RunEvent]:
+    """Go on from a run's newest whole checkpoint.
+
+    With nothing changed, the run ends as if it had never stopped, bit for bit on the same machine.
+    With anything changed (more epochs, another rate, another machine), sampler and noise are keyed
+    anew, so that no draw ever meets two different gradients: the run is then a branch, and its
+    price covers every branch.
+
+    Args:
+        where: a run folder.
+        flags: settings to change, as typed; None and False where not given.
+        stop: as in :func:`train`.
+
+    Raises:
+        InputError: there is no such run, or the change cannot be made to it.
+        ModelError: no checkpoint is whole.
+    """
+    if not (where / folder.CONFIG).exists():
+        raise InputError(f"--resume {where} is not a run folder: it holds no {folder.CONFIG}.")
+    with folder.locked(where):
+        yield from _drive(_resumed(where, flags), stop)
+
+
+#: Settings that make another run, not another branch of the same.
+FIXED = ("dataset", "model", "optimizer", "no_dp", "epsilon")
+#: Settings that change nothing about what is computed.
+ASIDE = ("device", "diagnostics")
+
+
+def _resumed(where: Path, flags: Mapping[str, Any]) -> Session:
+    saved = checkpoint.newest(where)
+    record = saved.record
+    typed = {name: value for name, value in flags.items() if value is not None}
+    fixed = [configuration.flag_name(name) for name in FIXED if typed.get(name)]
+    if fixed:
+        raise InputError(
+            f"--{fixed[0]} cannot change in a run that goes on. Start a new run with it."
+        )
+    config = configuration.resolve(typed, where / folder.CONFIG).config
+    device = choose_device(config.device)
+    config = replace(config, device=str(device), out=where)
+    changed = sorted(
+        name
+        for name, value in config.recorded().items()
+        if name not in ASIDE and record["config"].get(name) != value
+    )
+    if record["environment"] != environment(device):
+        changed.append("the machine or its software")
+    if config.seed is not None:
+        changed.append("seed")
+    step = record["state"]["step"]
+    earlier = tuple(TrainingEvent(**event) for event in record["earlier"])
+    branch = None
+    base = record["base"]
+    if changed:
+        branch = f"{', '.join(changed)} changed"
+        earlier = (*earlier, _taken(where, saved))
+        base = step
+    if config.total_steps <= step and (not changed or config.total_steps < step):
+        raise InputError(
+            f"{where} is finished: it took {step} of {config.total_steps} steps. "
+            "Add --epochs or --steps to train on."
+        )
+    steps = base + _affordable(config, config.total_steps - base, earlier)
+    diagnostics = Diagnostics() if config.diagnostics else None
+    trainer = make_trainer(config, steps, device, diagnostics, branch=len(earlier))
+    trainer.state.restore(saved.tensors, record["state"])
+    session = Session(
+        config,
+        trainer,
+        where,
+        steps,
+        diagnostics,
+        base,
+        earlier,
+        seeded=record["seeded"] or config.seed is not None,
+        history=[line for line in record["history"] if line["step"] <= step],
+        seconds=record["seconds"],
+        branch=branch,
+    )
+    if branch is None:
+        trainer.state.restore_generators(record["state"])
+        # Lines past the checkpoint stay: they were shown, and a branch must count their steps.
+        lines = folder.read_lines(where / folder.METRICS)
+    else:
+        # First of all the bill of the other branches, in a checkpoint that replaces theirs.
+        kept = _save(session)
+        checkpoint.discard(where, but=kept)
+        folder.set_aside(where)
+        folder.write_atomically(where / folder.CONFIG, configuration.to_yaml(config).encode())
+        lines = session.history
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    folder.write_atomically(where / folder.METRICS, text.encode())
+    return session
+
+
+def _taken(where: Path, saved: checkpoint.Checkpoint) -> TrainingEvent:
+    """What the branch that is being left did with the records, as far as anyone may have seen."""
+    record = saved.record
+    shown = [line["step"] for line in folder.read_lines(where / folder.METRICS)]
+    steps = max([record["state"]["step"], *shown]) - record["base"]
+    before = record["event"]
+    return TrainingEvent(before["sampling_rate"], before["noise_multiplier"], steps)
+
+
+def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
+    """Train a session to its end and write its files."""
+    began = saved = time.perf_counter()
+    config, trainer, where = session.config, session.trainer, session.where
+    parameters = trainer.state.theta.numel()
+    every_steps, every_seconds = config.checkpoint_interval
+    planned = config.total_steps
+    yield Started(
+        config,
+        where,
+        parameters,
+        trainer.state.step,
+        session.steps,
+        session.steps < planned,
+        session.branch,
+    )
+
+    last_shown = max([0, *(line["step"] for line in folder.read_lines(where / folder.METRICS))])
+
+    def due(step: int) -> bool:
+        return every_steps is not None and step % every_steps == 0
+
     with ThreadPoolExecutor(1) as pool:
         # Prices are composed beside the training, which they must not hold up.
-        prices = pool.submit(_prices, config, steps)
-        diagnostics = Diagnostics() if config.diagnostics else None
-        trainer = make_trainer(config, steps, device, diagnostics)
-        parameters = trainer.state.theta.numel()
-        where = _take_folder(config)
-        folder.write_atomically(where / folder.CONFIG, configuration.to_yaml(config).encode())
-        yield Started(config, where, parameters, steps, steps < planned)
-
-        evaluations: list[Evaluated] = []
-        for event in fit(trainer, stop):
+        prices = pool.submit(_prices, session)
+        for event in fit(trainer, stop, due, session.seconds):
+            session.seconds = event.seconds
             scored = isinstance(event, Evaluated)
             schedule = prices.result() if scored else _if_ready(prices)
-            update = Update(
-                event,
-                None if schedule is None else schedule.at(event.step),
-                None if schedule is None else schedule.points[-1][1],
-                diagnostics.flush(where, event.step) if scored and diagnostics else None,
-            )
             if isinstance(event, Evaluated):
-                evaluations.append(event)
-                line = metrics_line(event, prices.result().at(event.step), config)
-                folder.append_line(where / folder.METRICS, line)
-            yield update
+                epsilon = prices.result().at(event.step - session.base)
+                line = metrics_line(event, epsilon, config)
+                session.history.append(line)
+                if event.step > last_shown:
+                    folder.append_line(where / folder.METRICS, line)
+            now = time.perf_counter()
+            if due(event.step) or (every_seconds is not None and now - saved >= every_seconds):
+                _save(session)
+                saved = now
+            yield Update(
+                event,
+                None if schedule is None else schedule.at(event.step - session.base),
+                None if schedule is None else schedule.points[-1][1],
+                session.diagnostics.flush(where, event.step)
+                if scored and session.diagnostics
+                else None,
+            )
+    _save(session)
 
     state: State = "finished"
-    if trainer.state.step < steps:
+    if trainer.state.step < session.steps:
         state = "interrupted"
-    elif steps < planned:
+    elif session.steps < planned:
         state = "budget-spent"
     outcome = Outcome(
         state,
-        trainer.state.step,
-        tuple(evaluations),
-        evaluations[-1].seconds,
+        session.history,
+        trainer.public_values(),
+        session.seconds,
         time.perf_counter() - began,
         parameters,
-        _device_name(device),
+        _device_name(trainer.state.theta.device),
     )
-    report = build_report(config, outcome, planned)
-    facts = public_facts(config, outcome.steps, planned, parameters)
-    save_model(where / folder.MODEL, trainer.model, facts)
+    bill = session.bill()
+    report = build_report(config, bill, outcome)
+    save_model(where / folder.MODEL, trainer.model, public_facts(config, bill, parameters))
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
     yield Finished(report, where, state)
+
+
+def _save(session: Session) -> Path:
+    state = session.trainer.state
+    record = {
+        "state": state.numbers(),
+        "config": session.config.recorded(),
+        "event": vars(session.event(state.step)),
+        "base": session.base,
+        "earlier": [vars(event) for event in session.earlier],
+        "seeded": session.seeded,
+        "history": session.history,
+        "seconds": session.seconds,
+        "environment": environment(state.theta.device),
+    }
+    return checkpoint.save(session.where, state.step, state.tensors(), record)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What must be the same for a resumed run to compute the same bits."""
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "device": _device_name(device),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def choose_device(name: str) -> torch.device:
@@ -184,19 +397,25 @@ def settle_noise(config: TrainConfig) -> TrainConfig:
     return replace(config, sigma=sigma)
 
 
-def _affordable(config: TrainConfig) -> int:
-    """How many of the planned steps --max-epsilon pays for."""
+def _event(config: TrainConfig, steps: int) -> TrainingEvent:
+    return TrainingEvent(config.sampling_rate, config.sigma or 0.0, steps)
+
+
+def _affordable(
+    config: TrainConfig, steps: int | None = None, earlier: Sequence[TrainingEvent] = ()
+) -> int:
+    """How many of the planned steps --max-epsilon pays for, after what was done ``earlier``."""
+    event = _event(config, config.total_steps if steps is None else steps)
     if config.max_epsilon is None:
-        return config.total_steps
-    event = TrainingEvent(config.sampling_rate, config.sigma or 0.0, config.total_steps)
-    steps = affordable_steps(event, config.delta, config.max_epsilon)
-    if steps == 0:
-        first = replace(event, steps=1).epsilon(config.delta)
+        return event.steps
+    affordable = affordable_steps(event, config.delta, config.max_epsilon, earlier)
+    if affordable == 0 and event.steps > 0:
+        first = total_epsilon((*earlier, replace(event, steps=1)), config.delta)
         raise BudgetError(
-            f"--max-epsilon {config.max_epsilon:g} allows no step: the first one alone costs "
-            f"{first:.4g} with sigma {config.sigma:g}. Raise --sigma or --max-epsilon."
+            f"--max-epsilon {config.max_epsilon:g} allows no step: with the next one the run costs "
+            f"{first:.4g} at sigma {config.sigma:g}. Raise --sigma or --max-epsilon."
         )
-    return steps
+    return affordable
 
 
 def make_trainer(
@@ -204,9 +423,10 @@ def make_trainer(
     steps: int,
     device: torch.device,
     diagnostics: "Diagnostics | None" = None,
+    branch: int = 0,
 ) -> Trainer:
-    """Data, model, optimizer and secrets of a run, ready for its first step."""
-    seeds = stream_seeds(config.seed)
+    """Data, model, optimizer and secrets of a run or a branch, ready for its first step."""
+    seeds = stream_seeds(config.seed, branch)
     data = load_data(config.dataset, data_folder(config.data_dir), device)
     model = build_model(config.model, config.facts, _word(seeds["init"])).to(device)
     return Trainer(
@@ -243,14 +463,15 @@ def data_folder(chosen: Path | None) -> Path:
 
 def _take_folder(config: TrainConfig) -> Path:
     if config.out is not None:
-        return folder.take_chosen_folder(config.out, config.force)
+        return folder.make_folder(config.out)
     suffix = "-no-dp" if config.no_dp else ""
     return folder.new_folder(Path("runs"), f"{config.dataset}-{config.optimizer}{suffix}")
 
 
-def _prices(config: TrainConfig, steps: int) -> EpsilonSchedule:
-    event = TrainingEvent(config.sampling_rate, config.sigma or 0.0, steps)
-    return epsilon_schedule(event, config.delta, config.steps_per_epoch)
+def _prices(session: Session) -> EpsilonSchedule:
+    config = session.config
+    event = session.event(session.steps)
+    return epsilon_schedule(event, config.delta, config.steps_per_epoch, session.earlier)
 
 
 def _if_ready(prices: Future[EpsilonSchedule]) -> EpsilonSchedule | None:

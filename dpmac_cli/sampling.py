@@ -1,9 +1,12 @@
 """Who is in step t. The draws are secret: amplification by sampling holds only while they are."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dpmac_cli.noise import generator_state, restore_generator
 
 
 class PoissonSampler:
@@ -27,5 +30,9 @@ class PoissonSampler:
         return np.flatnonzero(self._generator.random(self._size) < self._rate)
 
     def state(self) -> dict[str, Any]:
-        """The generator's whole state, as secret as the draws."""
-        return dict(self._generator.bit_generator.state)
+        """The generator's whole state as JSON values, as secret as the draws."""
+        return generator_state(self._generator)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        restore_generator(self._generator, state)

@@ -135,7 +135,13 @@ class LiveBar(Lines):
         self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
         self._private = not config.no_dp
         self._task = self._bar.add_task(
-            "", total=event.steps, epoch="1", epsilon="", accuracy="", speed=0.0
+            "",
+            total=event.steps,
+            completed=event.done,
+            epoch="1",
+            epsilon="",
+            accuracy="",
+            speed=0.0,
         )
         self._bar.start()
 
@@ -198,6 +204,9 @@ def _heading(event: Started) -> list[Text]:
                 style="yellow",
             )
         )
+    if event.done:
+        how = "exactly as it would have" if event.branch is None else f"as a branch: {event.branch}"
+        lines.append(Text(f"going on after step {event.done}, {how}", style="yellow"))
     lines.append(Text(f"writing {event.folder}", style="dim"))
     return lines
 

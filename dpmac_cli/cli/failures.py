@@ -1,6 +1,7 @@
 """From a failure to a message and an exit code. No traceback unless asked for."""
 
 import functools
+import os
 import signal
 import sys
 import threading
@@ -33,7 +34,10 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
-            console.print_errors(["interrupted; nothing was written after the last line above."])
+            console.print_errors(["interrupted at once; what was written before is whole."])
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # whoever read our output has gone, as in dpmac train | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(INTERRUPTED) from None
         except Exception as failure:  # noqa: BLE001
             if kwargs.get("debug"):

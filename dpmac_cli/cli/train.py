@@ -10,6 +10,8 @@ import typer
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
 from dpmac_cli.config import KINDS, SETTINGS, Setting, TrainConfig, flag_name, resolve
+from dpmac_cli.errors import InputError
+from dpmac_cli.folder import CONFIG, to_json
 
 HELP = """Train a classifier under differential privacy.
 
@@ -30,19 +32,21 @@ ENDED_EARLY = {
 
 @explained
 def train(**flags: Any) -> None:
-    """Run the command; ``flags`` are the fields of TrainConfig as typed, and ``config``."""
-    resolved = resolve(flags, flags.pop("config"))
+    """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
+    file, run = flags.pop("config"), flags.pop("resume")
+    if run is not None:
+        _check_alone(file, flags)
+    resolved = resolve(flags, run / CONFIG if run else file)
     # Loading torch takes seconds: only now that there is something to train.
     from dpmac_cli.cli.display import choose_display  # noqa: PLC0415
-    from dpmac_cli.folder import to_json  # noqa: PLC0415
-    from dpmac_cli.run import Finished, Started, train  # noqa: PLC0415
+    from dpmac_cli.run import Finished, Started, resume, train  # noqa: PLC0415
 
     config = resolved.config
     if not config.quiet:
         console.print_notes(resolved.notes)
     display = choose_display(config.quiet, config.json)
     with stop_request() as stop, display:
-        for event in train(config, stop):
+        for event in resume(run, flags, stop) if run else train(config, stop):
             match event:
                 case Started():
                     display.started(event)
@@ -55,8 +59,24 @@ def train(**flags: Any) -> None:
         print(to_json(finished.report), end="")  # noqa: T201
     if finished.state in ENDED_EARLY:
         why, code = ENDED_EARLY[finished.state]
-        console.print_errors([f"{why}; the run so far is in {finished.folder}."])
+        console.print_errors(
+            [
+                f"{why}; the run so far is in {finished.folder}. "
+                f"To go on: dpmac train --resume {finished.folder}"
+            ]
+        )
         raise typer.Exit(code)
+
+
+def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:
+    """--resume takes its settings from the run."""
+    errors = [
+        f"--resume goes on in the run's own folder with its own settings: leave out --{name}."
+        for name, given in (("config", file), ("out", flags["out"]), ("force", flags["force"]))
+        if given
+    ]
+    if errors:
+        raise InputError(errors)
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:
@@ -100,12 +120,23 @@ def command() -> Callable[..., None]:
     config = typer.Option(
         "--config", help="YAML with the same names; flags win.", rich_help_panel="Task"
     )
+    resume = typer.Option(
+        "--resume",
+        help="Go on in this run folder from its newest checkpoint: exactly if nothing is changed.",
+        rich_help_panel="Task",
+    )
     parameters = [
         inspect.Parameter(
             "config",
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
             annotation=Annotated[Path | None, config],
+        ),
+        inspect.Parameter(
+            "resume",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[Path | None, resume],
         ),
         *(_parameter(name, setting) for name, setting in SETTINGS.items()),
     ]

@@ -1,0 +1,115 @@
+"""When does DP-MacAdam's scale adapt, and why does high noise break it? MNIST, the paper's network.
+
+Trains every setting of one of the grids below, follows the post-noise shares of coordinates on h1
+and h2, and appends a line of JSON each. Settings already in the file are left out, so a study may
+take several sittings.
+
+    python benchmarks/high_noise.py sigma docs/data/high_noise.jsonl
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpmac_cli.config import resolve
+from dpmac_cli.engine import Evaluated, fit
+from dpmac_cli.run import make_trainer
+
+TRACE_EVERY = 25
+SEEDS = (0, 1, 2)
+BOUNDS = ((1e-10, 1e-6), (1e-8, 1e-6), (1e-7, 1e-6), (1e-9, 1e-8), (1e-9, 1e-7), (1e-9, 1e-4))
+
+Setting = dict[str, Any]
+
+
+def _product(**axes: tuple[Any, ...]) -> Iterator[Setting]:
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def sigma_grid() -> Iterator[Setting]:
+    """Noise by kappa."""
+    return _product(
+        optimizer=("dp-macadam",),
+        seed=SEEDS,
+        sigma=(0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+        kappa=("paper", "exact", "tracked"),
+    )
+
+
+def bounds_grid() -> Iterator[Setting]:
+    """h1 and h2 around the paper's, at a noise that reproduces and at one that does not."""
+    for (h1, h2), kappa, sigma in itertools.product(BOUNDS, ("paper", "tracked"), (0.5, 1.0)):
+        yield {
+            "optimizer": "dp-macadam",
+            "seed": 0,
+            "sigma": sigma,
+            "kappa": kappa,
+            "h1": h1,
+            "h2": h2,
+        }
+
+
+def adaclip_grid() -> Iterator[Setting]:
+    """AdaClip's learning rate and betas."""
+    yield from _product(
+        optimizer=("adaclip",), seed=(0,), sigma=(0.5, 1.0), lr=(0.001, 0.01, 0.1, 0.3, 1.0, 3.0)
+    )
+    for beta1, beta2 in ((0.9, 0.9), (0.99, 0.99), (0.9, 0.999), (0.0, 0.9)):
+        for lr in (0.1, 1.0):
+            yield {
+                "optimizer": "adaclip",
+                "seed": 0,
+                "sigma": 0.5,
+                "lr": lr,
+                "beta1": beta1,
+                "beta2": beta2,
+            }
+
+
+GRIDS = {"sigma": sigma_grid, "bounds": bounds_grid, "adaclip": adaclip_grid}
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Train one setting on MNIST."""
+    config = resolve({"dataset": "mnist", **setting}).config
+    trainer = make_trainer(config, config.total_steps, torch.device("cpu"))
+    trace, accuracy = [], []
+    for event in fit(trainer, lambda: False, lambda step: step % TRACE_EVERY == 0 or step <= 5):
+        if isinstance(event, Evaluated):
+            accuracy.append(event.result.accuracy)
+        elif event.step % TRACE_EVERY == 0 or event.step <= 5:
+            trace.append({"step": event.step, **trainer.public_values()})
+    return {**setting, "accuracy": accuracy, "trace": trace}
+
+
+def main() -> None:
+    """Run what is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("grid", choices=GRIDS)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th setting from the I-th")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    for setting in itertools.islice(GRIDS[options.grid](), part, None, parts):
+        done = options.file.read_text().splitlines() if options.file.exists() else []
+        if any(setting.items() <= _settings(json.loads(line)).items() for line in done):
+            continue
+        result = measure(setting)
+        with options.file.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(setting, f"{result['accuracy'][-1]:.2%}", flush=True)  # noqa: T201
+
+
+def _settings(result: dict[str, Any]) -> Setting:
+    return {name: value for name, value in result.items() if name not in ("accuracy", "trace")}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The whole state of a run, on disk, private: enough to go on exactly.
+
+A checkpoint is one safetensors file: the tensors, and in its header a JSON record of everything
+else, the states of the two secret generators included. Whoever reads those can subtract the noise,
+so folder and files are readable by their owner alone. Never pickle.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from dpmac_cli import folder
+from dpmac_cli.errors import ModelError
+
+FOLDER = "checkpoint"
+NOTE = "PRIVATE.txt"
+NOTE_TEXT = """\
+These files are private. They hold the states of the generators that draw the noise and the batches:
+whoever has them can subtract the noise from what the run goes on to publish. Do not share, publish
+or back them up where others can read. The model to publish is model.safetensors, one folder up.
+"""
+#: Checkpoints kept: if the newest is damaged, the one before it serves.
+KEPT = 2
+RECORD = "dpmac-checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run's state after some step.
+
+    Attributes:
+        tensors: by name, see :meth:`dpmac_cli.engine.TrainState.tensors`.
+        record: JSON values: the step, generator states, configuration, history, ledger.
+        path: of the file.
+    """
+
+    tensors: Mapping[str, Tensor]
+    record: Mapping[str, Any]
+    path: Path
+
+
+def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
+    """Write a checkpoint whole, then drop all but the last two. Raises OSError."""
+    where = run / FOLDER
+    where.mkdir(mode=0o700, exist_ok=True)
+    note = where / NOTE
+    if not note.exists():
+        folder.write_atomically(note, NOTE_TEXT.encode(), folder.PRIVATE_MODE)
+    stored = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    sealed = {"version": VERSION, "sha256": _digest(stored, record), "record": record}
+    content = safetensors.torch.save(stored, {RECORD: json.dumps(sealed, allow_nan=False)})
+    path = where / f"step-{step:09d}.safetensors"
+    folder.write_atomically(path, content, folder.PRIVATE_MODE)
+    for old in _files(run)[KEPT:]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def newest(run: Path) -> Checkpoint:
+    """The newest whole checkpoint of a run.
+
+    Raises:
+        ModelError: there is none; every damaged one is named.
+    """
+    damaged = []
+    for path in _files(run):
+        try:
+            return _load(path)
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as failure:
+            damaged.append(f"{path.name} ({failure})")
+    if damaged:
+        raise ModelError(
+            f"No checkpoint in {run / FOLDER} is whole: {'; '.join(damaged)}. "
+            "The run cannot be resumed; start a new one."
+        )
+    raise ModelError(f"{run} holds no checkpoint to resume from.")
+
+
+def discard(run: Path, but: Path | None = None) -> None:
+    """Remove every checkpoint of a run but one."""
+    for path in _files(run):
+        if path != but:
+            path.unlink(missing_ok=True)
+
+
+def _files(run: Path) -> list[Path]:
+    """Newest first."""
+    return sorted((run / FOLDER).glob("step-*.safetensors"), reverse=True)
+
+
+def _load(path: Path) -> Checkpoint:
+    with safetensors.safe_open(path, framework="pt") as opened:
+        sealed = json.loads((opened.metadata() or {})[RECORD])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    if sealed["version"] != VERSION:
+        raise ValueError(f"written by another version of dpmac, format {sealed['version']}")
+    if sealed["sha256"] != _digest(tensors, sealed["record"]):
+        raise ValueError("its checksum does not match")
+    return Checkpoint(tensors, sealed["record"], path)
+
+
+def _digest(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).numpy().data)
+    return digest.hexdigest()
