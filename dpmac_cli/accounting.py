@@ -3,7 +3,8 @@
 Every figure is for Poisson sampling under add-or-remove-one adjacency: two data sets are
 neighbours when one holds one record more. The price is a rigorous upper bound computed by
 dp-accounting's privacy loss distributions with the Connect-the-Dots discretisation
-(Doroshenko et al. 2022). Nothing here imports torch.
+(Doroshenko et al. 2022). Nothing here imports torch, and dp-accounting, which takes a second to
+import, is loaded when the first price is asked for.
 """
 
 import functools
@@ -13,12 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-import dp_accounting
-import numpy as np
-from dp_accounting.pld import privacy_loss_distribution
-from dp_accounting.rdp import rdp_privacy_accountant
-
-from dpmac_cli.errors import BudgetError
+from dpmac_cli.errors import BudgetError, InputError
 
 ADJACENCY = "add-or-remove-one"
 SAMPLER = "poisson"
@@ -26,7 +22,9 @@ ACCOUNTANT = f"pld (Connect-the-Dots, dp-accounting {version('dp-accounting')})"
 
 #: Noise multipliers are solved on a grid of this many to 1, so the one printed is the one used.
 SIGMA_TICKS = 100_000
-SIGMA_MAX = 1e4
+#: Below, the price is astronomical and its computation overflows; above, noise is all there is.
+SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
+LEAST_TICKS = round(SIGMA_MIN * SIGMA_TICKS)
 # Whole orders only: the fractional ones do not always converge, and here a bracket will do.
 RDP_ORDERS = [*range(2, 64), 80, 100, 128, 192, 256, 512]
 
@@ -53,6 +51,8 @@ class TrainingEvent:
 
     def dp_event(self) -> Any:
         """The same as a dp-accounting event, for any accountant of that library."""
+        import dp_accounting  # noqa: PLC0415
+
         return dp_accounting.SelfComposedDpEvent(
             dp_accounting.PoissonSampledDpEvent(
                 self.sampling_rate, dp_accounting.GaussianDpEvent(self.noise_multiplier)
@@ -66,10 +66,16 @@ class TrainingEvent:
             return 0.0
         if self.noise_multiplier == 0:
             return math.inf
+        if not SIGMA_MIN <= self.noise_multiplier <= SIGMA_MAX:
+            raise InputError(
+                f"A noise multiplier of {self.noise_multiplier:g} cannot be priced: it must be at "
+                f"least {SIGMA_MIN:g} and at most {SIGMA_MAX:g}."
+            )
         return _price(self, delta, grid_width(self.noise_multiplier))
 
 
-def total_epsilon(events: Sequence[TrainingEvent], delta: float) -> float:
+@functools.lru_cache(maxsize=64)
+def total_epsilon(events: tuple[TrainingEvent, ...], delta: float) -> float:
     """The price of several trainings on the same records, one after another or as branches."""
     merged = _merged(events)
     if len(merged) == 1:
@@ -108,6 +114,8 @@ def grid_width(noise_multiplier: float, finest: float = FINE) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _one_step(sampling_rate: float, noise_multiplier: float, width: float) -> Any:
+    from dp_accounting.pld import privacy_loss_distribution  # noqa: PLC0415
+
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sampling_rate, value_discretization_interval=width
     )
@@ -119,6 +127,8 @@ def _price(event: TrainingEvent, delta: float, width: float) -> float:
 
 
 def _read_epsilon(pld: Any, delta: float) -> float:
+    import numpy as np  # noqa: PLC0415
+
     with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
         return float(pld.get_epsilon_for_delta(delta))
 
@@ -158,7 +168,7 @@ def epsilon_schedule(
         earlier: what else was done with the records before or beside.
     """
     if event.steps == 0:
-        return EpsilonSchedule(((0, total_epsilon(earlier, delta)),))
+        return EpsilonSchedule(((0, total_epsilon(tuple(earlier), delta)),))
     end = total_epsilon((*earlier, event), delta)
     if math.isinf(end):
         return EpsilonSchedule(((event.steps, end),))
@@ -218,8 +228,8 @@ def _smallest(price: Callable[[int], float], target: float, guess: int, spread: 
     while high_price > target:
         high = math.ceil(high * spread)
         high_price = price(high)
-    low, low_price = 0, math.inf
-    probe = max(1, math.floor(high / spread))
+    low, low_price = LEAST_TICKS - 1, math.inf
+    probe = max(LEAST_TICKS, math.floor(high / spread))
     while high - low > 1:
         cost = price(probe)
         if cost > target:
@@ -233,9 +243,9 @@ def _smallest(price: Callable[[int], float], target: float, guess: int, spread: 
 def _next_probe(
     low: int, low_price: float, high: int, high_price: float, target: float, spread: float
 ) -> int:
-    if low == 0:
-        return max(1, math.floor(high / spread))
-    if high - low <= 8 or not math.isfinite(low_price) or high_price <= 0:
+    if math.isinf(low_price):
+        return max(low + 1, math.floor(high / spread))
+    if high - low <= 8 or high_price <= 0:
         return (low + high) // 2
     slope = math.log(high_price / low_price) / math.log(high / low)
     root = low * math.exp(math.log(target / low_price) / slope)
@@ -246,13 +256,14 @@ def _next_probe(
 
 def _rdp_noise(sampling_rate: float, steps: int, delta: float, target: float) -> int:
     """A noise multiplier (in grid ticks) that meets the target under the looser RDP bound."""
+    from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415
 
     def fits(sigma: float) -> bool:
         accountant = rdp_privacy_accountant.RdpAccountant(RDP_ORDERS)
         accountant.compose(TrainingEvent(sampling_rate, sigma, steps).dp_event())
         return bool(accountant.get_epsilon(delta) <= target)
 
-    low, high = 0.0, 1.0
+    low, high = SIGMA_MIN, 1.0
     while not fits(high):
         low, high = high, 2 * high
         if high > SIGMA_MAX:
@@ -287,10 +298,18 @@ def format_epsilon(epsilon: float) -> str:
     return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
 
 
+NO_PRIVACY = "No privacy: nothing was clipped and no noise was added."
+
+
 def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> str:
     """What the guarantee says, in plain sentences."""
+    if any(event.noise_multiplier == 0 for event in events):
+        return NO_PRIVACY
     if not math.isfinite(epsilon):
-        return "No privacy: nothing was clipped and no noise was added."
+        return (
+            f"No finite epsilon could be shown at delta {delta:g}: gradients were clipped and "
+            "noise was added, but nothing can be promised. Price the run at a larger delta."
+        )
     price = format_epsilon(epsilon)
     done = " and ".join(
         f"{event.steps} Poisson-sampled steps at rate {event.sampling_rate:.4g} with noise "

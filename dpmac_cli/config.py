@@ -14,10 +14,13 @@ from typing import Any, get_args
 
 import yaml
 
+from dpmac_cli.accounting import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.catalog import DATASETS, MODELS, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
 from dpmac_cli.errors import InputError
 
+DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
+INTERVAL = (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
 KAPPAS = ("paper", "exact", "tracked")
 PHIS = ("paper", "tracked")
 
@@ -45,6 +48,10 @@ class Bounds:
 
 
 POSITIVE = Bounds(0, open_low=True)
+NOISE = Bounds(SIGMA_MIN, SIGMA_MAX)
+# float32 holds the squares and fourth roots of these, and what they are divided by.
+SCALE = Bounds(1e-10, 1e10)
+VARIANCE = Bounds(1e-30, 1e10)
 COUNT = Bounds(1, 2**53)
 DECAY = Bounds(0, 1, open_high=True)
 PROBABILITY = Bounds(0, 1, open_low=True, open_high=True)
@@ -59,6 +66,7 @@ class Setting:
         panel: the group it is shown in.
         bounds: of a number.
         choices: of a name.
+        pattern: of other text, and what it stands for in words.
         recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
     """
 
@@ -66,6 +74,7 @@ class Setting:
     panel: str
     bounds: Bounds | None = None
     choices: tuple[str, ...] = ()
+    pattern: tuple[str, str] | None = None
     recorded: bool = True
 
 
@@ -93,9 +102,7 @@ class TrainConfig:
     steps: int | None = _setting(None, "Steps, instead of epochs.", TASK, bounds=COUNT)
     batch_size: int = _setting(None, f"Expected batch B. {PER_DATASET}", TASK, bounds=COUNT)
 
-    sigma: float | None = _setting(
-        None, f"Noise multiplier. {PER_DATASET}", PRIVACY, bounds=POSITIVE
-    )
+    sigma: float | None = _setting(None, f"Noise multiplier. {PER_DATASET}", PRIVACY, bounds=NOISE)
     epsilon: float | None = _setting(
         None, "Instead of --sigma: the least noise whose run costs this.", PRIVACY, bounds=POSITIVE
     )
@@ -109,10 +116,10 @@ class TrainConfig:
         "dp-macadam", "How to clip and to step.", OPTIMIZER, choices=tuple(OPTIMIZERS)
     )
     lr: float = _setting(
-        None, "Learning rate. [default: the data set's, by optimizer]", OPTIMIZER, bounds=POSITIVE
+        None, "Learning rate. [default: the data set's, by optimizer]", OPTIMIZER, bounds=SCALE
     )
     clip_norm: float = _setting(
-        None, f"Clipping norm C of the fixed ball. {PER_DATASET}", OPTIMIZER, bounds=POSITIVE
+        None, f"Clipping norm C of the fixed ball. {PER_DATASET}", OPTIMIZER, bounds=SCALE
     )
     beta1: float = _setting(
         None, "Decay of the mean. [default: 0.9; adaclip 0.99]", OPTIMIZER, bounds=DECAY
@@ -120,15 +127,15 @@ class TrainConfig:
     beta2: float = _setting(
         None, "Decay of the second moment. [default: 0.999; adaclip 0.9]", OPTIMIZER, bounds=DECAY
     )
-    gamma: float = _setting(1e-8, "Adam's stability constant.", OPTIMIZER, bounds=Bounds(0))
+    gamma: float = _setting(1e-8, "Adam's stability constant.", OPTIMIZER, bounds=Bounds(0, 1))
     gamma_prime: float = _setting(
-        1e-8, "Floor of the corrected second moment.", OPTIMIZER, bounds=POSITIVE
+        1e-8, "Floor of the corrected second moment.", OPTIMIZER, bounds=VARIANCE
     )
     h1: float = _setting(
-        None, f"Lower bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=POSITIVE
+        None, f"Lower bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=VARIANCE
     )
     h2: float = _setting(
-        None, f"Upper bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=POSITIVE
+        None, f"Upper bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=VARIANCE
     )
     kappa: str = _setting("paper", "DP-MacAdam's variance estimate.", OPTIMIZER, choices=KAPPAS)
     phi: str = _setting(
@@ -138,7 +145,7 @@ class TrainConfig:
     physical_batch: int = _setting(
         None, f"Samples worked on at a time. {PER_DATASET}", RUN, bounds=COUNT
     )
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", RUN)
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", RUN, pattern=DEVICE)
     seed: int | None = _setting(
         None,
         "Repeatable draws, with no privacy against anyone who knows it. [default: secret]",
@@ -151,7 +158,11 @@ class TrainConfig:
     )
 
     checkpoint_every: str = _setting(
-        "60s", "Save the state every N steps (100) or seconds (60s).", OUTPUT, recorded=False
+        "60s",
+        "Save the state every N steps (100) or seconds (60s).",
+        OUTPUT,
+        pattern=INTERVAL,
+        recorded=False,
     )
     out: Path | None = _setting(
         None, "Run folder. [default: a new one in runs/]", OUTPUT, recorded=False
@@ -268,7 +279,8 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Resolved:
         else:
             values[name] = value
     config = _with_defaults(values)
-    _check_together(config, errors)
+    if "dataset" in values or "dataset" not in given:  # else the defaults are another data set's
+        _check_together(config, errors)
     if errors:
         raise InputError(errors)
     return Resolved(config, tuple(_notes(config, typed)))
@@ -319,26 +331,37 @@ def _settle_exclusives(
 
 def _parse(name: str, entry: _Given) -> tuple[Any, str | None]:
     """One value in its type, or what is wrong with it."""
-    setting, kind, value = SETTINGS[name], KINDS[name], entry.value
+    kind, value = KINDS[name], entry.value
     if kind is bool:
         error = None if isinstance(value, bool) else f"{entry.origin} must be true or false."
         return value, error
     if kind in (str, Path):
-        text = str(value)
-        if setting.choices and text not in setting.choices:
-            return None, (
-                f"{entry.origin}: there is no {flag_name(name)} '{text}'."
-                f"{near(text, setting.choices)} Known: {', '.join(setting.choices)}."
-            )
-        return kind(text), None
+        return kind(str(value)), _fault_of_text(name, str(value), entry.origin)
     number = _number(value, kind)
-    what = "a whole number" if kind is int else "a number"
+    return number, _fault_of_number(name, number, entry)
+
+
+def _fault_of_text(name: str, text: str, origin: str) -> str | None:
+    setting = SETTINGS[name]
+    if setting.choices and text not in setting.choices:
+        return (
+            f"{origin}: there is no {flag_name(name)} '{text}'."
+            f"{near(text, setting.choices)} Known: {', '.join(setting.choices)}."
+        )
+    if setting.pattern and not re.fullmatch(setting.pattern[0], text):
+        return f"{origin} must be {setting.pattern[1]}, not '{text}'."
+    return None
+
+
+def _fault_of_number(name: str, number: float | None, entry: _Given) -> str | None:
+    bounds = SETTINGS[name].bounds
     if number is None:
-        return None, f"{entry.origin}: '{value}' is not {what}."
-    if setting.bounds and not setting.bounds.holds(number):
+        what = "a whole number" if KINDS[name] is int else "a number"
+        return f"{entry.origin}: '{entry.value}' is not {what}."
+    if bounds and not bounds.holds(number):
         hint = " To train without privacy use --no-dp." if name == "sigma" and number == 0 else ""
-        return None, f"{entry.origin} must be {setting.bounds}, not {value}.{hint}"
-    return number, None
+        return f"{entry.origin} must be {bounds}, not {entry.value}.{hint}"
+    return None
 
 
 def _number(value: Any, kind: type) -> float | int | None:
@@ -392,16 +415,6 @@ def _check_together(config: TrainConfig, errors: list[str]) -> None:
             f"--batch-size ({config.batch_size}) must not be above the size of {config.dataset}, "
             f"{config.facts.train_size}."
         )
-    if not re.fullmatch(r"[1-9]\d{0,14}|\d{1,9}(\.\d+)?s", config.checkpoint_every):
-        errors.append(
-            "--checkpoint-every must be a number of steps (100) or of seconds (60s), not "
-            f"'{config.checkpoint_every}'."
-        )
-    device = config.device
-    if device not in ("auto", "cpu", "cuda") and not (
-        device.startswith("cuda:") and device[5:].isdigit()
-    ):
-        errors.append(f"--device must be auto, cpu, cuda or cuda:N, not '{device}'.")
 
 
 def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
@@ -417,6 +430,10 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
             f"delta {config.delta:g} is not below 1/n = {limit:.2g}: at that size the guarantee "
             "allows publishing a whole record now and then. Choose a smaller --delta."
         )
+
+
+#: How a config.yaml of ours begins.
+HEADER = "# dpmac train --config FILE repeats this run"
 
 
 def to_yaml(config: TrainConfig) -> str:

@@ -175,6 +175,19 @@ def _svhn(data_dir: Path, download: bool) -> tuple[Split, Split]:
     )
 
 
+# What torchvision raises for files that are missing, cut short or of another kind.
+UNREADABLE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    AssertionError,
+    KeyError,
+    TypeError,
+    IndexError,
+)
+
+
 def _from_torchvision(
     files: Sequence[Path], part: Callable[[bool, bool], Split], download: bool
 ) -> tuple[Split, Split]:
@@ -190,7 +203,7 @@ def _from_torchvision(
     try:
         may_download = bool(missing) and download
         return part(True, may_download), part(False, may_download)
-    except (OSError, RuntimeError, ValueError, EOFError, AssertionError) as failure:
+    except UNREADABLE as failure:
         reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".:,")
         what = (
             f"The data set is not in {folder} and could not be downloaded ({reason}). "

@@ -13,10 +13,11 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data import Data, Split
 from dpmac_cli.dp.geometry import AdaClip, Ball, Geometry, Kappa, MacAdam, Spread, pinned_shares
+from dpmac_cli.dp.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Optimizer
-from dpmac_cli.dp.per_sample import ClippedSum, Metric, find_layers, flatten_parameters
+from dpmac_cli.dp.per_sample import ClippedSum, Metric
 from dpmac_cli.dp.rules import Adam, AdamBC, Rule, sgd
 from dpmac_cli.errors import ModelError
 from dpmac_cli.noise import NoiseSource
@@ -205,7 +206,7 @@ class Trainer:
         )
         layers = find_layers(model)
         theta = flatten_parameters(layers)
-        self._clipped_sum = ClippedSum(model, layers)
+        self._clipped_sum = ClippedSum(model, layers, plan.physical_batch)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         self._rule, track_noise = build_rule(optimizer, hyper, mechanism)
         self._uses_moments = optimizer.rule != "sgd" or optimizer.geometry == "macadam"
@@ -238,15 +239,20 @@ class Trainer:
     def _clipped_batch(self, drawn: NDArray[np.int64]) -> Tensor:
         """The sum of clipped, centred gradients of a batch, shape (d,), chunk by chunk."""
         rows = torch.from_numpy(drawn).to(self.state.theta.device)
-        total = self._sum.zero_()
         metric = Metric(self.state.region)
         observer = self._observer
         watch = None if observer is None else _at_step(observer, self.state.step + 1)
+        total = None
         for begin in range(0, len(rows), self.plan.physical_batch):
             chunk = rows[begin : begin + self.plan.physical_batch]
             x = self.data.standardised(self.data.train.images[chunk])
-            self._clipped_sum.add(x, self.data.train.labels[chunk], metric, total, watch)
-        return total
+            part = self._sum.zero_()
+            self._clipped_sum.add(x, self.data.train.labels[chunk], metric, part, watch)
+            if len(rows) <= self.plan.physical_batch:
+                return part
+            # Chunks are added up in float64: float32 would round by more than the margin.
+            total = part.to(torch.float64, copy=True) if total is None else total.add_(part)
+        return self._sum.zero_() if total is None else total
 
     def public_values(self) -> dict[str, float]:
         """Post-noise quantities that cost no privacy, for logs. Synchronises with the device.

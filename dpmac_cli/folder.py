@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli.config import HEADER
 from dpmac_cli.errors import InputError
 
 CONFIG = "config.yaml"
@@ -138,7 +139,7 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
         raise InputError(f"--out {folder} is a file. Name a folder.")
     if not folder.exists() or not any(entry.name != LOCK for entry in folder.iterdir()):
         return
-    if not any((folder / name).exists() for name in FILES):
+    if not _holds_run(folder):
         raise InputError(
             f"--out {folder} holds files that are not a run's. Name a new or an empty folder."
         )
@@ -147,6 +148,16 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
             f"--out {folder} already holds a run. Name another folder, or add --force to "
             "replace it."
         )
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a folder is a run's: other tools, too, call a file config.yaml."""
+    if any((folder / name).exists() for name in (REPORT, MODEL)):
+        return True
+    try:
+        return (folder / CONFIG).read_text(encoding="utf-8").startswith(HEADER)
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def make_folder(run: Path) -> Path:

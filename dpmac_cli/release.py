@@ -85,7 +85,9 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from failure
     try:
         facts = json.loads(metadata[HEADER])
-        _ = facts["dataset"]["name"], facts["model"]["name"]
+        names = facts["dataset"]["name"], facts["model"]["name"]
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"names {names}")
     except (KeyError, TypeError, ValueError) as failure:
         raise InputError(
             f"{file} holds weights, but was not written by dpmac train: its header lacks the facts "

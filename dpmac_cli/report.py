@@ -35,7 +35,6 @@ class Outcome:
         history: the lines of metrics.jsonl, at least one.
         post_noise: see :meth:`dpmac_cli.engine.Trainer.public_values`, at the end.
         seconds: of training; ``total_seconds`` of everything since it was last started.
-        parameters: d.
         device: it ran on.
     """
 
@@ -44,7 +43,6 @@ class Outcome:
     post_noise: Mapping[str, float]
     seconds: float
     total_seconds: float
-    parameters: int
     device: str
 
 
@@ -113,14 +111,15 @@ def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, 
     }
 
 
-def build_report(config: TrainConfig, bill: Bill, outcome: Outcome) -> dict[str, Any]:
-    """The whole report. Scripts rely on its keys."""
+def build_report(config: TrainConfig, facts: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    """The whole report, :func:`public_facts` included. Scripts rely on its keys."""
+    steps = facts["privacy"]["steps"]
     last = outcome.history[-1]
     best = max(outcome.history, key=lambda line: float(line["test_accuracy"]))
     used = sorted(config.method.settings)
-    speed = bill.steps / outcome.seconds if outcome.seconds > 0 else 0.0
+    speed = steps / outcome.seconds if outcome.seconds > 0 else 0.0
     return {
-        **public_facts(config, bill, outcome.parameters),
+        **facts,
         "state": outcome.state,
         "test": {
             "accuracy": last["test_accuracy"],
@@ -130,7 +129,7 @@ def build_report(config: TrainConfig, bill: Bill, outcome: Outcome) -> dict[str,
             "best_epoch": best["epoch"],
         },
         "hyperparameters": {
-            "epochs": bill.steps / config.steps_per_epoch,
+            "epochs": steps / config.steps_per_epoch,
             "batch_size": config.batch_size,
             **{name: getattr(config, name) for name in used},
         },

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from dpmac_cli.accounting import (
     affordable_steps,
     calibrate_noise,
     epsilon_schedule,
+    format_epsilon,
     total_epsilon,
 )
 from dpmac_cli.config import TrainConfig
@@ -335,12 +337,12 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         trainer.public_values(),
         session.seconds,
         time.perf_counter() - began,
-        parameters,
         _device_name(trainer.state.theta.device),
     )
     bill = session.bill()
-    report = build_report(config, bill, outcome)
-    save_model(where / folder.MODEL, trainer.model, public_facts(config, bill, parameters))
+    facts = public_facts(config, bill, parameters)
+    save_model(where / folder.MODEL, trainer.model, facts)
+    report = build_report(config, facts, outcome)
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
     yield Finished(report, where, state)
 
@@ -378,6 +380,9 @@ def choose_device(name: str) -> torch.device:
     Raises:
         InputError: it is not there.
     """
+    pattern, meaning = configuration.DEVICE
+    if not re.fullmatch(pattern, name):
+        raise InputError(f"--device must be {meaning}, not '{name}'.")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -413,7 +418,7 @@ def _affordable(
         first = total_epsilon((*earlier, replace(event, steps=1)), config.delta)
         raise BudgetError(
             f"--max-epsilon {config.max_epsilon:g} allows no step: with the next one the run costs "
-            f"{first:.4g} at sigma {config.sigma:g}. Raise --sigma or --max-epsilon."
+            f"{format_epsilon(first)} at sigma {config.sigma:g}. Raise --sigma or --max-epsilon."
         )
     return affordable
 

@@ -1,7 +1,7 @@
 """A tiny task, and trainers for it with every random choice in a test's hands."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,6 +84,9 @@ class KeptNoise:
 
     def state(self) -> dict[str, Any]:
         return self._source.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._source.restore(state)
 
 
 @dataclass(frozen=True)

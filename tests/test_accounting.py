@@ -248,7 +248,7 @@ def test_prices_as_people_read_them(epsilon: float, shown: str) -> None:
 
 
 def test_statement_says_what_was_promised_and_what_was_not() -> None:
-    text = statement(1.23586, DELTA, TrainingEvent(DIGITS_RATE, 1.5, 12))
+    text = statement(1.23586, DELTA, (TrainingEvent(DIGITS_RATE, 1.5, 12),))
     for part in (
         "(1.236, 1e-05)-differential privacy",
         "add-or-remove-one adjacency",
@@ -259,7 +259,7 @@ def test_statement_says_what_was_promised_and_what_was_not() -> None:
         "best of several runs costs more",
     ):
         assert part in text
-    assert statement(math.inf, DELTA, TrainingEvent(0.1, 0, 12)).startswith("No privacy")
+    assert statement(math.inf, DELTA, (TrainingEvent(0.1, 0, 12),)).startswith("No privacy")
 
 
 def test_pricing_and_settings_load_no_torch() -> None:

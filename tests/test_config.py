@@ -21,6 +21,7 @@ VALUES: Mapping[str, Any] = {
     "steps": 7,
     "batch_size": 64,
     "sigma": 2.5,
+    "checkpoint_every": "7",
     "epsilon": 3.0,
     "max_epsilon": 4.0,
     "delta": 1e-6,

@@ -144,6 +144,14 @@ def test_progress_tells_steps_and_seconds(monkeypatch: pytest.MonkeyPatch) -> No
     assert seconds == sorted(seconds)
 
 
+def test_pause_tells_progress_at_once_and_seconds_go_on() -> None:
+    trainer = make_trainer("dp-adam", plan=T)
+    events = list(fit(trainer, never, pause=lambda step: step in {3, 5}, seconds=100))
+    told = [(type(event), event.step) for event in events if event.step <= 5]
+    assert [x for x in told if x[1] in {3, 5}] == [(Progress, 3), (Progress, 5), (Evaluated, 5)]
+    assert min(event.seconds for event in events) > 100
+
+
 @every_optimizer
 def test_divergence_is_an_error(name: str) -> None:
     events = fit(make_trainer(name, plan=T, lr=math.inf), never)

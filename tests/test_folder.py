@@ -84,11 +84,14 @@ def test_a_file_in_the_place_of_runs_is_named(tmp_path: Path) -> None:
 
 def test_a_chosen_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     for chosen in (tmp_path / "a" / "b", tmp_path / "a" / "b"):
-        assert folder.take_chosen_folder(chosen, force=False).is_dir()
+        folder.check_chosen_folder(chosen, force=False)
+        assert folder.make_folder(chosen).is_dir()
 
 
 @pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("names", [["thesis.tex"], ["thesis.tex", "sub/report.json"]])
+@pytest.mark.parametrize(
+    "names", [["thesis.tex"], ["config.yaml"], ["thesis.tex", "sub/report.json"]]
+)
 def test_folders_that_are_not_runs_are_refused_even_with_force(
     tmp_path: Path, names: list[str], force: bool
 ) -> None:
@@ -97,7 +100,7 @@ def test_folders_that_are_not_runs_are_refused_even_with_force(
         (tmp_path / name).write_text("mine")
     before = contents(tmp_path)
     with pytest.raises(InputError, match="not a run's"):
-        folder.take_chosen_folder(tmp_path, force)
+        folder.check_chosen_folder(tmp_path, force)
     assert contents(tmp_path) == before
 
 
@@ -105,9 +108,9 @@ def test_folders_that_are_not_runs_are_refused_even_with_force(
 def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match="is a file"):
-        folder.take_chosen_folder(tmp_path / "file", force)
+        folder.check_chosen_folder(tmp_path / "file", force)
     with pytest.raises(InputError, match="cannot be written to"):
-        folder.take_chosen_folder(tmp_path / "file" / "below", force)
+        folder.make_folder(tmp_path / "file" / "below")
     assert contents(tmp_path) == {"file": b"mine"}
 
 
@@ -116,9 +119,9 @@ def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> Non
         (tmp_path / name).write_text(name)
     before = contents(tmp_path)
     with pytest.raises(InputError, match="add --force"):
-        folder.take_chosen_folder(tmp_path, force=False)
+        folder.check_chosen_folder(tmp_path, force=False)
     assert contents(tmp_path) == before
     folder.check_chosen_folder(tmp_path, force=True)
     assert contents(tmp_path) == before, "a check changes nothing"
-    folder.take_chosen_folder(tmp_path, force=True)
+    folder.clear(tmp_path)
     assert contents(tmp_path) == {"notes.txt": b"notes.txt", "plot.png": b"plot.png"}

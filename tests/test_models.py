@@ -50,9 +50,12 @@ def test_parameter_counts_of_the_paper(model: str, dataset: str, count: int) -> 
     assert sum(p.numel() for p in built.parameters() if p.requires_grad) == count
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
-@pytest.mark.parametrize("name", BUILDERS)
-def test_every_model_fits_every_data_set(name: str, dataset: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dataset"),
+    [(name, "digits") for name in BUILDERS]
+    + [(facts.defaults.model, dataset) for dataset, facts in DATASETS.items()],
+)
+def test_models_fit_the_smallest_images_and_their_own_data_set(name: str, dataset: str) -> None:
     facts = DATASETS[dataset]
     logits = build_model(name, facts, seed=0)(torch.randn(2, *facts.shape))
     assert logits.shape == (2, len(facts.classes))
@@ -120,7 +123,6 @@ def test_functions_that_mix_samples_are_refused(mix: Callable[[Tensor], Tensor])
 
 
 @pytest.mark.privacy
-@pytest.mark.xfail(strict=True, reason="only the effect of the first sample's content is looked at")
 @pytest.mark.parametrize(
     "mix",
     [

@@ -11,7 +11,7 @@ from dpmac_cli.accounting import ACCOUNTANT, TrainingEvent
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.config import resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.report import SCHEMA_VERSION, privacy
+from dpmac_cli.report import SCHEMA_VERSION, Bill, privacy
 from tests.digits_runs import RATE, SIGMA, train_digits
 
 #: As the specification lists them.
@@ -101,10 +101,15 @@ def test_hyperparameters_are_those_with_an_effect(optimizer: str) -> None:
     assert used["lr"] == DATASETS["digits"].defaults.lr[optimizer]
 
 
+def bill(steps: int, seeded: bool = False) -> Bill:
+    event = TrainingEvent(0.1, 1.5, steps)
+    return Bill((event,), event, steps, seeded)
+
+
 @pytest.mark.privacy
 def test_a_given_seed_is_admitted_and_not_told() -> None:
     config = resolve({"dataset": "digits", "seed": 918273645}).config
-    policy = privacy(config, 1, 1)["seed_policy"]
+    policy = privacy(config, bill(steps=1, seeded=True))["seed_policy"]
     assert policy["given"] is True
     assert "only against those who do not" in policy["statement"]
     assert "918273645" not in json.dumps(policy)
@@ -114,7 +119,7 @@ def test_a_given_seed_is_admitted_and_not_told() -> None:
 def test_an_epsilon_without_bound_is_not_mistaken_for_training_without_noise() -> None:
     # No grid resolves a delta this small: the price is infinite, but there was noise.
     config = resolve({"dataset": "digits", "delta": "1e-300"}).config
-    price = privacy(config, 3, 3)
+    price = privacy(config, bill(steps=3))
     json.dumps(price, allow_nan=False)
     assert price["private"] is True
     assert "no noise was added" not in price["statement"]

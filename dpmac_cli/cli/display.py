@@ -252,7 +252,7 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(
             Text.assemble(
                 "privacy ",
-                (f"epsilon {format_epsilon(price['epsilon'])}", "bold"),
+                (f"epsilon {_price(price['epsilon'])}", "bold"),
                 f" at delta {price['delta']:g} ({price['adjacency']}, {price['sampler']} sampling)",
             )
         )
@@ -266,6 +266,11 @@ def _summary(event: Finished) -> list[Text]:
         Text(f"{event.folder}: {folder.MODEL}, {folder.REPORT}, {folder.METRICS}, {folder.CONFIG}")
     )
     return lines
+
+
+def _price(reported: float | None) -> str:
+    """An epsilon of the report, where null stands for infinite."""
+    return format_epsilon(math.inf if reported is None else reported)
 
 
 def evaluation_table(result: engine.Evaluation, classes: list[str]) -> Table:

@@ -66,16 +66,19 @@ class GaussianMechanism:
 
         Args:
             clipped: sum over the batch of c_i (g_i - m), shape (d,), with every
-                ||c_i (g_i - m) / b|| <= 1. Consumed: its memory becomes the result's.
+                ||c_i (g_i - m) / b|| <= 1. Consumed. In float64 if chunks were added up: the
+                noise then meets it in float64, and what is rounded afterwards is private.
             region: the ellipsoid that the sum was clipped to.
             noise: fresh draws, used here once.
         """
         sigma, batch = self.noise_multiplier, self.expected_batch
         whitened = clipped.div_(region.scale)
         if sigma > 0:
-            whitened.add_(noise.standard_normal(whitened), alpha=sigma)
+            like = torch.empty_like(whitened, dtype=region.scale.dtype)
+            whitened.add_(noise.standard_normal(like), alpha=sigma)
         whitened.div_(batch)  # w-tilde_t, line 10
         value = whitened.mul_(region.scale)
         if not region.is_ball:
             value.add_(region.centre)  # line 11
+        value = value.to(region.scale.dtype)
         return PrivateMean(value, (region.scale * (sigma / batch)).square_())

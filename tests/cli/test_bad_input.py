@@ -43,7 +43,7 @@ BAD = [
     Bad(f"{TRAIN} --kappa best", 2, ["--kappa", "paper, exact, tracked"]),
     Bad(f"{TRAIN} --phi exact", 2, ["--phi", "paper, tracked"]),
     # Numbers
-    Bad(f"{TRAIN} --sigma 0", 2, ["--sigma must be above 0", "--no-dp"]),
+    Bad(f"{TRAIN} --sigma 0", 2, ["--sigma must be at least 0.01", "--no-dp"]),
     Bad(f"{TRAIN} --sigma nan", 2, ["--sigma", "nan"]),
     Bad(f"{TRAIN} --epsilon inf", 2, ["--epsilon", "inf"]),
     Bad(f"{TRAIN} --delta 1", 2, ["--delta must be above 0 and below 1"]),

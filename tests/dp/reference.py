@@ -7,18 +7,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
+from dpmac_cli.dp.gradients import PerSampleGradients, SquaredNorms
+from dpmac_cli.dp.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid
-from dpmac_cli.dp.per_sample import (
-    CLIP_LIMIT,
-    ClippedSum,
-    Layer,
-    Metric,
-    Observer,
-    PerSampleGradients,
-    SquaredNorms,
-    find_layers,
-    flatten_parameters,
-)
+from dpmac_cli.dp.per_sample import CLIP_LIMIT, ClippedSum, Metric, Observer
 
 
 def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tensor:
@@ -94,11 +86,11 @@ class Subject:
         return gradients
 
 
-def prepare(model: nn.Module) -> Subject:
-    """A model as the engine prepares it."""
+def prepare(model: nn.Module, capacity: int = 1024) -> Subject:
+    """A model as the engine prepares it, for batches up to ``capacity``."""
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    return Subject(model, layers, theta, ClippedSum(model, layers))
+    return Subject(model, layers, theta, ClippedSum(model, layers, capacity))
 
 
 def whiten(g: Tensor, region: Ellipsoid) -> Tensor:

@@ -1,5 +1,6 @@
 """All six optimizers at once: what they reduce to, and what no batch may do to them."""
 
+import json
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -13,7 +14,7 @@ from torch.nn.utils import parameters_to_vector
 from dpmac_cli.data import Data
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.engine import NO_CLIPPING, Trainer
+from dpmac_cli.engine import NO_CLIPPING
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import (
     HYPER,
@@ -34,15 +35,6 @@ ELLIPSOIDS = [name for name in OPTIMIZER_NAMES if name not in BALLS]
 WITHOUT_NOISE = GaussianMechanism(0.0, MECHANISM.expected_batch)
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
-
-
-def state_of(trainer: Trainer) -> list[Tensor]:
-    """Every tensor of a run's state."""
-    state = trainer.state
-    tensors = [state.theta, state.moments.m, state.moments.v, *vars(state.region).values()]
-    if state.spread is not None:
-        tensors += [state.spread.s, state.spread.root_sum]
-    return tensors
 
 
 def test_names() -> None:
@@ -110,7 +102,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone(name: str) -> None:
     torch.testing.assert_close(spy.whitened_sum(1), noise.drawn[1])
     for before, after in pairwise(thetas):
         assert (before != after).all()
-    assert all(torch.isfinite(tensor).all() for tensor in state_of(trainer))
+    assert all(torch.isfinite(tensor).all() for tensor in trainer.state.tensors().values())
     if OPTIMIZERS[name].rule != "sgd":
         assert trainer.state.moments.step == 3
 
@@ -188,7 +180,7 @@ def test_a_whole_batch_that_is_not_finite_is_an_empty_batch(name: str, gain: flo
     trainer = make_trainer(name, data=broken, sampler=Batches(range(1, 40)))
     thetas = walk(trainer, 5)
     assert torch.equal(thetas, walk(make_trainer(name, sampler=Batches([])), 5))
-    assert all(torch.isfinite(tensor).all() for tensor in state_of(trainer))
+    assert all(torch.isfinite(tensor).all() for tensor in trainer.state.tensors().values())
 
 
 # Seeds.
@@ -220,6 +212,22 @@ def test_the_ellipsoid_follows_the_run(name: str) -> None:
     assert spy.regions[-1] is not trainer.state.region
 
 
+@every_optimizer
+def test_a_restored_state_goes_on_as_if_nothing_had_happened(name: str) -> None:
+    """Tensors, numbers and generators are the whole state: the rest of the run is the same."""
+    first, second = (
+        make_trainer(name, seed=seed, kappa="tracked", phi="tracked") for seed in (0, 9)
+    )
+    walk(first, 5)
+    tensors = {key: tensor.clone() for key, tensor in first.state.tensors().items()}
+    numbers = json.loads(json.dumps(first.state.numbers()))
+    rest = walk(first, 5)
+    walk(second, 3)
+    second.state.restore(tensors, numbers)
+    second.state.restore_generators(numbers)
+    assert torch.equal(walk(second, 5), rest)
+
+
 # Post-processing.
 
 
@@ -244,6 +252,7 @@ def test_the_state_sees_the_data_through_the_private_mean_alone(name: str, choic
             name, Replay(1.0, 8), data=data, sampler=sampler, kappa=choice, phi=choice
         )
         walk(trainer, 8)
-        states.append(state_of(trainer))
-    for one, other in zip(*states, strict=True):
-        assert torch.equal(one, other)
+        states.append(trainer.state.tensors())
+    assert states[0].keys() == states[1].keys() >= {"theta", "m", "v", "centre", "scale"}
+    for key, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][key]), key

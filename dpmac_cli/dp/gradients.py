@@ -1,0 +1,321 @@
+"""The forms in which a layer's per-sample gradients are held, each the cheapest for its layer.
+
+A form yields whitened norms with a bound on their rounding error, and a weighted sum. For a Linear
+layer it is the pair (delta, a) of output gradients and inputs: sample i's gradient is the outer
+product delta_i a_i^T, and with A = 1/b^2
+
+    ||(g_i - m)/b||^2 = S1_i - 2 S2_i + S3,     S1_i = sum_jk delta_ij^2 a_ik^2 A_jk,
+                                                S2_i = sum_jk delta_ij a_ik (m A)_jk,
+                                                S3   = sum_jk m_jk^2 A_jk:
+
+two matrix products for the whole batch and one constant; a ball needs none. Convolutions and group
+norms, which have few parameters, are instantiated chunk by chunk; any other layer falls back on
+torch.func.vmap over that layer alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.linalg import vector_norm
+from torch.nn.functional import group_norm
+from torch.nn.grad import conv2d_weight
+
+from dpmac_cli.dp.layers import Layer
+
+#: Numbers that the fallback may instantiate at a time.
+FALLBACK_NUMBERS = 1 << 24
+
+
+@dataclass(frozen=True)
+class LayerMetric:
+    """The whitened metric of one layer.
+
+    Attributes:
+        inverse: A = 1/b^2, shape (d_layer,), or () for a ball.
+        centre_inverse: m A, shape (d_layer,); None for a ball, whose m is 0.
+        scale: b, shape (d_layer,) or ().
+        centre: m, shape (d_layer,); None for a ball.
+        s3: sum of m^2 A over the layer, float64, shape ().
+    """
+
+    inverse: Tensor
+    centre_inverse: Tensor | None
+    scale: Tensor
+    centre: Tensor | None
+    s3: Tensor
+
+
+@dataclass(frozen=True)
+class SquaredNorms:
+    """Squared whitened norms and a bound on their rounding error.
+
+    Attributes:
+        value: ||(g_i - m)/b||^2 as computed, float64, shape (samples,).
+        slack: at least the distance of ``value`` from the truth, float64, shape (samples,).
+    """
+
+    value: Tensor
+    slack: Tensor
+
+    def __add__(self, other: "SquaredNorms") -> "SquaredNorms":
+        return SquaredNorms(self.value + other.value, self.slack + other.slack)
+
+
+class PerSampleGradients(Protocol):
+    """One layer's gradients for each sample of a chunk, in whatever form is cheapest."""
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """||(g_i - m)/b||^2 over this layer."""
+        ...
+
+    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
+        """out += sum of c_i g_i over the valid samples.
+
+        Args:
+            c: weights, shape (samples,); 0 where not valid.
+            valid: which samples are finite, bool, shape (samples,). The others add exactly 0.
+            out: the layer's slice, shape (d_layer,).
+        """
+        ...
+
+    def select(self, rows: Tensor) -> "PerSampleGradients":
+        """The gradients of some samples, by index or mask, in float64."""
+        ...
+
+
+@dataclass(frozen=True)
+class OuterProducts:
+    """g_i = delta_i a_i^T for the weight of a Linear layer and delta_i for its bias.
+
+    Attributes:
+        delta: gradients of the loss by the layer's outputs, shape (samples, out).
+        a: the layer's inputs, shape (samples, in).
+        bias: whether the layer has a trainable bias.
+    """
+
+    delta: Tensor
+    a: Tensor
+    bias: bool
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """S1 - 2 S2 + S3 by two matrix products, or a product of two norms for a ball."""
+        u = _roundoff(self.a.shape[1] + self.bias + self.delta.shape[1], self.a.dtype)
+        if metric.centre_inverse is None:
+            norms = vector_norm(self.delta, dim=1, dtype=torch.float64) * metric.inverse.sqrt()
+            s1 = norms.square() * (
+                vector_norm(self.a, dim=1, dtype=torch.float64).square_() + float(self.bias)
+            )
+            return SquaredNorms(s1, u * s1)
+        # Squares of float32 underflow below 1e-19, and a small delta may meet a large input: so
+        # each row is scaled to a largest entry of 1 first, and the product put back in float64.
+        delta, delta_top = _scaled(self.delta)
+        a, a_top = _scaled(self.a, at_least=1.0 if self.bias else 0.0)
+        top = delta_top.double() * a_top.double()
+        one = a_top.reciprocal() if self.bias else None
+        p = self._contract(a.square(), None if one is None else one.square(), metric.inverse)
+        s1 = p.mul_(delta.square()).sum(1, dtype=torch.float64).mul_(top.square())
+        q = self._contract(a, one, metric.centre_inverse)
+        s2 = q.mul_(delta).sum(1, dtype=torch.float64).mul_(top)
+        reach = s1.mul(1 + u).sqrt_() + (metric.s3 * (1 + u)).sqrt()
+        return SquaredNorms(s1 - 2 * s2 + metric.s3, u * reach.square_())
+
+    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
+        """One more matrix product: (c delta)^T a."""
+        keep = valid.unsqueeze(1)
+        weighted = torch.where(keep, self.delta * c.unsqueeze(1), 0)
+        weight, bias = self._views(out)
+        weight.addmm_(weighted.T, torch.where(keep, self.a, 0))
+        if bias is not None:
+            bias.add_(weighted.sum(0))
+
+    def select(self, rows: Tensor) -> "OuterProducts":
+        """Some samples, in float64."""
+        return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
+
+    def _contract(self, inputs: Tensor, one: Tensor | None, coefficients: Tensor) -> Tensor:
+        """sum_k inputs_ik coefficients_jk, the bias's input being ``one``; (samples, out)."""
+        weight, bias = self._views(coefficients)
+        product = inputs @ weight.T
+        if bias is not None and one is not None:
+            product.addr_(one, bias)
+        return product
+
+    def _views(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A layer's slice as weight (out, in) and bias (out,)."""
+        rows, columns = self.delta.shape[1], self.a.shape[1]
+        weight = flat[: rows * columns].view(rows, columns)
+        return weight, flat[rows * columns :] if self.bias else None
+
+
+@dataclass(frozen=True)
+class Instantiated:
+    """Gradients written out, one row a sample: for layers with few parameters.
+
+    Attributes:
+        g: shape (samples, d_layer).
+    """
+
+    g: Tensor
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Directly; nothing cancels."""
+        centred = self.g if metric.centre is None else self.g - metric.centre
+        value = (centred / metric.scale).square_().sum(1, dtype=torch.float64)
+        return SquaredNorms(value, _roundoff(0, self.g.dtype) * value)
+
+    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
+        """One matrix-vector product."""
+        out.addmv_(torch.where(valid.unsqueeze(1), self.g, 0).T, c)
+
+    def select(self, rows: Tensor) -> "Instantiated":
+        """Some samples, in float64."""
+        return Instantiated(self.g[rows].double())
+
+
+@dataclass(frozen=True)
+class ByVmap:
+    """Gradients of any layer that treats samples apart: instantiated a few rows at a time.
+
+    Norms and sum both instantiate the same rows in the same pieces, so both read the same floats.
+
+    Attributes:
+        layer: the layer.
+        inputs: its positional inputs, each (samples, ...).
+        delta: gradients of the loss by its output, shape (samples, ...).
+        chosen: a mask of the rows meant; None for all, in their own dtype.
+    """
+
+    layer: Layer
+    inputs: tuple[Tensor, ...]
+    delta: Tensor
+    chosen: Tensor | None = None
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Directly, from instantiated gradients."""
+        parts = [Instantiated(g).squared_norms(metric) for g in self._pieces()]
+        return SquaredNorms(
+            torch.cat([part.value for part in parts]), torch.cat([part.slack for part in parts])
+        )
+
+    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
+        """A matrix-vector product a piece."""
+        begin = 0
+        for g in self._pieces():
+            rows = slice(begin, begin + len(g))
+            Instantiated(g).add_weighted_sum(c[rows], valid[rows], out)
+            begin += len(g)
+
+    def select(self, rows: Tensor) -> "ByVmap":
+        """Some samples, in float64."""
+        return ByVmap(self.layer, self.inputs, self.delta, rows)
+
+    def _pieces(self) -> Iterator[Tensor]:
+        """Per-sample gradients of the rows meant, piece by piece, shape (rows, d_layer)."""
+        step = max(1, FALLBACK_NUMBERS // (self.layer.stop - self.layer.start))
+        for begin in range(0, len(self.delta), step):
+            rows = slice(begin, begin + step)
+            g = self._instantiate(rows)
+            yield g if self.chosen is None else g[self.chosen[rows]].double()
+
+    def _instantiate(self, rows: slice) -> Tensor:
+        dtype = self.delta.dtype
+        trained = {name: p.detach().to(dtype) for name, p in self.layer.parameters.items()}
+        rest = {
+            name: p.detach().to(dtype)
+            for name, p in self.layer.module.named_parameters()
+            if name not in trained
+        }
+
+        def one(inputs: tuple[Tensor, ...], delta: Tensor) -> dict[str, Tensor]:
+            alone = tuple(x.unsqueeze(0) for x in inputs)
+
+            def forward(parameters: dict[str, Tensor]) -> Tensor:
+                return functional_call(self.layer.module, {**rest, **parameters}, alone)  # type: ignore[no-any-return]
+
+            pull_back: Any = vjp(forward, trained)[1]
+            gradients: dict[str, Tensor] = pull_back(delta.unsqueeze(0))[0]
+            return gradients
+
+        delta = self.delta[rows]
+        gradients = vmap(one)(tuple(x[rows] for x in self.inputs), delta)
+        return torch.cat([gradients[name].reshape(len(delta), -1) for name in trained], 1)
+
+
+def _roundoff(terms: int, dtype: torch.dtype) -> float:
+    """u: a bound on the relative error of the sums behind one squared norm."""
+    return (terms + 10) * torch.finfo(dtype).eps / 2
+
+
+def _scaled(rows: Tensor, at_least: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Rows divided by their largest absolute entry, or ``at_least``, and that, shape (samples,)."""
+    top = vector_norm(rows, ord=torch.inf, dim=1).clamp(min=at_least)
+    top = torch.where(top > 0, top, 1.0)
+    return rows / top.unsqueeze(1), top
+
+
+def _linear(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+    if a.ndim != 2 or "weight" not in layer.parameters:
+        return None
+    return OuterProducts(delta, a, "bias" in layer.parameters)
+
+
+def _conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+    """One grouped convolution for the whole chunk, a group a sample."""
+    conv = layer.module
+    assert isinstance(conv, nn.Conv2d)  # noqa: S101
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
+        return None
+    samples = len(a)
+    outputs, *kernel = conv.weight.shape
+    weight = conv2d_weight(  # type: ignore[no-untyped-call]
+        a.reshape(1, -1, *a.shape[2:]),
+        (samples * outputs, *kernel),
+        delta.reshape(1, -1, *delta.shape[2:]),
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        groups=samples * conv.groups,
+    )
+    return _instantiated(layer, samples, weight=weight, bias=delta.sum((2, 3)))
+
+
+def _group_norm(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+    norm = layer.module
+    assert isinstance(norm, nn.GroupNorm)  # noqa: S101
+    product = delta * group_norm(a, norm.num_groups, eps=norm.eps)
+    inner = tuple(range(2, a.ndim))
+    if inner:
+        return _instantiated(layer, len(a), weight=product.sum(inner), bias=delta.sum(inner))
+    return _instantiated(layer, len(a), weight=product, bias=delta)
+
+
+def _instantiated(layer: Layer, samples: int, **gradients: Tensor) -> Instantiated:
+    """Rows in theta's order, of the parameters that are trainable."""
+    return Instantiated(
+        torch.cat([gradients[name].reshape(samples, -1) for name in layer.parameters], 1)
+    )
+
+
+#: How a layer's gradients are held, by its exact type; None to fall back on vmap.
+RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor], PerSampleGradients | None]] = {
+    nn.Linear: _linear,
+    nn.Conv2d: _conv2d,
+    nn.GroupNorm: _group_norm,
+}
+
+
+def hold(layer: Layer, inputs: tuple[Tensor, ...], delta: Tensor) -> PerSampleGradients:
+    """The cheapest form that the layer's type and its inputs allow.
+
+    Args:
+        layer: the layer.
+        inputs: its positional inputs, each (samples, ...).
+        delta: gradients of the loss by its output, shape (samples, ...).
+    """
+    rule = RULES.get(type(layer.module)) if len(inputs) == 1 else None
+    form = rule(layer, inputs[0], delta) if rule else None
+    return form or ByVmap(layer, inputs, delta)

@@ -1,0 +1,79 @@
+"""Where each layer's parameters lie in theta, the one flat vector of all of them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module whose parameters are handled together: one slice of theta.
+
+    Attributes:
+        name: the module's name in the model.
+        module: the module.
+        parameters: its trainable parameters by their names within the module, in theta's order.
+        start, stop: the slice of theta that they fill.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    start: int
+    stop: int
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Split a model's trainable parameters into layers, in the order of ``model.parameters()``.
+
+    Raises:
+        ModelError: a parameter is shared by two modules, or nothing is trainable.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    shared = sorted(set(names) - {name for name, _ in model.named_parameters()})
+    if shared:
+        raise ModelError(
+            f"The parameter {shared[0]} is shared with another layer. A sample's gradient for a "
+            "shared parameter is a sum over its uses, which cannot be clipped layer by layer: "
+            "give each layer a parameter of its own."
+        )
+    layers: list[Layer] = []
+    start = 0
+    for name, module in _owners(model, ""):
+        parameters = {key: p for key, p in module.named_parameters() if p.requires_grad}
+        if parameters:
+            stop = start + sum(p.numel() for p in parameters.values())
+            layers.append(Layer(name, module, parameters, start, stop))
+            start = stop
+    if not layers:
+        raise ModelError("The model has no trainable parameter.")
+    return layers
+
+
+def _owners(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that hold parameters themselves; what lies inside one belongs to it."""
+    if any(True for _ in module.parameters(recurse=False)):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _owners(child, f"{name}.{child_name}" if name else child_name)
+
+
+def flatten_parameters(layers: list[Layer]) -> Tensor:
+    """Move all parameters into one vector theta, shape (d,), and make each a view of it.
+
+    Updating theta in place updates the model. Gradients are switched off: autograd computes
+    output gradients only, and the clipped sums do the rest.
+    """
+    parameters = [p for layer in layers for p in layer.parameters.values()]
+    theta = torch.cat([p.detach().reshape(-1) for p in parameters])
+    offset = 0
+    for p in parameters:
+        p.data = theta[offset : offset + p.numel()].view_as(p)
+        p.requires_grad_(False)
+        offset += p.numel()
+    return theta
