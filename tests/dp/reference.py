@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from dpmac_cli.dp.gradients import PerSampleGradients, SquaredNorms
 from dpmac_cli.dp.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid
-from dpmac_cli.dp.per_sample import CLIP_LIMIT, ClippedSum, Metric, Observer
+from dpmac_cli.dp.per_sample import ClippedSum, Metric, Observer, clip_limit, clip_weights
 
 
 def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tensor:
@@ -42,12 +42,14 @@ class Subject:
     Attributes:
         model, layers, theta: as the engine prepares them.
         clipped_sum: the object under test.
+        limit: the norm it clips to, a little below 1.
     """
 
     model: nn.Module
     layers: list[Layer]
     theta: Tensor
     clipped_sum: ClippedSum
+    limit: float
 
     def add(
         self, x: Tensor, y: Tensor, region: Ellipsoid, observer: Observer | None = None
@@ -68,6 +70,10 @@ class Subject:
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""
         return self.clipped_sum._squared_norms(self.forms(x, y), Metric(region))
+
+    def weights(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
+        """c_i as the program chooses them, float64, shape (samples,)."""
+        return clip_weights(self.squared_norms(x, y, region), self.limit)[0]
 
     def stored_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """g_i of the stored float32 activations, without further rounding, (samples, d).
@@ -90,7 +96,7 @@ def prepare(model: nn.Module, capacity: int = 1024) -> Subject:
     """A model as the engine prepares it, for batches up to ``capacity``."""
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    return Subject(model, layers, theta, ClippedSum(model, layers, capacity))
+    return Subject(model, layers, theta, ClippedSum(model, layers, capacity), clip_limit(capacity))
 
 
 def whiten(g: Tensor, region: Ellipsoid) -> Tensor:
@@ -98,8 +104,8 @@ def whiten(g: Tensor, region: Ellipsoid) -> Tensor:
     return (g.double() - region.centre.double()) / region.scale.double()
 
 
-def clip(g: Tensor, region: Ellipsoid) -> Tensor:
-    """c_i (g_i - m), clipped to exactly CLIP_LIMIT, float64, (samples, d)."""
+def clip(g: Tensor, region: Ellipsoid, limit: float) -> Tensor:
+    """c_i (g_i - m), clipped to exactly ``limit``, float64, (samples, d)."""
     norms: Tensor = whiten(g, region).norm(dim=1, keepdim=True)
-    clipped: Tensor = (CLIP_LIMIT / norms).clamp(max=1.0) * (g - region.centre.double())
+    clipped: Tensor = (limit / norms).clamp(max=1.0) * (g - region.centre.double())
     return clipped

@@ -21,7 +21,7 @@ from dpmac_cli.dp.gradients import (
 )
 from dpmac_cli.dp.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid, ball
-from dpmac_cli.dp.per_sample import CLIP_LIMIT, Metric, clip_weights
+from dpmac_cli.dp.per_sample import Metric, clip_limit, clip_weights
 from dpmac_cli.errors import ModelError
 
 from .reference import Subject, clip, prepare, whiten
@@ -171,12 +171,11 @@ def assert_matches_oracle(subject: Subject, x: Tensor, y: Tensor, kind: str) -> 
 
     exact = whiten(g, region).norm(dim=1)
     torch.testing.assert_close(observed[0], exact, rtol=tolerance, atol=tolerance)
-    error = (total.double() - clip(g, region).sum(0)) / region.scale
+    error = (total.double() - clip(g, region, subject.limit).sum(0)) / region.scale
     assert error.norm() <= tolerance * len(x)
 
-    c, valid = clip_weights(subject.squared_norms(x, y, region))
-    assert valid.all()
-    expected = (CLIP_LIMIT / exact).clamp(max=1.0)
+    c = subject.weights(x, y, region)
+    expected = (subject.limit / exact).clamp(max=1.0)
     torch.testing.assert_close(c, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -307,9 +306,9 @@ def test_theta_is_the_model() -> None:
     ("squared", "slack", "weight"),
     [
         (0.25, 0.0, 1.0),
-        (4.0, 0.0, CLIP_LIMIT / 2),
-        (3.0, 1.0, CLIP_LIMIT / 2),
-        (-1.0, 4.0, CLIP_LIMIT / 2),
+        (4.0, 0.0, 0.4),
+        (3.0, 1.0, 0.4),
+        (-1.0, 4.0, 0.4),
         (0.0, 0.0, 1.0),
         (float("nan"), 0.0, 0.0),
         (float("inf"), 0.0, 0.0),
@@ -318,9 +317,15 @@ def test_theta_is_the_model() -> None:
 )
 def test_weights(squared: float, slack: float, weight: float) -> None:
     pair = [torch.tensor([value], dtype=torch.float64) for value in (squared, slack)]
-    c, valid = clip_weights(SquaredNorms(*pair))
+    c, valid = clip_weights(SquaredNorms(*pair), limit=0.8)
     assert c.item() == pytest.approx(weight, rel=1e-15)
     assert valid.item() is (weight > 0)
+
+
+def test_the_more_samples_the_wider_the_margin() -> None:
+    limits = [clip_limit(capacity) for capacity in (1, 1024, 2048, 8192)]
+    assert limits == sorted(limits, reverse=True)
+    assert 0.99 < limits[-1] < limits[0] < 1
 
 
 # -- samples that are not finite ------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dpmac_cli.dp import per_sample
 from dpmac_cli.dp.gradients import OuterProducts, SquaredNorms
 from dpmac_cli.dp.layers import find_layers
 from dpmac_cli.dp.mechanism import Ellipsoid, ball
-from dpmac_cli.dp.per_sample import CLIP_LIMIT, SLACK_SHARE, Metric, clip_weights
+from dpmac_cli.dp.per_sample import SLACK_SHARE, Metric, clip_weights
 
 from .reference import Subject, prepare, whiten
 
@@ -112,8 +112,8 @@ def test_no_sample_weighs_more_than_one(
     plain = case.float32_norms()
     assert ((plain.value - exact.square()).abs() <= plain.slack + 1e-12 * ratio**2).all()
 
-    c, _ = clip_weights(case.subject.squared_norms(case.x, case.y, case.region))
-    assert (c * exact <= CLIP_LIMIT * (1 + 1e-9)).all()
+    c = case.subject.weights(case.x, case.y, case.region)
+    assert (c * exact <= case.subject.limit * (1 + 1e-9)).all()
     assert (c * exact >= 0.99 * exact.clamp(max=1)).all()  # nor needlessly less
 
 
@@ -156,7 +156,7 @@ def test_rows_that_cancel_are_done_again_in_float64(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(per_sample, "SLACK_SHARE", math.inf)
     left = case.subject.squared_norms(case.x, case.y, case.region)
-    c, _ = clip_weights(left)
+    c, _ = clip_weights(left, case.subject.limit)
     assert ((left.value - exact.square()).abs() / exact.square()).max() > 1e-3
     assert (c * exact)[1:].min() < 0.5  # safe still, but at the price of the signal
 
@@ -164,12 +164,12 @@ def test_rows_that_cancel_are_done_again_in_float64(monkeypatch: pytest.MonkeyPa
 @pytest.mark.privacy
 def test_a_sum_that_cancels_is_done_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(mlp(), 1000.0, 1e-6, size=12)
-    c, _ = clip_weights(case.subject.squared_norms(case.x, case.y, case.region))
+    c = case.subject.weights(case.x, case.y, case.region)
     gradients = case.subject.stored_gradients(case.x, case.y)
     exact = (c.unsqueeze(1) * whiten(gradients, case.region)).sum(0)
     assert (case.whitened_sum() - exact).norm() < 1e-6
     monkeypatch.setattr(per_sample, "CANCELLATION_LIMIT", math.inf)
-    assert (case.whitened_sum() - exact).norm() > 1e-4  # the room that CLIP_LIMIT leaves
+    assert (case.whitened_sum() - exact).norm() > 1e-4  # more than the margin for 12
 
 
 @pytest.mark.privacy

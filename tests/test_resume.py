@@ -1,0 +1,242 @@
+"""Stopped runs go on exactly; changed runs draw anew and pay for every branch."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dpmac_cli import checkpoint, folder, run
+from dpmac_cli.accounting import TrainingEvent, total_epsilon
+from dpmac_cli.engine import Evaluated
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.noise import noise_source as seeded_source
+from dpmac_cli.run import Finished, RunEvent, Started, Update
+from dpmac_cli.sampling import PoissonSampler
+from tests.conftest import OPTIMIZER_NAMES
+from tests.digits_runs import RATE, SIGMA, digits_config
+
+STEPS = 21
+
+
+def finish(events: Iterator[RunEvent]) -> Finished:
+    *_, last = events
+    assert isinstance(last, Finished)
+    return last
+
+
+def after(steps: int) -> Callable[[], bool]:
+    """A stop request that comes during the given step."""
+    asked = iter(range(1, 10**9))
+    return lambda: next(asked) >= steps
+
+
+def kill(events: Iterator[RunEvent], when: Callable[[RunEvent], bool]) -> None:
+    """Leave a run as a kill would: at once, with nothing more written."""
+    next(event for event in events if when(event))
+    events.close()  # type: ignore[attr-defined]
+
+
+def weights(where: Path) -> bytes:
+    return (where / folder.MODEL).read_bytes()
+
+
+def start(**flags: Any) -> Any:
+    return digits_config(**{"steps": STEPS, "seed": 7, "checkpoint_every": "4", **flags})
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_a_run_stopped_anywhere_ends_bit_identical(optimizer: str) -> None:
+    settings = {"optimizer": optimizer, "physical_batch": 50, "kappa": "tracked", "phi": "tracked"}
+    whole = finish(run.train(start(**settings)))
+    stopped = finish(run.train(start(**settings), after(1)))
+    for step in range(2, STEPS):  # stopped and resumed after every single step
+        assert stopped.state == "interrupted"
+        assert stopped.report["privacy"]["steps"] == step - 1
+        stopped = finish(run.resume(stopped.folder, {}, after(1)))
+    last = finish(run.resume(stopped.folder, {}))
+    assert last.state == "finished"
+    assert weights(last.folder) == weights(whole.folder)
+    assert last.report["privacy"] == whole.report["privacy"]
+    assert last.report["test"]["accuracy"] == whole.report["test"]["accuracy"]
+
+
+@pytest.mark.privacy
+def test_a_killed_run_ends_bit_identical() -> None:
+    whole = finish(run.train(start()))
+    config = start(out="killed")
+    kill(run.train(config), lambda e: isinstance(e, Update) and e.event.step >= 10)
+    saved = checkpoint.newest(Path("killed"))
+    assert saved.record["state"]["step"] in (8, 12)
+    assert weights(finish(run.resume(Path("killed"), {})).folder) == weights(whole.folder)
+
+
+class Draws:
+    """Every draw that training makes, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noise: list[Tensor] = []
+        self.batches: list[tuple[int, ...]] = []
+        normal, draw = seeded_source, PoissonSampler.draw
+
+        def noise_source(seed: np.random.SeedSequence) -> Any:
+            source = normal(seed)
+            standard_normal = source.standard_normal
+
+            def recorded(like: Tensor) -> Tensor:
+                self.noise.append(standard_normal(like))
+                return self.noise[-1].clone()
+
+            source.standard_normal = recorded  # type: ignore[method-assign]
+            return source
+
+        def drawn(sampler: PoissonSampler) -> Any:
+            batch = draw(sampler)
+            self.batches.append(tuple(batch))
+            return batch
+
+        monkeypatch.setattr(run, "noise_source", noise_source)
+        monkeypatch.setattr(PoissonSampler, "draw", drawn)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "change",
+    [{"lr": "0.01"}, {"steps": "30"}, {"sigma": "7"}, {"physical_batch": "64"}, {"seed": "7"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_changed_resume_reuses_no_draw(
+    change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = Draws(monkeypatch)
+    finish(run.train(start(out="run")))
+    kept = Path("run/checkpoint/step-000000020.safetensors")
+    (Path("run/checkpoint/step-000000021.safetensors")).unlink()
+    assert kept.exists()
+    before = len(draws.noise)
+    finished = finish(run.resume(Path("run"), change))
+    assert len(draws.noise) > before
+    for drawn in draws.noise[before:]:
+        assert not any(torch.equal(drawn, old) for old in draws.noise[:before])
+    assert not set(draws.batches[before:]) & set(draws.batches[:before])
+    # Step 21 was shown by the first branch, and taken again by the second.
+    events = finished.report["privacy"]["events"]
+    assert [event["steps"] for event in events] == [21, finished.report["privacy"]["steps"] - 20]
+
+
+@pytest.mark.privacy
+def test_the_price_covers_every_branch() -> None:
+    first = finish(run.train(start(out="run")))
+    second = finish(run.resume(first.folder, {"steps": "40", "sigma": "8"}))
+    third = finish(run.resume(first.folder, {"steps": "50"}))
+    events = (
+        TrainingEvent(RATE, SIGMA, 21),
+        TrainingEvent(RATE, 8.0, 19),
+        TrainingEvent(RATE, 8.0, 10),
+    )
+    price = third.report["privacy"]
+    assert [TrainingEvent(**event) for event in price["events"]] == list(events)
+    assert price["epsilon"] == total_epsilon(events, 1e-5) > second.report["privacy"]["epsilon"]
+    lines = folder.read_lines(third.folder / folder.METRICS)
+    assert lines[-1]["epsilon"] == price["epsilon"]
+    assert "noise multiplier 6 and 29" in price["statement"]
+    assert (third.folder / "branch-1" / folder.MODEL).exists()
+    assert (third.folder / "branch-2" / folder.REPORT).exists()
+
+
+@pytest.mark.privacy
+def test_steps_shown_after_the_checkpoint_are_paid_for_even_after_two_kills() -> None:
+    config = start(out="run", epochs=4, steps=None, checkpoint_every="10")
+    # The first epoch's line, of step 12, is shown; the checkpoint is of step 10.
+    kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
+    where = Path("run")
+    assert [line["step"] for line in folder.read_lines(where / folder.METRICS)] == [12]
+    kill(run.resume(where, {}), lambda e: isinstance(e, Started))
+    finished = finish(run.resume(where, {"lr": "0.002"}))
+    assert finished.report["privacy"]["events"][0]["steps"] >= 12
+
+
+@pytest.mark.privacy
+def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = finish(run.train(start(out="run"), after(5)))
+    monkeypatch.setattr(run, "environment", lambda device: {"threads": 77})
+    finished = finish(run.resume(stopped.folder, {}))
+    assert len(finished.report["privacy"]["events"]) == 2
+
+
+def test_a_finished_run_has_nothing_to_go_on_with() -> None:
+    first = finish(run.train(start(out="run")))
+    before = weights(first.folder)
+    with pytest.raises(InputError, match=r"finished: it took 21 of 21 steps. Add --epochs"):
+        finish(run.resume(first.folder, {}))
+    assert weights(first.folder) == before
+
+
+@pytest.mark.parametrize("change", [{"optimizer": "dp-sgd"}, {"epsilon": "3"}, {"no_dp": True}])
+def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> None:
+    first = finish(run.train(start(out="run"), after(3)))
+    with pytest.raises(InputError, match="cannot change in a run that goes on"):
+        finish(run.resume(first.folder, change))
+
+
+@pytest.mark.privacy
+def test_checkpoints_are_private_and_the_last_two_are_kept() -> None:
+    first = finish(run.train(start(out="run")))
+    where = first.folder / checkpoint.FOLDER
+    assert {path.name for path in where.iterdir()} == {
+        checkpoint.NOTE,
+        "step-000000020.safetensors",
+        "step-000000021.safetensors",
+    }
+    assert where.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in where.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
+def test_the_newest_whole_checkpoint_serves(damage: str) -> None:
+    whole = finish(run.train(start()))
+    first = finish(run.train(start(out="run"), after(6)))
+    newest = first.folder / checkpoint.FOLDER / "step-000000006.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-50] ^= 1
+    newest.write_bytes(
+        {"cut": bytes(content[:-9]), "flip": bytes(content), "empty": b"", "text": b"x" * 99}[
+            damage
+        ]
+    )
+    assert checkpoint.newest(first.folder).record["state"]["step"] == 4
+    assert weights(finish(run.resume(first.folder, {})).folder) == weights(whole.folder)
+
+
+def test_no_whole_checkpoint_is_named() -> None:
+    first = finish(run.train(start(out="run"), after(6)))
+    for path in (first.folder / checkpoint.FOLDER).glob("step-*"):
+        path.write_bytes(b"")
+    with pytest.raises(ModelError, match=r"step-000000006.*step-000000004"):
+        finish(run.resume(first.folder, {}))
+
+
+def test_a_folder_in_use_is_refused() -> None:
+    events = run.train(start(out="run"))
+    next(events)
+    with pytest.raises(InputError, match="in use by another dpmac process"):
+        finish(run.resume(Path("run"), {}))
+    with pytest.raises(InputError, match="in use by another dpmac process"):
+        finish(run.train(start(out="run", force=True)))
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is not a run folder: it holds no config\.yaml"):
+        finish(run.resume(tmp_path, {}))
+
+
+def test_the_record_is_json() -> None:
+    first = finish(run.train(start(out="run"), after(3)))
+    saved = checkpoint.newest(first.folder)
+    assert json.loads(json.dumps(saved.record)) == saved.record
+    assert saved.tensors.keys() >= {"theta", "m", "v", "centre", "scale", "s"}
