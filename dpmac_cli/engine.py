@@ -196,6 +196,8 @@ class Trainer:
         noise: NoiseSource,
         observer: Callable[[int, Tensor, Tensor], None] | None = None,
     ) -> None:
+        if not plan.private and mechanism.noise_multiplier > 0:
+            raise ValueError("a run without privacy clips nothing, so noise would have no scale")
         forbid_tf32()
         self.model, self.data, self.hyper, self.mechanism, self.plan = (
             model,
@@ -265,7 +267,7 @@ class Trainer:
         scale = region.scale.double().square().sum().item() * (d if region.is_ball else 1)
         ratio = mechanism.noise_multiplier / mechanism.expected_batch
         values = {"noise_norm": scale**0.5 * ratio if ratio else 0.0}
-        if state.spread is not None:
+        if state.spread is not None and state.step > 0:
             low, high = pinned_shares(region, state.spread, self.hyper.h1, self.hyper.h2)
             ratio = (region.centre / region.scale).double().norm().item()
             values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
@@ -279,12 +281,22 @@ def _at_step(
 
 
 def forbid_tf32() -> None:
-    """Switch TF32 off for matrix products and convolutions: it voids every rounding bound."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    """Have every product in full float32: TF32 and bf16 void the rounding bounds."""
+    torch.set_float32_matmul_precision("highest")
+    backends: Any = torch.backends
+    for setting in (
+        backends,
+        backends.cuda.matmul,
+        backends.cudnn,
+        backends.cudnn.conv,
+        backends.mkldnn,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+    ):
+        setting.fp32_precision = "ieee"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Evaluation:
     """How a model does on every sample of a split.
 

@@ -1,6 +1,8 @@
 """Named architectures, and the door that models which mix samples do not pass."""
 
+import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +76,9 @@ def check_model(model: nn.Module, shape: tuple[int, ...]) -> None:
 
     Clipping bounds what a sample does to its own gradient, so a layer that lets it into the
     gradients of others voids the guarantee. Known layers are refused by name; anything else that
-    mixes is caught by changing one sample of a random batch and watching the others, and buffers
-    that a forward pass changes (running statistics would be published un-noised) likewise.
+    mixes is caught by changing one sample at a time and watching every layer's inputs and the
+    logits. Buffers that a forward pass changes (running statistics would be published un-noised)
+    are refused likewise.
 
     Args:
         model: maps (samples, *shape) to logits.
@@ -91,28 +94,54 @@ def check_model(model: nn.Module, shape: tuple[int, ...]) -> None:
                 "batch and keeps statistics of them without noise. Use "
                 "nn.GroupNorm(groups, channels) instead."
             )
-    _check_behaviour(model, shape)
+        if getattr(module, "max_norm", None) is not None or getattr(
+            module, "scale_grad_by_freq", False
+        ):
+            raise ModelError(
+                f"The layer {name} changes its weights, or its gradients, by what is in the batch. "
+                "Leave out max_norm and scale_grad_by_freq."
+            )
+    _check_behaviour(copy.deepcopy(model).double(), shape)
 
 
 @torch.no_grad()
 def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Each sample alone, and the batch in another order, must give what the batch gave."""
-    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
-    x[0].mul_(20)  # an outlier shows what a sum or a maximum over the batch would hide
-    order = torch.tensor([3, 0, 4, 2, 1])
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    modes = {module: module.training for module in model.modules()}
+    """Watch a float64 copy of the model, in training mode, at work on random batches."""
     model.train()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # its noise differs between batches, and depends on no sample
-    try:
-        together = model(x)
-        alone = torch.cat([model(row.unsqueeze(0)) for row in x])
-        reordered = model(x[order])
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0].mul_(20)  # an outlier shows what a maximum over the batch would hide
+    seen = _watch(model, x)
+    if seen["The logits"].ndim != 2:
+        raise ModelError(
+            f"The model gives {tuple(seen['The logits'].shape)} for a batch of {len(x)}; logits of "
+            "shape (samples, classes) are wanted."
+        )
+    for name, rows in seen.items():
+        if rows.ndim == 0 or len(rows) != len(x):
+            raise ModelError(
+                f"{name} have shape {tuple(rows.shape)} for a batch of {len(x)}: the first "
+                "dimension must be the "
+                "samples, one row each. Keep other dimensions behind it."
+            )
+    for sample in range(len(x)):
+        others = torch.arange(len(x)) != sample
+        moved = x.clone()
+        moved[sample].mul_(-3).add_(1)
+        alone = _watch(model, x[sample : sample + 1])
+        for name, rows in _watch(model, moved).items():
+            same = _close(rows, seen[name], others) and _close(
+                alone[name], seen[name][sample : sample + 1]
+            )
+            if not same:
+                raise ModelError(
+                    f"{name} depend, for one sample, on the other samples of its batch or on its "
+                    "place among them (for example x - x.mean(0)): the model mixes samples. Make "
+                    "every operation work on one sample alone, in its own row."
+                )
     changed = [name for name, b in model.named_buffers() if not _same(b, buffers[name])]
     if changed:
         raise ModelError(
@@ -120,17 +149,40 @@ def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
             "private data would be kept without noise. Switch that off "
             "(for normalisation layers, track_running_stats=False)."
         )
-    if not (
-        together.ndim == 2
-        and together.shape == alone.shape
-        and torch.allclose(together, alone, rtol=1e-3, atol=1e-5)
-        and torch.allclose(together[order], reordered, rtol=1e-3, atol=1e-5)
-    ):
-        raise ModelError(
-            "What the model computes for a sample depends on the other samples of its batch, or on "
-            "its place among them (for example x - x.mean(0)): it mixes samples. Make every "
-            "operation work on one sample alone, and give one row of logits for each."
-        )
+
+
+def _watch(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The logits for a batch, and what every layer with parameters of its own was given."""
+    seen: dict[str, Tensor] = {}
+
+    def watcher(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            del module
+            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            for number, value in enumerate(tensors):
+                seen[f"The inputs of layer {name} ({number})"] = value.clone()
+
+        return note
+
+    hooks = [
+        module.register_forward_pre_hook(watcher(name))
+        for name, module in model.named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    ]
+    try:
+        seen["The logits"] = model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _close(a: Tensor, b: Tensor, rows: Tensor | None = None) -> bool:
+    if a.shape != b.shape:
+        return False
+    if rows is not None:
+        a, b = a[rows], b[rows]
+    return torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -16,8 +16,9 @@ def _no_network_and_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    """Several threads on tiny tensors cost more than they bring, above all on a busy machine."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

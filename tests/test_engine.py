@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,8 +201,11 @@ def test_without_privacy_there_is_no_noise() -> None:
 @pytest.mark.privacy
 def test_tf32_is_off() -> None:
     """It would void every bound on rounding; for cudnn it is on by default."""
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.mkldnn.matmul]
+    for place in places:
+        place.fp32_precision = "tf32"
+    torch.set_float32_matmul_precision("medium")
     make_trainer("dp-sgd")
-    assert not torch.backends.cuda.matmul.allow_tf32
-    assert not torch.backends.cudnn.allow_tf32
+    assert [place.fp32_precision for place in places] == ["ieee"] * len(places)
+    assert torch.get_float32_matmul_precision() == "highest"

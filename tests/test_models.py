@@ -138,6 +138,15 @@ def test_other_dependence_on_the_batch_is_refused(mix: Callable[[Tensor], Tensor
 
 
 @pytest.mark.privacy
+def test_a_layer_that_sees_the_samples_in_another_order_is_refused() -> None:
+    """Its rows are taken for other samples', so a large gradient escapes under a small one's c."""
+    backwards = Through(lambda x: x.flip(0))
+    model = classifier(backwards, nn.Conv2d(4, 4, 1), backwards)
+    with pytest.raises(ModelError):
+        check_model(model, IMAGE)
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("shape", [(-1,), (-1, 12, 3)], ids=["1-D", "3-D"])
 def test_an_output_that_is_not_a_row_a_sample_is_refused(shape: tuple[int, ...]) -> None:
     model = nn.Sequential(nn.Flatten(), Through(lambda x: x.reshape(shape)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball
 from dpmac_cli.dp.moments import Moments
 
+LEAST_KAPPA = 1e-6
 Kappa = Literal["paper", "exact", "tracked"]
 
 
@@ -154,8 +155,11 @@ class MacAdam:
 
 
 def _divided(s: Tensor, kappa: float) -> Tensor:
-    """s / kappa in place, with 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0."""
-    return s.div_(kappa) if kappa > 0 else s.zero_()
+    """s / kappa in place, with 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0.
+
+    The same where beta1 is so small that both are lost in rounding.
+    """
+    return s.div_(kappa) if kappa > LEAST_KAPPA else s.zero_()
 
 
 def _scale_from_variance(variance: Tensor) -> tuple[Tensor, Tensor]:

@@ -316,6 +316,7 @@ def hold(layer: Layer, inputs: tuple[Tensor, ...], delta: Tensor) -> PerSampleGr
         inputs: its positional inputs, each (samples, ...).
         delta: gradients of the loss by its output, shape (samples, ...).
     """
-    rule = RULES.get(type(layer.module)) if len(inputs) == 1 else None
+    plain = len(inputs) == 1 and layer.parameters.keys() <= {"weight", "bias"}
+    rule = RULES.get(type(layer.module)) if plain else None
     form = rule(layer, inputs[0], delta) if rule else None
     return form or ByVmap(layer, inputs, delta)

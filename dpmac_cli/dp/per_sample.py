@@ -18,12 +18,13 @@ from dpmac_cli.dp.layers import Layer
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.errors import ModelError
 
-#: Up to 1024 samples are clipped to this norm instead of 1, see :func:`clip_limit`.
-CLIP_LIMIT = 1 - 1e-4
+#: Up to 1024 samples are clipped to this norm instead of 1, see :func:`clip_limit`. The gap is 2.5
+#: times the largest rounding of a sum that a search over adversarial batches found.
+CLIP_LIMIT = 1 - 4e-4
 #: Rows whose rounding bound exceeds this share of their squared norm are done again in float64.
 SLACK_SHARE = 0.01
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32.
-CANCELLATION_LIMIT = 500.0
+CANCELLATION_LIMIT = 250.0
 
 Observer = Callable[[Tensor, Tensor], None]
 
@@ -102,6 +103,7 @@ class ClippedSum:
     def __init__(self, model: nn.Module, layers: list[Layer], capacity: int = 1024) -> None:
         self._model = model
         self._layers = layers
+        self._capacity = capacity
         self._limit = clip_limit(capacity)
         self._records: dict[str, _Record] | None = None
         self._hooks: list[RemovableHandle] = [
@@ -127,7 +129,10 @@ class ClippedSum:
         Raises:
             ModelError: the model used a layer twice, or not at all, or changed a layer's input
                 in place.
+            ValueError: there are more samples than the capacity that the clipping allows for.
         """
+        if len(x) > self._capacity:
+            raise ValueError(f"{len(x)} samples, but the capacity is {self._capacity}")
         losses, gradients = self._gradients(x, y)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
