@@ -10,7 +10,7 @@ OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "d
 
 
 @pytest.fixture(autouse=True)
-def _no_network_and_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are written under the test's own folder."""
     monkeypatch.chdir(tmp_path)
 
@@ -21,14 +21,18 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+REAL_FILES = ("MNIST/raw/train-images-idx3-ubyte", "cifar-10-batches-py/data_batch_1")
+
+
 @pytest.fixture(scope="session")
 def real_data_dir() -> Path:
-    """Where MNIST lies. On CI its absence is a failure; elsewhere the test is skipped."""
+    """Where MNIST and CIFAR-10 lie. On CI their absence is a failure; elsewhere a skip."""
     named = os.environ.get("DPMAC_DATA_DIR")
     folder = Path(named) if named else Path.home() / ".cache" / "dpmac"
-    if (folder / "MNIST" / "raw" / "train-images-idx3-ubyte").exists():
+    missing = [file for file in REAL_FILES if not (folder / file).exists()]
+    if not missing:
         return folder
-    reason = f"MNIST is not in {folder}: set DPMAC_DATA_DIR to a folder that holds it"
+    reason = f"{' and '.join(missing)} not in {folder}: set DPMAC_DATA_DIR to where they lie"
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
