@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from dpmac_cli.assembly import make_trainer
 from dpmac_cli.config import resolve
 from dpmac_cli.engine import Evaluated, fit
-from dpmac_cli.run import make_trainer
 
 TRACE_EVERY = 25
 SEEDS = (0, 1, 2)

@@ -1,18 +1,12 @@
 """One training run, from a checked configuration to the files in its folder."""
 
 import json
-import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import Any
 
 from dpmac_cli import checkpoint, folder
 from dpmac_cli import config as configuration
@@ -25,21 +19,13 @@ from dpmac_cli.accounting import (
     format_epsilon,
     total_epsilon,
 )
+from dpmac_cli.assembly import choose_device, device_name, environment, make_trainer
 from dpmac_cli.config import TrainConfig
-from dpmac_cli.data import load_data
-from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.engine import Evaluated, Hyperparameters, Plan, Progress, Trainer, fit
+from dpmac_cli.diagnostics import Diagnosis, Diagnostics
+from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
 from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.models import build_model
-from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.release import save_model
 from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
-from dpmac_cli.sampling import PoissonSampler
-
-DIAGNOSTICS_WARNING = (
-    "NOT PRIVATE: these values were computed from the training records without noise. "
-    "Publishing them, or choosing by them, voids the guarantee in report.json."
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +66,7 @@ class Update:
     event: Progress | Evaluated
     epsilon: float | None
     planned: float | None
-    not_private: "Diagnosis | None" = None
+    not_private: Diagnosis | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +108,7 @@ class Session:
     trainer: Trainer
     where: Path
     steps: int
-    diagnostics: "Diagnostics | None"
+    diagnostics: Diagnostics | None
     base: int = 0
     earlier: tuple[TrainingEvent, ...] = ()
     seeded: bool = False
@@ -337,7 +323,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         trainer.public_values(),
         session.seconds,
         time.perf_counter() - began,
-        _device_name(trainer.state.theta.device),
+        device_name(trainer.state.theta.device),
     )
     bill = session.bill()
     facts = public_facts(config, bill, parameters)
@@ -361,37 +347,6 @@ def _save(session: Session) -> Path:
         "environment": environment(state.theta.device),
     }
     return checkpoint.save(session.where, state.step, state.tensors(), record)
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What must be the same for a resumed run to compute the same bits."""
-    return {
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "device": _device_name(device),
-        "threads": torch.get_num_threads(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is one.
-
-    Raises:
-        InputError: it is not there.
-    """
-    pattern, meaning = configuration.DEVICE
-    if not re.fullmatch(pattern, name):
-        raise InputError(f"--device must be {meaning}, not '{name}'.")
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices here. "
-            "Use --device cpu or auto."
-        )
-    return device
 
 
 def settle_noise(config: TrainConfig) -> TrainConfig:
@@ -423,49 +378,6 @@ def _affordable(
     return affordable
 
 
-def make_trainer(
-    config: TrainConfig,
-    steps: int,
-    device: torch.device,
-    diagnostics: "Diagnostics | None" = None,
-    branch: int = 0,
-) -> Trainer:
-    """Data, model, optimizer and secrets of a run or a branch, ready for its first step."""
-    seeds = stream_seeds(config.seed, branch)
-    data = load_data(config.dataset, data_folder(config.data_dir), device)
-    model = build_model(config.model, config.facts, _word(seeds["init"])).to(device)
-    return Trainer(
-        model,
-        data,
-        config.method,
-        Hyperparameters(
-            lr=config.lr,
-            clip_norm=config.clip_norm,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            gamma=config.gamma,
-            gamma_prime=config.gamma_prime,
-            h1=config.h1,
-            h2=config.h2,
-            kappa=cast(Literal["paper", "exact", "tracked"], config.kappa),
-            phi=config.phi,
-        ),
-        GaussianMechanism(config.sigma or 0.0, config.batch_size),
-        Plan(steps, config.steps_per_epoch, config.physical_batch, private=not config.no_dp),
-        PoissonSampler(config.facts.train_size, config.sampling_rate, seeds["sampler"]),
-        noise_source(seeds["noise"]),
-        diagnostics.observe if diagnostics else None,
-    )
-
-
-def data_folder(chosen: Path | None) -> Path:
-    """Where data sets lie: the flag, the environment, or a cache in the home folder."""
-    if chosen is not None:
-        return chosen
-    named = os.environ.get("DPMAC_DATA_DIR")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "dpmac"
-
-
 def _take_folder(config: TrainConfig) -> Path:
     if config.out is not None:
         return folder.make_folder(config.out)
@@ -481,60 +393,3 @@ def _prices(session: Session) -> EpsilonSchedule:
 
 def _if_ready(prices: Future[EpsilonSchedule]) -> EpsilonSchedule | None:
     return prices.result() if prices.done() else None
-
-
-def _word(seed: np.random.SeedSequence) -> int:
-    return int(seed.generate_state(1, np.uint32)[0])
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Averages over the samples of some steps. NOT private."""
-
-    samples: int
-    not_finite: int
-    mean_loss: float | None
-    mean_norm: float | None
-    clipped_share: float | None
-
-
-@dataclass
-class Diagnostics:
-    """Collects what --diagnostics shows. Everything in it is NOT private."""
-
-    _losses: list[Tensor] = field(default_factory=list)
-    _norms: list[Tensor] = field(default_factory=list)
-
-    def observe(self, step: int, losses: Tensor, norms: Tensor) -> None:
-        """Keep a chunk's per-sample losses and whitened norms, shape (samples,) each."""
-        del step
-        self._losses.append(losses)
-        self._norms.append(norms)
-
-    def flush(self, where: Path, step: int) -> Diagnosis:
-        """Average what was seen since the last time, and append it to a file of its own."""
-        diagnosis = self._averages()
-        self._losses.clear()
-        self._norms.clear()
-        file = where / folder.DIAGNOSTICS
-        if not file.exists():
-            folder.append_line(file, {"warning": DIAGNOSTICS_WARNING}, folder.PRIVATE_MODE)
-        folder.append_line(file, {"step": step, **vars(diagnosis)}, folder.PRIVATE_MODE)
-        return diagnosis
-
-    def _averages(self) -> Diagnosis:
-        losses = torch.cat(self._losses) if self._losses else torch.zeros(0)
-        norms = torch.cat(self._norms) if self._norms else torch.zeros(0)
-        finite = torch.isfinite(norms)
-        seen = int(finite.sum())
-        return Diagnosis(
-            samples=len(norms),
-            not_finite=len(norms) - seen,
-            mean_loss=float(losses[finite].mean()) if seen else None,
-            mean_norm=float(norms[finite].mean()) if seen else None,
-            clipped_share=float((norms[finite] > 1).double().mean()) if seen else None,
-        )

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpmac_cli.assembly import choose_device, data_folder
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.data import load_data
 from dpmac_cli.engine import Evaluation, evaluate
 from dpmac_cli.release import load_model
-from dpmac_cli.run import choose_device, data_folder
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from dpmac_cli import run
+from dpmac_cli import assembly
 from dpmac_cli.config import resolve
 from dpmac_cli.noise import STREAMS, SeededNoise, noise_source, stream_seeds
 from dpmac_cli.sampling import PoissonSampler
@@ -71,7 +71,7 @@ def test_every_bit_of_a_seed_matters(step: int) -> None:
 @pytest.mark.parametrize("seed", [5, None])
 def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None) -> None:
     config = resolve({"dataset": "digits", "seed": seed}).config
-    state = run.make_trainer(config, 1, torch.device("cpu")).state
+    state = assembly.make_trainer(config, 1, torch.device("cpu")).state
     # The fourth word of SFC64 is a counter, the same for every seed.
     secrets = [x.state()["state"][:3] for x in (state.sampler, state.noise)]
     assert not set(secrets[0]) & set(secrets[1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli import checkpoint, folder, run
+from dpmac_cli import assembly, checkpoint, folder, run
 from dpmac_cli.accounting import TrainingEvent, total_epsilon
 from dpmac_cli.engine import Evaluated
 from dpmac_cli.errors import InputError, ModelError
@@ -100,7 +100,7 @@ class Draws:
             self.batches.append(tuple(batch))
             return batch
 
-        monkeypatch.setattr(run, "noise_source", noise_source)
+        monkeypatch.setattr(assembly, "noise_source", noise_source)
         monkeypatch.setattr(PoissonSampler, "draw", drawn)
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import data, engine, folder, models, run
+from dpmac_cli import assembly, data, engine, folder, models, run
 from dpmac_cli.accounting import TrainingEvent
 from dpmac_cli.catalog import Dataset
+from dpmac_cli.diagnostics import Diagnostics
 from dpmac_cli.errors import BudgetError, InputError, ModelError
-from dpmac_cli.run import Diagnostics, Finished, Started, Update
+from dpmac_cli.run import Finished, Started, Update
 from dpmac_cli.scoring import score
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
@@ -128,7 +129,7 @@ def test_a_target_is_met_and_nearly_used_up() -> None:
 @pytest.mark.privacy
 def test_the_noise_found_for_a_target_is_the_noise_added(monkeypatch: pytest.MonkeyPatch) -> None:
     mechanisms = []
-    make = run.make_trainer
+    make = assembly.make_trainer
 
     def watch(*args: Any) -> engine.Trainer:
         trainer = make(*args)

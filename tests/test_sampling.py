@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
-from dpmac_cli import run
+from dpmac_cli import assembly
 from dpmac_cli.config import resolve
 from dpmac_cli.sampling import PoissonSampler
 
@@ -92,7 +92,7 @@ def test_a_run_samples_at_the_rate_that_is_priced(flags: dict[str, Any]) -> None
     """The expected batch over n, however few samples are worked on at a time."""
     config = resolve({"dataset": "digits", "batch_size": 100, "seed": 3, **flags}).config
     assert config.sampling_rate == 100 / 1437
-    trainer = run.make_trainer(config, 1, torch.device("cpu"))
+    trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
     sizes = [len(trainer.state.sampler.draw()) for _ in range(300)]
     assert abs(np.mean(sizes) - 100) < 4 * (100 * (1 - 100 / 1437) / 300) ** 0.5
     assert trainer.mechanism.expected_batch == 100

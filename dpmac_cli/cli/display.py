@@ -11,7 +11,8 @@ from rich.text import Text
 
 from dpmac_cli import accounting, engine, folder
 from dpmac_cli.cli.console import stderr, stdout
-from dpmac_cli.run import Diagnosis, Finished, Started, Update
+from dpmac_cli.diagnostics import Diagnosis
+from dpmac_cli.run import Finished, Started, Update
 
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 

@@ -1,0 +1,103 @@
+"""From a checked configuration to a trainer: device, data, model, optimizer and secrets."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+
+from dpmac_cli import config as configuration
+from dpmac_cli.config import TrainConfig
+from dpmac_cli.data import load_data
+from dpmac_cli.diagnostics import Diagnostics
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.engine import Hyperparameters, Plan, Trainer
+from dpmac_cli.errors import InputError
+from dpmac_cli.models import build_model
+from dpmac_cli.noise import noise_source, stream_seeds
+from dpmac_cli.sampling import PoissonSampler
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; "auto" is CUDA where there is one.
+
+    Raises:
+        InputError: it is not there.
+    """
+    pattern, meaning = configuration.DEVICE
+    if not re.fullmatch(pattern, name):
+        raise InputError(f"--device must be {meaning}, not '{name}'.")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices here. "
+            "Use --device cpu or auto."
+        )
+    return device
+
+
+def make_trainer(
+    config: TrainConfig,
+    steps: int,
+    device: torch.device,
+    diagnostics: Diagnostics | None = None,
+    branch: int = 0,
+) -> Trainer:
+    """Data, model, optimizer and secrets of a run or a branch, ready for its first step."""
+    seeds = stream_seeds(config.seed, branch)
+    data = load_data(config.dataset, data_folder(config.data_dir), device)
+    model = build_model(config.model, config.facts, _word(seeds["init"])).to(device)
+    return Trainer(
+        model,
+        data,
+        config.method,
+        Hyperparameters(
+            lr=config.lr,
+            clip_norm=config.clip_norm,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            gamma=config.gamma,
+            gamma_prime=config.gamma_prime,
+            h1=config.h1,
+            h2=config.h2,
+            kappa=cast(Literal["paper", "exact", "tracked"], config.kappa),
+            phi=config.phi,
+        ),
+        GaussianMechanism(config.sigma or 0.0, config.batch_size),
+        Plan(steps, config.steps_per_epoch, config.physical_batch, private=not config.no_dp),
+        PoissonSampler(config.facts.train_size, config.sampling_rate, seeds["sampler"]),
+        noise_source(seeds["noise"]),
+        diagnostics.observe if diagnostics else None,
+    )
+
+
+def data_folder(chosen: Path | None) -> Path:
+    """Where data sets lie: the flag, the environment, or a cache in the home folder."""
+    if chosen is not None:
+        return chosen
+    named = os.environ.get("DPMAC_DATA_DIR")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "dpmac"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What must be the same for a resumed run to compute the same bits."""
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _word(seed: np.random.SeedSequence) -> int:
+    return int(seed.generate_state(1, np.uint32)[0])
+
+
+def device_name(device: torch.device) -> str:
+    """What the device is called, for reports."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

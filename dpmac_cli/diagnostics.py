@@ -1,0 +1,63 @@
+"""What --diagnostics shows. Everything here is computed without noise and is NOT private."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dpmac_cli import folder
+
+DIAGNOSTICS_WARNING = (
+    "NOT PRIVATE: these values were computed from the training records without noise. "
+    "Publishing them, or choosing by them, voids the guarantee in report.json."
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Averages over the samples of some steps. NOT private."""
+
+    samples: int
+    not_finite: int
+    mean_loss: float | None
+    mean_norm: float | None
+    clipped_share: float | None
+
+
+@dataclass
+class Diagnostics:
+    """Collects what --diagnostics shows. Everything in it is NOT private."""
+
+    _losses: list[Tensor] = field(default_factory=list)
+    _norms: list[Tensor] = field(default_factory=list)
+
+    def observe(self, step: int, losses: Tensor, norms: Tensor) -> None:
+        """Keep a chunk's per-sample losses and whitened norms, shape (samples,) each."""
+        del step
+        self._losses.append(losses)
+        self._norms.append(norms)
+
+    def flush(self, where: Path, step: int) -> Diagnosis:
+        """Average what was seen since the last time, and append it to a file of its own."""
+        diagnosis = self._averages()
+        self._losses.clear()
+        self._norms.clear()
+        file = where / folder.DIAGNOSTICS
+        if not file.exists():
+            folder.append_line(file, {"warning": DIAGNOSTICS_WARNING}, folder.PRIVATE_MODE)
+        folder.append_line(file, {"step": step, **vars(diagnosis)}, folder.PRIVATE_MODE)
+        return diagnosis
+
+    def _averages(self) -> Diagnosis:
+        losses = torch.cat(self._losses) if self._losses else torch.zeros(0)
+        norms = torch.cat(self._norms) if self._norms else torch.zeros(0)
+        finite = torch.isfinite(norms)
+        seen = int(finite.sum())
+        return Diagnosis(
+            samples=len(norms),
+            not_finite=len(norms) - seen,
+            mean_loss=float(losses[finite].mean()) if seen else None,
+            mean_norm=float(norms[finite].mean()) if seen else None,
+            clipped_share=float((norms[finite] > 1).double().mean()) if seen else None,
+        )
