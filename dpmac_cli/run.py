@@ -191,11 +191,12 @@ def _resumed(where: Path, flags: Mapping[str, Any]) -> Session:
     saved = checkpoint.newest(where)
     record = saved.record
     typed = {name: value for name, value in flags.items() if value is not None}
-    fixed = [configuration.flag_name(name) for name in FIXED if typed.get(name)]
-    if fixed:
-        raise InputError(
-            f"--{fixed[0]} cannot change in a run that goes on. Start a new run with it."
-        )
+    for name in map(configuration.flag_name, FIXED):
+        given = typed.pop(name.replace("-", "_"), None)
+        if given and str(given) != str(record["config"].get(name)):
+            raise InputError(
+                f"--{name} cannot change in a run that goes on. Start a new run with it."
+            )
     config = configuration.resolve(typed, where / folder.CONFIG).config
     device = choose_device(config.device)
     config = replace(config, device=str(device), out=where)

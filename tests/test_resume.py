@@ -184,6 +184,12 @@ def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> 
         finish(run.resume(first.folder, change))
 
 
+def test_repeating_what_the_run_is_changes_nothing() -> None:
+    first = finish(run.train(start(out="run"), after(3)))
+    last = finish(run.resume(first.folder, {"dataset": "digits", "optimizer": "dp-macadam"}))
+    assert len(last.report["privacy"]["events"]) == 1
+
+
 @pytest.mark.privacy
 def test_checkpoints_are_private_and_the_last_two_are_kept() -> None:
     first = finish(run.train(start(out="run")))
