@@ -160,6 +160,16 @@ def _holds_run(folder: Path) -> bool:
         return False
 
 
+def check_run_folder(run: Path) -> None:
+    """Refuse to go on in what is not a run's folder.
+
+    Raises:
+        InputError: it is not one.
+    """
+    if not (run / CONFIG).is_file():
+        raise InputError(f"--resume {run} is not a run folder: it holds no {CONFIG}.")
+
+
 def make_folder(run: Path) -> Path:
     """Make the folder that --out names, or take it as it is.
 

@@ -175,8 +175,7 @@ def resume(
         InputError: there is no such run, or the change cannot be made to it.
         ModelError: no checkpoint is whole.
     """
-    if not (where / folder.CONFIG).exists():
-        raise InputError(f"--resume {where} is not a run folder: it holds no {folder.CONFIG}.")
+    folder.check_run_folder(where)
     with folder.locked(where):
         yield from _drive(_resumed(where, flags), stop)
 

@@ -194,7 +194,7 @@ def _heading(event: Started) -> list[Text]:
         lines.append(
             Text(
                 f"sigma {config.sigma:g}, expected batch {config.batch_size}, {event.steps:,} "
-                f"steps ({event.steps / config.steps_per_epoch:g} epochs), delta {config.delta:g}"
+                f"steps ({event.steps / config.steps_per_epoch:.3g} epochs), delta {config.delta:g}"
             )
         )
     if event.cut_short:
@@ -219,7 +219,7 @@ def _evaluated(event: engine.Evaluated, epsilon: float | None) -> Text:
         else (f"epsilon {format_epsilon(epsilon)}", "")
     )
     return Text.assemble(
-        f"epoch {event.epoch:g}  step {event.step}  ",
+        f"epoch {event.epoch:.4g}  step {event.step}  ",
         price,
         "  test accuracy ",
         (f"{event.result.accuracy:.2%}", "green"),

@@ -11,7 +11,7 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
 from dpmac_cli.config import KINDS, SETTINGS, Setting, TrainConfig, flag_name, resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.folder import CONFIG, to_json
+from dpmac_cli.folder import CONFIG, check_run_folder, to_json
 
 HELP = """Train a classifier under differential privacy.
 
@@ -36,6 +36,7 @@ def train(**flags: Any) -> None:
     file, run = flags.pop("config"), flags.pop("resume")
     if run is not None:
         _check_alone(file, flags)
+        check_run_folder(run)
     resolved = resolve(flags, run / CONFIG if run else file)
     # Loading torch takes seconds: only now that there is something to train.
     from dpmac_cli.cli.display import choose_display  # noqa: PLC0415

@@ -30,6 +30,8 @@ TRAIN = "train --dataset digits --steps 3"
 
 BAD = [
     # Commands and options
+    Bad("train --resume .", 2, ["--resume . is not a run folder"]),
+    Bad("train --resume . --out x --force", 2, ["leave out --out", "leave out --force"]),
     Bad("trian", 2, ["trian", "train"]),
     Bad("train --sigm 1", 2, ["--sigm", "--sigma"]),
     Bad("train extra", 2, ["extra"]),
