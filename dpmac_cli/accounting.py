@@ -156,7 +156,7 @@ class EpsilonSchedule:
 def epsilon_schedule(
     event: TrainingEvent, delta: float, epoch: int, earlier: Sequence[TrainingEvent] = ()
 ) -> EpsilonSchedule:
-    """Price the run at some 20 to 40 evenly spaced steps, by one coarse convolution each.
+    """Price the run at some 20 to 100 evenly spaced steps, by one coarse convolution each.
 
     The last point is exactly ``total_epsilon((*earlier, event), delta)``, and no point lies above
     it.
@@ -184,7 +184,7 @@ def epsilon_schedule(
     return EpsilonSchedule((*computed, (event.steps, end)))
 
 
-def _stride(steps: int, epoch: int, points: int = 40) -> int:
+def _stride(steps: int, epoch: int, points: int = 100) -> int:
     """Steps between points: some epochs, or a whole fraction of one where it has one."""
     least = max(1, math.ceil(steps / points))
     if epoch <= least:

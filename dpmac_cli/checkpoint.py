@@ -17,7 +17,7 @@ import safetensors.torch
 from torch import Tensor
 
 from dpmac_cli import folder
-from dpmac_cli.errors import ModelError
+from dpmac_cli.errors import InputError
 
 FOLDER = "checkpoint"
 NOTE = "PRIVATE.txt"
@@ -68,7 +68,7 @@ def newest(run: Path) -> Checkpoint:
     """The newest whole checkpoint of a run.
 
     Raises:
-        ModelError: there is none; every damaged one is named.
+        InputError: there is none; every damaged one is named.
     """
     damaged = []
     for path in _files(run):
@@ -77,11 +77,14 @@ def newest(run: Path) -> Checkpoint:
         except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as failure:
             damaged.append(f"{path.name} ({failure})")
     if damaged:
-        raise ModelError(
+        raise InputError(
             f"No checkpoint in {run / FOLDER} is whole: {'; '.join(damaged)}. "
             "The run cannot be resumed; start a new one."
         )
-    raise ModelError(f"{run} holds no checkpoint to resume from.")
+    raise InputError(
+        f"{run} holds no checkpoint, so the run cannot be resumed; start a new one, or replace it "
+        f"with --force --out {run}."
+    )
 
 
 def discard(run: Path, but: Path | None = None) -> None:

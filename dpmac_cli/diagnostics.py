@@ -16,7 +16,14 @@ DIAGNOSTICS_WARNING = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Averages over the samples of some steps. NOT private."""
+    """Averages over the samples of some steps. NOT private.
+
+    Attributes:
+        samples: seen. not_finite: how many of them had no finite gradient.
+        mean_loss: of the others.
+        mean_norm: of their centred gradients, in units of the clipping norm.
+        clipped_share: of them, 0 to 1. Both are None in a run that does not clip.
+    """
 
     samples: int
     not_finite: int
@@ -27,8 +34,13 @@ class Diagnosis:
 
 @dataclass
 class Diagnostics:
-    """Collects what --diagnostics shows. Everything in it is NOT private."""
+    """Collects what --diagnostics shows. Everything in it is NOT private.
 
+    Attributes:
+        clipped: whether the run clips: without that, there is no norm to compare to.
+    """
+
+    clipped: bool
     _losses: list[Tensor] = field(default_factory=list)
     _norms: list[Tensor] = field(default_factory=list)
 
@@ -58,6 +70,8 @@ class Diagnostics:
             samples=len(norms),
             not_finite=len(norms) - seen,
             mean_loss=float(losses[finite].mean()) if seen else None,
-            mean_norm=float(norms[finite].mean()) if seen else None,
-            clipped_share=float((norms[finite] > 1).double().mean()) if seen else None,
+            mean_norm=float(norms[finite].mean()) if seen and self.clipped else None,
+            clipped_share=(
+                float((norms[finite] > 1).double().mean()) if seen and self.clipped else None
+            ),
         )

@@ -361,6 +361,7 @@ class Evaluated:
         step: t. epoch: t over ceil(n/B).
         seconds: of training so far, evaluation left out.
         result: on the test set.
+        last: no step follows, in this session at least.
         public: see :meth:`Trainer.public_values`.
     """
 
@@ -368,6 +369,7 @@ class Evaluated:
     epoch: float
     seconds: float
     result: Evaluation
+    last: bool
     public: dict[str, float] = field(default_factory=dict)
 
 
@@ -394,11 +396,12 @@ def fit(
         trainer.step()
         stopping = stop()
         now = time.perf_counter()
-        if now - reported > PROGRESS_EVERY or pause(state.step):
+        if stopping or now - reported > PROGRESS_EVERY or pause(state.step):
             yield Progress(state.step, seconds + now - mark)
             reported = time.perf_counter()
             mark += reported - now  # what is done with an event is not training
-        if stopping or state.step % plan.steps_per_epoch == 0 or state.step == plan.steps:
+        last = stopping or state.step == plan.steps
+        if last or state.step % plan.steps_per_epoch == 0:
             if not bool(torch.isfinite(state.theta).all()):
                 raise ModelError(
                     f"Training diverged: after step {state.step} the parameters are no longer "
@@ -407,7 +410,7 @@ def fit(
             seconds += time.perf_counter() - mark
             result = evaluate(trainer.model, trainer.data, trainer.data.test)
             epoch = state.step / plan.steps_per_epoch
-            yield Evaluated(state.step, epoch, seconds, result, trainer.public_values())
+            yield Evaluated(state.step, epoch, seconds, result, last, trainer.public_values())
             mark = time.perf_counter()
         if stopping:
             return

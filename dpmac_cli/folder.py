@@ -25,20 +25,31 @@ PUBLIC_MODE = 0o644
 PRIVATE_MODE = 0o600
 
 
-def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
-    """Write a file whole, or leave what was there. Raises OSError."""
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have an OSError say which file it is about: a full disk, for one, does not."""
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(partial, mode)
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
+        yield
+    except OSError as failure:
+        failure.filename = str(path)
         raise
+
+
+def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
+    """Write a file whole, or leave what was there. Raises OSError, naming the file."""
+    with _naming(path):
+        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(partial, mode)
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)
+            raise
 
 
 def to_json(value: Any) -> str:
@@ -47,10 +58,19 @@ def to_json(value: Any) -> str:
 
 
 def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) -> None:
-    """Append one line of JSON."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
-    with os.fdopen(handle, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
+    """Append one line of JSON. Raises OSError, naming the file."""
+    with _naming(path):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
+        with os.fdopen(handle, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def reported_steps(run: Path) -> int:
+    """The steps of the model that a run's report is about; 0 while there is no whole report."""
+    try:
+        return int(json.loads((run / REPORT).read_bytes())["hyperparameters"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def new_folder(root: Path, stem: str) -> Path:

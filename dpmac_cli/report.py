@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from dpmac_cli import accounting
 from dpmac_cli.accounting import TrainingEvent
 from dpmac_cli.config import TrainConfig
+from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.engine import Evaluated
 
 SCHEMA_VERSION = 1
@@ -21,9 +22,10 @@ SEED_KEPT_NOWHERE = (
     "Every seed came from the operating system, one for each purpose, and was kept nowhere."
 )
 SEED_GIVEN = (
-    "The run was made repeatable with --seed: whoever knows or guesses the seed can draw the same "
-    "noise and subtract it, so the guarantee holds only against those who do not."
+    "Noise was drawn with --seed, to be repeatable: whoever knows or guesses the seed can draw the "
+    "same and subtract it, so the guarantee holds only against those who do not."
 )
+NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
 @dataclass(frozen=True)
@@ -53,38 +55,50 @@ class Bill:
     Attributes:
         events: what every branch took, the last one being the published model's own.
         planned: the last event as it was meant to be.
-        steps: that the published model took from its first, branches it left aside not counted.
         seeded: whether any draw came from a seed that a person chose.
     """
 
     events: tuple[TrainingEvent, ...]
     planned: TrainingEvent
-    steps: int
     seeded: bool
 
 
 def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
-    """The guarantee of a run, all its branches counted."""
+    """The guarantee of a run, all its branches counted; without one, the same keys are null.
+
+    ``steps``, ``noise_multiplier`` and ``sampling_rate`` are those of all branches together, the
+    latter two null where branches differ; ``events`` holds each.
+    """
     epsilon = accounting.total_epsilon(bill.events, config.delta)
     planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), config.delta)
+    private = not config.no_dp
     return {
-        "private": not config.no_dp,
+        "private": private,
         "epsilon": _finite(epsilon),
         "epsilon_planned": _finite(planned),
-        "delta": config.delta,
-        "noise_multiplier": config.sigma or 0.0,
+        "delta": config.delta if private else None,
+        "noise_multiplier": _common(event.noise_multiplier for event in bill.events),
         "sampler": accounting.SAMPLER,
-        "sampling_rate": config.sampling_rate,
-        "steps": bill.steps,
+        "sampling_rate": _common(event.sampling_rate for event in bill.events),
+        "steps": sum(event.steps for event in bill.events),
         "events": [vars(event) for event in bill.events],
-        "adjacency": accounting.ADJACENCY,
-        "accountant": accounting.ACCOUNTANT,
+        "adjacency": accounting.ADJACENCY if private else None,
+        "accountant": accounting.ACCOUNTANT if private else None,
         "statement": accounting.statement(epsilon, config.delta, bill.events),
-        "seed_policy": {
-            "given": bill.seeded,
-            "statement": SEED_GIVEN if bill.seeded else SEED_KEPT_NOWHERE,
-        },
+        "seed_policy": {"given": bill.seeded, "statement": _seed_policy(private, bill.seeded)},
     }
+
+
+def _common(values: Iterable[float]) -> float | None:
+    """The value that all have, or None."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def _seed_policy(private: bool, seeded: bool) -> str:
+    if not private:
+        return NO_SECRETS
+    return SEED_GIVEN if seeded else SEED_KEPT_NOWHERE
 
 
 def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, Any]:
@@ -111,12 +125,20 @@ def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, 
     }
 
 
-def build_report(config: TrainConfig, facts: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
-    """The whole report, :func:`public_facts` included. Scripts rely on its keys."""
-    steps = facts["privacy"]["steps"]
+def build_report(
+    config: TrainConfig, facts: Mapping[str, Any], steps: int, outcome: Outcome
+) -> dict[str, Any]:
+    """The whole report, :func:`public_facts` included. Scripts rely on its keys.
+
+    Args:
+        config: of the run.
+        facts: see :func:`public_facts`.
+        steps: that the published model took from its first.
+        outcome: how it went.
+    """
     last = outcome.history[-1]
     best = max(outcome.history, key=lambda line: float(line["test_accuracy"]))
-    used = sorted(config.method.settings)
+    used = config.method.settings_without_clipping if config.no_dp else config.method.settings
     speed = steps / outcome.seconds if outcome.seconds > 0 else 0.0
     return {
         **facts,
@@ -129,11 +151,13 @@ def build_report(config: TrainConfig, facts: Mapping[str, Any], outcome: Outcome
             "best_epoch": best["epoch"],
         },
         "hyperparameters": {
+            "steps": steps,
             "epochs": steps / config.steps_per_epoch,
             "batch_size": config.batch_size,
-            **{name: getattr(config, name) for name in used},
+            **{name: getattr(config, name) for name in sorted(used)},
         },
         "post_noise": dict(outcome.post_noise),
+        "diagnostics": DIAGNOSTICS_WARNING if config.diagnostics else None,
         "timings": {
             "training_seconds": round(outcome.seconds, 3),
             "total_seconds": round(outcome.total_seconds, 3),
@@ -155,7 +179,7 @@ def metrics_line(evaluated: Evaluated, epsilon: float, config: TrainConfig) -> d
         "step": evaluated.step,
         "epoch": evaluated.epoch,
         "epsilon": _finite(epsilon),
-        "delta": config.delta,
+        "delta": None if config.no_dp else config.delta,
         "test_accuracy": evaluated.result.accuracy,
         "test_loss": _finite(evaluated.result.loss),
         "test_samples": evaluated.result.samples,

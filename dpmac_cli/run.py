@@ -57,8 +57,8 @@ class Update:
 
     Attributes:
         event: of the engine.
-        epsilon: an upper bound on what was spent up to the event's step; None while the prices
-            are still being worked out, ``inf`` without privacy.
+        epsilon: spent up to the event's step, exactly after the last one and as an upper bound
+            before; None while the prices are still being worked out, ``inf`` without privacy.
         planned: what the whole run costs, likewise.
         not_private: averages since the last evaluation, if diagnostics are on.
     """
@@ -122,9 +122,12 @@ class Session:
 
     def bill(self) -> Bill:
         """What has been done with the records."""
-        step = self.trainer.state.step
-        events = (*self.earlier, self.event(step))
-        return Bill(events, self.event(self.config.total_steps), step, self.seeded)
+        events = (*self.earlier, self.event(self.trainer.state.step))
+        return Bill(events, self.event(self.config.total_steps), self.seeded)
+
+    def epsilon(self) -> float:
+        """What has been spent."""
+        return total_epsilon(self.bill().events, self.config.delta)
 
 
 def train(config: TrainConfig, stop: Callable[[], bool] = lambda: False) -> Iterator[RunEvent]:
@@ -144,7 +147,7 @@ def train(config: TrainConfig, stop: Callable[[], bool] = lambda: False) -> Iter
         folder.check_chosen_folder(config.out, config.force)
     config = replace(settle_noise(config), device=str(device))
     steps = _affordable(config)
-    diagnostics = Diagnostics() if config.diagnostics else None
+    diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
     trainer = make_trainer(config, steps, device, diagnostics)
     where = _take_folder(config)
     with folder.locked(where):
@@ -173,7 +176,7 @@ def resume(
 
     Raises:
         InputError: there is no such run, or the change cannot be made to it.
-        ModelError: no checkpoint is whole.
+            Or no checkpoint is whole.
     """
     folder.check_run_folder(where)
     with folder.locked(where):
@@ -216,13 +219,15 @@ def _resumed(where: Path, flags: Mapping[str, Any]) -> Session:
         branch = f"{', '.join(changed)} changed"
         earlier = (*earlier, _taken(where, saved))
         base = step
-    if config.total_steps <= step and (not changed or config.total_steps < step):
+    told = folder.reported_steps(where) >= step  # else its last files are yet to be written
+    if config.total_steps < step or (config.total_steps == step and told and not changed):
         raise InputError(
             f"{where} is finished: it took {step} of {config.total_steps} steps. "
-            "Add --epochs or --steps to train on."
+            f"To train on, give more with --epochs (above {step // config.steps_per_epoch}) or "
+            f"--steps (above {step})."
         )
     steps = base + _affordable(config, config.total_steps - base, earlier)
-    diagnostics = Diagnostics() if config.diagnostics else None
+    diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
     trainer = make_trainer(config, steps, device, diagnostics, branch=len(earlier))
     trainer.state.restore(saved.tensors, record["state"])
     session = Session(
@@ -270,6 +275,8 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     parameters = trainer.state.theta.numel()
     every_steps, every_seconds = config.checkpoint_interval
     planned = config.total_steps
+    if trainer.state.step == 0:  # so that a run can be resumed from its first moment on
+        _save(session)
     yield Started(
         config,
         where,
@@ -292,8 +299,11 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
             session.seconds = event.seconds
             scored = isinstance(event, Evaluated)
             schedule = prices.result() if scored else _if_ready(prices)
+            epsilon = None if schedule is None else schedule.at(event.step - session.base)
             if isinstance(event, Evaluated):
-                epsilon = prices.result().at(event.step - session.base)
+                if event.last:  # as in the report: a run may end between the schedule's points
+                    epsilon = session.epsilon()
+                assert epsilon is not None  # noqa: S101  (the schedule was waited for)
                 line = metrics_line(event, epsilon, config)
                 session.history.append(line)
                 if event.step > last_shown:
@@ -304,7 +314,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
                 saved = now
             yield Update(
                 event,
-                None if schedule is None else schedule.at(event.step - session.base),
+                epsilon,
                 None if schedule is None else schedule.points[-1][1],
                 session.diagnostics.flush(where, event.step)
                 if scored and session.diagnostics
@@ -328,7 +338,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     bill = session.bill()
     facts = public_facts(config, bill, parameters)
     save_model(where / folder.MODEL, trainer.model, facts)
-    report = build_report(config, facts, outcome)
+    report = build_report(config, facts, trainer.state.step, outcome)
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
     yield Finished(report, where, state)
 

@@ -202,7 +202,7 @@ def test_schedule_is_an_increasing_upper_bound_with_an_exact_end(
     assert list(steps) == sorted(set(steps))
     assert list(prices) == sorted(prices)
     assert schedule.points[-1] == (event.steps, event.epsilon(DELTA))
-    assert len(steps) <= 40
+    assert len(steps) <= 100
     for step in np.random.default_rng(0).integers(1, event.steps, size=4, endpoint=True):
         exact = TrainingEvent(event.sampling_rate, event.noise_multiplier, int(step))
         assert schedule.at(int(step)) >= exact.epsilon(DELTA)

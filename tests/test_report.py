@@ -97,13 +97,13 @@ def test_versions_of_everything_that_matters(report: dict[str, Any]) -> None:
 def test_hyperparameters_are_those_with_an_effect(optimizer: str) -> None:
     finished = train_digits(optimizer=optimizer, steps=1)
     used = finished.report["hyperparameters"]
-    assert used.keys() == {"epochs", "batch_size"} | OPTIMIZERS[optimizer].settings
+    assert used.keys() == {"steps", "epochs", "batch_size"} | OPTIMIZERS[optimizer].settings
     assert used["lr"] == DATASETS["digits"].defaults.lr[optimizer]
 
 
 def bill(steps: int, seeded: bool = False) -> Bill:
     event = TrainingEvent(0.1, 1.5, steps)
-    return Bill((event,), event, steps, seeded)
+    return Bill((event,), event, seeded)
 
 
 @pytest.mark.privacy

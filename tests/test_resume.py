@@ -13,7 +13,7 @@ from torch import Tensor
 from dpmac_cli import assembly, checkpoint, folder, run
 from dpmac_cli.accounting import TrainingEvent, total_epsilon
 from dpmac_cli.engine import Evaluated
-from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.errors import InputError
 from dpmac_cli.noise import noise_source as seeded_source
 from dpmac_cli.run import Finished, RunEvent, Started, Update
 from dpmac_cli.sampling import PoissonSampler
@@ -126,7 +126,9 @@ def test_a_changed_resume_reuses_no_draw(
     assert not set(draws.batches[before:]) & set(draws.batches[:before])
     # Step 21 was shown by the first branch, and taken again by the second.
     events = finished.report["privacy"]["events"]
-    assert [event["steps"] for event in events] == [21, finished.report["privacy"]["steps"] - 20]
+    after = finished.report["hyperparameters"]["steps"] - 20
+    assert [event["steps"] for event in events] == [21, after]
+    assert finished.report["privacy"]["steps"] == 21 + after
 
 
 @pytest.mark.privacy
@@ -172,7 +174,7 @@ def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_finished_run_has_nothing_to_go_on_with() -> None:
     first = finish(run.train(start(out="run")))
     before = weights(first.folder)
-    with pytest.raises(InputError, match=r"finished: it took 21 of 21 steps. Add --epochs"):
+    with pytest.raises(InputError, match=r"finished: it took 21 of 21 steps.*--steps .above 21"):
         finish(run.resume(first.folder, {}))
     assert weights(first.folder) == before
 
@@ -223,8 +225,17 @@ def test_no_whole_checkpoint_is_named() -> None:
     first = finish(run.train(start(out="run"), after(6)))
     for path in (first.folder / checkpoint.FOLDER).glob("step-*"):
         path.write_bytes(b"")
-    with pytest.raises(ModelError, match=r"step-000000006.*step-000000004"):
+    with pytest.raises(InputError, match=r"step-000000006.*step-000000004"):
         finish(run.resume(first.folder, {}))
+    checkpoint.discard(first.folder)
+    with pytest.raises(InputError, match=r"holds no checkpoint.*--force"):
+        finish(run.resume(first.folder, {}))
+
+
+def test_a_run_killed_before_its_first_step_ends_bit_identical() -> None:
+    whole = finish(run.train(start(checkpoint_every="60s")))
+    kill(run.train(start(out="run", checkpoint_every="60s")), lambda event: True)
+    assert weights(finish(run.resume(Path("run"), {})).folder) == weights(whole.folder)
 
 
 def test_a_folder_in_use_is_refused() -> None:

@@ -207,6 +207,8 @@ def test_a_stop_ends_the_run_with_everything_written() -> None:
     _, finished = train_events(digits_config(epochs=5), lambda: next(asked))
     report = finished.report
     assert finished.state == report["state"] == "interrupted"
+    # The last line's price is the report's to the bit, wherever the run was stopped.
+    assert metrics(finished.folder)[-1]["epsilon"] == report["privacy"]["epsilon"]
     assert (report["privacy"]["steps"], metrics(finished.folder)[-1]["step"]) == (2, 2)
     assert report["privacy"]["epsilon"] == TrainingEvent(RATE, SIGMA, 2).epsilon(1e-5)
     assert report["privacy"]["epsilon"] < report["privacy"]["epsilon_planned"]

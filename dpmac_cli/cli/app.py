@@ -32,8 +32,3 @@ def callback(
 ) -> None:
     """Options before a command."""
     del version
-
-
-def main() -> None:
-    """The console script."""
-    app()

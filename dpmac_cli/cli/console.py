@@ -1,31 +1,110 @@
-"""Words on the terminal: errors and notes. Loads no torch."""
+"""Words on the terminal: results, errors and notes. Loads no torch."""
 
+import os
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 
+class _Console(Console):
+    """A console that leaves a broken pipe to its caller: rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704  (rich calls this while it handles the error)
+
+
+class Expendable:
+    """A text stream for what is shown by the way: lost, it costs nothing but itself.
+
+    A pager that was closed or a log on a full disk must not end hours of training. The first
+    failure points the stream's descriptor at nowhere, so that what is buffered can go there too.
+
+    Attributes:
+        stream: written to.
+        lost: why it can no longer be; None while it can.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.lost: OSError | None = None
+
+    def write(self, text: str) -> int:
+        """As of any text stream; never fails."""
+        try:
+            return self.stream.write(text)
+        except OSError as failure:
+            self._lose(failure)
+            return len(text)
+
+    def flush(self) -> None:
+        """As of any text stream; never fails."""
+        try:
+            self.stream.flush()
+        except OSError as failure:
+            self._lose(failure)
+
+    def isatty(self) -> bool:
+        """Whether a person is looking."""
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        """Of the stream."""
+        return self.stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        """Of the stream."""
+        return self.stream.encoding
+
+    def _lose(self, failure: OSError) -> None:
+        if self.lost is None:
+            self.lost = failure
+            discard_output(self.stream)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Send what a stream still holds, and all that follows, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def stdout() -> Console:
     """The console for results. Plain text when not a terminal; NO_COLOR is honoured."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+    return _console(sys.stdout)
 
 
 def stderr() -> Console:
     """The console for errors and notes."""
-    return Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
+    return _console(sys.stderr)
 
 
-def print_errors(errors: Iterable[str]) -> None:
+def expendable(stream: TextIO) -> Console:
+    """A console for what may be lost; see :class:`Expendable`."""
+    return _console(Expendable(stream))
+
+
+def _console(file: TextIO | Expendable) -> Console:
+    return _Console(file=file, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
+
+
+def print_json(text: str) -> None:
+    """A result for a program, at once: a full disk must not go unnoticed. Raises OSError."""
+    print(text, end="", flush=True)  # noqa: T201
+
+
+def print_errors(errors: Iterable[str], label: str = "error") -> None:
     """Each fault once, in full sentences, on stderr."""
-    console = stderr()
+    console = expendable(sys.stderr)
     for error in errors:
-        console.print(Text.assemble(("error: ", "bold red"), error))
+        console.print(Text.assemble((f"{label}: ", "bold red"), error))
 
 
 def print_notes(notes: Iterable[str]) -> None:
     """What is legal but probably not meant, on stderr."""
-    console = stderr()
+    console = expendable(sys.stderr)
     for note in notes:
         console.print(Text.assemble(("note: ", "yellow"), note))

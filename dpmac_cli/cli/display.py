@@ -1,19 +1,21 @@
 """How a training run and an evaluation look."""
 
 import math
-from types import TracebackType
-from typing import Protocol, Self
+import sys
+from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli import accounting, engine, folder
-from dpmac_cli.cli.console import stderr, stdout
-from dpmac_cli.diagnostics import Diagnosis
+from dpmac_cli.cli.console import expendable
+from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 from dpmac_cli.run import Finished, Started, Update
 
+#: Columns from which on the bar has room for the speed.
+WIDE = 100
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
 
@@ -25,15 +27,6 @@ def format_epsilon(epsilon: float | None) -> str:
 class Display(Protocol):
     """Shows a training run as it happens."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
     def started(self, event: Started) -> None:
         """Before the first step."""
         ...
@@ -42,24 +35,21 @@ class Display(Protocol):
         """While training."""
         ...
 
+    def stopping(self) -> None:
+        """Someone has asked the run to stop."""
+        ...
+
     def finished(self, event: Finished) -> None:
         """After the files are written."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come, whether or not the run is finished."""
         ...
 
 
 class Silent:
     """Shows nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
     def started(self, event: Started) -> None:
         """Nothing."""
@@ -67,7 +57,13 @@ class Silent:
     def update(self, event: Update) -> None:
         """Nothing."""
 
+    def stopping(self) -> None:
+        """Nothing."""
+
     def finished(self, event: Finished) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
         """Nothing."""
 
 
@@ -89,18 +85,14 @@ class Lines(Silent):
             if event.not_private is not None:
                 self.console.print(_diagnosed(event.not_private))
 
+    def stopping(self) -> None:
+        """What will happen now."""
+        self.console.print("stopping after this step; once more to stop at once", style="yellow")
+
     def finished(self, event: Finished) -> None:
         """What came of it."""
         for line in _summary(event):
             self.console.print(line)
-
-
-class _PublicSpeed(ProgressColumn):
-    """Steps per second times the expected batch: the drawn batch size is private."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.fields["speed"]
-        return Text(f"{speed:,.0f} samples/s" if speed else "", style="dim")
 
 
 class LiveBar(Lines):
@@ -108,26 +100,17 @@ class LiveBar(Lines):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._bar = Progress(
+        columns: list[ProgressColumn] = [
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
             TextColumn("{task.fields[accuracy]}", style="green"),
-            _PublicSpeed(),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            transient=True,
-            expand=True,
-        )
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
+        ]
+        if console.width >= WIDE:
+            columns.append(TextColumn("{task.fields[speed]}", style="dim"))
+        columns.append(TimeRemainingColumn(compact=True))
+        self._bar = Progress(*columns, console=console, transient=True, expand=True)
 
     def started(self, event: Started) -> None:
         """The heading, and an empty bar."""
@@ -139,43 +122,54 @@ class LiveBar(Lines):
             "",
             total=event.steps,
             completed=event.done,
-            epoch="1",
+            epoch=str(event.done // self._per_epoch + 1),
             epsilon="",
             accuracy="",
-            speed=0.0,
+            speed="",
         )
         self._bar.start()
 
     def update(self, event: Update) -> None:
-        """Move the bar."""
-        super().update(event)
+        """Move the bar, and then put a line above it."""
         step = event.event.step
         self._bar.update(
             self._task,
             completed=step,
             epoch=str(math.ceil(step / self._per_epoch)),
             epsilon=self._budget(event),
-            speed=step * self._batch / event.event.seconds if event.event.seconds > 0 else 0.0,
+            speed=self._speed(event),
         )
         if isinstance(event.event, engine.Evaluated):
-            self._bar.update(self._task, accuracy=f"{event.event.result.accuracy:.2%}")
+            self._bar.update(self._task, accuracy=f"test {event.event.result.accuracy:.2%}")
+        super().update(event)
 
     def finished(self, event: Finished) -> None:
         """The bar gives way to the summary."""
-        self._bar.stop()
+        self.close()
         super().finished(event)
+
+    def close(self) -> None:
+        """The bar goes."""
+        self._bar.stop()
 
     def _budget(self, event: Update) -> str:
         if not self._private:
             return "no privacy"
-        return f"ε {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+        # At most: between the schedule's points the next one's price is shown.
+        return f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+
+    def _speed(self, event: Update) -> str:
+        """Steps per second times the expected batch: the drawn batch size is private."""
+        seconds = event.event.seconds
+        speed = event.event.step * self._batch / seconds if seconds > 0 else 0.0
+        return f"{speed:,.0f} samples/s"
 
 
 def choose_display(quiet: bool, json: bool) -> Display:
     """Nothing when quiet; on stderr when stdout is for JSON; a bar on a terminal only."""
     if quiet:
         return Silent()
-    console = stderr() if json else stdout()
+    console = expendable(sys.stderr if json else sys.stdout)
     return LiveBar(console) if console.is_terminal else Lines(console)
 
 
@@ -194,7 +188,8 @@ def _heading(event: Started) -> list[Text]:
         lines.append(
             Text(
                 f"sigma {config.sigma:g}, expected batch {config.batch_size}, {event.steps:,} "
-                f"steps ({event.steps / config.steps_per_epoch:.3g} epochs), delta {config.delta:g}"
+                f"steps (epochs: {event.steps / config.steps_per_epoch:.4g}), delta "
+                f"{config.delta:g}"
             )
         )
     if event.cut_short:
@@ -208,6 +203,8 @@ def _heading(event: Started) -> list[Text]:
     if event.done:
         how = "exactly as it would have" if event.branch is None else f"as a branch: {event.branch}"
         lines.append(Text(f"going on after step {event.done}, {how}", style="yellow"))
+    if config.diagnostics:
+        lines.append(Text(f"--diagnostics: {DIAGNOSTICS_WARNING}", style="bold red"))
     lines.append(Text(f"writing {event.folder}", style="dim"))
     return lines
 
@@ -227,12 +224,11 @@ def _evaluated(event: engine.Evaluated, epsilon: float | None) -> Text:
 
 
 def _diagnosed(seen: Diagnosis) -> Text:
-    if seen.mean_loss is None or seen.mean_norm is None or seen.clipped_share is None:
-        averages = "no finite sample"
-    else:
-        averages = (
-            f"loss {seen.mean_loss:.4f}, gradient norm over the clipping norm "
-            f"{seen.mean_norm:.3g}, clipped {seen.clipped_share:.1%}"
+    averages = "no finite sample" if seen.mean_loss is None else f"mean loss {seen.mean_loss:.4f}"
+    if seen.mean_norm is not None and seen.clipped_share is not None:
+        averages += (
+            f", mean gradient norm {seen.mean_norm:.3g} times the clipping norm, "
+            f"clipped {seen.clipped_share:.1%}"
         )
     return Text(
         f"  NOT PRIVATE: {averages}, not finite {seen.not_finite} of {seen.samples}", style="red"
@@ -263,9 +259,10 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(
             Text("with --seed: no privacy against anyone who knows the seed", style="yellow")
         )
-    lines.append(
-        Text(f"{event.folder}: {folder.MODEL}, {folder.REPORT}, {folder.METRICS}, {folder.CONFIG}")
-    )
+    names = [folder.MODEL, folder.REPORT, folder.METRICS, folder.CONFIG]
+    if report["diagnostics"]:
+        names.append(f"{folder.DIAGNOSTICS} (do not publish)")
+    lines.append(Text(f"{event.folder}: {', '.join(names)}"))
     return lines
 
 

@@ -1,7 +1,6 @@
 """From a failure to a message and an exit code. No traceback unless asked for."""
 
 import functools
-import os
 import signal
 import sys
 import threading
@@ -34,11 +33,10 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
-            console.print_errors(["interrupted at once; what was written before is whole."])
+            console.print_errors(["interrupted."])
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # whoever read our output has gone, as in dpmac train | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # whoever read our output has seen enough, as in dpmac eval | head
+            console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001
             if kwargs.get("debug"):
                 traceback.print_exc()
@@ -54,14 +52,19 @@ def _explanation(failure: Exception) -> tuple[tuple[str, ...], int]:
         if isinstance(failure, kind):
             messages = failure.errors if isinstance(failure, InputError) else (str(failure),)
             return messages, code
-    if isinstance(failure, OSError) and failure.filename:
-        return (f"{failure.filename}: {failure.strerror or failure}.",), USAGE
+    if isinstance(failure, OSError):
+        return (f"{explain_os_error(failure)}.",), USAGE
     if isinstance(failure, DpmacError):
         return (str(failure),), USAGE
     return (
         f"dpmac failed where it should not have ({type(failure).__name__}: {failure}). "
         "Please report it with the output of the same command and --debug.",
     ), BUG
+
+
+def explain_os_error(failure: OSError) -> str:
+    """What could not be read or written, and why."""
+    return f"{failure.filename or 'standard output'}: {failure.strerror or failure}"
 
 
 @contextmanager
@@ -74,7 +77,6 @@ def stop_request() -> Iterator[Callable[[], bool]]:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
-        print("\nfinishing the step; once more to stop at once", file=sys.stderr)  # noqa: T201
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

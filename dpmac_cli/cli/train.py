@@ -1,5 +1,6 @@
 """dpmac train."""
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,8 @@ model does not fit or diverged, 130 interrupted (the run so far is written).
 """
 
 ENDED_EARLY = {
-    "interrupted": ("interrupted", INTERRUPTED),
-    "budget-spent": ("stopped before epsilon passed --max-epsilon", BUDGET),
+    "interrupted": ("interrupted", "", INTERRUPTED),
+    "budget-spent": ("epsilon would pass --max-epsilon", " --max-epsilon MORE", BUDGET),
 }
 
 
@@ -40,31 +41,26 @@ def train(**flags: Any) -> None:
     resolved = resolve(flags, run / CONFIG if run else file)
     # Loading torch takes seconds: only now that there is something to train.
     from dpmac_cli.cli.display import choose_display  # noqa: PLC0415
-    from dpmac_cli.run import Finished, Started, resume, train  # noqa: PLC0415
+    from dpmac_cli.cli.following import follow  # noqa: PLC0415
+    from dpmac_cli.run import resume, train  # noqa: PLC0415
 
     config = resolved.config
     if not config.quiet:
         console.print_notes(resolved.notes)
     display = choose_display(config.quiet, config.json)
-    with stop_request() as stop, display:
-        for event in resume(run, flags, stop) if run else train(config, stop):
-            match event:
-                case Started():
-                    display.started(event)
-                case Finished():
-                    display.finished(event)
-                    finished = event
-                case _:
-                    display.update(event)
+    with stop_request() as stop, contextlib.closing(display):
+        events = resume(run, flags, stop) if run else train(config, stop)
+        finished = follow(events, display, stop)
     if config.json:
-        print(to_json(finished.report), end="")  # noqa: T201
+        console.print_json(to_json(finished.report))
     if finished.state in ENDED_EARLY:
-        why, code = ENDED_EARLY[finished.state]
+        why, change, code = ENDED_EARLY[finished.state]
         console.print_errors(
             [
                 f"{why}; the run so far is in {finished.folder}. "
-                f"To go on: dpmac train --resume {finished.folder}"
-            ]
+                f"To go on: dpmac train --resume {finished.folder}{change}"
+            ],
+            label="stopped",
         )
         raise typer.Exit(code)
 

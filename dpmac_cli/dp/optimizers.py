@@ -29,10 +29,15 @@ class Optimizer:
     @property
     def settings(self) -> frozenset[str]:
         """The hyperparameters, by their names in the configuration, that have an effect."""
-        names = {"lr"} | GEOMETRY_SETTINGS[self.geometry] | RULE_SETTINGS[self.rule]
+        names = self.settings_without_clipping | GEOMETRY_SETTINGS[self.geometry]
         if self.geometry != "ball" and self.rule == "adam_bc":
             names |= {"phi"}
         return frozenset(names)
+
+    @property
+    def settings_without_clipping(self) -> frozenset[str]:
+        """The same in a run without privacy, which only has the rule."""
+        return RULE_SETTINGS[self.rule] | {"lr"}
 
 
 GEOMETRY_SETTINGS: dict[GeometryName, frozenset[str]] = {

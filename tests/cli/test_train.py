@@ -1,13 +1,16 @@
 """dpmac train, as typed and as seen."""
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -78,7 +81,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "\x1b" not in result.stdout
     lines = result.stdout.splitlines()
     assert lines[0].startswith("dp-adam on digits: 1,437 records, mlp-small with 4,810 parameters")
-    assert lines[1].startswith("sigma 1.5, expected batch 128, 24 steps (2 epochs)")
+    assert lines[1].startswith("sigma 1.5, expected batch 128, 24 steps (epochs: 2)")
     epochs = [line for line in lines if line.startswith("epoch")]
     assert [line.split()[:4] for line in epochs] == [
         ["epoch", "1", "step", "12"],
@@ -142,7 +145,7 @@ def test_a_spent_budget_is_exit_code_3_with_everything_written() -> None:
     result = dpmac(*DIGITS, "--max-epsilon", "0.06", "--out", "run")
     assert result.exit_code == 3
     assert "--max-epsilon 0.06 pays for 1 of 3 steps" in result.stdout
-    assert "stopped before epsilon passed --max-epsilon" in result.stderr
+    assert "stopped: epsilon would pass --max-epsilon" in result.stderr
     report = json.loads(Path("run/report.json").read_text())
     assert report["privacy"]["epsilon"] <= 0.06
     assert report["state"] == "budget-spent"
@@ -227,3 +230,58 @@ def test_exit_codes_of_real_processes() -> None:
         assert said.startswith("error: ") == bool(code)
         assert "Traceback" not in said
     assert sorted(os.listdir()) == ["quiet", "run"]
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """What a shell makes of a line in which ``dpmac`` is ours."""
+    line = line.replace("dpmac", f"{sys.executable} -m dpmac_cli")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize("where", ["| true", ">&-", "> /dev/full"])
+def test_a_display_that_is_lost_costs_only_itself(where: str) -> None:
+    done = shell(f"dpmac {' '.join(DIGITS)} --steps 30 --out run {where}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    report = json.loads(Path("run/report.json").read_text())
+    assert report["state"] == "finished"
+    assert score(Path("run"), None, None, "cpu").result.accuracy == report["test"]["accuracy"]
+
+
+def test_a_result_that_is_lost_is_a_failure() -> None:
+    done = shell(f"dpmac {' '.join(DIGITS)} --quiet --json --out run > /dev/full")
+    assert done.returncode == 2
+    assert "standard output" in done.stderr
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert shell("dpmac eval run > /dev/full").returncode == 2
+    enough = shell("dpmac eval run | head -1")
+    assert (enough.returncode, enough.stderr) == (0, "")
+    assert enough.stdout.startswith("rows: true class")
+
+
+@pytest.mark.parametrize("name", ["step-000000003.safetensors", "model.safetensors", "report.json"])
+def test_a_full_disk_names_the_file_and_the_way_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = tempfile.mkstemp
+
+    def full(prefix: str, **rest: Any) -> tuple[int, str]:
+        if name in prefix:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return make(prefix=prefix, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "mkstemp", full)
+        result = dpmac(*DIGITS, "--out", "run")
+    assert result.exit_code == 2
+    assert f"{name}: No space left on device" in result.stderr
+    assert "To go on from the last checkpoint: dpmac train --resume run" in result.stderr
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert json.loads(Path("run/report.json").read_text())["state"] == "finished"
