@@ -72,7 +72,18 @@ def adaclip_grid() -> Iterator[Setting]:
             }
 
 
-GRIDS = {"sigma": sigma_grid, "bounds": bounds_grid, "adaclip": adaclip_grid}
+def cycle_grid() -> Iterator[Setting]:
+    """The first steps at a noise that fails, to be followed one by one."""
+    return _product(
+        optimizer=("dp-macadam",),
+        seed=(0,),
+        sigma=(0.8,),
+        kappa=("paper", "exact", "tracked"),
+        steps=(400,),
+    )
+
+
+GRIDS = {"sigma": sigma_grid, "bounds": bounds_grid, "adaclip": adaclip_grid, "cycle": cycle_grid}
 
 
 def measure(setting: Setting) -> dict[str, Any]:
@@ -80,10 +91,15 @@ def measure(setting: Setting) -> dict[str, Any]:
     config = resolve({"dataset": "mnist", **setting}).config
     trainer = make_trainer(config, config.total_steps, torch.device("cpu"))
     trace, accuracy = [], []
-    for event in fit(trainer, lambda: False, lambda step: step % TRACE_EVERY == 0 or step <= 5):
+    every = 1 if "steps" in setting else TRACE_EVERY
+
+    def wanted(step: int) -> bool:
+        return step % every == 0 or step <= 5
+
+    for event in fit(trainer, lambda: False, wanted):
         if isinstance(event, Evaluated):
             accuracy.append(event.result.accuracy)
-        elif event.step % TRACE_EVERY == 0 or event.step <= 5:
+        elif wanted(event.step):
             trace.append({"step": event.step, **trainer.public_values()})
     return {**setting, "accuracy": accuracy, "trace": trace}
 

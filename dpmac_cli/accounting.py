@@ -1,119 +1,325 @@
-"""What happened to the data, as a privacy event, and what it costs.
+"""What happened to the records, as a privacy event, and what it costs.
 
-Every figure is for Poisson sampling under add-or-remove-one adjacency: two data sets are
-neighbours when one holds one record more. The price is a rigorous upper bound computed by
-dp-accounting's privacy loss distributions with the Connect-the-Dots discretisation
-(Doroshenko et al. 2022). Nothing here imports torch, and dp-accounting, which takes a second to
-import, is loaded when the first price is asked for.
+An event says how records were sampled and what noise was added; an accountant of dp-accounting
+prices it: ``pld``, privacy loss distributions with the Connect-the-Dots discretisation
+(Doroshenko et al. 2022), or ``rdp``, Renyi differential privacy (Mironov 2017). Both are rigorous
+upper bounds, and each is for the adjacency that belongs to the sampler. Nothing here imports torch,
+and dp-accounting, which takes a second to import, is loaded when the first price is asked for.
 """
 
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from importlib.metadata import version
 from typing import Any
 
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import InputError
 
-ADJACENCY = "add-or-remove-one"
-SAMPLER = "poisson"
-ACCOUNTANT = f"pld (Connect-the-Dots, dp-accounting {version('dp-accounting')})"
+#: Accountants by name, and what each is.
+ACCOUNTANTS: Mapping[str, str] = {
+    "pld": f"pld (Connect-the-Dots, dp-accounting {version('dp-accounting')})",
+    "rdp": f"rdp (Renyi orders up to 1024, dp-accounting {version('dp-accounting')})",
+}
 
-#: Noise multipliers are solved on a grid of this many to 1, so the one printed is the one used.
-SIGMA_TICKS = 100_000
+ADD_OR_REMOVE, ZERO_OUT, REPLACE = "add-or-remove-one", "zero-out", "replace-one"
+#: What each adjacency compares, in plain words.
+NEIGHBOURS: Mapping[str, str] = {
+    ADD_OR_REMOVE: "Leaving out or adding any one training record",
+    ZERO_OUT: "Replacing any one training record by a blank that takes its place in every batch",
+    REPLACE: "Replacing any one training record by any other",
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A way to draw batches, and how it is priced.
+
+    Attributes:
+        adjacency: under which its price holds. Prices under different ones do not compare.
+        accountants: that can price it, the default first.
+        once_an_epoch: whether a record is in one batch of each epoch. A batch's sum is then all
+            that an epoch says of it: one Gaussian, with no amplification.
+        sensitivity: how far one change between neighbours moves the sum of a batch, in clipping
+            norms.
+        summary: one line for help.
+        done: what its steps are called.
+    """
+
+    adjacency: str
+    accountants: tuple[str, ...]
+    once_an_epoch: bool
+    sensitivity: float
+    summary: str
+    done: str
+
+
+SAMPLERS: Mapping[str, Sampling] = {
+    "poisson": Sampling(
+        ADD_OR_REMOVE,
+        ("pld", "rdp"),
+        False,
+        1,
+        "each record is in each step independently with probability B/n",
+        "Poisson-sampled",
+    ),
+    "balls-in-bins": Sampling(
+        ADD_OR_REMOVE,
+        ("pld", "rdp"),
+        True,
+        1,
+        "each record goes to one of an epoch's batches, independently",
+        "balls-in-bins",
+    ),
+    # Taking out a record would shift the others to other batches: fixed slots need zero-out.
+    "shuffle": Sampling(
+        ZERO_OUT,
+        ("pld", "rdp"),
+        True,
+        1,
+        "each epoch deals all records out in random order",
+        "shuffled",
+    ),
+    # Replacing one sample by another moves the sum by 2.
+    "fixed-size": Sampling(
+        REPLACE,
+        ("rdp",),
+        False,
+        2,
+        "each step takes B different records",
+        "fixed-size",
+    ),
+}
+
+#: Below, the arithmetic of privacy losses gives out: smaller rates are priced as this one, which
+#: costs more.
+LEAST_RATE = 1e-6
 #: Below, the price is astronomical and its computation overflows; above, noise is all there is.
 SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
-LEAST_TICKS = round(SIGMA_MIN * SIGMA_TICKS)
-# Whole orders only: the fractional ones do not always converge, and here a bracket will do.
-RDP_ORDERS = [*range(2, 64), 80, 100, 128, 192, 256, 512]
 
 # Widths of the grid on which privacy loss is rounded up: every width gives an upper bound. The
 # loss itself grows like 1/sigma^2, and the grid with it, so that small sigma costs no more time.
 FINE = 1e-4
-COARSE = 1e-3  # a tenth of the time; adds at most 0.3% to an epsilon near 1, less above
+COARSE = 1e-3  # a tenth of the time, for a percent or less
 FINE_FROM_SIGMA = 0.4
+POINTS = 400_000  # of a grid for one composition: with more, time and memory run away
+BLOCK = 300
 
 
 @dataclass(frozen=True)
 class TrainingEvent:
-    """What a training run did to its data: ``steps`` Poisson-sampled Gaussian mechanisms.
+    """What a training run did to its data: ``steps`` Gaussian mechanisms on sampled batches.
 
     Attributes:
-        sampling_rate: q = B/n, the chance that a record is in a step, in (0, 1].
-        noise_multiplier: sigma, standard deviation of the noise over the sensitivity, >= 0.
+        sampling_rate: q = B/n, in (0, 1].
+        noise_multiplier: sigma, standard deviation of the noise over the clipping norm, >= 0.
         steps: T, how many steps saw data (an empty batch counts), >= 0.
+        sampler: a key of :data:`SAMPLERS`.
+        steps_per_epoch: ceil(n/B); matters where the sampler goes by epochs.
     """
 
     sampling_rate: float
     noise_multiplier: float
     steps: int
+    sampler: str = "poisson"
+    steps_per_epoch: int = 1
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its batches were drawn."""
+        return SAMPLERS[self.sampler]
+
+    @property
+    def compositions(self) -> int:
+        """How many mechanisms on all records it is priced as: steps, or epochs begun."""
+        if self.sampling.once_an_epoch:
+            return math.ceil(self.steps / self.steps_per_epoch)
+        return self.steps
+
+    @property
+    def rate(self) -> float:
+        """The chance, as it is priced, that a record is in one of the compositions."""
+        return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
 
     def dp_event(self) -> Any:
         """The same as a dp-accounting event, for any accountant of that library."""
         import dp_accounting  # noqa: PLC0415
 
-        return dp_accounting.SelfComposedDpEvent(
-            dp_accounting.PoissonSampledDpEvent(
-                self.sampling_rate, dp_accounting.GaussianDpEvent(self.noise_multiplier)
-            ),
-            self.steps,
-        )
+        return dp_accounting.SelfComposedDpEvent(self._one(), self.compositions)
 
-    def epsilon(self, delta: float) -> float:
-        """The epsilon of (epsilon, delta)-DP; ``inf`` without noise, 0 before the first step."""
-        if self.steps == 0:
-            return 0.0
-        if self.noise_multiplier == 0:
-            return math.inf
-        if not SIGMA_MIN <= self.noise_multiplier <= SIGMA_MAX:
-            raise InputError(
-                f"A noise multiplier of {self.noise_multiplier:g} cannot be priced: it must be at "
-                f"least {SIGMA_MIN:g} and at most {SIGMA_MAX:g}."
+    def _one(self) -> Any:
+        """One composition."""
+        import dp_accounting  # noqa: PLC0415
+
+        gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier / self.sampling.sensitivity)
+        if self.sampling.once_an_epoch:
+            return gaussian
+        if self.sampler == "fixed-size":
+            rate = Fraction(self.rate).limit_denominator(10**9)
+            return dp_accounting.SampledWithoutReplacementDpEvent(
+                rate.denominator, rate.numerator, gaussian
             )
-        return _price(self, delta, grid_width(self.noise_multiplier))
+        return dp_accounting.PoissonSampledDpEvent(self.rate, gaussian)
+
+    def epsilon(self, delta: float, accountant: str | None = None) -> float:
+        """The epsilon of (epsilon, delta)-DP; ``inf`` without noise, 0 before the first step."""
+        return total_epsilon((self,), delta, accountant)
 
 
 @functools.lru_cache(maxsize=64)
-def total_epsilon(events: tuple[TrainingEvent, ...], delta: float) -> float:
-    """The price of several trainings on the same records, one after another or as branches."""
+def total_epsilon(
+    events: tuple[TrainingEvent, ...],
+    delta: float,
+    accountant: str | None = None,
+    widest: float = FINE,
+) -> float:
+    """The price of several trainings on the same records, one after another or as branches.
+
+    Args:
+        events: under one adjacency.
+        delta: in (0, 1).
+        accountant: a key of :data:`ACCOUNTANTS`; None for the sampler's default.
+        widest: the widest grid on which losses may be rounded up.
+
+    Raises:
+        InputError: the accountant cannot price them.
+    """
     merged = _merged(events)
-    if len(merged) == 1:
-        return merged[0].epsilon(delta)
-    if any(event.noise_multiplier == 0 for event in merged):
-        return math.inf
     if not merged:
         return 0.0
-    width = max(grid_width(event.noise_multiplier) for event in merged)
-    return _read_epsilon(_compose(merged, width), delta)
+    if any(event.noise_multiplier == 0 for event in merged):
+        return math.inf
+    if choose_accountant(merged, accountant) == "pld":
+        return _read_epsilon(_compose(tuple(merged), _width(merged, widest)), delta)
+    return float(_rdp(merged).get_epsilon(delta))
 
 
-def _merged(events: Sequence[TrainingEvent]) -> list[TrainingEvent]:
-    """Steps of the same kind counted together; none that took no step."""
-    steps: dict[tuple[float, float], int] = {}
+@functools.lru_cache(maxsize=64)
+def total_delta(
+    events: tuple[TrainingEvent, ...], epsilon: float, accountant: str | None = None
+) -> float:
+    """The least delta shown to hold at an epsilon; 1 without noise. As :func:`total_epsilon`."""
+    merged = _merged(events)
+    if not merged:
+        return 0.0
+    if any(event.noise_multiplier == 0 for event in merged):
+        return 1.0
+    if choose_accountant(merged, accountant) == "pld":
+        delta = _compose(tuple(merged), _width(merged)).get_delta_for_epsilon(epsilon)
+    else:
+        delta = _rdp_delta(merged, epsilon)
+    return min(1.0, float(delta))
+
+
+def repeat_and_select(events: tuple[TrainingEvent, ...], delta: float, mean: float) -> float:
+    """Epsilon of the best of a random number of like trainings, by RDP.
+
+    The number of trainings is Poisson with the given mean, and only the best is ever seen
+    (Papernot and Steinke 2022, arXiv 2110.03620).
+
+    Raises:
+        InputError: see :func:`choose_accountant`.
+    """
+    from dp_accounting import dp_event  # noqa: PLC0415
+
+    merged = _merged(events)
+    if not merged:
+        return 0.0
+    if any(event.noise_multiplier == 0 for event in merged):
+        return math.inf
+    choose_accountant(merged, "rdp")
+    accountant = rdp_accountant(merged[0].sampling.adjacency)
+    once = dp_event.ComposedDpEvent([event.dp_event() for event in merged])
+    accountant.compose(dp_event.RepeatAndSelectDpEvent(once, mean, math.inf))
+    return float(accountant.get_epsilon(delta))
+
+
+def common(values: Iterable[float]) -> float | None:
+    """The value that all have, or None."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None) -> str:
+    """The accountant asked for, or the samplers' default.
+
+    Raises:
+        InputError: it cannot price these events, or no accountant can price them together.
+    """
+    names = sorted({event.sampler for event in events})
+    if len({SAMPLERS[name].adjacency for name in names}) > 1:
+        raise InputError(
+            f"{' and '.join(names)} sampling are priced under different adjacencies, so a run that "
+            "used both has no price."
+        )
     for event in events:
-        kind = event.sampling_rate, event.noise_multiplier
-        steps[kind] = steps.get(kind, 0) + event.steps
-    return [TrainingEvent(*kind, taken) for kind, taken in steps.items() if taken]
+        if not SIGMA_MIN <= event.noise_multiplier <= SIGMA_MAX:
+            raise InputError(
+                f"A noise multiplier of {event.noise_multiplier:g} cannot be priced: it must be "
+                f"at least {SIGMA_MIN:g} and at most {SIGMA_MAX:g}, or 0 for no noise at all."
+            )
+    offered = [name for name in ACCOUNTANTS if all(name in SAMPLERS[s].accountants for s in names)]
+    if wanted is not None and wanted not in offered:
+        raise InputError(
+            f"The {wanted} accountant cannot price {' and '.join(names)} sampling; "
+            f"{' or '.join(offered)} can."
+        )
+    return wanted or offered[0]
 
 
-def _compose(events: Sequence[TrainingEvent], width: float) -> Any:
-    plds = [
-        _one_step(event.sampling_rate, event.noise_multiplier, width).self_compose(event.steps)
-        for event in events
-    ]
+def _merged(events: Iterable[TrainingEvent]) -> list[TrainingEvent]:
+    """Mechanisms of the same kind counted together, as events whose steps are compositions."""
+    counts: dict[TrainingEvent, int] = {}
+    for event in events:
+        kind = replace(event, steps=0, steps_per_epoch=1)
+        counts[kind] = counts.get(kind, 0) + event.compositions
+    return [replace(kind, steps=count) for kind, count in counts.items() if count]
+
+
+@functools.lru_cache(maxsize=2)
+def _compose(merged: tuple[TrainingEvent, ...], width: float) -> Any:
+    plds = [_repeated(_one_step(event, width), event.steps) for event in merged]
     return functools.reduce(lambda a, b: a.compose(b), plds)
 
 
-def grid_width(noise_multiplier: float, finest: float = FINE) -> float:
-    """The width of the privacy loss grid for a run with this noise, at least ``finest``."""
-    if noise_multiplier >= FINE_FROM_SIGMA:
-        return finest
-    return max(finest, COARSE * (FINE_FROM_SIGMA / noise_multiplier) ** 2)
+def _repeated(pld: Any, times: int) -> Any:
+    """Composed with itself; very often by way of blocks, for the library goes step by step."""
+    if times < BLOCK**2:
+        return pld.self_compose(times)
+    blocks, rest = divmod(times, BLOCK)
+    most = pld.self_compose(BLOCK).self_compose(blocks)
+    return most.compose(pld.self_compose(rest)) if rest else most
+
+
+def _width(merged: Sequence[TrainingEvent], widest: float = FINE) -> float:
+    """One grid for all: wide enough for the largest losses, else fine enough for the smallest.
+
+    Rounding a composition's loss, about q/sigma, by a tenth of it adds 0.1% to epsilon; a coarse
+    grid may round by three tenths, which adds 1%.
+    """
+    least_noise = min(event.noise_multiplier for event in merged)
+    if least_noise < FINE_FROM_SIGMA:
+        return COARSE * (FINE_FROM_SIGMA / least_noise) ** 2
+    share = 0.1 * math.sqrt(widest / FINE)
+    small = min(share * event.rate / event.noise_multiplier for event in merged)
+    large = max(map(_largest_loss, merged))
+    return min(widest, max(large / POINTS, small))
+
+
+def _largest_loss(event: TrainingEvent) -> float:
+    """Of one composition, with its noise 10 standard deviations out; sigma is not small here."""
+    sigma = event.noise_multiplier
+    return math.log1p(event.rate * math.expm1(10 / sigma + 0.5 / sigma**2))
+
+
+def _one_step(event: TrainingEvent, width: float) -> Any:
+    return _sampled_gaussian(event.rate, event.noise_multiplier, width)
 
 
 @functools.lru_cache(maxsize=4)
-def _one_step(sampling_rate: float, noise_multiplier: float, width: float) -> Any:
+def _sampled_gaussian(sampling_rate: float, noise_multiplier: float, width: float) -> Any:
     from dp_accounting.pld import privacy_loss_distribution  # noqa: PLC0415
 
     return privacy_loss_distribution.from_gaussian_mechanism(
@@ -121,16 +327,42 @@ def _one_step(sampling_rate: float, noise_multiplier: float, width: float) -> An
     )
 
 
-def _price(event: TrainingEvent, delta: float, width: float) -> float:
-    one_step = _one_step(event.sampling_rate, event.noise_multiplier, width)
-    return _read_epsilon(one_step.self_compose(event.steps), delta)
-
-
 def _read_epsilon(pld: Any, delta: float) -> float:
     import numpy as np  # noqa: PLC0415
 
     with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
         return float(pld.get_epsilon_for_delta(delta))
+
+
+def _rdp_delta(merged: Sequence[TrainingEvent], epsilon: float) -> float:
+    try:
+        return float(_rdp(merged).get_delta(epsilon))
+    except ValueError:  # divergences below 1e-16 end in a logarithm of 0: more steps cost more
+        longer = [replace(event, steps=1000 * event.steps) for event in merged]
+        return float(_rdp(longer).get_delta(epsilon))
+
+
+def _rdp(merged: Sequence[TrainingEvent]) -> Any:
+    """An RDP accountant that has seen the events."""
+    accountant = rdp_accountant(merged[0].sampling.adjacency)
+    for event in merged:
+        accountant.compose(event.dp_event())
+    return accountant
+
+
+def rdp_accountant(adjacency: str, orders: Sequence[float] | None = None) -> Any:
+    """A fresh RDP accountant under an adjacency, at the library's orders or at given ones."""
+    from dp_accounting import NeighboringRelation  # noqa: PLC0415
+    from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415
+
+    # It leaves out the orders at which a series does not converge, and says so each time.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    relation = {
+        ADD_OR_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
+        ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
+        REPLACE: NeighboringRelation.REPLACE_ONE,
+    }[adjacency]
+    return rdp_privacy_accountant.RdpAccountant(orders, relation)
 
 
 @dataclass(frozen=True)
@@ -154,7 +386,11 @@ class EpsilonSchedule:
 
 
 def epsilon_schedule(
-    event: TrainingEvent, delta: float, epoch: int, earlier: Sequence[TrainingEvent] = ()
+    event: TrainingEvent,
+    delta: float,
+    epoch: int,
+    earlier: Sequence[TrainingEvent] = (),
+    accountant: str | None = None,
 ) -> EpsilonSchedule:
     """Price the run at some 20 to 100 evenly spaced steps, by one coarse convolution each.
 
@@ -166,139 +402,54 @@ def epsilon_schedule(
         delta: in (0, 1).
         epoch: steps of an epoch; points fall on the ends of epochs where their number allows.
         earlier: what else was done with the records before or beside.
+        accountant: see :func:`total_epsilon`.
     """
     if event.steps == 0:
-        return EpsilonSchedule(((0, total_epsilon(tuple(earlier), delta)),))
-    end = total_epsilon((*earlier, event), delta)
+        return EpsilonSchedule(((0, total_epsilon(tuple(earlier), delta, accountant)),))
+    end = total_epsilon((*earlier, event), delta, accountant)
     if math.isinf(end):
         return EpsilonSchedule(((event.steps, end),))
-    stride = _stride(event.steps, epoch)
-    before = _merged(earlier)
-    width = max(grid_width(e.noise_multiplier, COARSE) for e in (*before, event))
-    block = _one_step(event.sampling_rate, event.noise_multiplier, width).self_compose(stride)
-    computed: list[tuple[int, float]] = []
-    pld = block.compose(_compose(before, width)) if before else block
-    for step in range(stride, event.steps, stride):
-        computed.append((step, min(end, _read_epsilon(pld, delta))))
-        pld = pld.compose(block)
-    return EpsilonSchedule((*computed, (event.steps, end)))
+    steps = range(stride := _stride(event, epoch), event.steps, stride)
+    if choose_accountant((*earlier, event), accountant) == "pld":
+        prices = _pld_prices(event, delta, steps, _merged(earlier))
+    else:
+        parts = (replace(event, steps=step) for step in steps)
+        prices = (total_epsilon((*earlier, part), delta, "rdp") for part in parts)
+    points = [(step, min(end, price)) for step, price in zip(steps, prices, strict=True)]
+    return EpsilonSchedule((*points, (event.steps, end)))
 
 
-def _stride(steps: int, epoch: int, points: int = 100) -> int:
+def _pld_prices(
+    event: TrainingEvent, delta: float, steps: range, before: Sequence[TrainingEvent]
+) -> Iterable[float]:
+    """The price at each of evenly spaced steps, on a coarse grid."""
+    width = _width([*before, event], COARSE)
+    block = _compose(tuple(_merged([replace(event, steps=steps.step)])), width)
+    pld = _compose(tuple(before), width) if before else None
+    for _ in steps:
+        pld = block if pld is None else pld.compose(block)
+        yield _read_epsilon(pld, delta)
+
+
+def _stride(event: TrainingEvent, epoch: int, points: int = 100) -> int:
     """Steps between points: some epochs, or a whole fraction of one where it has one."""
-    least = max(1, math.ceil(steps / points))
-    if epoch <= least:
+    least = max(1, math.ceil(event.steps / points))
+    if event.sampling.once_an_epoch or epoch <= least:
         return math.ceil(least / epoch) * epoch
     return next(stride for stride in range(least, epoch + 1) if epoch % stride == 0)
-
-
-def calibrate_noise(sampling_rate: float, steps: int, delta: float, target: float) -> float:
-    """The smallest noise multiplier, on a grid of 1e-5, whose run costs at most ``target``.
-
-    Args:
-        sampling_rate: q in (0, 1].
-        steps: T >= 1.
-        delta: in (0, 1).
-        target: epsilon > 0, never exceeded by the answer.
-
-    Raises:
-        BudgetError: no noise multiplier up to 10,000 meets the target.
-    """
-
-    def price(finest: float) -> Callable[[int], float]:
-        def at(ticks: int) -> float:
-            sigma = ticks / SIGMA_TICKS
-            event = TrainingEvent(sampling_rate, sigma, steps)
-            return _price(event, delta, grid_width(sigma, finest))
-
-        return at
-
-    bound = _rdp_noise(sampling_rate, steps, delta, target)
-    rough = _smallest(price(COARSE), target, bound, spread=1.5)
-    return _smallest(price(FINE), target, rough, spread=1.01) / SIGMA_TICKS
-
-
-def _smallest(price: Callable[[int], float], target: float, guess: int, spread: float) -> int:
-    """The smallest tick whose price is at most ``target``, for a price that falls with ticks.
-
-    False position on (log ticks, log price), which is nearly straight: evaluations are dear. The
-    bracket stays honest throughout: ``low`` costs more than the target, ``high`` does not.
-    """
-    high, high_price = guess, price(guess)
-    while high_price > target:
-        high = math.ceil(high * spread)
-        high_price = price(high)
-    low, low_price = LEAST_TICKS - 1, math.inf
-    probe = max(LEAST_TICKS, math.floor(high / spread))
-    while high - low > 1:
-        cost = price(probe)
-        if cost > target:
-            low, low_price = probe, cost
-        else:
-            high, high_price = probe, cost
-        probe = _next_probe(low, low_price, high, high_price, target, spread)
-    return high
-
-
-def _next_probe(
-    low: int, low_price: float, high: int, high_price: float, target: float, spread: float
-) -> int:
-    if math.isinf(low_price):
-        return max(low + 1, math.floor(high / spread))
-    if high - low <= 8 or high_price <= 0:
-        return (low + high) // 2
-    slope = math.log(high_price / low_price) / math.log(high / low)
-    root = low * math.exp(math.log(target / low_price) / slope)
-    # Step two ticks past the estimate, towards the farther end, so that both ends close in.
-    root += 2 if root - low < high - root else -2
-    return min(max(math.floor(root), low + 1), high - 1)
-
-
-def _rdp_noise(sampling_rate: float, steps: int, delta: float, target: float) -> int:
-    """A noise multiplier (in grid ticks) that meets the target under the looser RDP bound."""
-    from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415
-
-    def fits(sigma: float) -> bool:
-        accountant = rdp_privacy_accountant.RdpAccountant(RDP_ORDERS)
-        accountant.compose(TrainingEvent(sampling_rate, sigma, steps).dp_event())
-        return bool(accountant.get_epsilon(delta) <= target)
-
-    low, high = SIGMA_MIN, 1.0
-    while not fits(high):
-        low, high = high, 2 * high
-        if high > SIGMA_MAX:
-            raise BudgetError(
-                f"No noise up to sigma {SIGMA_MAX:g} brings {steps} steps at sampling rate "
-                f"{sampling_rate:.3g} down to epsilon {target:g} at delta {delta:g}. "
-                "Ask for a larger epsilon, fewer epochs or a smaller batch."
-            )
-    for _ in range(5):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return math.ceil(high * SIGMA_TICKS)
-
-
-def affordable_steps(
-    event: TrainingEvent, delta: float, budget: float, earlier: Sequence[TrainingEvent] = ()
-) -> int:
-    """The largest T <= event.steps with which ``earlier`` and T steps cost at most ``budget``."""
-    low, high = 0, event.steps
-    while low < high:
-        middle = (low + high + 1) // 2
-        cost = total_epsilon((*earlier, replace(event, steps=middle)), delta)
-        low, high = (middle, high) if cost <= budget else (low, middle - 1)
-    return low
 
 
 def format_epsilon(epsilon: float) -> str:
     """Four digits, rounded up: a price is never shown smaller than it is."""
     if epsilon == 0 or not math.isfinite(epsilon):
         return "0" if epsilon == 0 else "infinite"
+    if epsilon < 1e-300:  # where the scale would overflow
+        return "1e-300"
     scale = 10.0 ** (3 - math.floor(math.log10(epsilon)))
     return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
 
 
-NO_PRIVACY = "No privacy: nothing was clipped and no noise was added."
+NO_PRIVACY = "No privacy: no noise was added."
 
 
 def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> str:
@@ -308,18 +459,38 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
     if not math.isfinite(epsilon):
         return (
             f"No finite epsilon could be shown at delta {delta:g}: gradients were clipped and "
-            "noise was added, but nothing can be promised. Price the run at a larger delta."
+            "noise was added, but nothing can be promised. Ask for a larger delta; privacy loss "
+            "distributions end near 1e-14."
         )
     price = format_epsilon(epsilon)
-    done = " and ".join(
-        f"{event.steps} Poisson-sampled steps at rate {event.sampling_rate:.4g} with noise "
-        f"multiplier {event.noise_multiplier:g}"
-        for event in _merged(events)
-    )
+    adjacency = events[0].sampling.adjacency
+    promise = meaning(adjacency, price, format_epsilon(delta))
+    done = " and ".join(_done(event) for event in _together(events)) or "no step"
     return (
-        f"Leaving out or adding any one training record changes the probability of whatever the "
-        f"model and its report may show by a factor of at most e^{price}, but for a probability "
-        f"of {delta:g}: ({price}, {delta:g})-differential privacy under {ADJACENCY} adjacency, for "
-        f"{done or 'no step'}. The number of training records is public. Test records are not "
-        "protected. Publishing the best of several runs costs more."
+        f"{promise} This is for {done}. The number of training records is public. Test records are "
+        "not protected. Publishing the best of several runs costs more."
     )
+
+
+def meaning(adjacency: str, epsilon: str, delta: str) -> str:
+    """What (epsilon, delta)-differential privacy under an adjacency promises."""
+    return (
+        f"{NEIGHBOURS[adjacency]} changes the probability of whatever the model and its report may "
+        f"show by a factor of at most e^{epsilon}, but for a probability of {delta}: "
+        f"({epsilon}, {delta})-differential privacy under {adjacency} adjacency."
+    )
+
+
+def _together(events: Sequence[TrainingEvent]) -> list[TrainingEvent]:
+    """Steps of the same kind counted together; none that took no step."""
+    steps: dict[TrainingEvent, int] = {}
+    for event in events:
+        kind = replace(event, steps=0)
+        steps[kind] = steps.get(kind, 0) + event.steps
+    return [replace(kind, steps=taken) for kind, taken in steps.items() if taken]
+
+
+def _done(event: TrainingEvent) -> str:
+    steps = f"{event.steps} {event.sampling.done} step{'s' if event.steps > 1 else ''}"
+    rate, sigma = event.sampling_rate, event.noise_multiplier
+    return f"{steps} at rate {rate:.4g} with noise multiplier {sigma:.10g}"

@@ -17,7 +17,7 @@ from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError
 from dpmac_cli.models import build_model
 from dpmac_cli.noise import noise_source, stream_seeds
-from dpmac_cli.sampling import PoissonSampler
+from dpmac_cli.sampling import make_sampler
 
 
 def choose_device(name: str) -> torch.device:
@@ -34,7 +34,7 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"--device {name}: there are {torch.cuda.device_count()} CUDA devices here. "
+            f"--device {name}: CUDA devices here: {torch.cuda.device_count()}. "
             "Use --device cpu or auto."
         )
     return device
@@ -69,7 +69,7 @@ def make_trainer(
         ),
         GaussianMechanism(config.sigma or 0.0, config.batch_size),
         Plan(steps, config.steps_per_epoch, config.physical_batch, private=not config.no_dp),
-        PoissonSampler(config.facts.train_size, config.sampling_rate, seeds["sampler"]),
+        make_sampler(config.sampler, config.facts.train_size, config.batch_size, seeds["sampler"]),
         noise_source(seeds["noise"]),
         diagnostics.observe if diagnostics else None,
     )

@@ -5,7 +5,6 @@ else, the states of the two secret generators included. Whoever reads those can 
 so folder and files are readable by their owner alone. Never pickle.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import safetensors.torch
 from torch import Tensor
 
 from dpmac_cli import folder
+from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError
 
 FOLDER = "checkpoint"
@@ -55,7 +55,7 @@ def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[st
     if not note.exists():
         folder.write_atomically(note, NOTE_TEXT.encode(), folder.PRIVATE_MODE)
     stored = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    sealed = {"version": VERSION, "sha256": _digest(stored, record), "record": record}
+    sealed = {"version": VERSION, "sha256": digest(stored, record), "record": record}
     content = safetensors.torch.save(stored, {RECORD: json.dumps(sealed, allow_nan=False)})
     path = where / f"step-{step:09d}.safetensors"
     folder.write_atomically(path, content, folder.PRIVATE_MODE)
@@ -105,15 +105,6 @@ def _load(path: Path) -> Checkpoint:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     if sealed["version"] != VERSION:
         raise ValueError(f"written by another version of dpmac, format {sealed['version']}")
-    if sealed["sha256"] != _digest(tensors, sealed["record"]):
+    if sealed["sha256"] != digest(tensors, sealed["record"]):
         raise ValueError("its checksum does not match")
     return Checkpoint(tensors, sealed["record"], path)
-
-
-def _digest(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).numpy().data)
-    return digest.hexdigest()

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import yaml
 
-from dpmac_cli.accounting import SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.catalog import DATASETS, MODELS, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
 from dpmac_cli.errors import InputError
@@ -41,10 +41,15 @@ class Bounds:
         return above and below
 
     def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        low = f"{'above' if self.open_low else 'at least'} {_in_digits(self.low)}"
         if math.isinf(self.high):
             return low
-        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:g}"
+        return f"{low} and {'below' if self.open_high else 'at most'} {_in_digits(self.high)}"
+
+
+def _in_digits(number: float) -> str:
+    """Counts in full, their thousands apart; measures in short."""
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 POSITIVE = Bounds(0, open_low=True)
@@ -52,7 +57,8 @@ NOISE = Bounds(SIGMA_MIN, SIGMA_MAX)
 # float32 holds the squares and fourth roots of these, and what they are divided by.
 SCALE = Bounds(1e-10, 1e10)
 VARIANCE = Bounds(1e-30, 1e10)
-COUNT = Bounds(1, 2**53)
+COUNT = Bounds(1, 10**9)
+STEPS = Bounds(1, 10**7)
 DECAY = Bounds(0, 1, open_high=True)
 PROBABILITY = Bounds(0, 1, open_low=True, open_high=True)
 
@@ -99,7 +105,7 @@ class TrainConfig:
     epochs: int | None = _setting(
         None, f"Passes of ceil(n/B) steps. {PER_DATASET}", TASK, bounds=COUNT
     )
-    steps: int | None = _setting(None, "Steps, instead of epochs.", TASK, bounds=COUNT)
+    steps: int | None = _setting(None, "Steps, instead of epochs.", TASK, bounds=STEPS)
     batch_size: int = _setting(None, f"Expected batch B. {PER_DATASET}", TASK, bounds=COUNT)
 
     sigma: float | None = _setting(None, f"Noise multiplier. {PER_DATASET}", PRIVACY, bounds=NOISE)
@@ -108,6 +114,12 @@ class TrainConfig:
     )
     max_epsilon: float | None = _setting(
         None, "Stop before epsilon passes this (exit code 3).", PRIVACY, bounds=POSITIVE
+    )
+    sampler: str = _setting(
+        "poisson",
+        "How batches are drawn; says which adjacency the guarantee is for.",
+        PRIVACY,
+        choices=tuple(SAMPLERS),
     )
     delta: float = _setting(1e-5, "Delta of (epsilon, delta).", PRIVACY, bounds=PROBABILITY)
     no_dp: bool = _setting(False, "Train without privacy, as a baseline.", PRIVACY)
@@ -241,7 +253,6 @@ class _Given:
 
     value: Any
     origin: str
-    from_flag: bool
 
 
 @dataclass(frozen=True)
@@ -264,20 +275,10 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Resolved:
     """
     errors: list[str] = []
     given = {} if file is None else _read_file(file, errors)
-    typed = {
-        name: _Given(value, f"--{flag_name(name)}", from_flag=True)
-        for name, value in flags.items()
-        if value is not None and value is not False
-    }
+    typed = _typed(flags)
     _settle_exclusives(given, typed, errors)
     given |= typed
-    values = {}
-    for name, entry in given.items():
-        value, error = _parse(name, entry)
-        if error:
-            errors.append(error)
-        else:
-            values[name] = value
+    values = _parse_all(given, errors)
     config = _with_defaults(values)
     if "dataset" in values or "dataset" not in given:  # else the defaults are another data set's
         _check_together(config, errors)
@@ -286,33 +287,119 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Resolved:
     return Resolved(config, tuple(_notes(config, typed)))
 
 
+def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn flags into values, each checked for itself, for a command that takes only a few.
+
+    Args:
+        flags: as in :func:`resolve`; what is not given is left out of the result.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    errors: list[str] = []
+    values = _parse_all(_typed(flags), errors)
+    if errors:
+        raise InputError(errors)
+    return values
+
+
+def _typed(flags: Mapping[str, Any]) -> dict[str, _Given]:
+    return {
+        name: _Given(value, f"--{flag_name(name)}")
+        for name, value in flags.items()
+        if value is not None and value is not False
+    }
+
+
+#: What a value must be, in words.
+KIND_WORDS: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+}
+NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
+#: What YAML can hold instead, in words.
+NODE_WORDS: Mapping[type[yaml.Node], str] = {
+    yaml.ScalarNode: "a single value",
+    yaml.SequenceNode: "a list",
+    yaml.MappingNode: "a mapping",
+}
+
+
 def _read_file(file: Path, errors: list[str]) -> dict[str, _Given]:
+    """The settings of a YAML file; what is wrong with it joins ``errors``."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as failure:
-        errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
+        entries = _entries(file)
+    except InputError as failure:
+        errors.extend(failure.errors)
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as failure:
-        reason = " ".join(str(failure).split())
-        errors.append(f"--config: {file} is not YAML ({reason}).")
-        return {}
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        errors.append(
-            f"--config: {file} must hold lines like 'sigma: 0.8', not a {type(content).__name__}."
-        )
-        return {}
-    given = {}
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name in SETTINGS:
-            if value is not None and value is not False:
-                given[name] = _Given(value, f"{flag_name(name)} in {file}", from_flag=False)
+    given: dict[str, _Given] = {}
+    seen: set[str] = set()
+    for key, node in entries:
+        written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
+        name = written.replace("-", "_")
+        origin = f"{flag_name(name)} in {file}"
+        if name not in SETTINGS:
+            hint = near(written, map(flag_name, SETTINGS))
+            errors.append(f"{written} in {file} is not a setting.{hint}")
+        elif name in seen:
+            line = key.start_mark.line + 1
+            errors.append(f"{origin} is given twice, again in line {line}. Give it once.")
+        elif not isinstance(node, yaml.ScalarNode):
+            wanted, found = KIND_WORDS[KINDS[name]], NODE_WORDS[type(node)]
+            errors.append(f"{origin} must be {wanted}, not {found}.")
         else:
-            names = [flag_name(known) for known in SETTINGS]
-            errors.append(f"{key} in {file} is not a setting.{near(str(key), names)}")
+            value = _as_typed(node, KINDS[name])
+            if value is not None and value is not False:
+                given[name] = _Given(value, origin)
+        seen.add(name)
     return given
+
+
+def _entries(file: Path) -> list[tuple[yaml.Node, yaml.Node]]:
+    """The keys and values of a YAML file, and where they stand. Raises InputError."""
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as failure:
+        raise InputError(
+            f"--config: {file} cannot be read ({failure.strerror or failure})."
+        ) from failure
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
+        raise InputError(
+            f"--config: {file} is not YAML that can be read: {_fault_of_yaml(failure)}. "
+            "Write lines like 'sigma: 0.8'."
+        ) from failure
+    if root is None or root.tag == NULL:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise InputError(
+            f"--config: {file} must hold lines like 'sigma: 0.8', not {NODE_WORDS[type(root)]}."
+        )
+    return list(root.value)
+
+
+def _fault_of_yaml(failure: Exception) -> str:
+    """Where a file stops being YAML, and why, in a few words."""
+    if isinstance(failure, yaml.MarkedYAMLError) and failure.problem_mark:
+        mark, problem = failure.problem_mark, failure.problem or "cannot be read"
+        return f"line {mark.line + 1}, column {mark.column + 1}: {problem.removeprefix('but ')}"
+    if isinstance(failure, RecursionError):
+        return "lists or mappings are nested too deeply"
+    return "it holds characters that are not text in UTF-8"
+
+
+def _as_typed(node: yaml.ScalarNode, kind: type) -> str | bool | None:
+    """What a file says, as a flag would: text, but for null and for the value of a switch.
+
+    YAML's own idea of numbers (010 is 8, 1:30 is 90, 1e-5 is text) is left aside.
+    """
+    if node.tag == NULL:
+        return None
+    if kind is bool and node.tag == BOOL:
+        return yaml.SafeLoader.bool_values.get(node.value.lower(), node.value)
+    return str(node.value)
 
 
 def _settle_exclusives(
@@ -329,12 +416,24 @@ def _settle_exclusives(
                 given.pop(name, None)
 
 
+def _parse_all(given: Mapping[str, _Given], errors: list[str]) -> dict[str, Any]:
+    """The values that are in order; what is wrong with the others joins ``errors``."""
+    values = {}
+    for name, entry in given.items():
+        value, error = _parse(name, entry)
+        if error:
+            errors.append(error)
+        else:
+            values[name] = value
+    return values
+
+
 def _parse(name: str, entry: _Given) -> tuple[Any, str | None]:
     """One value in its type, or what is wrong with it."""
     kind, value = KINDS[name], entry.value
     if kind is bool:
-        error = None if isinstance(value, bool) else f"{entry.origin} must be true or false."
-        return value, error
+        fault = f"{entry.origin} must be {KIND_WORDS[bool]}."
+        return value, None if isinstance(value, bool) else fault
     if kind in (str, Path):
         return kind(str(value)), _fault_of_text(name, str(value), entry.origin)
     number = _number(value, kind)
@@ -343,6 +442,8 @@ def _parse(name: str, entry: _Given) -> tuple[Any, str | None]:
 
 def _fault_of_text(name: str, text: str, origin: str) -> str | None:
     setting = SETTINGS[name]
+    if KINDS[name] is Path and not text:
+        return f"{origin} must not be empty. Name a folder, or leave it out."
     if setting.choices and text not in setting.choices:
         return (
             f"{origin}: there is no {flag_name(name)} '{text}'."
@@ -356,8 +457,7 @@ def _fault_of_text(name: str, text: str, origin: str) -> str | None:
 def _fault_of_number(name: str, number: float | None, entry: _Given) -> str | None:
     bounds = SETTINGS[name].bounds
     if number is None:
-        what = "a whole number" if KINDS[name] is int else "a number"
-        return f"{entry.origin}: '{entry.value}' is not {what}."
+        return f"{entry.origin}: '{entry.value}' is not {KIND_WORDS[KINDS[name]]}."
     if bounds and not bounds.holds(number):
         hint = " To train without privacy use --no-dp." if name == "sigma" and number == 0 else ""
         return f"{entry.origin} must be {bounds}, not {entry.value}.{hint}"
@@ -366,8 +466,6 @@ def _fault_of_number(name: str, number: float | None, entry: _Given) -> str | No
 
 def _number(value: Any, kind: type) -> float | int | None:
     """A finite number of the kind, or None."""
-    if isinstance(value, bool):
-        return None
     try:
         number: float | int = kind(str(value))
         return number if math.isfinite(number) else None
@@ -415,6 +513,12 @@ def _check_together(config: TrainConfig, errors: list[str]) -> None:
             f"--batch-size ({config.batch_size}) must not be above the size of {config.dataset}, "
             f"{config.facts.train_size}."
         )
+    if not STEPS.holds(config.total_steps):
+        errors.append(
+            f"--epochs {config.epochs} is {config.total_steps:,} steps in all at a --batch-size of "
+            f"{config.batch_size:,}; a run takes at most {STEPS.high:,}. Choose fewer epochs or "
+            "larger batches."
+        )
 
 
 def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
@@ -424,21 +528,25 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
     for name in tunable:
         if name != "optimizer" and name in typed and name not in used:
             yield f"{typed[name].origin} has no effect with {config.optimizer}."
-    limit = 1 / config.facts.train_size
-    if not config.no_dp and config.delta >= limit:
+    if not config.no_dp:
+        yield from delta_note(config.delta, config.facts.train_size)
+
+
+def delta_note(delta: float, records: int) -> Iterable[str]:
+    """A word on a delta that promises next to nothing."""
+    limit = 1 / records
+    if delta >= limit:
         yield (
-            f"delta {config.delta:g} is not below 1/n = {limit:.2g}: at that size the guarantee "
+            f"delta {delta:g} is not below 1/n = {limit:.2g}: at that size the guarantee "
             "allows publishing a whole record now and then. Choose a smaller --delta."
         )
 
 
 #: How a config.yaml of ours begins.
-HEADER = "# dpmac train --config FILE repeats this run"
+HEADER = "# Settings of a dpmac run."
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The file that, given to --config with the same --seed, repeats the run exactly."""
+    """The file that, given to --config with the same --seed, repeats an unbranched run exactly."""
     body = yaml.safe_dump(config.recorded(), sort_keys=False)
-    return (
-        f"# dpmac train --config FILE repeats this run; its seed, if any, is not kept here.\n{body}"
-    )
+    return f"{HEADER} dpmac train --config FILE trains with them anew; a seed is not kept.\n{body}"

@@ -1,6 +1,7 @@
 """A name -> tensors on the device. Images stay uint8 there and are standardised when used."""
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,13 +82,19 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
     facts = DATASETS[name]
     shapes = [tuple(part.images.shape) for part in (train, test)]
     wanted = [(size, *facts.shape) for size in (facts.train_size, facts.test_size)]
-    found = fingerprint(train, test)
-    if shapes != wanted or (facts.sha256 is not None and found != facts.sha256):
-        raise InputError(
-            f"The files of {name} in {data_dir} are not the published data set (images {shapes}, "
-            f"expected {wanted}; SHA-256 of their contents {found[:16]}...). Remove them, or name "
-            "another folder with --data-dir."
+    if shapes != wanted:
+        fault = (
+            f"its training and test images have the shapes {shapes[0]} and {shapes[1]} instead of "
+            f"{wanted[0]} and {wanted[1]}"
         )
+    elif facts.sha256 is not None and (found := fingerprint(train, test)) != facts.sha256:
+        fault = f"its contents differ (SHA-256 {found[:16]}... instead of {facts.sha256[:16]}...)"
+    else:
+        return
+    raise InputError(
+        f"The data set {name} in {data_dir} is not the published one: {fault}. Remove its files, "
+        "or name another folder with --data-dir."
+    )
 
 
 def fingerprint(*splits: Split) -> str:
@@ -124,7 +131,7 @@ def _digits(data_dir: Path, download: bool) -> tuple[Split, Split]:
     return split(order[held_out:]), split(order[:held_out])
 
 
-def _like_mnist(kind: str) -> Loader:
+def _like_mnist(name: str, kind: str) -> Loader:
     """MNIST, FashionMNIST and KMNIST: four files in a folder of the class's name."""
 
     def load(data_dir: Path, download: bool) -> tuple[Split, Split]:
@@ -138,12 +145,12 @@ def _like_mnist(kind: str) -> Loader:
             loaded = dataset(data_dir, train=train, download=may_download)
             return Split(loaded.data.unsqueeze(1), loaded.targets.long())
 
-        return _from_torchvision(files, part, download)
+        return _from_torchvision(name, files, part, download)
 
     return load
 
 
-def _like_cifar(kind: str) -> Loader:
+def _like_cifar(name: str, kind: str) -> Loader:
     """CIFAR10 and CIFAR100: torchvision checks every file's md5 before it reads them."""
 
     def load(data_dir: Path, download: bool) -> tuple[Split, Split]:
@@ -151,14 +158,15 @@ def _like_cifar(kind: str) -> Loader:
 
         dataset = getattr(datasets, kind)
         folder = data_dir / dataset.base_folder
-        files = [folder / name for name, _ in (*dataset.train_list, *dataset.test_list)]
+        listed = [file for file, _ in (*dataset.train_list, *dataset.test_list)]
+        files = [folder / file for file in (*listed, dataset.meta["filename"])]
 
         def part(train: bool, may_download: bool) -> Split:
             loaded = dataset(data_dir, train=train, download=may_download)
             images = torch.from_numpy(loaded.data).permute(0, 3, 1, 2).contiguous()
             return Split(images, torch.tensor(loaded.targets))
 
-        return _from_torchvision(files, part, download)
+        return _from_torchvision(name, files, part, download)
 
     return load
 
@@ -170,59 +178,65 @@ def _svhn(data_dir: Path, download: bool) -> tuple[Split, Split]:
         loaded = SVHN(data_dir, split="train" if train else "test", download=may_download)
         return Split(torch.from_numpy(loaded.data), torch.from_numpy(loaded.labels).long())
 
-    return _from_torchvision(
-        [data_dir / SVHN.split_list[name][1] for name in ("train", "test")], part, download
-    )
-
-
-# What torchvision raises for files that are missing, cut short or of another kind.
-UNREADABLE = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    EOFError,
-    AssertionError,
-    KeyError,
-    TypeError,
-    IndexError,
-)
+    files = [data_dir / SVHN.split_list[split][1] for split in ("train", "test")]
+    return _from_torchvision("svhn", files, part, download)
 
 
 def _from_torchvision(
-    files: Sequence[Path], part: Callable[[bool, bool], Split], download: bool
+    name: str, files: Sequence[Path], part: Callable[[bool, bool], Split], download: bool
 ) -> tuple[Split, Split]:
     """Load from disk, or download what is not there; explain what fails.
 
     Args:
+        name: of the data set.
         files: that must be there.
         part: loads a split, given whether it is the training split and whether it may download.
         download: whether it may.
     """
-    missing = [file.name for file in files if not file.exists()]
-    folder = files[0].parent
+    may_download = download and bool(_missing(files))
     try:
-        may_download = bool(missing) and download
         return part(True, may_download), part(False, may_download)
-    except UNREADABLE as failure:
-        reason = (str(failure).strip().splitlines() or [type(failure).__name__])[0].rstrip(".:,")
-        what = (
-            f"The data set is not in {folder} and could not be downloaded ({reason}). "
-            f"Put these files there: {', '.join(missing)};"
-            if missing
-            else f"The files in {folder} are damaged ({reason}). Remove them;"
-        )
+    except Exception as failure:  # its parsers raise whatever a damaged file leads them to
         raise InputError(
-            f"{what} or name another folder with --data-dir or the environment variable "
-            "DPMAC_DATA_DIR; or use --dataset digits, which needs no files."
+            f"The data set {name} {_what_failed(files, may_download, failure)}; or name another "
+            "folder with --data-dir or the environment variable DPMAC_DATA_DIR; or use --dataset "
+            "digits, which needs no files."
         ) from failure
+
+
+def _missing(files: Sequence[Path]) -> list[str]:
+    return [file.name for file in files if not file.exists()]
+
+
+def _what_failed(files: Sequence[Path], tried: bool, failure: Exception) -> str:
+    """What is wrong with the files, and what to do, in words that need no torchvision."""
+    folder, missing = files[0].parent, _missing(files)
+    if missing:
+        which = "is not" if len(missing) == len(files) else "is not whole"
+        download = f" and could not be downloaded{_in_short(failure)}" if tried else ""
+        these = "these files" if len(missing) > 1 else "this file"
+        return f"{which} in {folder}{download}. Put {these} there: {', '.join(missing)}"
+    if isinstance(failure, OSError):
+        return f"in {folder} cannot be read ({failure.strerror or failure}). Make it readable"
+    return (
+        f"in {folder} is damaged: a file is cut short, altered or of another kind. Remove its "
+        "files to have them downloaded again"
+    )
+
+
+def _in_short(failure: Exception) -> str:
+    """Why a download failed, in brackets; nothing where torchvision has only its own advice."""
+    last = str(failure).strip().rpartition("\n")[2]
+    reason = re.sub(r"<urlopen error |\[Errno -?\d+\] |[>.]+$", "", last)
+    return "" if not reason or "download=True" in reason else f" ({reason})"
 
 
 LOADERS: Mapping[str, Loader] = {
     "digits": _digits,
-    "mnist": _like_mnist("MNIST"),
-    "fashion-mnist": _like_mnist("FashionMNIST"),
-    "kmnist": _like_mnist("KMNIST"),
-    "cifar10": _like_cifar("CIFAR10"),
-    "cifar100": _like_cifar("CIFAR100"),
+    "mnist": _like_mnist("mnist", "MNIST"),
+    "fashion-mnist": _like_mnist("fashion-mnist", "FashionMNIST"),
+    "kmnist": _like_mnist("kmnist", "KMNIST"),
+    "cifar10": _like_cifar("cifar10", "CIFAR10"),
+    "cifar100": _like_cifar("cifar100", "CIFAR100"),
     "svhn": _svhn,
 }

@@ -21,7 +21,7 @@ from dpmac_cli.dp.per_sample import ClippedSum, Metric
 from dpmac_cli.dp.rules import Adam, AdamBC, Rule, sgd
 from dpmac_cli.errors import ModelError
 from dpmac_cli.noise import NoiseSource
-from dpmac_cli.sampling import PoissonSampler
+from dpmac_cli.sampling import Sampler
 
 EVALUATION_BATCH = 2048
 #: Seconds between progress events.
@@ -87,7 +87,7 @@ class TrainState:
     region: Ellipsoid
     spread: Spread | None
     step: int
-    sampler: PoissonSampler
+    sampler: Sampler
     noise: NoiseSource
 
     def tensors(self) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ class Trainer:
         hyper: Hyperparameters,
         mechanism: GaussianMechanism,
         plan: Plan,
-        sampler: PoissonSampler,
+        sampler: Sampler,
         noise: NoiseSource,
         observer: Callable[[int, Tensor, Tensor], None] | None = None,
     ) -> None:

@@ -1,6 +1,10 @@
-"""The model to publish: weights under the module's own names, and public facts beside them."""
+"""The model to publish: weights under the module's own names, and public facts beside them.
+
+One safetensors file. Its header holds the facts as JSON, with a checksum of weights and facts.
+"""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +15,20 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import folder
+from dpmac_cli import checkpoint, folder
 from dpmac_cli.catalog import DATASETS, MODELS
+from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import build_model
+from dpmac_cli.report import SCHEMA_VERSION
 
 #: The key of the public facts in the file's header.
 HEADER = "dpmac"
+#: The key of the checksum among them. safetensors keeps several keys of a header in no order.
+CHECKSUM = "checksum"
+WANTED = f"Name a run folder of dpmac train, or a {folder.MODEL}."
+#: What reading facts leads to that are not as dpmac writes them.
+BROKEN = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,8 @@ class Released:
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
     """Write weights and public facts, atomically. Loadable with plain safetensors."""
     tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
-    header = {HEADER: json.dumps(facts, allow_nan=False)}
+    sealed = {**facts, CHECKSUM: digest(tensors, facts)}
+    header = {HEADER: json.dumps(sealed, allow_nan=False)}
     folder.write_atomically(path, safetensors.torch.save(tensors, header))
 
 
@@ -51,10 +63,10 @@ def load_model(path: Path, dataset: str | None, device: torch.device) -> Release
         device: where it goes.
 
     Raises:
-        InputError: there is no such file, or it is not a dpmac model.
+        InputError: there is no such file, it is not a dpmac model, or it is damaged.
         ModelError: the model does not fit the data set.
     """
-    file = path / folder.MODEL if path.is_dir() else path
+    file = _find(path)
     tensors, facts = _read(file)
     name = dataset or facts["dataset"]["name"]
     if name not in DATASETS:
@@ -69,31 +81,116 @@ def load_model(path: Path, dataset: str | None, device: torch.device) -> Release
     return Released(model.to(device).eval(), facts, file)
 
 
-def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if not file.exists():
-        where = f"{file.parent} holds no {file.name}" if file.parent.is_dir() else f"no {file}"
+def _find(path: Path) -> Path:
+    """The model file that a path means. Raises InputError, saying what is there instead."""
+    file = path / folder.MODEL if path.is_dir() and path.name != folder.MODEL else path
+    if file.is_dir():
+        raise InputError(f"{file} is a folder, but a model is a file. {WANTED}")
+    if file.exists():
+        return file
+    if file.name == folder.MODEL and (file.parent / folder.CONFIG).is_file():
         raise InputError(
-            f"There is no model: {where}. Name a run folder of dpmac train, or a model.safetensors."
+            f"The run in {file.parent} has not written its {folder.MODEL}: it is still training, "
+            f"or was stopped before it could. To go on: dpmac train --resume {file.parent}"
         )
+    if not path.exists():
+        raise InputError(f"{path} does not exist. {WANTED}")
+    raise InputError(f"{path} is not a run folder: it holds no {folder.MODEL}. {WANTED}")
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and facts of a model file, as they were written.
+
+    Raises:
+        InputError: the file cannot be read, is of another kind, or is damaged.
+    """
+    tensors, header = _open(file)
+    if checkpoint.RECORD in header:
+        raise InputError(
+            f"{file} is a private checkpoint, from which the noise of its run can be computed. "
+            f"Do not share it. The model to score is {folder.MODEL}, one folder up."
+        )
+    facts = _facts(file, header)
+    if facts.pop(CHECKSUM) != digest(tensors, facts):
+        raise InputError(
+            f"{file} is damaged: its contents do not match its checksum. Copy it anew from where "
+            "it came from, or train again."
+        )
+    _check_input(file, facts)
+    _check_weights(file, tensors)
+    return tensors, facts
+
+
+def _open(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and header of a safetensors file. Raises InputError."""
+    try:
+        with file.open("rb"):  # safetensors says of every file it may not open that it is missing
+            pass
+    except OSError as failure:
+        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            return tensors, opened.metadata() or {}
     except (OSError, safetensors.SafetensorError) as failure:
         raise InputError(
-            f"{file} is not a whole safetensors file ({failure}): it is damaged or of another kind."
+            f"{file} is not a whole safetensors file: it is damaged, or of another kind. {WANTED}"
         ) from failure
+
+
+def _facts(file: Path, header: Mapping[str, str]) -> dict[str, Any]:
+    """The facts of a header, checksum included. Raises InputError."""
     try:
-        facts = json.loads(metadata[HEADER])
-        names = facts["dataset"]["name"], facts["model"]["name"]
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"names {names}")
-    except (KeyError, TypeError, ValueError) as failure:
+        facts: dict[str, Any] = json.loads(header[HEADER])
+        if facts["schema_version"] > SCHEMA_VERSION:
+            raise InputError(
+                f"{file} was written by a newer dpmac (format {facts['schema_version']}; this one "
+                f"knows {SCHEMA_VERSION}). Upgrade dpmac."
+            )
+        texts = (facts["dataset"]["name"], facts["model"]["name"], facts[CHECKSUM])
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"texts {texts}")
+    except BROKEN as failure:
         raise InputError(
-            f"{file} holds weights, but was not written by dpmac train: its header lacks the facts "
-            "that say which network and data set they are for."
+            f"{file} holds weights, but was not written by dpmac train: its header lacks the "
+            f"network, the data set or the checksum. {WANTED}"
         ) from failure
-    return tensors, facts
+    return facts
+
+
+def _check_input(file: Path, facts: Mapping[str, Any]) -> None:
+    """Refuse facts by which no image can be prepared. Raises InputError."""
+    try:
+        given = facts["input"]
+        mean, std, (channels, height, width) = given["mean"], given["std"], given["shape"]
+        positive = (channels, height, width, given["levels"], *std)
+        usable = (
+            len(mean) == len(std) == channels
+            and all(map(math.isfinite, (*positive, *mean)))
+            and min(positive) > 0
+        )
+    except BROKEN:
+        usable = False
+    if not usable:
+        raise InputError(
+            f"{file} was not written by dpmac train as it is: no images have the shape, levels, "
+            f"mean and std that its header gives. {WANTED}"
+        )
+
+
+def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that no run publishes. Raises InputError."""
+    faults = [f"{name} holds {fault}" for name, t in tensors.items() if (fault := _fault(t))]
+    if faults:
+        raise InputError(
+            f"{file} was not written by dpmac train as it is: {'; '.join(faults)}. {WANTED}"
+        )
+
+
+def _fault(weights: Tensor) -> str | None:
+    if weights.dtype != torch.float32:
+        return f"{str(weights.dtype).removeprefix('torch.')} numbers, not float32"
+    return None if weights.isfinite().all() else "NaN or infinity"
 
 
 def _check_fit(

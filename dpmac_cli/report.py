@@ -2,7 +2,7 @@
 
 import math
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -72,27 +72,22 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
     epsilon = accounting.total_epsilon(bill.events, config.delta)
     planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), config.delta)
     private = not config.no_dp
+    sampling = accounting.SAMPLERS[config.sampler]
     return {
         "private": private,
         "epsilon": _finite(epsilon),
         "epsilon_planned": _finite(planned),
         "delta": config.delta if private else None,
-        "noise_multiplier": _common(event.noise_multiplier for event in bill.events),
-        "sampler": accounting.SAMPLER,
-        "sampling_rate": _common(event.sampling_rate for event in bill.events),
+        "noise_multiplier": accounting.common(event.noise_multiplier for event in bill.events),
+        "sampler": config.sampler,
+        "sampling_rate": accounting.common(event.sampling_rate for event in bill.events),
         "steps": sum(event.steps for event in bill.events),
         "events": [vars(event) for event in bill.events],
-        "adjacency": accounting.ADJACENCY if private else None,
-        "accountant": accounting.ACCOUNTANT if private else None,
+        "adjacency": sampling.adjacency if private else None,
+        "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
         "statement": accounting.statement(epsilon, config.delta, bill.events),
         "seed_policy": {"given": bill.seeded, "statement": _seed_policy(private, bill.seeded)},
     }
-
-
-def _common(values: Iterable[float]) -> float | None:
-    """The value that all have, or None."""
-    distinct = set(values)
-    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _seed_policy(private: bool, seeded: bool) -> str:

@@ -13,13 +13,12 @@ from dpmac_cli import config as configuration
 from dpmac_cli.accounting import (
     EpsilonSchedule,
     TrainingEvent,
-    affordable_steps,
-    calibrate_noise,
     epsilon_schedule,
     format_epsilon,
     total_epsilon,
 )
 from dpmac_cli.assembly import choose_device, device_name, environment, make_trainer
+from dpmac_cli.calibration import affordable_steps, calibrate_noise
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
@@ -184,7 +183,7 @@ def resume(
 
 
 #: Settings that make another run, not another branch of the same.
-FIXED = ("dataset", "model", "optimizer", "no_dp", "epsilon")
+FIXED = ("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon")
 #: Settings that change nothing about what is computed.
 ASIDE = ("device", "diagnostics")
 
@@ -264,8 +263,7 @@ def _taken(where: Path, saved: checkpoint.Checkpoint) -> TrainingEvent:
     record = saved.record
     shown = [line["step"] for line in folder.read_lines(where / folder.METRICS)]
     steps = max([record["state"]["step"], *shown]) - record["base"]
-    before = record["event"]
-    return TrainingEvent(before["sampling_rate"], before["noise_multiplier"], steps)
+    return replace(TrainingEvent(**record["event"]), steps=steps)
 
 
 def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
@@ -363,12 +361,14 @@ def settle_noise(config: TrainConfig) -> TrainConfig:
     """Replace a target epsilon by the least noise whose whole run costs no more."""
     if config.epsilon is None:
         return config
-    sigma = calibrate_noise(config.sampling_rate, config.total_steps, config.delta, config.epsilon)
+    sigma = calibrate_noise(_event(config, config.total_steps), config.delta, config.epsilon)
     return replace(config, sigma=sigma)
 
 
 def _event(config: TrainConfig, steps: int) -> TrainingEvent:
-    return TrainingEvent(config.sampling_rate, config.sigma or 0.0, steps)
+    return TrainingEvent(
+        config.sampling_rate, config.sigma or 0.0, steps, config.sampler, config.steps_per_epoch
+    )
 
 
 def _affordable(

@@ -15,7 +15,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.noise import NoiseSource, SeededNoise, stream_seeds
-from dpmac_cli.sampling import PoissonSampler
+from dpmac_cli.sampling import Sampler, make_sampler
 
 CLASSES, SIDE, WIDTH = 4, 3, 5
 #: The number of parameters of :func:`tiny_model`.
@@ -61,14 +61,20 @@ def tiny_model(dtype: torch.dtype = torch.float64, *layers: nn.Module) -> nn.Seq
     return model.to(dtype)
 
 
-class Batches(PoissonSampler):
-    """Hands out given batches, over and over."""
+class Batches:
+    """Hands out given batches, over and over. It has no state to save."""
 
     def __init__(self, *batches: Sequence[int] | NDArray[np.int64]) -> None:
         self._batches = itertools.cycle(batches)
 
     def draw(self) -> NDArray[np.int64]:
         return np.asarray(next(self._batches), dtype=np.int64)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
 
 class KeptNoise:
@@ -118,7 +124,7 @@ def make_trainer(
     dtype: torch.dtype = torch.float64,
     data: Data | None = None,
     model: nn.Module | None = None,
-    sampler: PoissonSampler | None = None,
+    sampler: Sampler | None = None,
     noise: NoiseSource | None = None,
     **hyper: Any,
 ) -> Trainer:
@@ -126,7 +132,7 @@ def make_trainer(
     # Where other processes run, two threads on tensors this small take seventy times as long.
     torch.set_num_threads(1)
     data, seeds = data or tiny_data(dtype), stream_seeds(seed)
-    records = len(data.train)
+    records, batch = len(data.train), int(mechanism.expected_batch)
     return Trainer(
         model or tiny_model(dtype),
         data,
@@ -134,7 +140,7 @@ def make_trainer(
         replace(HYPER, **hyper),
         mechanism,
         plan,
-        sampler or PoissonSampler(records, mechanism.expected_batch / records, seeds["sampler"]),
+        sampler or make_sampler("poisson", records, batch, seeds["sampler"]),
         noise or SeededNoise(seeds["noise"]),
     )
 

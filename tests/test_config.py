@@ -9,7 +9,16 @@ import pytest
 import yaml
 
 from dpmac_cli.catalog import DATASETS
-from dpmac_cli.config import KINDS, SETTINGS, Resolved, TrainConfig, flag_name, resolve, to_yaml
+from dpmac_cli.config import (
+    KINDS,
+    SETTINGS,
+    Resolved,
+    TrainConfig,
+    flag_name,
+    parse,
+    resolve,
+    to_yaml,
+)
 from dpmac_cli.errors import InputError
 from tests.conftest import OPTIMIZER_NAMES
 
@@ -36,6 +45,7 @@ VALUES: Mapping[str, Any] = {
     "h1": 1e-8,
     "h2": 1e-3,
     "kappa": "tracked",
+    "sampler": "balls-in-bins",
     "phi": "tracked",
     "physical_batch": 32,
     "device": "cpu",
@@ -145,12 +155,26 @@ def test_two_answers_to_one_question_are_refused(file: Path, pair: Mapping[str, 
     assert file.name in in_file
 
 
-def test_numbers_that_yaml_takes_for_text_are_numbers(file: Path) -> None:
-    # YAML 1.1 reads 1e-5, without a point, as text.
-    assert from_file(file, "delta: 1e-6\nlr: '0.01'\nepochs: '2'").config.delta == 1e-6
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("delta", "1e-6", 1e-6),
+        ("lr", "'0.01'", 0.01),
+        ("epochs", "010", 10),
+        ("out", "010", Path("010")),
+        ("out", "2026-01-31", Path("2026-01-31")),
+        ("data-dir", "no", Path("no")),
+    ],
+)
+def test_the_file_means_what_the_flag_means(
+    file: Path, name: str, written: str, value: object
+) -> None:
+    # YAML 1.1 would have text, text, 8, 8, a date and false.
+    config = from_file(file, f"{name}: {written}\n").config
+    assert getattr(config, name.replace("-", "_")) == value
 
 
-@pytest.mark.parametrize("body", ["", "# nothing\n", "sigma: null\n", "no-dp: false\n"])
+@pytest.mark.parametrize("body", ["", "# nothing\n", "---\n", "sigma: null\n", "no-dp: false\n"])
 def test_a_file_without_answers_is_no_file(file: Path, body: str) -> None:
     assert from_file(file, body).config == resolve({}).config
 
@@ -158,24 +182,55 @@ def test_a_file_without_answers_is_no_file(file: Path, body: str) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("- sigma\n- 0.8\n", "must hold lines like 'sigma: 0.8', not a list"),
-        ("sigma", "must hold lines like 'sigma: 0.8', not a str"),
-        ("sigma: [1\n", "is not YAML"),
-        ("sigma: \x00", "is not YAML"),
-        ("a: !!python/object:os.system {}", "is not YAML"),
+        ("- sigma\n- 0.8\n", "must hold lines like 'sigma: 0.8', not a list."),
+        ("sigma", "must hold lines like 'sigma: 0.8', not a single value."),
+        ("sigma: \x00", "is not YAML that can be read: it holds characters that are not text"),
+        ("sigma: 1\n---\nsigma: 2\n", "line 2, column 1: found another document. "),
+        ("[" * 9999, "nested too deeply"),
+        ("lr: " + "{a: " * 9999, "nested too deeply"),
     ],
 )
 def test_a_file_of_another_kind_is_named(file: Path, body: str, said: str) -> None:
     file.write_text(body)
     error = the_error({}, file)
-    assert str(file) in error
+    assert error.startswith(f"--config: {file} ")
     assert said in error
-    assert "\n" not in error
+
+
+def test_broken_yaml_is_located_in_few_words(file: Path) -> None:
+    file.write_text("sigma: 1\nlr: [1\nsteps: 3\n")
+    assert the_error({}, file) == (
+        f"--config: {file} is not YAML that can be read: line 3, column 6: expected ',' or ']', "
+        "but got ':'. Write lines like 'sigma: 0.8'."
+    )
 
 
 def test_a_file_that_is_not_text_is_named(file: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00\x80")
-    assert "is not YAML" in the_error({}, file)
+    assert "not text in UTF-8" in the_error({}, file)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("value", "found"), [("[a, b]", "a list"), ("{a: 1}", "a mapping")])
+def test_lists_and_mappings_are_no_values(file: Path, name: str, value: str, found: str) -> None:
+    file.write_text(f"{name}: {value}\n")
+    wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(KINDS[name])
+    wanted = wanted or ("a path" if KINDS[name] is Path else "text")
+    assert the_error({}, file) == f"{flag_name(name)} in {file} must be {wanted}, not {found}."
+
+
+@pytest.mark.parametrize("key", ["[a]", "{{ name }}", "!!python/object:os.system {}"])
+def test_keys_that_are_no_names_are_refused(file: Path, key: str) -> None:
+    file.write_text(f"? {key}\n: 1\n")
+    assert f"in {file} is not a setting." in the_error({}, file)
+
+
+@pytest.mark.parametrize("again", ["batch-size: 64", "batch_size: 64", "batch-size: null"])
+def test_a_key_given_twice_is_refused(file: Path, again: str) -> None:
+    file.write_text(f"batch-size: 32\nlr: 1\n{again}\n")
+    assert the_error({}, file) == (
+        f"batch-size in {file} is given twice, again in line 3. Give it once."
+    )
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "."])
@@ -259,9 +314,9 @@ def test_bounds_hold_at_their_ends_and_not_beyond(name: str) -> None:
 
 #: Written out, so that a bound moved by mistake is noticed.
 REFUSED: Mapping[str, tuple[str, ...]] = {
-    "epochs": ("0", "-1"),
-    "steps": ("0", "-1"),
-    "batch_size": ("0", "-5"),
+    "epochs": ("0", "-1", "1000000001"),
+    "steps": ("0", "-1", "10000001"),
+    "batch_size": ("0", "-5", "1000000001"),
     "sigma": ("0", "-0.5"),
     "epsilon": ("0", "-3"),
     "max_epsilon": ("0", "-3"),
@@ -274,7 +329,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "gamma_prime": ("0", "-1e-8"),
     "h1": ("0", "-1"),
     "h2": ("0", "-1"),
-    "physical_batch": ("0", "-1"),
+    "physical_batch": ("0", "-1", "1000000001"),
     "seed": ("-1",),
 }
 
@@ -288,10 +343,10 @@ def test_numbers_out_of_range_are_refused(name: str, value: str) -> None:
     assert out_of_bounds(name, value)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "many", "", True, [1], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "many", "", "true"], ids=repr)
 @pytest.mark.parametrize("name", BOUNDED)
-def test_what_is_no_number_is_refused(file: Path, name: str, value: object) -> None:
-    file.write_text(yaml.safe_dump({name: value}))
+def test_what_is_no_number_is_refused(file: Path, name: str, value: str) -> None:
+    file.write_text(f"{name}: " + (value or "''"))
     what = "a whole number" if KINDS[name] is int else "a number"
     errors = errors_of({}, file)
     assert [f"{flag_name(name)} in {file}: '{value}' is not {what}."] == list(errors)
@@ -301,6 +356,49 @@ def test_what_is_no_number_is_refused(file: Path, name: str, value: object) -> N
 @pytest.mark.parametrize("value", ["1.5", "1e3", "9" * 400, "9" * 5000], ids=lambda v: v[:4])
 def test_whole_numbers_are_whole_and_of_a_size(name: str, value: str) -> None:
     assert f"--{flag_name(name)}" in the_error({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("epochs", "at least 1 and at most 1,000,000,000"),
+        ("steps", "at least 1 and at most 10,000,000"),
+        ("lr", "at least 1e-10 and at most 1e+10"),
+        ("delta", "above 0 and below 1"),
+        ("epsilon", "above 0"),
+    ],
+)
+def test_bounds_read_well(name: str, said: str) -> None:
+    assert the_error({name: "-10000000000"}) == f"--{name} must be {said}, not -10000000000."
+
+
+def test_more_steps_than_a_run_takes_are_refused() -> None:
+    # 235 steps an epoch.
+    assert resolve({"epochs": "42553"}).config.total_steps == 9_999_955
+    assert the_error({"epochs": "42554"}) == (
+        "--epochs 42554 is 10,000,190 steps in all at a --batch-size of 256; a run takes at most "
+        "10,000,000. Choose fewer epochs or larger batches."
+    )
+    assert resolve({"epochs": "42554", "batch_size": "512"}).config.epochs == 42_554
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is Path])
+def test_empty_paths_are_refused(file: Path, name: str) -> None:
+    flag = flag_name(name)
+    wanted = "must not be empty. Name a folder, or leave it out."
+    assert the_error({name: ""}) == f"--{flag} {wanted}"
+    file.write_text(f"{name}: ''\n")
+    assert the_error({}, file) == f"{flag} in {file} {wanted}"
+
+
+def test_a_few_flags_are_parsed_for_themselves() -> None:
+    assert parse({"dataset": None, "data_dir": "here", "sigma": "2"}) == {
+        "data_dir": Path("here"),
+        "sigma": 2.0,
+    }
+    with pytest.raises(InputError) as caught:
+        parse({"dataset": "mnits", "device": "tpu"})
+    assert len(caught.value.errors) == 2
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is bool])

@@ -1,18 +1,20 @@
 """A name becomes tensors, and what cannot become them is explained."""
 
+import errno
 import os
+from email.message import Message
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 
 import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torchvision.datasets import mnist
+from torchvision.datasets import cifar, mnist
 from torchvision.transforms.functional import normalize
 
 from dpmac_cli.catalog import DATASETS
-from dpmac_cli.data import LOADERS, Data, Split, load_data
+from dpmac_cli.data import LOADERS, Data, Split, fingerprint, load_data
 from dpmac_cli.errors import InputError
 
 CPU = torch.device("cpu")
@@ -93,31 +95,126 @@ def test_a_single_changed_value_is_noticed(
         "digits",
         lambda *_: (digits.train, Split(images, labels)),
     )
-    with pytest.raises(InputError, match="not the published data set"):
-        load_data("digits", Path("nowhere"), CPU)
-
-
-@pytest.mark.parametrize("download", [True, False])
-def test_missing_files_without_a_network_are_one_message(tmp_path: Path, download: bool) -> None:
     with pytest.raises(InputError) as caught:
-        load_data("mnist", tmp_path, CPU, download=download)
+        load_data("digits", Path("nowhere"), CPU)
+    message = str(caught.value)
+    assert message.startswith(
+        "The data set digits in nowhere is not the published one: its contents differ (SHA-256 "
+    )
+    assert f"instead of {fingerprint(digits.train, digits.test)[:16]}...)" in message
+    assert "shape" not in message
+
+
+def test_a_missing_record_is_noticed(monkeypatch: pytest.MonkeyPatch, digits: Data) -> None:
+    short = Split(digits.train.images[1:], digits.train.labels[1:])
+    monkeypatch.setitem(LOADERS, "digits", lambda *_: (short, digits.test))
+    with pytest.raises(InputError) as caught:
+        load_data("digits", Path("nowhere"), CPU)
+    assert (
+        "the shapes (1436, 1, 8, 8) and (360, 1, 8, 8) instead of (1437, 1, 8, 8) and "
+        "(360, 1, 8, 8). Remove its files"
+    ) in str(caught.value)
+
+
+#: What only torchvision and Python need to know.
+JARGON = ("download=True", "urlopen", "Errno", "pickle", "load key", "Dataset")
+
+
+def the_error(name: str, data_dir: Path, *, download: bool = True) -> str:
+    """The one message of a data set that cannot be loaded, checked for its manners."""
+    with pytest.raises(InputError) as caught:
+        load_data(name, data_dir, CPU, download=download)
     (message,) = caught.value.errors
-    assert "\n" not in message
-    for part in (
-        str(tmp_path / "MNIST" / "raw"),
-        "could not be downloaded",
-        *RAW_FILES,
-        "--data-dir",
-        "DPMAC_DATA_DIR",
-        "--dataset digits",
-    ):
-        assert part in message
+    assert message.startswith(f"The data set {name} ")
+    for word in ("\n", *JARGON):
+        assert word not in message
+    for way_out in ("--data-dir", "DPMAC_DATA_DIR", "--dataset digits"):
+        assert way_out in message
+    return message
+
+
+def test_missing_files_without_a_network_are_one_message(tmp_path: Path) -> None:
+    assert the_error("mnist", tmp_path).startswith(
+        f"The data set mnist is not in {tmp_path / 'MNIST' / 'raw'} and could not be downloaded "
+        f"(Temporary failure in name resolution). Put these files there: {', '.join(RAW_FILES)}; "
+    )
+
+
+def test_missing_files_that_may_not_be_downloaded_are_named(tmp_path: Path) -> None:
+    assert (
+        f"is not in {tmp_path / 'MNIST' / 'raw'}. Put these files there: {', '.join(RAW_FILES)}; "
+    ) in the_error("mnist", tmp_path, download=False)
 
 
 def test_a_data_folder_that_is_a_file_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InputError, match="is not in"):
-        load_data("mnist", tmp_path / "file", CPU)
+    assert "could not be downloaded (Not a directory: " in the_error("mnist", tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (URLError(OSError(-2, "Name or service not known")), " (Name or service not known)"),
+        (URLError("timed out"), " (timed out)"),
+        (HTTPError("http://x", 503, "Busy", Message(), None), " (HTTP Error 503: Busy)"),
+        (RuntimeError("File not found or corrupted."), " (File not found or corrupted)"),
+        (TimeoutError(), ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_why_a_download_failed_is_said_in_short(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raised: Exception, reason: str
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(cifar, "download_and_extract_archive", fail)
+    message = the_error("cifar10", tmp_path)
+    assert f"could not be downloaded{reason}. Put these files there: data_batch_1, " in message
+
+
+def test_a_download_that_brings_another_thing_is_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cifar, "download_and_extract_archive", lambda *args, **kwargs: None)
+    assert "and could not be downloaded. Put these" in the_error("cifar100", tmp_path)
+
+
+def test_files_of_cifar_that_are_altered_are_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-100-python"
+    folder.mkdir()
+    for name in ("train", "test", "meta"):
+        (folder / name).write_text("mine")
+    assert f"in {folder} is damaged: a file is cut short, altered" in the_error(
+        "cifar100", tmp_path
+    )
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> Path:
+    """A folder with files by the names of MNIST's."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in RAW_FILES:
+        (raw / name).write_text("mine")
+    return tmp_path
+
+
+def test_files_that_may_not_be_read_are_explained(
+    monkeypatch: pytest.MonkeyPatch, stand_ins: Path
+) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(mnist, "read_image_file", refuse)
+    assert "raw cannot be read (Permission denied). Make it" in the_error("mnist", stand_ins)
+
+
+def test_damaged_files_of_an_old_torchvision_are_damaged(stand_ins: Path) -> None:
+    (stand_ins / "MNIST" / "processed").mkdir()
+    for name in ("training.pt", "test.pt"):
+        (stand_ins / "MNIST" / "processed" / name).write_text("mine")
+    assert "is damaged" in the_error("mnist", stand_ins)
 
 
 # MNIST itself
@@ -165,17 +262,14 @@ def test_truncated_files_are_damaged(copied: Path, size: int) -> None:
     name = "t10k-labels-idx1-ubyte"
     content = (copied / "MNIST" / "raw" / name).read_bytes()
     put(copied, name, content[:size])
-    with pytest.raises(InputError, match="damaged") as caught:
-        load_data("mnist", copied, CPU)
-    assert str(copied / "MNIST" / "raw") in str(caught.value)
+    assert f"in {copied / 'MNIST' / 'raw'} is damaged: a file" in the_error("mnist", copied)
 
 
 @pytest.mark.real_data
 @pytest.mark.parametrize("content", OTHER_KINDS, ids=["text", "floats", "unknown"])
 def test_files_of_another_kind_are_damaged(copied: Path, content: bytes) -> None:
     put(copied, "t10k-labels-idx1-ubyte", content)
-    with pytest.raises(InputError, match="damaged"):
-        load_data("mnist", copied, CPU)
+    assert "is damaged: a file" in the_error("mnist", copied)
 
 
 @pytest.mark.real_data
@@ -184,15 +278,15 @@ def test_an_altered_file_is_not_the_published_one(copied: Path) -> None:
     content = bytearray((copied / "MNIST" / "raw" / name).read_bytes())
     content[-1] ^= 1
     put(copied, name, bytes(content))
-    with pytest.raises(InputError, match="not the published data set") as caught:
+    with pytest.raises(InputError, match="its contents differ") as caught:
         load_data("mnist", copied, CPU)
-    assert str(copied) in str(caught.value)
+    assert f"The data set mnist in {copied} is not the published one" in str(caught.value)
     assert os.listdir(copied) == ["MNIST"], "nothing is left beside the files"
 
 
 @pytest.mark.real_data
 def test_one_missing_file_is_named_alone(copied: Path) -> None:
     (copied / "MNIST" / "raw" / RAW_FILES[0]).unlink()
-    with pytest.raises(InputError) as caught:
-        load_data("mnist", copied, CPU)
-    assert f"Put these files there: {RAW_FILES[0]};" in str(caught.value)
+    message = the_error("mnist", copied)
+    assert "mnist is not whole in" in message
+    assert f"Put this file there: {RAW_FILES[0]};" in message

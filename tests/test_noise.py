@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from scipy.stats import norm
 
 from dpmac_cli import assembly
+from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.config import resolve
 from dpmac_cli.noise import STREAMS, SeededNoise, noise_source, stream_seeds
-from dpmac_cli.sampling import PoissonSampler
+from dpmac_cli.sampling import make_sampler
 
 
 def words(seed: np.random.SeedSequence) -> tuple[int, ...]:
@@ -68,9 +70,10 @@ def test_every_bit_of_a_seed_matters(step: int) -> None:
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("seed", [5, None])
-def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None) -> None:
-    config = resolve({"dataset": "digits", "seed": seed}).config
+def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: str) -> None:
+    config = resolve({"dataset": "digits", "seed": seed, "sampler": sampler}).config
     state = assembly.make_trainer(config, 1, torch.device("cpu")).state
     # The fourth word of SFC64 is a counter, the same for every seed.
     secrets = [x.state()["state"][:3] for x in (state.sampler, state.noise)]
@@ -126,9 +129,12 @@ def test_no_draw_comes_twice() -> None:
     ("make", "use"),
     [
         (SeededNoise, lambda source: source.standard_normal(torch.zeros(9)).tolist()),
-        (lambda seed: PoissonSampler(50, 0.3, seed), lambda source: source.draw().tolist()),
+        *(
+            (partial(make_sampler, name, 50, 15), lambda source: source.draw().tolist())
+            for name in SAMPLERS
+        ),
     ],
-    ids=["noise", "sampler"],
+    ids=["noise", *SAMPLERS],
 )
 def test_state_is_the_whole_state(
     make: Callable[[np.random.SeedSequence], Any], use: Callable[[Any], list[float]], used: int

@@ -1,6 +1,8 @@
 """The model to publish: readable without dpmac, and refused where it does not fit."""
 
+import errno
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.data import load_data
+from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.release import load_model, save_model
 from dpmac_cli.scoring import score
@@ -51,6 +54,7 @@ def test_weights_load_into_plain_torch(run: Path) -> None:
 
 def test_header_holds_the_public_facts(run: Path) -> None:
     facts = header(run / "model.safetensors")
+    assert len(facts.pop("checksum")) == 64
     report = json.loads((run / "report.json").read_text())
     assert facts == {key: report[key] for key in facts}
     assert set(facts) == {
@@ -95,12 +99,14 @@ def test_a_model_for_other_images_says_what_does_not_fit(run: Path) -> None:
 def edited(
     change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None],
 ) -> Callable[[Path, Path], None]:
-    """Write the model again with other tensors or facts."""
+    """Write the model again with other tensors or facts, and with a checksum that is theirs."""
 
     def write(run: Path, file: Path) -> None:
         tensors = safetensors.torch.load_file(run / "model.safetensors")
         facts = header(run / "model.safetensors")
+        del facts["checksum"]
         change(tensors, facts)
+        facts["checksum"] = digest(tensors, facts)
         safetensors.torch.save_file(tensors, file, {"dpmac": json.dumps(facts)})
 
     return write
@@ -148,37 +154,86 @@ def header_text(text: str) -> Callable[[Path, Path], None]:
 
 
 def cut(size: int) -> Callable[[Path, Path], None]:
-    return lambda run, file: (
-        file.write_bytes((run / "model.safetensors").read_bytes()[:size]),
-        None,
-    )[1]
+    return lambda run, file: written((run / "model.safetensors").read_bytes()[:size])(run, file)
 
 
 def written(content: bytes) -> Callable[[Path, Path], None]:
     return lambda run, file: (file.write_bytes(content), None)[1]
 
 
+def unsealed(run: Path, file: Path) -> None:
+    facts = header(run / "model.safetensors")
+    del facts["checksum"]
+    header_text(json.dumps(facts))(run, file)
+
+
+NOT_WHOLE = "is not a whole safetensors file: it is damaged, or of another kind"
+NOT_OURS = "was not written by dpmac train: its header lacks"
+NOT_QUITE = "was not written by dpmac train as it is: "
+NO_IMAGES = f"{NOT_QUITE}no images have the shape, levels, mean and std"
+
+
+def other_input(key: str, value: object) -> tuple[Callable[[Path, Path], None], str]:
+    return edited(lambda t, f: f["input"].update({key: value})), NO_IMAGES
+
+
+def other_bias(bias: torch.Tensor, said: str) -> tuple[Callable[[Path, Path], None], str]:
+    return edited(lambda t, f: t.update({"3.bias": bias})), f"{NOT_QUITE}3.bias holds {said}"
+
+
 DAMAGED: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
-    "missing": (lambda run, file: None, "There is no model"),
-    "a folder": (lambda run, file: file.mkdir(), "holds no model.safetensors|not a whole"),
-    "empty": (written(b""), "not a whole safetensors file"),
-    "text": (written(b"hello" * 99), "not a whole safetensors file"),
-    "huge header": (written(b"\xff" * 99), "not a whole safetensors file"),
-    "cut in the header": (cut(100), "not a whole safetensors file"),
-    "cut in the weights": (cut(-1), "not a whole safetensors file"),
+    "missing": (lambda run, file: None, "does not exist. Name a run folder"),
+    "a folder": (lambda run, file: file.mkdir(), "is a folder, but a model is a file"),
+    "empty": (written(b""), NOT_WHOLE),
+    "text": (written(b"hello" * 99), NOT_WHOLE),
+    "huge header": (written(b"\xff" * 99), NOT_WHOLE),
+    "cut in the header": (cut(100), NOT_WHOLE),
+    "cut in the weights": (cut(-1), NOT_WHOLE),
     "no header": (
         lambda run, file: safetensors.torch.save_file({"a": torch.zeros(2)}, file),
-        "was not written by dpmac",
+        NOT_OURS,
     ),
-    "broken header": (header_text('{"dataset": '), "was not written by dpmac"),
-    "header without facts": (header_text('{"dataset": {}}'), "was not written by dpmac"),
-    "header of another kind": (header_text("[1, 2]"), "was not written by dpmac"),
-    "null header": (header_text("null"), "was not written by dpmac"),
+    "broken header": (header_text('{"dataset": '), NOT_OURS),
+    "header without facts": (header_text('{"dataset": {}}'), NOT_OURS),
+    "header of another kind": (header_text("[1, 2]"), NOT_OURS),
+    "null header": (header_text("null"), NOT_OURS),
+    "nested header": (header_text("[" * 99_999), NOT_OURS),
     "names that are lists": (
-        header_text('{"dataset": {"name": ["digits"]}, "model": {"name": ["mlp"]}}'),
-        "was not written by dpmac",
+        edited(lambda t, f: f.update(dataset={"name": ["digits"]}, model={"name": ["mlp"]})),
+        NOT_OURS,
     ),
+    "no checksum": (unsealed, NOT_OURS),
+    "newer": (
+        edited(lambda t, f: f.update(schema_version=99)),
+        "was written by a newer dpmac (format 99; this one knows 1). Upgrade dpmac.",
+    ),
+    "version in words": (edited(lambda t, f: f.update(schema_version="one")), NOT_OURS),
+    "no input": (edited(lambda t, f: f.__delitem__("input")), NO_IMAGES),
+    "flat images": other_input("shape", [8, 8]),
+    "negative height": other_input("shape", [1, -8, 8]),
+    "levels of zero": other_input("levels", 0),
+    "levels in words": other_input("levels", "16"),
+    "no mean": other_input("mean", []),
+    "two means": other_input("mean", [0.3, 0.3]),
+    "infinite mean": other_input("mean", [float("inf")]),
+    "huge mean": other_input("mean", [10**400]),
+    "std of zero": other_input("std", [0.0]),
+    "negative std": other_input("std", [-1.0]),
+    "std that is not a number": other_input("std", [float("nan")]),
+    "std alone": other_input("std", 0.376),
+    "NaN": other_bias(torch.full((10,), torch.nan), "NaN or infinity"),
+    "one infinity": other_bias(torch.tensor([torch.inf, *range(9)]), "NaN or infinity"),
+    "whole numbers": other_bias(torch.zeros(10, dtype=torch.int64), "int64 numbers, not float32"),
+    "half precision": other_bias(torch.zeros(10).bfloat16(), "bfloat16 numbers, not float32"),
+    "switches": other_bias(torch.zeros(10, dtype=torch.bool), "bool numbers, not float32"),
 }
+
+
+def refusal(path: Path) -> str:
+    """Why a file or folder is no model to score."""
+    with pytest.raises(InputError) as caught:
+        load_model(path, None, CPU)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(("write", "said"), DAMAGED.values(), ids=DAMAGED.keys())
@@ -186,14 +241,72 @@ def test_a_damaged_file_is_named(
     run: Path, file: Path, write: Callable[[Path, Path], None], said: str
 ) -> None:
     write(run, file)
-    with pytest.raises(InputError, match=said) as caught:
-        load_model(file, None, CPU)
-    assert str(file.parent) in str(caught.value)
-    assert file.name in str(caught.value)
+    message = refusal(file)
+    assert str(file) in message
+    assert said in message
 
 
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no model.safetensors"):
-        load_model(tmp_path, None, CPU)
-    with pytest.raises(InputError, match="There is no model"):
-        load_model(tmp_path / "nowhere" / "at-all", None, CPU)
+def test_a_flipped_bit_is_noticed_wherever_it_is(run: Path, file: Path) -> None:
+    content = (run / "model.safetensors").read_bytes()
+    # Cubes are dense where the header is: half of them hit the first eighth.
+    for place in {int(len(content) * (k / 200) ** 3) for k in range(200)}:
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert str(file) in refusal(file)
+
+
+def test_flipped_weights_are_damaged(run: Path, file: Path) -> None:
+    content = (run / "model.safetensors").read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    said = f"{file} is damaged: its contents do not match its checksum. Copy it anew"
+    assert refusal(file).startswith(said)
+
+
+def test_a_file_that_may_not_be_read_is_named(
+    run: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_bytes((run / "model.safetensors").read_bytes())
+
+    def refuse(path: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert refusal(file) == f"{file} cannot be read (Permission denied)."
+
+
+NAME_ONE = "Name a run folder of dpmac train, or a model.safetensors."
+
+
+def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path / "nowhere" / "model.safetensors"):
+        assert refusal(path) == f"{path} does not exist. {NAME_ONE}"
+
+
+def test_a_folder_of_another_kind_is_named(tmp_path: Path) -> None:
+    said = f"{tmp_path} is not a run folder: it holds no model.safetensors. {NAME_ONE}"
+    assert refusal(tmp_path) == said
+    (tmp_path / "thesis.tex").write_text("mine")
+    assert refusal(tmp_path) == said
+
+
+def test_a_run_without_a_model_can_be_resumed(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    said = (
+        f"The run in {tmp_path} has not written its model.safetensors: it is still training, or "
+        f"was stopped before it could. To go on: dpmac train --resume {tmp_path}"
+    )
+    assert refusal(tmp_path) == refusal(tmp_path / "model.safetensors") == said
+
+
+def test_a_folder_in_the_place_of_a_model_is_named(file: Path) -> None:
+    file.mkdir()
+    said = f"{file} is a folder, but a model is a file. {NAME_ONE}"
+    assert refusal(file) == refusal(file.parent) == said
+
+
+@pytest.mark.privacy
+def test_a_private_checkpoint_is_not_a_model(run: Path) -> None:
+    checkpoint = next((run / "checkpoint").glob("step-*.safetensors"))
+    assert refusal(checkpoint) == (
+        f"{checkpoint} is a private checkpoint, from which the noise of its run can be computed. "
+        "Do not share it. The model to score is model.safetensors, one folder up."
+    )

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from dpmac_cli.accounting import ACCOUNTANT, TrainingEvent
+from dpmac_cli.accounting import ACCOUNTANTS, SAMPLERS, TrainingEvent
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.config import resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -74,17 +74,38 @@ def test_the_test_section_is_consistent(report: dict[str, Any]) -> None:
 @pytest.mark.privacy
 def test_the_price_is_the_accountants(report: dict[str, Any]) -> None:
     price = report["privacy"]
-    event = TrainingEvent(RATE, SIGMA, 36)
+    event = TrainingEvent(RATE, SIGMA, 36, "poisson", 12)
     assert price["private"] is True
     assert price["epsilon"] == price["epsilon_planned"] == event.epsilon(1e-5)
     assert (price["noise_multiplier"], price["delta"], price["steps"]) == (SIGMA, 1e-5, 36)
     assert price["sampling_rate"] == RATE
     assert (price["sampler"], price["adjacency"]) == ("poisson", "add-or-remove-one")
-    assert price["accountant"] == ACCOUNTANT
-    assert "Connect-the-Dots" in ACCOUNTANT
-    assert version("dp-accounting") in ACCOUNTANT
+    assert price["accountant"] == ACCOUNTANTS["pld"]
+    assert "Connect-the-Dots" in price["accountant"]
+    assert version("dp-accounting") in price["accountant"]
     assert "36 Poisson-sampled steps" in price["statement"]
     assert "kept nowhere" in price["seed_policy"]["statement"]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("sampler", "adjacency", "accountant"),
+    [
+        ("poisson", "add-or-remove-one", "pld"),
+        ("balls-in-bins", "add-or-remove-one", "pld"),
+        ("shuffle", "zero-out", "pld"),
+        ("fixed-size", "replace-one", "rdp"),
+    ],
+)
+def test_the_price_is_the_samplers(sampler: str, adjacency: str, accountant: str) -> None:
+    price = train_digits(sampler=sampler, steps=13).report["privacy"]
+    event = TrainingEvent(RATE, SIGMA, 13, sampler, 12)
+    assert price["epsilon"] == event.epsilon(1e-5) == price["epsilon_planned"]
+    assert (price["sampler"], price["adjacency"]) == (sampler, adjacency)
+    assert price["accountant"] == ACCOUNTANTS[accountant]
+    assert f"under {adjacency} adjacency" in price["statement"]
+    assert f"13 {SAMPLERS[sampler].done} steps" in price["statement"]
+    assert [TrainingEvent(**event) for event in price["events"]] == [event]
 
 
 def test_versions_of_everything_that_matters(report: dict[str, Any]) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dpmac_cli import assembly, checkpoint, folder, run
-from dpmac_cli.accounting import TrainingEvent, total_epsilon
+from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
 from dpmac_cli.engine import Evaluated
 from dpmac_cli.errors import InputError
 from dpmac_cli.noise import noise_source as seeded_source
 from dpmac_cli.run import Finished, RunEvent, Started, Update
-from dpmac_cli.sampling import PoissonSampler
+from dpmac_cli.sampling import EpochSampler, IndependentSampler
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import RATE, SIGMA, digits_config
 
@@ -50,9 +50,21 @@ def start(**flags: Any) -> Any:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
-def test_a_run_stopped_anywhere_ends_bit_identical(optimizer: str) -> None:
-    settings = {"optimizer": optimizer, "physical_batch": 50, "kappa": "tracked", "phi": "tracked"}
+@pytest.mark.parametrize(
+    ("optimizer", "sampler"),
+    [
+        *((optimizer, "poisson") for optimizer in OPTIMIZER_NAMES),
+        *(("dp-macadam", sampler) for sampler in SAMPLERS if sampler != "poisson"),
+    ],
+)
+def test_a_run_stopped_anywhere_ends_bit_identical(optimizer: str, sampler: str) -> None:
+    settings = {
+        "optimizer": optimizer,
+        "sampler": sampler,
+        "physical_batch": 50,
+        "kappa": "tracked",
+        "phi": "tracked",
+    }
     whole = finish(run.train(start(**settings)))
     stopped = finish(run.train(start(**settings), after(1)))
     for step in range(2, STEPS):  # stopped and resumed after every single step
@@ -82,7 +94,7 @@ class Draws:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noise: list[Tensor] = []
         self.batches: list[tuple[int, ...]] = []
-        normal, draw = seeded_source, PoissonSampler.draw
+        normal = seeded_source
 
         def noise_source(seed: np.random.SeedSequence) -> Any:
             source = normal(seed)
@@ -95,32 +107,48 @@ class Draws:
             source.standard_normal = recorded  # type: ignore[method-assign]
             return source
 
-        def drawn(sampler: PoissonSampler) -> Any:
-            batch = draw(sampler)
-            self.batches.append(tuple(batch))
-            return batch
+        def recording(draw: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def drawn(sampler: Any) -> Any:
+                batch = draw(sampler)
+                self.batches.append(tuple(batch))
+                return batch
+
+            return drawn
 
         monkeypatch.setattr(assembly, "noise_source", noise_source)
-        monkeypatch.setattr(PoissonSampler, "draw", drawn)
+        for kind in (IndependentSampler, EpochSampler):
+            monkeypatch.setattr(kind, "draw", recording(kind.draw))
+
+
+CHANGES: tuple[Mapping[str, str], ...] = (
+    {"lr": "0.01"},
+    {"steps": "30"},
+    {"sigma": "7"},
+    {"physical_batch": "64"},
+    {"seed": "7"},
+)
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    "change",
-    [{"lr": "0.01"}, {"steps": "30"}, {"sigma": "7"}, {"physical_batch": "64"}, {"seed": "7"}],
-    ids=lambda change: next(iter(change)),
+    ("sampler", "change"),
+    [
+        *(("poisson", change) for change in CHANGES),
+        *((sampler, CHANGES[0]) for sampler in SAMPLERS if sampler != "poisson"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_a_changed_resume_reuses_no_draw(
-    change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+    sampler: str, change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws = Draws(monkeypatch)
-    finish(run.train(start(out="run")))
+    finish(run.train(start(out="run", sampler=sampler)))
     kept = Path("run/checkpoint/step-000000020.safetensors")
     (Path("run/checkpoint/step-000000021.safetensors")).unlink()
     assert kept.exists()
     before = len(draws.noise)
     finished = finish(run.resume(Path("run"), change))
-    assert len(draws.noise) > before
+    assert len(draws.noise) == len(draws.batches) > before == STEPS
     for drawn in draws.noise[before:]:
         assert not any(torch.equal(drawn, old) for old in draws.noise[:before])
     assert not set(draws.batches[before:]) & set(draws.batches[:before])
@@ -137,9 +165,9 @@ def test_the_price_covers_every_branch() -> None:
     second = finish(run.resume(first.folder, {"steps": "40", "sigma": "8"}))
     third = finish(run.resume(first.folder, {"steps": "50"}))
     events = (
-        TrainingEvent(RATE, SIGMA, 21),
-        TrainingEvent(RATE, 8.0, 19),
-        TrainingEvent(RATE, 8.0, 10),
+        TrainingEvent(RATE, SIGMA, 21, "poisson", 12),
+        TrainingEvent(RATE, 8.0, 19, "poisson", 12),
+        TrainingEvent(RATE, 8.0, 10, "poisson", 12),
     )
     price = third.report["privacy"]
     assert [TrainingEvent(**event) for event in price["events"]] == list(events)
@@ -149,6 +177,27 @@ def test_the_price_covers_every_branch() -> None:
     assert "noise multiplier 6 and 29" in price["statement"]
     assert (third.folder / "branch-1" / folder.MODEL).exists()
     assert (third.folder / "branch-2" / folder.REPORT).exists()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "sampler", [name for name, sampling in SAMPLERS.items() if sampling.once_an_epoch]
+)
+def test_branches_pay_for_the_epochs_that_each_began(sampler: str) -> None:
+    """Left and begun in the middle of one, where an epoch has 12 steps."""
+    first = finish(run.train(start(out="run", sampler=sampler), after(15)))
+    assert first.report["privacy"]["epsilon"] == TrainingEvent(1.0, SIGMA, 2).epsilon(1e-5)
+    last = finish(run.resume(first.folder, {"lr": "0.01"}))
+    events = [
+        TrainingEvent(RATE, SIGMA, 15, sampler, 12),
+        TrainingEvent(RATE, SIGMA, 6, sampler, 12),
+    ]
+    price = last.report["privacy"]
+    assert [TrainingEvent(**event) for event in price["events"]] == events
+    # Two and one, as many full batches; a run that was never left would pay for two.
+    assert price["epsilon"] == TrainingEvent(1.0, SIGMA, 3).epsilon(1e-5)
+    lines = folder.read_lines(last.folder / folder.METRICS)
+    assert lines[-1]["epsilon"] == price["epsilon"]
 
 
 @pytest.mark.privacy
@@ -179,7 +228,11 @@ def test_a_finished_run_has_nothing_to_go_on_with() -> None:
     assert weights(first.folder) == before
 
 
-@pytest.mark.parametrize("change", [{"optimizer": "dp-sgd"}, {"epsilon": "3"}, {"no_dp": True}])
+@pytest.mark.parametrize(
+    "change",
+    [{"optimizer": "dp-sgd"}, {"sampler": "shuffle"}, {"epsilon": "3"}, {"no_dp": True}],
+    ids=lambda change: next(iter(change)),
+)
 def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> None:
     first = finish(run.train(start(out="run"), after(3)))
     with pytest.raises(InputError, match="cannot change in a run that goes on"):
@@ -188,7 +241,8 @@ def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> 
 
 def test_repeating_what_the_run_is_changes_nothing() -> None:
     first = finish(run.train(start(out="run"), after(3)))
-    last = finish(run.resume(first.folder, {"dataset": "digits", "optimizer": "dp-macadam"}))
+    same = {"dataset": "digits", "optimizer": "dp-macadam", "sampler": "poisson"}
+    last = finish(run.resume(first.folder, same))
     assert len(last.report["privacy"]["events"]) == 1
 
 

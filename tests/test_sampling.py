@@ -1,5 +1,8 @@
-"""Poisson sampling: everyone, in every step, by a coin of their own."""
+"""Who is in a step: each sampler draws from the distribution that its price is for."""
 
+import json
+import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,20 +13,56 @@ from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
 from dpmac_cli import assembly
+from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.config import resolve
-from dpmac_cli.sampling import PoissonSampler
+from dpmac_cli.sampling import Sampler, make_sampler
 
 N, Q, STEPS = 400, 0.1, 2000
+ONCE_AN_EPOCH = tuple(name for name, sampling in SAMPLERS.items() if sampling.once_an_epoch)
+
+
+def sampler_of(name: str, size: int, batch: int, seed: int = 1) -> Sampler:
+    return make_sampler(name, size, batch, np.random.SeedSequence(seed))
+
+
+def inclusions(sampler: Sampler, size: int, steps: int) -> NDArray[np.bool_]:
+    """Who was in which step, shape (steps, size)."""
+    inside = np.zeros((steps, size), bool)
+    for row in inside:
+        row[sampler.draw()] = True
+    return inside
+
+
+def dealt(sampler: Sampler, size: int, batch: int, epochs: int) -> NDArray[np.int64]:
+    """The batch of each record in each epoch, shape (epochs, size): a partition, or it fails."""
+    steps = math.ceil(size / batch)
+    inside = inclusions(sampler, size, epochs * steps).reshape(epochs, steps, size)
+    assert (inside.sum(1) == 1).all(), "everyone is in exactly one batch of each epoch"
+    slots: NDArray[np.int64] = inside.argmax(1)
+    return slots
+
+
+def assert_sizes_are_binomial(sizes: NDArray[np.int64], size: int, rate: float) -> None:
+    edges = binom.ppf(np.linspace(0.1, 0.9, 9), size, rate)
+    shares = np.diff(np.concatenate([[0], binom.cdf(edges, size, rate), [1]]))
+    found = np.bincount(np.searchsorted(edges, sizes), minlength=10)
+    assert chisquare(found, shares * sizes.size).pvalue > 0.001
+    assert abs(sizes.var() / (size * rate * (1 - rate)) - 1) < 5 * (2 / sizes.size) ** 0.5
+
+
+def assert_even(counts: NDArray[np.int64], variance: float) -> None:
+    """Counts that should be alike: their squared deviations are as large as chance makes them."""
+    ratio = float(((counts - counts.mean()) ** 2).mean()) / variance
+    assert abs(ratio - 1) < 5 * (2 / counts.size) ** 0.5
+
+
+# Poisson: everyone, in every step, by a coin of their own.
 
 
 @pytest.fixture(scope="module")
 def included() -> NDArray[np.bool_]:
     """Who was in which step, shape (STEPS, N)."""
-    sampler = PoissonSampler(N, Q, np.random.SeedSequence(1))
-    inside = np.zeros((STEPS, N), bool)
-    for row in inside:
-        row[sampler.draw()] = True
-    return inside
+    return inclusions(sampler_of("poisson", N, round(N * Q)), N, STEPS)
 
 
 @pytest.mark.privacy
@@ -38,12 +77,7 @@ def test_everyone_is_in_as_often_as_the_rate_says(included: NDArray[np.bool_]) -
 
 @pytest.mark.privacy
 def test_batch_sizes_are_binomial(included: NDArray[np.bool_]) -> None:
-    sizes = included.sum(1)
-    edges = binom.ppf(np.linspace(0.1, 0.9, 9), N, Q)
-    shares = np.diff(np.concatenate([[0], binom.cdf(edges, N, Q), [1]]))
-    found = np.bincount(np.searchsorted(edges, sizes), minlength=10)
-    assert chisquare(found, shares * STEPS).pvalue > 0.001
-    assert abs(sizes.var() / (N * Q * (1 - Q)) - 1) < 5 * (2 / STEPS) ** 0.5
+    assert_sizes_are_binomial(included.sum(1), N, Q)
 
 
 @pytest.mark.privacy
@@ -56,43 +90,232 @@ def test_inclusions_are_independent(included: NDArray[np.bool_], lag: int) -> No
 
 
 def test_batches_may_be_empty() -> None:
-    sampler = PoissonSampler(10, 0.05, np.random.SeedSequence(0))
+    sampler = sampler_of("poisson", 20, 1, seed=0)
     sizes = [len(sampler.draw()) for _ in range(500)]
-    assert abs(sizes.count(0) / 500 - 0.95**10) < 4 * (0.6 * 0.4 / 500) ** 0.5
+    expected = 0.95**20
+    assert abs(sizes.count(0) / 500 - expected) < 4 * (expected * (1 - expected) / 500) ** 0.5
     assert max(sizes) >= 2
 
 
-def test_rate_1_draws_everyone() -> None:
-    sampler = PoissonSampler(50, 1.0, np.random.SeedSequence(0))
+# Balls in bins: an epoch's batches are bins, and everyone falls into one, whatever others do.
+
+BATCH, EPOCHS = 32, 400
+BINS = math.ceil(N / BATCH)
+
+
+@pytest.fixture(scope="module")
+def bins() -> NDArray[np.int64]:
+    """The batch of each record in each epoch, shape (EPOCHS, N)."""
+    return dealt(sampler_of("balls-in-bins", N, BATCH), N, BATCH, EPOCHS)
+
+
+@pytest.mark.privacy
+def test_bins_fill_as_independent_balls_fill_them(bins: NDArray[np.int64]) -> None:
+    """Sizes are binomial, in every bin alike, the last one too: none is short or always full."""
+    sizes = np.stack([(bins == k).sum(1) for k in range(BINS)], axis=1)  # (EPOCHS, BINS)
+    assert_sizes_are_binomial(sizes.ravel(), N, 1 / BINS)
+    assert chisquare(sizes.sum(0)).pvalue > 0.001
+    assert len(set(sizes[:, -1].tolist())) > 10
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("lag", [1, 2, N // 2])
+def test_balls_are_independent(bins: NDArray[np.int64], lag: int) -> None:
+    """Two records meet in a bin once in BINS epochs; a record meets its own last one as often."""
+    rate = 1 / BINS
+    for one, other in ((bins[:-lag], bins[lag:]), (bins[:, :-lag], bins[:, lag:])):
+        assert abs((one == other).mean() - rate) < 4 * (rate * (1 - rate) / one.size) ** 0.5
+        # Nor does the bin of one say anything else about that of the other.
+        pairs = np.bincount((one * BINS + other).ravel(), minlength=BINS**2)
+        assert chisquare(pairs).pvalue > 0.001
+
+
+# Shuffle: an epoch deals everyone out to full batches, in an order that is anyone's guess.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("batch", [20, 64, N], ids=["even", "ragged", "all"])
+def test_a_shuffled_epoch_is_full_batches_and_a_rest(batch: int) -> None:
+    slots = dealt(sampler_of("shuffle", N, batch), N, batch, 20)
+    full, rest = divmod(N, batch)
+    for epoch in slots:
+        assert np.bincount(epoch).tolist() == [batch] * full + [rest] * (rest > 0)
+
+
+@pytest.mark.privacy
+def test_every_order_is_as_likely_as_any_other() -> None:
+    """All 90 ways to deal 6 records out two by two; and one epoch says nothing about the next."""
+    epochs = 9000
+    slots = dealt(sampler_of("shuffle", 6, 2), 6, 2, epochs)
+    ways = slots @ 3 ** np.arange(6)
+    _, found = np.unique(ways, return_counts=True)
+    assert len(found) == 90
+    assert chisquare(found).pvalue > 0.001
+    for lag in (1, 2, 3):
+        again = int((ways[:-lag] == ways[lag:]).sum())
+        assert abs(again - epochs / 90) < 4.5 * (epochs / 90) ** 0.5
+
+
+@pytest.mark.privacy
+def test_everyone_turns_up_in_every_part_of_an_epoch() -> None:
+    epochs = 2000
+    slots = dealt(sampler_of("shuffle", 50, 16), 50, 16, epochs)
+    for slot, size in enumerate([16, 16, 16, 2]):
+        rate = size / 50
+        assert_even((slots == slot).sum(0), epochs * rate * (1 - rate))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ONCE_AN_EPOCH)
+def test_each_epoch_is_dealt_anew(name: str) -> None:
+    epochs = dealt(sampler_of(name, 60, 20), 60, 20, 50)
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 50
+
+
+# Fixed size: every step takes B different records, whoever was taken before.
+
+
+@pytest.fixture(scope="module")
+def taken() -> NDArray[np.bool_]:
+    """Who was in which step, shape (STEPS, N)."""
+    return inclusions(sampler_of("fixed-size", N, round(N * Q)), N, STEPS)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("size", "batch"), [(N, 40), (N, 1), (N, N - 1), (N, N), (50_000, 100)])
+def test_fixed_size_batches_hold_as_many_different_records(size: int, batch: int) -> None:
+    sampler = sampler_of("fixed-size", size, batch)
+    for _ in range(20):
+        drawn = sampler.draw()
+        assert len(drawn) == batch
+        assert (np.diff(drawn) > 0).all(), "increasing, so none comes twice"
+
+
+@pytest.mark.privacy
+def test_everyone_is_taken_alike(taken: NDArray[np.bool_]) -> None:
+    z = (taken.sum(0) - STEPS * Q) / (STEPS * Q * (1 - Q)) ** 0.5
+    assert kstest(z, "norm").pvalue > 0.001
+    assert np.abs(z).max() < 4.5
+    assert_even(taken.sum(0), STEPS * Q * (1 - Q))
+
+
+@pytest.mark.privacy
+def test_few_of_many_are_taken_alike() -> None:
+    """numpy has another algorithm for these."""
+    sampler = sampler_of("fixed-size", 20_000, 50)
+    drawn = np.concatenate([sampler.draw() for _ in range(2000)])
+    assert chisquare(np.bincount(drawn // 200, minlength=100)).pvalue > 0.001
+    assert chisquare(np.bincount(drawn % 200, minlength=200)).pvalue > 0.001
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("lag", [1, 2, 10])
+def test_steps_are_independent(taken: NDArray[np.bool_], lag: int) -> None:
+    """Whoever was taken is as likely to be taken again: nothing is dealt out before it repeats."""
+    again = (taken[:-lag] & taken[lag:]).sum(1)
+    expected = N * Q * Q  # the mean of a hypergeometric distribution; its variance follows
+    variance = expected * (1 - Q) ** 2 * N / (N - 1)
+    assert abs(again.mean() - expected) < 4 * (variance / again.size) ** 0.5
+    assert abs(again.var() / variance - 1) < 6 * (2 / again.size) ** 0.5
+
+
+@pytest.mark.privacy
+def test_two_records_are_taken_together_as_chance_has_it(taken: NDArray[np.bool_]) -> None:
+    rate = Q * (N * Q - 1) / (N - 1)
+    for lag in (1, 2, N // 2):
+        together = (taken[:, :-lag] & taken[:, lag:]).mean()
+        assert abs(together - rate) < 5 * (rate / (STEPS * (N - lag))) ** 0.5
+
+
+# All of them.
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_batch_of_all_draws_everyone(name: str) -> None:
+    sampler = sampler_of(name, 50, 50, seed=0)
     for _ in range(20):
         assert sampler.draw().tolist() == list(range(50))
 
 
-def test_draws_are_increasing_indices() -> None:
-    drawn = PoissonSampler(1000, 0.3, np.random.SeedSequence(0)).draw()
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_draws_are_increasing_indices(name: str) -> None:
+    drawn = sampler_of(name, 1000, 300, seed=0).draw()
     assert drawn.dtype == np.int64
     assert (np.diff(drawn) > 0).all()
     assert drawn[0] >= 0
     assert drawn[-1] < 1000
 
 
-def test_seeds_repeat_and_differ() -> None:
-    def batches(seed: int) -> list[list[int]]:
-        sampler = PoissonSampler(100, 0.2, np.random.SeedSequence(seed))
-        return [sampler.draw().tolist() for _ in range(5)]
+def batches(sampler: Sampler, count: int) -> list[list[int]]:
+    return [sampler.draw().tolist() for _ in range(count)]
 
-    assert batches(1) == batches(1)
-    assert batches(1) != batches(2)
-    assert all(one != other for one, other in pairwise(batches(1)))
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_seeds_repeat_and_differ(name: str) -> None:
+    one, again, other = (batches(sampler_of(name, 100, 20, seed), 12) for seed in (1, 1, 2))
+    assert one == again
+    assert all(mine != theirs for mine, theirs in zip(one, other, strict=True))
+    assert all(mine != following for mine, following in pairwise(one))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("done", range(11))  # an epoch has 4 steps: its begin, middle and end
+def test_a_restored_sampler_goes_on_exactly(name: str, done: int) -> None:
+    sampler = sampler_of(name, 50, 15)
+    batches(sampler, done)
+    kept = json.dumps(sampler.state(), allow_nan=False)
+    following = batches(sampler, 9)
+    for seed, used in ((2, 0), (3, 5)):  # into a fresh one, and into one that was in use
+        other = sampler_of(name, 50, 15, seed)
+        batches(other, used)
+        other.restore(json.loads(kept))
+        assert json.dumps(other.state()) == kept
+        assert batches(other, 9) == following
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_looking_at_the_state_changes_nothing(name: str) -> None:
+    watched, left_alone = sampler_of(name, 50, 15), sampler_of(name, 50, 15)
+    seen: list[dict[str, Any]] = []
+    for _ in range(10):
+        seen.append(watched.state())
+        assert watched.draw().tolist() == left_alone.draw().tolist()
+    assert not has_repeats(seen), "no two steps are the same place"
+
+
+def has_repeats(states: Sequence[dict[str, Any]]) -> bool:
+    return len({json.dumps(state) for state in states}) < len(states)
+
+
+def test_no_such_sampler() -> None:
+    with pytest.raises(ValueError, match="no sampler sorted"):
+        sampler_of("sorted", 10, 2)
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("flags", [{}, {"physical_batch": 7}, {"physical_batch": 1000}])
-def test_a_run_samples_at_the_rate_that_is_priced(flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str, Any]) -> None:
     """The expected batch over n, however few samples are worked on at a time."""
-    config = resolve({"dataset": "digits", "batch_size": 100, "seed": 3, **flags}).config
+    config = resolve(
+        {"dataset": "digits", "batch_size": 100, "seed": 3, "sampler": sampler, **flags}
+    ).config
     assert config.sampling_rate == 100 / 1437
+    assert config.steps_per_epoch == 15
     trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
     sizes = [len(trainer.state.sampler.draw()) for _ in range(300)]
-    assert abs(np.mean(sizes) - 100) < 4 * (100 * (1 - 100 / 1437) / 300) ** 0.5
     assert trainer.mechanism.expected_batch == 100
+    match sampler:
+        case "poisson":
+            assert abs(np.mean(sizes) - 100) < 4 * (100 * (1 - 100 / 1437) / 300) ** 0.5
+            assert len(set(sizes)) > 10
+        case "fixed-size":
+            assert set(sizes) == {100}
+        case "shuffle":
+            assert sizes == [*[100] * 14, 37] * 20
+        case "balls-in-bins":
+            assert [sum(sizes[i : i + 15]) for i in range(0, 300, 15)] == [1437] * 20
+            assert len(set(sizes)) > 10

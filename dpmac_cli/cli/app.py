@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import evaluate, train
+from dpmac_cli.cli import account, evaluate, train
 
 app = typer.Typer(
     name="dpmac",
@@ -15,6 +15,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.command("train", help=train.HELP)(train.command())
+app.command("account", help=account.HELP)(account.account)
 app.command("eval", help=evaluate.HELP)(evaluate.evaluate)
 
 

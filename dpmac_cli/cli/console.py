@@ -91,7 +91,7 @@ def _console(file: TextIO | Expendable) -> Console:
     return _Console(file=file, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
 
 
-def print_json(text: str) -> None:
+def print_result(text: str) -> None:
     """A result for a program, at once: a full disk must not go unnoticed. Raises OSError."""
     print(text, end="", flush=True)  # noqa: T201
 

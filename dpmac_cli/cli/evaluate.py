@@ -7,10 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from dpmac_cli.catalog import DATASETS
-from dpmac_cli.cli.console import stdout
+from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.config import near
-from dpmac_cli.errors import InputError
+from dpmac_cli.config import parse
 
 HELP = """Score every test sample with a trained model.
 
@@ -32,7 +31,7 @@ def evaluate(
         ),
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Where data sets lie (or DPMAC_DATA_DIR).")
+        str | None, typer.Option(metavar="PATH", help="Where data sets lie (or DPMAC_DATA_DIR).")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -40,16 +39,12 @@ def evaluate(
 ) -> None:
     """Load a model, score the test set, print the result."""
     del debug
-    if dataset is not None and dataset not in DATASETS:
-        raise InputError(
-            f"--dataset: there is no dataset '{dataset}'.{near(dataset, DATASETS)} "
-            f"Known: {', '.join(DATASETS)}."
-        )
+    given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
     from dpmac_cli.folder import to_json  # noqa: PLC0415
     from dpmac_cli.scoring import score  # noqa: PLC0415
 
-    scored = score(model, dataset, data_dir, device)
+    scored = score(model, dataset, given.get("data_dir"), device)
     result = scored.result
     if json:
         body: dict[str, Any] = {
@@ -64,9 +59,9 @@ def evaluate(
             },
             "confusion": result.confusion.tolist(),
         }
-        print(to_json(body), end="")  # noqa: T201
+        console.print_result(to_json(body))
         return
-    out = stdout()
+    out = console.stdout()
     out.print(display.evaluation_table(result, scored.classes))
     out.print(
         f"{scored.path} on {scored.dataset}: accuracy {result.accuracy:.2%}, "

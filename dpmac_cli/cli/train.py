@@ -52,7 +52,7 @@ def train(**flags: Any) -> None:
         events = resume(run, flags, stop) if run else train(config, stop)
         finished = follow(events, display, stop)
     if config.json:
-        console.print_json(to_json(finished.report))
+        console.print_result(to_json(finished.report))
     if finished.state in ENDED_EARLY:
         why, change, code = ENDED_EARLY[finished.state]
         console.print_errors(

@@ -1,6 +1,6 @@
 """Everything that can be typed wrongly: the right exit code, a message, and nothing written."""
 
-import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli.app import app
 from dpmac_cli.models import build_model
+from dpmac_cli.release import save_model
 from tests.digits_runs import contents
 
 
@@ -55,6 +56,8 @@ BAD = [
     Bad(f"{TRAIN} --physical-batch 0", 2, ["--physical-batch"]),
     Bad(f"{TRAIN} --steps 0", 2, ["--steps"]),
     Bad(f"{TRAIN} --steps {'9' * 400}", 2, ["--steps"]),
+    Bad("train --epochs 10000000000", 2, ["--epochs", "at most 1,000,000,000"]),
+    Bad("train --epochs 50000", 2, ["--epochs 50000 is 11,750,000 steps in all"]),
     Bad(f"{TRAIN} --beta1 1", 2, ["--beta1"]),
     Bad(f"{TRAIN} --seed -1", 2, ["--seed"]),
     Bad(f"{TRAIN} --h1 2 --h2 1", 2, ["--h1", "--h2"]),
@@ -73,6 +76,8 @@ BAD = [
     # Places
     Bad(f"{TRAIN} --device tpu", 2, ["--device", "tpu"]),
     Bad(f"{TRAIN} --device cuda:99", 2, ["--device", "cuda:99"]),
+    Bad(f"{TRAIN} --out ''", 2, ["--out must not be empty"]),
+    Bad(f"{TRAIN} --data-dir ''", 2, ["--data-dir must not be empty"]),
     Bad(f"{TRAIN} --out file.txt", 2, ["--out file.txt", "is a file"]),
     Bad(f"{TRAIN} --out file.txt/run", 2, ["file.txt/run", "--out"]),
     Bad(f"{TRAIN} --out foreign", 2, ["--out foreign", "not a run's"]),
@@ -85,16 +90,20 @@ BAD = [
     Bad(f"{TRAIN} --config nowhere.yaml", 2, ["--config", "nowhere.yaml"]),
     Bad(f"{TRAIN} --config foreign", 2, ["--config", "foreign"]),
     Bad(f"{TRAIN} --config list.yaml", 2, ["--config", "list.yaml", "list"]),
-    Bad(f"{TRAIN} --config broken.yaml", 2, ["--config", "broken.yaml", "not YAML"]),
+    Bad(f"{TRAIN} --config broken.yaml", 2, ["--config", "broken.yaml", "not YAML", "line 2"]),
     Bad(f"{TRAIN} --config binary.yaml", 2, ["--config", "binary.yaml"]),
     Bad(f"{TRAIN} --config unknown.yaml", 2, ["optimiser in unknown.yaml", "optimizer"]),
-    Bad("eval nowhere", 2, ["nowhere"]),
-    Bad("eval empty", 2, ["empty", "model.safetensors"]),
-    Bad("eval text.safetensors", 2, ["text.safetensors"]),
-    Bad("eval cut.safetensors", 2, ["cut.safetensors"]),
+    Bad("eval nowhere", 2, ["nowhere does not exist"]),
+    Bad("eval empty", 2, ["empty is not a run folder: it holds no model.safetensors"]),
+    Bad("eval killed", 2, ["The run in killed has not", "dpmac train --resume killed"]),
+    Bad("eval text.safetensors", 2, ["text.safetensors is not a whole"]),
+    Bad("eval cut.safetensors", 2, ["cut.safetensors is not a whole"]),
+    Bad("eval flipped.safetensors", 2, ["flipped.safetensors is damaged"]),
     Bad("eval plain.safetensors", 2, ["plain.safetensors", "not written by dpmac"]),
     Bad("eval model.safetensors --dataset digts", 2, ["--dataset", "digts", "digits"]),
     Bad("eval model.safetensors --device tpu", 2, ["--device", "tpu"]),
+    Bad("eval nowhere --dataset mnits --device tpu", 2, ["--dataset", "--device"]),
+    Bad("eval model.safetensors --data-dir ''", 2, ["--data-dir must not be empty"]),
     Bad("eval model.safetensors --device cuda:99", 2, ["--device", "cuda:99"]),
     Bad("eval model.safetensors --dataset mnist", 4, ["model.safetensors", "mnist"]),
     # Privacy budgets
@@ -126,11 +135,20 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
     (tmp_path / "unknown.yaml").write_text("optimiser: dp-sgd\n")
     (tmp_path / "text.safetensors").write_text("hello")
-    facts = {"dataset": {"name": "digits"}, "model": {"name": "mlp-small"}}
-    weights = build_model("mlp-small", DATASETS["digits"], seed=0).state_dict()
-    model = safetensors.torch.save(weights, {"dpmac": json.dumps(facts)})
-    (tmp_path / "model.safetensors").write_bytes(model)
+    facts = {
+        "schema_version": 1,
+        "dataset": {"name": "digits"},
+        "model": {"name": "mlp-small"},
+        "input": {"shape": [1, 8, 8], "levels": 16, "mean": [0.305], "std": [0.376]},
+    }
+    save_model(
+        tmp_path / "model.safetensors", build_model("mlp-small", DATASETS["digits"], seed=0), facts
+    )
+    model = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(model[:-100])
+    (tmp_path / "flipped.safetensors").write_bytes(model[:-1] + bytes([model[-1] ^ 1]))
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "config.yaml").write_text("dataset: digits\n")
     safetensors.torch.save_file({"w": torch.zeros(3)}, tmp_path / "plain.safetensors")
     return tmp_path
 
@@ -138,7 +156,7 @@ def files(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.typed[:80])
 def test_bad_input_is_explained_and_nothing_is_written(bad: Bad, files: Path) -> None:
     before = contents(files)
-    result = CliRunner().invoke(app, bad.typed.split(), env={"COLUMNS": "400"})
+    result = CliRunner().invoke(app, shlex.split(bad.typed), env={"COLUMNS": "400"})
     assert result.exit_code == bad.code, result.output
     for part in bad.said:
         assert part in result.stderr

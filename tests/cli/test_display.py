@@ -56,9 +56,11 @@ def test_a_request_to_stop_is_answered_above_the_bar() -> None:
 def test_a_lost_stream_takes_everything_and_says_why() -> None:
     with Path("/dev/full").open("w") as full:
         screen = Expendable(full)
-        assert screen.lost is None
+        seen = [screen.lost]
         assert screen.write("words") == 5
         screen.flush()
-        assert screen.lost is not None
+        seen.append(screen.lost)
         screen.write("more" * 10_000)
         screen.flush()
+    assert seen[0] is None
+    assert isinstance(seen[1], OSError)

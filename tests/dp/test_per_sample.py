@@ -89,6 +89,13 @@ class Net:
         return x, torch.randint(CLASSES, (samples,))
 
 
+class Scores(nn.Module):
+    """Logits without parameters, at least two of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x.square().sum(1, keepdim=True)], 1)
+
+
 def head(inputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, CLASSES))
 
@@ -237,6 +244,30 @@ def test_conv2d_of_any_shape(
     )
     model = nn.Sequential(conv, nn.Flatten()).double()
     x = torch.randn(samples, groups * inputs, *size, dtype=torch.float64)
+    classes = model(x).shape[1]
+    assert_matches_oracle(prepare(model), x, torch.randint(classes, (samples,)), kind)
+
+
+@pytest.mark.privacy
+@given(
+    groups=st.integers(1, 3),
+    width=st.integers(1, 3),
+    size=st.lists(st.integers(1, 4), max_size=3),
+    samples=st.integers(1, 4),
+    fixed=st.sampled_from([None, "weight", "bias"]),
+    kind=st.sampled_from(KINDS),
+)
+def test_group_norm_of_any_shape(
+    groups: int, width: int, size: list[int], samples: int, fixed: str | None, kind: str
+) -> None:
+    channels = groups * width + groups  # a group of one value has no spread, and no gradient
+    norm = nn.GroupNorm(groups, channels)
+    if fixed:
+        frozen(norm, fixed)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+    model = nn.Sequential(norm, nn.Flatten(), Scores()).double()
+    x = torch.randn(samples, channels, *size, dtype=torch.float64)
     classes = model(x).shape[1]
     assert_matches_oracle(prepare(model), x, torch.randint(classes, (samples,)), kind)
 

@@ -1,0 +1,299 @@
+"""dpmac account."""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dpmac_cli import pricing
+from dpmac_cli.accounting import ACCOUNTANTS, NO_PRIVACY, SAMPLERS, format_epsilon, meaning
+from dpmac_cli.catalog import DATASETS
+from dpmac_cli.cli import console
+from dpmac_cli.cli.failures import USAGE, explained
+from dpmac_cli.errors import InputError
+from dpmac_cli.folder import to_json
+from dpmac_cli.pricing import Row
+
+HELP = """Price training before it happens: its cost, the noise for a budget, the longest run.
+
+The data set (mnist unless you name another) fills in sizes and epochs. --epsilon turns the question
+round: without --sigma it works out the noise, with --sigma the longest run, or what --solve names.
+--sigma, --epochs, --steps and --epsilon take several values (0.5,0.6,0.7) and make a table.
+Given a run folder, the run is priced again from its report.
+
+Examples: dpmac account --sigma 1.0 --epochs 5, dpmac account --epsilon 3
+
+Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
+3 target out of reach.
+"""
+
+#: Columns of --csv, and keys of a row of --json, in this order.
+COLUMNS = (
+    "epsilon",
+    "delta",
+    "noise_multiplier",
+    "sampling_rate",
+    "steps",
+    "epochs",
+    "sampler",
+    "accountant",
+    "adjacency",
+    "compositions",
+    "dataset_size",
+    "batch_size",
+    "runs",
+    "selection",
+    "solved",
+)
+
+TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
+
+
+def _option(text: str, panel: str, metavar: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+
+
+@explained
+def account(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run folder or report to price again.")
+    ] = None,
+    dataset: Annotated[
+        str | None, _option(f"One of {', '.join(DATASETS)}. [default: mnist]", TRAINING, "NAME")
+    ] = None,
+    dataset_size: Annotated[
+        str | None, _option("n, for data we never see.", TRAINING, "INT")
+    ] = None,
+    batch_size: Annotated[
+        str | None, _option("Expected batch B. [default: the data set's]", TRAINING, "INT")
+    ] = None,
+    epochs: Annotated[
+        str | None,
+        _option("Passes of ceil(n/B) steps. [default: the data set's]", TRAINING, "INT,..."),
+    ] = None,
+    steps: Annotated[str | None, _option("Steps, instead of epochs.", TRAINING, "INT,...")] = None,
+    sigma: Annotated[str | None, _option("Noise multiplier.", TRAINING, "FLOAT,...")] = None,
+    epsilon: Annotated[
+        str | None, _option("The budget: work out a setting for it.", QUESTION, "FLOAT,...")
+    ] = None,
+    solve: Annotated[
+        str | None,
+        _option(
+            f"What to work out for --epsilon: {', '.join(pricing.SOLVABLE)}. "
+            "[default: sigma, or steps if --sigma is given]",
+            QUESTION,
+            "NAME",
+        ),
+    ] = None,
+    delta: Annotated[
+        str | None, _option("Delta of (epsilon, delta). [default: 1e-5]", QUESTION, "FLOAT")
+    ] = None,
+    runs: Annotated[
+        str | None,
+        _option("Also price this many runs of which the best is published.", QUESTION, "INT"),
+    ] = None,
+    sampler: Annotated[
+        str | None,
+        _option(f"One of {', '.join(SAMPLERS)}. [default: poisson]", METHOD, "NAME"),
+    ] = None,
+    accountant: Annotated[
+        str | None,
+        _option(f"One of {', '.join(ACCOUNTANTS)}, all. [default: pld]", METHOD, "NAME"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = (
+        False
+    ),
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.", rich_help_panel=OUTPUT)] = False,
+    plot: Annotated[
+        Path | None,
+        _option("Draw epsilon by steps and by delta (.png or .svg).", OUTPUT, "FILE"),
+    ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Answer, print, and draw if asked to."""
+    del debug
+    flags = {
+        "dataset": dataset,
+        "dataset-size": dataset_size,
+        "batch-size": batch_size,
+        "epochs": epochs,
+        "steps": steps,
+        "sigma": sigma,
+        "epsilon": epsilon,
+        "solve": solve,
+        "delta": delta,
+        "runs": runs,
+        "sampler": sampler,
+        "accountant": accountant,
+    }
+    if json and csv:
+        raise InputError("--json and --csv contradict each other: give one.")
+    if plot is not None:
+        from dpmac_cli.plots import check_picture  # noqa: PLC0415
+
+        check_picture(plot)
+    recount = None if run is None else pricing.recount(run, flags)
+    rows = list(pricing.answer(pricing.ask(flags))) if recount is None else recount.rows
+    console.print_notes(pricing.notes(rows))
+    if json:
+        console.print_result(to_json({"rows": [_values(row) for row in rows]}))
+    elif csv:
+        console.print_result(_as_csv(rows))
+    else:
+        _print(console.stdout(), rows)
+    if plot is not None:
+        from dpmac_cli.plots import draw_prices  # noqa: PLC0415  (loads matplotlib)
+
+        draw_prices(rows, plot)
+        console.print_notes([f"drew {plot}"])
+    if recount is not None:
+        _judge(recount)
+
+
+def _judge(recount: pricing.Recount) -> None:
+    """Say whether a report's figure holds."""
+    stored, again = format_epsilon(recount.stored), format_epsilon(recount.again)
+    if recount.right:
+        console.print_notes([f"the report's epsilon, {stored}, is right"])
+        return
+    console.print_errors(
+        [
+            f"The report's epsilon is wrong: it says {stored}, but what it says was done costs "
+            f"{again}. Do not rely on it."
+        ]
+    )
+    raise typer.Exit(USAGE)
+
+
+def _values(row: Row) -> dict[str, Any]:
+    """A row as JSON values: infinity is null."""
+    values = {name: getattr(row, name) for name in COLUMNS}
+    if math.isinf(row.epsilon):
+        values["epsilon"] = None
+    return {**values, "statement": row.statement}
+
+
+def _as_csv(rows: Sequence[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(_values(row))
+    return text.getvalue()
+
+
+def _print(out: Console, rows: Sequence[Row]) -> None:
+    if len(rows) == 1:
+        _print_one(out, rows[0])
+        if out.is_terminal and rows[0].steps > 1 and 0 < rows[0].epsilon < math.inf:
+            _print_curve(out, rows[0])
+    else:
+        _print_table(out, rows)
+    if len({row.epsilon for row in rows if row.selection == "none"}) == 1:
+        out.print(Text(rows[0].statement))
+    else:
+        out.print(Text(meaning(rows[0].adjacency, "epsilon", "delta")))
+        if any(row.noise_multiplier == 0 for row in rows):
+            out.print(Text(NO_PRIVACY, style="bold red"))
+    for row in rows:
+        if row.selection != "none":
+            out.print(Text(row.statement))
+
+
+def _print_one(out: Console, row: Row) -> None:
+    epsilon, delta = format_epsilon(row.epsilon), format_epsilon(row.delta)
+    out.print(Text.assemble((f"epsilon {epsilon}", "bold"), f" at delta {delta}"))
+    for name, value in _facts(row):
+        style = "bold" if name == SOLVED.get(row.solved or "") else ""
+        out.print(Text.assemble(f"  {name:<17} ", (value, style)))
+
+
+SOLVED = {"sigma": "noise multiplier", "steps": "training", "batch-size": "batch", "delta": "delta"}
+
+
+def _facts(row: Row) -> list[tuple[str, str]]:
+    """What a price depends on, in words."""
+    facts = []
+    if row.noise_multiplier is not None:
+        facts.append(("noise multiplier", f"{row.noise_multiplier:.10g}"))
+    if row.batch_size is not None and row.dataset_size is not None:
+        facts.append(("batch", f"{row.batch_size:,} of {row.dataset_size:,} records"))
+    if row.sampling_rate is not None:
+        facts.append(("sampling rate", f"{row.sampling_rate:.6g}"))
+    epochs = "" if row.epochs is None else f" ({_plural(row.epochs, 'epoch')})"
+    facts.append(("training", f"{_plural(row.steps, 'step')}{epochs}"))
+    return [
+        *facts,
+        ("sampler", row.sampler),
+        ("adjacency", row.adjacency),
+        ("accountant", f"{ACCOUNTANTS[row.accountant]}"),
+        ("compositions", f"{row.compositions:,}"),
+    ]
+
+
+def _plural(count: float, noun: str) -> str:
+    number = f"{count:,}" if isinstance(count, int) else f"{count:,.4g}"
+    return f"{number} {noun}{'' if count == 1 else 's'}"
+
+
+def _print_table(out: Console, rows: Sequence[Row]) -> None:
+    """What varies in columns; what does not in a line below."""
+    table = Table(box=None, pad_edge=False)
+    columns, shared = [], []
+    for name, show in CELLS.items():
+        cells = [show(row) for row in rows]
+        if name == "epsilon" or len(set(cells)) > 1:
+            table.add_column(name, justify="right", style="bold" if name == "epsilon" else "")
+            columns.append(cells)
+        elif cells[0] and name != "runs":
+            shared.append(f"{name} {cells[0]}")
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
+    out.print(table)
+    first = rows[0]
+    shared += [f"{first.sampler} sampling", f"{first.adjacency} adjacency"]
+    out.print(Text(", ".join(shared)))
+
+
+#: A table's columns, empty where a row has no such thing.
+CELLS: Mapping[str, Callable[[Row], str]] = {
+    "epsilon": lambda row: format_epsilon(row.epsilon),
+    "delta": lambda row: format_epsilon(row.delta),
+    "sigma": lambda row: "" if row.noise_multiplier is None else f"{row.noise_multiplier:.10g}",
+    "batch": lambda row: f"{row.batch_size:,}" if row.batch_size else "",
+    "epochs": lambda row: "" if row.epochs is None else f"{row.epochs:.4g}",
+    "steps": lambda row: f"{row.steps:,}",
+    "runs": lambda row: f"{row.runs}",
+    "counted by": lambda row: "" if row.selection == "none" else row.selection,
+    "accountant": lambda row: row.accountant,
+}
+
+
+CURVE_WIDTH, CURVE_HEIGHT = 48, 6
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def _print_curve(out: Console, row: Row) -> None:
+    """Epsilon by steps, as far as letters can draw it."""
+    curve = pricing.epsilon_by_steps(row)
+    if not math.isfinite(curve[-1][1]):
+        return
+    heights = []
+    for column in range(1, CURVE_WIDTH + 1):
+        step = row.steps * column / CURVE_WIDTH
+        epsilon = next(price for at, price in curve if at >= math.floor(step))
+        heights.append(round(epsilon / curve[-1][1] * CURVE_HEIGHT * 8))
+    for line in reversed(range(CURVE_HEIGHT)):
+        bars = "".join(BLOCKS[min(max(height - 8 * line, 0), 8)] for height in heights)
+        label = format_epsilon(curve[-1][1]) if line == CURVE_HEIGHT - 1 else ""
+        out.print(Text.assemble(f"{label:>9} ", (bars, "cyan")))
+    out.print(Text(f"{'':>9} 0{f'{row.steps:,} steps':>{CURVE_WIDTH - 1}}", style="dim"))

@@ -1,0 +1,120 @@
+"""Pictures for print: readable without colour, on white, as PNG or SVG. Loads matplotlib."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpmac_cli import accounting
+from dpmac_cli.accounting import format_epsilon
+from dpmac_cli.errors import InputError
+from dpmac_cli.pricing import Row, epsilon_by_delta, epsilon_by_steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg")
+#: Colours that most colour-blind readers can tell apart (Okabe and Ito 2008), darkest first, and
+#: dashes for those who see none.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+DASHES = ("-", "--", "-.", ":")
+MOST_LINES = len(COLOURS) * len(DASHES)
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a file that no picture can be written to, before anything is worked out.
+
+    Raises:
+        InputError: its name does not end in .png or .svg, or its folder does not exist.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise InputError(f"--plot {path} must end in {' or '.join(SUFFIXES)}.")
+    if not path.parent.is_dir():
+        raise InputError(f"--plot {path}: the folder {path.parent} does not exist. Make it first.")
+
+
+def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
+    """A figure with some panels side by side."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for panel in axes:
+        panel.grid(visible=True, color="#dddddd", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes)
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Colour and dash of the n-th line, no two alike up to :data:`MOST_LINES`."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": DASHES[(number % len(COLOURS) + number // len(COLOURS)) % len(DASHES)],
+    }
+
+
+def draw_prices(rows: Sequence[Row], path: Path) -> None:
+    """Epsilon by steps, and the (epsilon, delta) curve at the end: a line a row.
+
+    Raises:
+        InputError: no row has a finite price, or there are too many to tell apart.
+        OSError: the file cannot be written.
+    """
+    shown = [
+        row
+        for row in rows
+        if row.selection == "none"
+        and row.noise_multiplier != 0
+        and math.isfinite(row.epsilon)
+        and row.steps > 0
+    ]
+    if not shown:
+        raise InputError("--plot: no row has a finite epsilon and a step to draw.")
+    if len(shown) > MOST_LINES:
+        raise InputError(f"--plot draws at most {MOST_LINES} rows, and these are {len(shown)}.")
+    figure, (by_steps, by_delta) = new_figure(2)
+    labels = _labels(shown)
+    for number, (row, label) in enumerate(zip(shown, labels, strict=True)):
+        steps, epsilons = zip(*epsilon_by_steps(row), strict=True)
+        # By epochs the price is a stair, and a straight line would show it too low.
+        stair = "steps-pre" if row.events[-1].sampling.once_an_epoch else "default"
+        by_steps.plot(steps, epsilons, label=label, drawstyle=stair, **line_style(number))
+        deltas, epsilons = zip(*epsilon_by_delta(row, _deltas(row.delta)), strict=True)
+        by_delta.plot(epsilons, deltas, label=label, **line_style(number))
+        by_delta.plot([row.epsilon], [row.delta], marker="o", color=line_style(number)["color"])
+    deltas_shown = " or ".join(dict.fromkeys(format_epsilon(row.delta) for row in shown))
+    by_steps.set(xlabel="steps", ylabel=f"epsilon at delta {deltas_shown}")
+    by_steps.set_xlim(left=0)
+    by_steps.set_ylim(bottom=0)
+    by_delta.set(xlabel="epsilon after the last step", ylabel="delta", yscale="log")
+    if len(shown) > 1:
+        by_steps.legend(frameon=False, fontsize="small")
+    figure.suptitle(
+        f"{shown[0].sampler} sampling, {shown[0].adjacency} adjacency", fontsize="medium"
+    )
+    figure.savefig(path, dpi=200)
+
+
+def _deltas(delta: float) -> list[float]:
+    """Around a delta, a factor of 10 apart at most."""
+    exponent = math.log10(delta)
+    low, high = min(exponent - 3, -9.0), min(max(exponent + 2, -3.0), -0.3)
+    return [10 ** (low + (high - low) * i / 24) for i in range(25)]
+
+
+def _labels(rows: Sequence[Row]) -> list[str]:
+    """What tells the rows apart."""
+    facts = {
+        "sigma": [f"{row.noise_multiplier or 0:.10g}" for row in rows],
+        "batch": [str(row.batch_size) for row in rows],
+        "steps": [f"{row.steps:,}" for row in rows],
+        "delta": [format_epsilon(row.delta) for row in rows],
+        "": [accounting.ACCOUNTANTS[row.accountant].split()[0] for row in rows],
+    }
+    varying = {name: values for name, values in facts.items() if len(set(values)) > 1}
+    names = [
+        ", ".join(f"{name} {values[i]}".strip() for name, values in varying.items())
+        for i in range(len(rows))
+    ]
+    return [name if names.count(name) == 1 else f"row {i + 1}" for i, name in enumerate(names)]

@@ -1,0 +1,537 @@
+"""What ``dpmac account`` answers: a checked question becomes rows, rendered elsewhere.
+
+Loads neither torch nor, before the first price, dp-accounting.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dpmac_cli import accounting
+from dpmac_cli.accounting import (
+    ACCOUNTANTS,
+    SAMPLERS,
+    SIGMA_MAX,
+    SIGMA_MIN,
+    TrainingEvent,
+    choose_accountant,
+    format_epsilon,
+    total_epsilon,
+)
+from dpmac_cli.calibration import (
+    MOST_STEPS,
+    calibrate_noise,
+    largest_batch,
+    least_delta,
+    longest_run,
+)
+from dpmac_cli.catalog import DATASETS
+from dpmac_cli.config import COUNT, POSITIVE, PROBABILITY, Bounds, delta_note, near
+from dpmac_cli.errors import InputError
+from dpmac_cli.folder import CONFIG, REPORT
+
+DEFAULT_DATASET, DEFAULT_DELTA = "mnist", 1e-5
+SOLVABLE = ("sigma", "steps", "batch-size", "delta")
+#: How a number is read, its bounds, and whether several may be given with commas between.
+NUMBERS: Mapping[str, tuple[type, Bounds, bool]] = {
+    "sigma": (float, Bounds(0, SIGMA_MAX), True),
+    "epochs": (int, Bounds(0, MOST_STEPS), True),
+    "steps": (int, Bounds(0, MOST_STEPS), True),
+    "epsilon": (float, POSITIVE, True),
+    "delta": (float, PROBABILITY, False),
+    "dataset-size": (int, COUNT, False),
+    "batch-size": (int, COUNT, False),
+    "runs": (int, Bounds(2, 10_000), False),
+}
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "dataset": tuple(DATASETS),
+    "sampler": tuple(SAMPLERS),
+    "accountant": (*ACCOUNTANTS, "all"),
+    "solve": SOLVABLE,
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be priced, or worked out.
+
+    Attributes:
+        dataset_size: n.
+        batch_size: B; 0 when it is what is asked for.
+        sigmas: noise multipliers; empty when they are what is asked for.
+        lengths: of training, ("epochs", 5) or ("steps", 1000); empty when asked for.
+        epsilons: targets; empty when they are what is asked for.
+        delta: 0 when it is what is asked for.
+        solve: what is asked for, one of :data:`SOLVABLE`; None for epsilon.
+        sampler: how batches are drawn.
+        accountants: that answer.
+        runs: how many trainings the published one is the best of; 1 for none but it.
+    """
+
+    dataset_size: int
+    batch_size: int
+    sigmas: tuple[float, ...]
+    lengths: tuple[tuple[str, int], ...]
+    epsilons: tuple[float, ...]
+    delta: float
+    solve: str | None
+    sampler: str
+    accountants: tuple[str, ...]
+    runs: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A price and all it depends on. Of branches that differ, what they do not share is None.
+
+    Attributes:
+        epsilon, delta: of the guarantee.
+        noise_multiplier, batch_size, dataset_size, sampling_rate: sigma, B, n, q.
+        steps, epochs: of training.
+        sampler, accountant, adjacency: what the price is for and from.
+        compositions: mechanisms on all records that it is priced as.
+        runs: trainings that it covers.
+        selection: how they were counted: "none" for one, "composition" for a fixed number,
+            "repeat-and-select" for a random one.
+        solved: what was worked out, as in :attr:`Question.solve`; None for epsilon.
+        statement: what it protects, in plain sentences.
+        events: what happened, one a branch.
+    """
+
+    epsilon: float
+    delta: float
+    noise_multiplier: float | None
+    sampling_rate: float | None
+    steps: int
+    epochs: float | None
+    sampler: str
+    accountant: str
+    adjacency: str
+    compositions: int
+    dataset_size: int | None
+    batch_size: int | None
+    runs: int
+    selection: str
+    solved: str | None
+    statement: str
+    events: tuple[TrainingEvent, ...]
+
+
+def ask(flags: Mapping[str, str | None]) -> Question:
+    """Turn what was typed into one checked question.
+
+    Args:
+        flags: text by flag name ("batch-size"); None where not given.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    errors: list[str] = []
+    values = _parsed(flags, errors)
+    solve = _what_to_solve(values, errors)
+    named: str = values.get("dataset", "" if "dataset-size" in values else DEFAULT_DATASET)
+    facts = DATASETS.get(named)
+    missing = _missing(values, solve, named=bool(named))
+    if missing:
+        errors.append(f"Missing: {', '.join(missing)}.")
+    sizes = values.get("dataset-size", ())
+    batches = values.get("batch-size", ())
+    lengths = [(unit, count) for unit in ("epochs", "steps") for count in values.get(unit, ())]
+    if facts is not None:
+        sizes = (facts.train_size,)
+        if not batches and solve != "batch-size":
+            batches = (facts.defaults.batch_size,)
+        if not lengths and solve != "steps":
+            lengths = [("epochs", facts.defaults.epochs)]
+    errors += _misfits(sizes, batches, values.get("epochs", ()))
+    sampler = values.get("sampler", "poisson")
+    accountants = _accountants(sampler, values.get("accountant"), errors)
+    if errors:
+        raise InputError(errors)
+    (delta,) = values.get("delta", (0.0 if solve == "delta" else DEFAULT_DELTA,))
+    (runs,) = values.get("runs", (1,))
+    return Question(
+        sizes[0],
+        batches[0] if batches else 0,
+        values.get("sigma", ()),
+        tuple(lengths),
+        values.get("epsilon", ()),
+        delta,
+        solve,
+        sampler,
+        accountants,
+        runs,
+    )
+
+
+def _parsed(flags: Mapping[str, str | None], errors: list[str]) -> dict[str, Any]:
+    """Names as text, and numbers as tuples, of what was given."""
+    return {
+        name: _chosen(name, text, errors) if name in CHOICES else _numbers(name, text, errors)
+        for name, text in flags.items()
+        if text is not None
+    }
+
+
+def _chosen(name: str, text: str, errors: list[str]) -> str:
+    if text not in CHOICES[name]:
+        errors.append(
+            f"--{name}: there is no {name} '{text}'.{near(text, CHOICES[name])} "
+            f"Known: {', '.join(CHOICES[name])}."
+        )
+    return text
+
+
+def _numbers(name: str, text: str, errors: list[str]) -> tuple[Any, ...]:
+    kind, bounds, several = NUMBERS[name]
+    parts = text.split(",") if several else [text]
+    values = []
+    for part in parts:
+        try:
+            value = kind(part)
+            finite = math.isfinite(value)
+        except (ValueError, OverflowError):
+            value, finite = None, False
+        if not finite:
+            what = "a whole number" if kind is int else "a number"
+            errors.append(f"--{name}: '{part}' is not {what}.")
+        elif not bounds.holds(value) or (name == "sigma" and 0 < value < SIGMA_MIN):
+            low = f" (0 for no noise, or at least {SIGMA_MIN:g})" if name == "sigma" else ""
+            errors.append(f"--{name} must be {bounds}{low}, not {part}.")
+        else:
+            values.append(value)
+    return tuple(values)
+
+
+#: What each answer is worked out from, and what must be left open for it.
+NEEDS: Mapping[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    None: (("sigma",), ("epsilon",)),
+    "sigma": (("epsilon",), ("sigma",)),
+    "steps": (("sigma", "epsilon"), ("epochs", "steps")),
+    "batch-size": (("sigma", "epsilon"), ("batch-size",)),
+    "delta": (("sigma", "epsilon"), ("delta",)),
+}
+
+
+def _what_to_solve(values: Mapping[str, Any], errors: list[str]) -> str | None:
+    """What is asked for: said with --solve, or else the one thing that is left open."""
+    for one, other in (("epochs", "steps"), ("dataset", "dataset-size")):
+        if one in values and other in values:
+            errors.append(f"--{one} and --{other} contradict each other: give one.")
+    solve: str | None = values.get("solve")
+    if solve is None and "epsilon" in values:
+        solve = "steps" if "sigma" in values else "sigma"
+        length = next((name for name in NEEDS["steps"][1] if name in values), None)
+        if solve == "steps" and length:
+            errors.append(
+                f"--sigma, --epsilon and --{length} together leave nothing open: leave one out, "
+                "or add --solve delta or --solve batch-size."
+            )
+            return None
+    for name in NEEDS[solve][1] if solve in NEEDS else ():
+        if name in values:
+            errors.append(f"--{name} leaves nothing open for --solve {solve}: leave it out.")
+    return solve
+
+
+def _missing(values: Mapping[str, Any], solve: str | None, *, named: bool) -> list[str]:
+    """Flags without which there is no answer. A ``named`` data set brings sizes and epochs."""
+    if solve not in NEEDS:
+        return []
+    missing = [f"--{name}" for name in NEEDS[solve][0] if name not in values]
+    if solve is None and missing:
+        missing = ["--sigma (to price it) or --epsilon (to work out the noise for it)"]
+    if not named and "batch-size" not in values and solve != "batch-size":
+        missing.append("--batch-size")
+    if not named and not {"epochs", "steps"} & set(values) and solve != "steps":
+        missing.append("--epochs or --steps")
+    return missing
+
+
+def _misfits(sizes: Sequence[int], batches: Sequence[int], lengths: Sequence[int]) -> Iterator[str]:
+    """What is wrong between the data set's size, a batch size, and epochs."""
+    for size, batch in itertools.product(sizes, batches):
+        if batch > size:
+            yield f"--batch-size ({batch}) must not be above the data set's size, {size}."
+        for epochs in lengths:
+            steps = epochs * math.ceil(size / batch)
+            if steps > MOST_STEPS:
+                yield (
+                    f"--epochs {epochs} is {steps:,} steps in all; a run takes at most "
+                    f"{MOST_STEPS:,}. Choose fewer epochs or larger batches."
+                )
+
+
+def _accountants(sampler: str, wanted: str | None, errors: list[str]) -> tuple[str, ...]:
+    if sampler not in SAMPLERS:
+        return ()
+    offered = SAMPLERS[sampler].accountants
+    if wanted == "all":
+        return offered
+    if wanted in ACCOUNTANTS and wanted not in offered:
+        errors.append(
+            f"--accountant {wanted} cannot price {sampler} sampling; {' or '.join(offered)} can."
+        )
+    return (wanted or offered[0],)
+
+
+def answer(question: Question) -> Iterator[Row]:
+    """The rows that answer a question, one for each combination of its values.
+
+    Raises:
+        BudgetError: a target is out of reach.
+    """
+    for sigma, length, target, accountant in itertools.product(
+        question.sigmas or (0.0,),
+        question.lengths or (("steps", 1),),
+        question.epsilons or (0.0,),
+        question.accountants,
+    ):
+        row = _solved(question, sigma, length, target, accountant)
+        yield row
+        if question.runs > 1:
+            yield composition(row, question.runs)
+            if accountant == question.accountants[-1]:  # by RDP, whichever accountant prices one
+                yield selection(row, question.runs)
+
+
+def _solved(
+    question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
+) -> Row:
+    """One row: work out what is asked for, and price it forward."""
+
+    def event_of(batch: int) -> TrainingEvent:
+        unit, count = length
+        per_epoch = math.ceil(question.dataset_size / batch)
+        steps = count * per_epoch if unit == "epochs" else count
+        rate = batch / question.dataset_size
+        return TrainingEvent(rate, sigma, steps, question.sampler, per_epoch)
+
+    batch, delta = question.batch_size, question.delta
+    if question.solve == "batch-size":
+        batch = largest_batch(event_of, question.dataset_size, delta, target, accountant)
+    event = event_of(batch)
+    if question.solve == "sigma":
+        sigma = calibrate_noise(event, delta, target, accountant)
+        event = replace(event, noise_multiplier=sigma)
+    if question.solve == "steps":
+        event = replace(event, steps=longest_run(event, delta, target, accountant))
+    if question.solve == "delta":
+        row = _row((event,), target, least_delta((event,), target, accountant), accountant)
+    else:
+        row = price((event,), delta, accountant)
+    return replace(row, dataset_size=question.dataset_size, batch_size=batch, solved=question.solve)
+
+
+def price(events: tuple[TrainingEvent, ...], delta: float, accountant: str | None = None) -> Row:
+    """What some trainings on the same records cost together.
+
+    Args:
+        events: at least one.
+        delta: in (0, 1).
+        accountant: see :func:`dpmac_cli.accounting.total_epsilon`.
+    """
+    return _row(events, total_epsilon(events, delta, accountant), delta, accountant)
+
+
+def _row(
+    events: tuple[TrainingEvent, ...], epsilon: float, delta: float, accountant: str | None
+) -> Row:
+    sampler = events[-1].sampling
+    last = events[-1]
+    rate = accounting.common(event.sampling_rate for event in events)
+    steps = sum(event.steps for event in events)
+    noisy = [event for event in events if event.noise_multiplier > 0]
+    name = choose_accountant(noisy, accountant) if noisy else accountant or sampler.accountants[0]
+    return Row(
+        epsilon,
+        delta,
+        accounting.common(event.noise_multiplier for event in events),
+        rate,
+        steps,
+        None if rate is None else steps / last.steps_per_epoch,
+        last.sampler,
+        name,
+        sampler.adjacency,
+        sum(event.compositions for event in events),
+        None,
+        None,
+        1,
+        "none",
+        None,
+        accounting.statement(epsilon, delta, events),
+        events,
+    )
+
+
+def composition(row: Row, runs: int) -> Row:
+    """What it costs to train a number of times fixed beforehand, and publish the best."""
+    epsilon = total_epsilon(row.events * runs, row.delta, row.accountant)
+    return replace(
+        row,
+        epsilon=epsilon,
+        steps=row.steps * runs,
+        epochs=None if row.epochs is None else row.epochs * runs,
+        compositions=row.compositions * runs,
+        runs=runs,
+        selection="composition",
+        statement=_bill(epsilon, row, f"the best of {runs} such runs"),
+    )
+
+
+def selection(row: Row, runs: int) -> Row:
+    """The same for a random number, Poisson with mean ``runs``, of which only the best is seen."""
+    epsilon = accounting.repeat_and_select(row.events, row.delta, runs)
+    what = f"the best of a random number of such runs (Poisson, mean {runs})"
+    return replace(
+        row,
+        epsilon=epsilon,
+        accountant="rdp",
+        runs=runs,
+        selection="repeat-and-select",
+        statement=_bill(epsilon, row, what),
+    )
+
+
+def _bill(epsilon: float, row: Row, what: str) -> str:
+    if math.isinf(epsilon):
+        return f"Publishing {what} has no finite epsilon either."
+    price = f"({format_epsilon(epsilon)}, {format_epsilon(row.delta)})"
+    return f"Publishing {what} is {price}-differentially private under {row.adjacency} adjacency."
+
+
+def notes(rows: Sequence[Row]) -> Iterator[str]:
+    """What is legal, but probably not what was meant."""
+    for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
+        if size is not None:
+            yield from delta_note(delta, size)
+    if any(row.solved == "steps" and row.steps == MOST_STEPS for row in rows):
+        yield f"{MOST_STEPS:,} steps are as many as a run may have; the budget would pay for more."
+
+
+@dataclass(frozen=True)
+class Recount:
+    """A run priced again.
+
+    Attributes:
+        rows: the price, for the delta and the accountants asked for.
+        stored: the epsilon in the report; ``inf`` where it has none.
+        again: what the report should say.
+    """
+
+    rows: list[Row]
+    stored: float
+    again: float
+
+    @property
+    def right(self) -> bool:
+        """Whether the report holds, but for what another version of the accountant may move."""
+        return math.isclose(self.again, self.stored, rel_tol=TOLERANCE, abs_tol=1e-9)
+
+
+TOLERANCE = 1e-3
+#: Flags that make sense beside a run, which brings everything else.
+BESIDE_A_RUN = ("delta", "accountant", "runs")
+
+
+def recount(path: Path, flags: Mapping[str, str | None]) -> Recount:
+    """Price a run again from its report.
+
+    Args:
+        path: a run folder, or a report.
+        flags: as for :func:`ask`, of which only :data:`BESIDE_A_RUN` may be given.
+
+    Raises:
+        InputError: there is no report of ours, or a flag contradicts it.
+    """
+    errors = [
+        f"--{name} contradicts {path}, which says what was done: leave it out."
+        for name, text in flags.items()
+        if text is not None and name not in BESIDE_A_RUN
+    ]
+    values = _parsed({name: flags.get(name) for name in BESIDE_A_RUN}, errors)
+    if errors:
+        raise InputError(errors)
+    events, size, own_delta, stored = _read_report(path)
+    accountants = _accountants(events[-1].sampler, values.get("accountant"), errors)
+    if errors:
+        raise InputError(errors)
+    (delta,) = values.get("delta", (own_delta,))
+    rows = []
+    for accountant in accountants:
+        row = replace(price(events, delta, accountant), dataset_size=size)
+        rows.append(row)
+        rows += [composition(row, runs) for runs in values.get("runs", ())]
+    rows += [selection(row, runs) for runs in values.get("runs", ())]
+    return Recount(rows, stored, total_epsilon(events, own_delta))
+
+
+def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, float]:
+    """What was done, to how many records, the delta, and the epsilon given for them."""
+    file = path / REPORT if path.is_dir() else path
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        privacy, size = report["privacy"], int(report["dataset"]["train_size"])
+        events = tuple(TrainingEvent(**event) for event in privacy["events"])
+        _check_events(events)
+        without = any(event.noise_multiplier == 0 for event in events)
+        delta = DEFAULT_DELTA if without else float(privacy["delta"])
+        stored = math.inf if privacy["epsilon"] is None else float(privacy["epsilon"])
+        if not PROBABILITY.holds(delta) or not stored >= 0 or size < 1:
+            raise ValueError(f"delta {delta:g}, epsilon {stored:g}, {size} records")
+    except FileNotFoundError as failure:
+        hint = ""
+        if (path / CONFIG).exists():
+            hint = f" The run was cut off before it wrote one. Go on: dpmac train --resume {path}"
+        raise InputError(f"{file} does not exist.{hint}") from failure
+    except OSError as failure:
+        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as failure:
+        raise InputError(
+            f"{file} is not a report of dpmac, or not a whole one: what was done with the records "
+            f"cannot be read from it ({failure})."
+        ) from failure
+    return events, size, delta, stored
+
+
+def _check_events(events: Sequence[TrainingEvent]) -> None:
+    if not events:
+        raise ValueError("no events")
+    for event in events:
+        good = (
+            event.sampler in SAMPLERS
+            and 1 / COUNT.high <= event.sampling_rate <= 1
+            and (event.noise_multiplier == 0 or event.noise_multiplier >= SIGMA_MIN)
+            and event.noise_multiplier <= SIGMA_MAX
+            and isinstance(event.steps, int)
+            and 0 <= event.steps <= MOST_STEPS
+            and isinstance(event.steps_per_epoch, int)
+            and event.steps_per_epoch >= 1
+        )
+        if not good:
+            raise ValueError(f"{event}")
+
+
+#: Pairs of a step or a delta, and epsilon.
+Curve = Sequence[tuple[float, float]]
+
+
+def epsilon_by_steps(row: Row) -> Curve:
+    """(step, epsilon) from the first step of the last branch to the end of training."""
+    event, earlier = row.events[-1], row.events[:-1]
+    schedule = accounting.epsilon_schedule(
+        event, row.delta, event.steps_per_epoch, earlier, row.accountant
+    )
+    first = total_epsilon((*earlier, replace(event, steps=1)), row.delta, row.accountant)
+    before = row.steps - event.steps
+    points = [(1, first), *schedule.points]
+    return [(float(before + step), epsilon) for step, epsilon in points]
+
+
+def epsilon_by_delta(row: Row, deltas: Sequence[float]) -> Curve:
+    """(delta, epsilon) at the end of training."""
+    return [(delta, total_epsilon(row.events, delta, row.accountant)) for delta in deltas]

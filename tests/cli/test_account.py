@@ -1,0 +1,842 @@
+"""dpmac account, as typed and as seen."""
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from dpmac_cli import run
+from dpmac_cli.accounting import SAMPLERS, TrainingEvent, format_epsilon, total_epsilon
+from dpmac_cli.cli import console
+from dpmac_cli.cli.account import CURVE_WIDTH
+from dpmac_cli.cli.app import app
+from dpmac_cli.errors import InputError
+from tests.digits_runs import RATE, contents, digits_config, train_digits, train_events
+
+DELTA = 1e-5
+#: Few records and much noise: cheap to price.
+SMALL = "--dataset-size 40 --batch-size 8 --sigma 6 --epochs 2"
+UNSOLVED = "--dataset-size 40 --batch-size 8"
+#: In a row of JSON, whatever else is.
+KEYS = {
+    *("epsilon", "delta", "noise_multiplier", "sampling_rate", "steps", "epochs"),
+    *("sampler", "accountant", "adjacency", "compositions", "statement"),
+}
+
+
+def account(line: str) -> Result:
+    """Type a line after ``dpmac account``, in this process."""
+    args = ["account", *shlex.split(line)]
+    return CliRunner().invoke(app, args, env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+def answered(line: str) -> list[dict[str, Any]]:
+    """The rows of the JSON that a line prints."""
+    result = account(f"{line} --json")
+    assert result.exit_code == 0, result.output
+    rows: list[dict[str, Any]] = json.loads(result.stdout)["rows"]
+    return rows
+
+
+def told(line: str) -> dict[str, str]:
+    """What a line prints in words: the facts below the price, by name."""
+    result = account(line)
+    assert result.exit_code == 0, result.output
+    first, *rest = result.stdout.splitlines()
+    facts = re.fullmatch(r"epsilon (?P<epsilon>\S+) at delta (?P<delta>\S+)", first)
+    assert facts is not None, first
+    below = (re.fullmatch(r"  ([a-z ]+?)  +(\S.*)", line) for line in rest)
+    return {**facts.groupdict(), **{found[1]: found[2] for found in below if found}}
+
+
+# Prices
+
+
+@pytest.mark.privacy
+def test_the_line_of_the_issue() -> None:
+    result = account("--sigma 1.0 --epochs 5")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert result.stdout.startswith("epsilon 0.785 at delta 1e-05\n")
+    assert "\x1b" not in result.stdout
+    (row,) = answered("--sigma 1.0 --epochs 5")
+    assert row["epsilon"] == pytest.approx(0.7850, abs=1e-3)
+
+
+PAPER = {0.5: 7.4793, 0.6: 3.9886, 0.7: 2.3158, 0.8: 1.4470, 0.9: 1.0122, 1.0: 0.7850}
+
+
+@pytest.mark.privacy
+def test_the_row_of_the_paper_in_one_table() -> None:
+    line = f"--sigma {','.join(map(str, PAPER))}"
+    rows = answered(line)
+    assert [row["noise_multiplier"] for row in rows] == list(PAPER)
+    for row in rows:
+        assert row["epsilon"] == pytest.approx(PAPER[row["noise_multiplier"]], abs=1e-3)
+        assert (row["steps"], row["sampling_rate"]) == (1175, 256 / 60_000)
+    table = account(line).stdout.splitlines()
+    assert table[0].split() == ["epsilon", "sigma"]
+    shown = [tuple(map(float, line.split())) for line in table[1:7]]
+    assert [sigma for _, sigma in shown] == list(PAPER)
+    # Never shown smaller than it is.
+    for (epsilon, _), row in zip(shown, rows, strict=True):
+        assert row["epsilon"] * (1 - 1e-9) <= epsilon <= row["epsilon"] * 1.001
+    assert "delta 1e-05, batch 256, epochs 5, steps 1,175, accountant pld" in table[7]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_way_of_sampling_is_told_with_its_adjacency(sampler: str) -> None:
+    line = f"{SMALL} --sampler {sampler} --accountant all"
+    rows = answered(line)
+    assert [row["accountant"] for row in rows] == list(SAMPLERS[sampler].accountants)
+    for row in rows:
+        assert row.keys() >= KEYS
+        event = TrainingEvent(0.2, 6.0, 10, sampler, 5)
+        assert row["epsilon"] == event.epsilon(DELTA, row["accountant"]) > 0
+        assert (row["delta"], row["noise_multiplier"], row["sampling_rate"]) == (DELTA, 6, 0.2)
+        assert (row["steps"], row["epochs"]) == (10, 2)
+        assert row["compositions"] == (2 if SAMPLERS[sampler].once_an_epoch else 10)
+        assert (row["sampler"], row["adjacency"]) == (sampler, SAMPLERS[sampler].adjacency)
+        assert f"under {row['adjacency']} adjacency" in row["statement"]
+        assert format_epsilon(row["epsilon"]) in row["statement"]
+    words = account(line).stdout
+    assert all(format_epsilon(row["epsilon"]) in words for row in rows)
+    assert f"under {SAMPLERS[sampler].adjacency} adjacency" in words
+
+
+def test_words_say_what_the_json_says() -> None:
+    (row,) = answered(SMALL)
+    facts = told(SMALL)
+    assert facts["epsilon"] == format_epsilon(row["epsilon"])
+    assert float(facts["delta"]) == row["delta"]
+    assert float(facts["noise multiplier"]) == row["noise_multiplier"]
+    assert facts["batch"] == "8 of 40 records"
+    assert float(facts["sampling rate"]) == row["sampling_rate"]
+    assert facts["training"] == "10 steps (2 epochs)"
+    assert (facts["sampler"], facts["adjacency"]) == (row["sampler"], row["adjacency"])
+    assert facts["accountant"].startswith("pld (Connect-the-Dots, dp-accounting ")
+    assert facts["compositions"] == "10"
+    assert account(SMALL).stdout.splitlines()[-1] == row["statement"]
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10"])
+def test_a_data_set_fills_in_sizes_and_epochs(name: str) -> None:
+    (row,) = answered(f"--dataset {name} --sigma 6 --accountant rdp")
+    rate, steps = {"digits": (RATE, 240), "cifar10": (512 / 50_000, 490)}[name]
+    assert (row["sampling_rate"], row["steps"]) == (rate, steps)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [SMALL, f"{SMALL} --accountant all --runs 2", "--sigma 0,6 --steps 0,3", f"{SMALL} --delta .1"],
+)
+def test_csv_holds_what_json_holds(line: str) -> None:
+    rows = answered(line)
+    result = account(f"{line} --csv")
+    assert result.exit_code == 0
+    table = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert len(table) == len(rows)
+    for cells, row in zip(table, rows, strict=True):
+        assert cells.keys() == row.keys() - {"statement"}
+        for name, cell in cells.items():
+            assert cell == ("" if row[name] is None else str(row[name]))
+
+
+def test_json_is_all_there_is_on_standard_output() -> None:
+    result = account(f"{SMALL} --delta 0.1 --json")
+    assert json.loads(result.stdout).keys() == {"rows"}
+    assert "note: delta 0.1" in result.stderr
+
+
+# Edges
+
+
+def test_no_noise_is_infinite_and_no_privacy() -> None:
+    line = SMALL.replace("--sigma 6", "--sigma 0")
+    assert told(line)["epsilon"] == "infinite"
+    assert "No privacy" in account(line).stdout
+    (row,) = answered(line)
+    assert row["epsilon"] is None
+    assert "No privacy" in row["statement"]
+    assert account(f"{line} --csv").stdout.splitlines()[1].startswith(",1e-05,0.0,")
+
+
+def test_no_privacy_is_said_beside_a_table_too() -> None:
+    words = account("--dataset-size 40 --batch-size 8 --epochs 2 --sigma 0,6").stdout
+    assert "infinite" in words
+    assert re.search("no privacy", words, re.IGNORECASE)
+
+
+class Edge(NamedTuple):
+    """A legal line at the end of what is, and the bounds of its epsilon."""
+
+    line: str
+    low: float
+    high: float
+
+
+EDGES = [
+    Edge("--sigma 6 --epochs 0", 0, 0),
+    Edge("--sigma 0 --steps 0", 0, 0),
+    Edge("--sigma 10000 --steps 10", 0, 1e-3),
+    Edge("--sigma 0.01 --steps 1", 1e3, 1e5),
+    Edge("--sigma 6 --epochs 2 --delta 1e-12", 0.5, 10),
+    Edge("--sigma 6 --epochs 2 --delta 1e-100 --accountant rdp", 1, 100),
+    Edge("--sigma 6 --epochs 2 --delta 0.999", 0, 0),
+    Edge("--sigma 6 --epochs 2 --batch-size 40", 0.1, 10),
+    Edge("--sigma 6 --steps 10000", 10, 1e4),
+    Edge("--sigma 6 --steps 1", 1e-4, 1),
+]
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.line)
+def test_settings_at_the_ends_have_a_price(edge: Edge) -> None:
+    batch = "" if "--batch-size" in edge.line else "--batch-size 8"
+    (row,) = answered(f"--dataset-size 40 {batch} {edge.line}")
+    assert edge.low <= row["epsilon"] <= edge.high
+
+
+def test_a_full_batch_and_one_record() -> None:
+    (row,) = answered("--dataset-size 1 --batch-size 1 --sigma 6 --epochs 3")
+    assert row["sampling_rate"] == 1
+    assert row["epsilon"] == TrainingEvent(1.0, 6.0, 3).epsilon(DELTA)
+
+
+@pytest.mark.parametrize("size", [10**8, 10**9])
+def test_one_record_of_very_many_has_a_price(size: int) -> None:
+    line = f"--dataset-size {size} --batch-size 1 --sigma 1 --steps 10 --delta 1e-10"
+    (row,) = answered(line)
+    assert 0 <= row["epsilon"] < TrainingEvent(1.0, 1.0, 1).epsilon(1e-10)
+
+
+def test_a_delta_too_small_to_be_shown_promises_nothing() -> None:
+    (row,) = answered(f"{SMALL} --delta 1e-300")
+    assert row["epsilon"] is None
+    assert "differential privacy" not in row["statement"]
+    assert "larger delta" in row["statement"]
+
+
+@pytest.mark.parametrize("line", [SMALL, "--sigma 6 --dataset-size 40 --batch-size 40 --steps 1"])
+def test_a_delta_of_a_record_is_warned_of_with_the_reason(line: str) -> None:
+    result = account(f"{line} --delta 0.025")
+    assert result.exit_code == 0
+    assert "note: delta 0.025 is not below 1/n = 0.025" in result.stderr
+    assert "whole record" in result.stderr
+    assert account(f"{line} --delta 0.0249").stderr == ""
+
+
+def test_a_solved_delta_of_a_record_is_warned_of_too() -> None:
+    (row,) = answered(f"{SMALL} --epsilon 0.01 --solve delta")
+    assert row["delta"] >= 1 / 40
+    assert "1/n" in account(f"{SMALL} --epsilon 0.01 --solve delta").stderr
+
+
+# The other way round
+
+
+class Inverse(NamedTuple):
+    """A question for a target: what it leaves out, and where the answer is told."""
+
+    solve: str
+    line: str
+    fact: str
+    flag: str
+
+
+INVERSES = [
+    Inverse("sigma", "--batch-size 8 --steps 3", "noise multiplier", "--sigma"),
+    Inverse("steps", "--batch-size 8 --sigma 6", "training", "--steps"),
+    Inverse("batch-size", "--sigma 6 --steps 3", "batch", "--batch-size"),
+    Inverse("delta", "--batch-size 8 --sigma 6 --steps 3", "delta", "--delta"),
+]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("method", ["poisson", "shuffle --accountant rdp"])
+@pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: inverse.solve)
+def test_an_answer_that_is_copied_stays_within_the_target(inverse: Inverse, method: str) -> None:
+    line = f"--dataset-size 40 --sampler {method} {inverse.line}"
+    question = f"{line} --epsilon 0.7 --solve {inverse.solve}"
+    (row,) = answered(question)
+    assert row["epsilon"] <= 0.7
+    assert row["solved"] == inverse.solve
+    key = {"sigma": "noise_multiplier", "batch-size": "batch_size"}.get(inverse.solve)
+    (again,) = answered(f"{line} {inverse.flag} {row[key or inverse.solve]!r}")
+    assert again["epsilon"] <= 0.7
+    shown = told(question)[inverse.fact].split()[0].replace(",", "")
+    (copied,) = answered(f"{line} {inverse.flag} {shown}")
+    assert copied["epsilon"] <= 0.7
+
+
+def test_what_to_solve_is_what_is_missing() -> None:
+    (row,) = answered(f"{UNSOLVED} --steps 3 --epsilon 0.7 --accountant rdp")
+    assert row["solved"] == "sigma"
+    (row,) = answered(f"{UNSOLVED} --sigma 6 --epsilon 0.7 --accountant rdp")
+    assert row["solved"] == "steps"
+    (row,) = answered(SMALL)
+    assert row["solved"] is None
+
+
+def test_several_targets_make_a_table() -> None:
+    line = f"{UNSOLVED} --sigma 6,7 --epsilon 1,2 --accountant rdp"
+    rows = answered(line)
+    assert [row["noise_multiplier"] for row in rows] == [6, 6, 7, 7]
+    assert all(row["epsilon"] <= target for row, target in zip(rows, [1, 2, 1, 2], strict=True))
+    assert account(line).stdout.splitlines()[0].split() == ["epsilon", "sigma", "epochs", "steps"]
+
+
+@pytest.mark.parametrize("target", ["0.001", "100"])
+def test_small_and_large_targets_are_met(target: str) -> None:
+    (row,) = answered(f"{UNSOLVED} --steps 10 --epsilon {target}")
+    assert 0.9 * float(target) < row["epsilon"] <= float(target)
+
+
+class Unreachable(NamedTuple):
+    """A target that cannot be met, and the line that prices the nearest that can."""
+
+    line: str
+    nearest: str
+
+
+UNREACHABLE = [
+    Unreachable("--batch-size 8 --steps 10", "--batch-size 8 --steps 10 --sigma 10000"),
+    Unreachable("--batch-size 8 --sigma 1", "--batch-size 8 --sigma 1 --steps 1"),
+    Unreachable("--sigma 1 --steps 10 --solve batch-size", "--sigma 1 --steps 10 --batch-size 1"),
+]
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("case", UNREACHABLE, ids=lambda case: case.line)
+def test_a_target_out_of_reach_is_exit_code_3_with_the_nearest(
+    case: Unreachable, accountant: str
+) -> None:
+    shared = f"--dataset-size 40 --accountant {accountant}"
+    result = account(f"{shared} {case.line} --epsilon 1e-6")
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    (row,) = answered(f"{shared} {case.nearest}")
+    assert row["epsilon"] > 1e-6
+    assert format_epsilon(row["epsilon"]) in result.stderr
+
+
+@pytest.mark.parametrize("delta", ["1e-15", "1e-30"])
+def test_a_delta_that_no_noise_can_show_is_out_of_reach(
+    delta: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every price is infinite there, whatever the noise: that must be seen before long.
+    priced = count(1)
+
+    def counted(*args: Any) -> float:
+        if next(priced) > 100:
+            pytest.fail("a search without end")
+        return total_epsilon(*args)
+
+    monkeypatch.setattr("dpmac_cli.calibration.total_epsilon", counted)
+    result = account(f"--epsilon 3 --delta {delta}")
+    assert result.exit_code == 3, result.output
+    assert f"delta {delta}" in result.stderr
+
+
+# Several runs
+
+
+def test_the_best_of_several_runs_is_billed_both_ways() -> None:
+    single, composed, selected = answered(f"{SMALL} --runs 3")
+    assert [row["selection"] for row in (single, composed, selected)] == [
+        "none",
+        "composition",
+        "repeat-and-select",
+    ]
+    (whole,) = answered(f"{SMALL} --epochs 6")
+    assert composed["epsilon"] == whole["epsilon"]
+    assert min(composed["epsilon"], selected["epsilon"]) > single["epsilon"]
+    words = account(f"{SMALL} --runs 3").stdout
+    for row in (composed, selected):
+        assert format_epsilon(row["epsilon"]) in words
+        assert row["statement"] in words
+    assert "best of 3 such runs" in words
+    assert "Poisson, mean 3" in words
+
+
+# What is typed wrongly
+
+
+class Bad(NamedTuple):
+    """A line that must fail with exit code 2, and what is said."""
+
+    line: str
+    said: Sequence[str]
+
+
+BAD = [
+    Bad("", ["--sigma", "--epsilon"]),
+    Bad("--sgima 1", ["--sgima", "--sigma"]),
+    Bad("--sigma", ["--sigma"]),
+    Bad("--sigma 1 --dataset-size 40", ["Missing", "--batch-size", "--epochs or --steps"]),
+    Bad("--sigma 1 --epsilon 3 --epochs 5", ["--sigma", "--epsilon", "--epochs", "--solve delta"]),
+    Bad("--solve steps --epochs 2", ["--sigma", "--epsilon", "--epochs leaves nothing open"]),
+    Bad("--sigma 1 --epochs 1 --steps 1", ["--epochs and --steps contradict"]),
+    Bad("--sigma 1 --dataset mnist --dataset-size 4", ["--dataset and --dataset-size contradict"]),
+    Bad("--sigma 1 --json --csv", ["--json and --csv contradict"]),
+    Bad("--sigma 1 --dataset mnits", ["Did you mean mnist"]),
+    Bad("--sigma 1 --sampler shufle", ["Did you mean shuffle"]),
+    Bad("--sigma 1 --sampler fixed-size --accountant pld", ["cannot price fixed-size", "rdp can"]),
+    Bad("--sigma x,-1 --delta 2", ["'x' is not a number", "not -1", "--delta must be"]),
+    Bad("--sigma 1e-9", ["at least 0.01"]),
+    Bad("--sigma 1 --batch-size 60001", ["--batch-size (60001)", "60000"]),
+    Bad(f"--sigma 1 --steps {'9' * 400}", ["--steps"]),
+    Bad("--sigma 1 --runs 1", ["--runs must be at least 2"]),
+    Bad("--sigma 1 --plot x.pdf", ["--plot x.pdf", ".png or .svg"]),
+    Bad("--sigma 1 --plot nowhere/x.png", ["--plot nowhere/x.png", "nowhere does not exist"]),
+    Bad("--sigma 1 --plot ''", ["--plot"]),
+    Bad("--sigma 0 --steps 3 --plot x.png", ["no row has a finite epsilon"]),
+    Bad("--sigma 1 --steps 0 --plot x.png", ["no row has a finite epsilon"]),
+    Bad("nowhere", ["nowhere does not exist"]),
+    Bad(".", ["report.json does not exist"]),
+    Bad("killed", ["killed/report.json does not exist", "dpmac train --resume killed"]),
+    Bad("text.json", ["text.json is not a report of dpmac"]),
+    Bad("folder", ["folder/report.json"]),
+    Bad("text.json/report.json", ["text.json/report.json"]),
+    Bad("a" * 300, ["a" * 300]),
+    Bad("text.json --sigma 1 --epochs 2", ["--sigma contradicts", "--epochs contradicts"]),
+    Bad("text.json --delta 7 --dataset mnist", ["--dataset contradicts", "--delta must be"]),
+    Bad("text.json --solve sigma --epsilon 3", ["--solve contradicts", "--epsilon contradicts"]),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.line[:70] or "nothing")
+def test_a_wrong_line_is_explained_and_nothing_is_written(bad: Bad, tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text("nothing of ours")
+    (tmp_path / "folder" / "report.json").mkdir(parents=True)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "config.yaml").write_text("dataset: digits\n")
+    before = contents(tmp_path)
+    result = account(bad.line)
+    assert result.exit_code == 2, result.output
+    for part in bad.said:
+        assert part in result.stderr
+    assert "Traceback" not in result.output
+    assert contents(tmp_path) == before
+
+
+def test_no_noise_or_no_steps_for_a_target_is_no_bug() -> None:
+    for line in ("--steps 0", "--sigma 0", "--sigma 0 --steps 3 --solve batch-size"):
+        result = account(f"--dataset-size 40 --batch-size 8 --epsilon 1 {line}")
+        assert result.exit_code in (0, 2, 3), result.output
+
+
+# A run
+
+
+def after(steps: int) -> Callable[[], bool]:
+    """A stop request that comes during the given step."""
+    asked = count(1)
+    return lambda: next(asked) >= steps
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: finished, interrupted, branched, and one without privacy."""
+    folder = tmp_path_factory.mktemp("runs")
+    train_digits(out=str(folder / "finished"))
+    train_events(digits_config(out=str(folder / "interrupted"), steps=9), after(5))
+    train_digits(out=str(folder / "branched"))
+    *_, last = run.resume(folder / "branched", {"steps": "7", "sigma": "8"})
+    assert isinstance(last, run.Finished)
+    *_, last = run.resume(folder / "branched", {"steps": "12"})
+    assert isinstance(last, run.Finished)
+    train_digits(out=str(folder / "open"), no_dp=True)
+    return folder
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["finished", "interrupted", "branched"])
+def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
+    privacy = report_of(runs / name)["privacy"]
+    before = contents(runs)
+    for path in (runs / name, runs / name / "report.json"):
+        (row,) = answered(str(path))
+        assert row["epsilon"] == pytest.approx(privacy["epsilon"], rel=1e-9)
+        assert row["delta"] == privacy["delta"]
+        assert row["steps"] == privacy["steps"]
+        assert row["noise_multiplier"] == privacy["noise_multiplier"]
+        assert row["adjacency"] == privacy["adjacency"]
+        assert row["statement"] == privacy["statement"]
+    assert len(privacy["events"]) == {"finished": 1, "interrupted": 1, "branched": 3}[name]
+    shown = format_epsilon(privacy["epsilon"])
+    result = account(str(runs / name))
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"epsilon {shown} at delta 1e-05\n")
+    assert f"the report's epsilon, {shown}, is right" in result.stderr
+    assert contents(runs) == before
+
+
+def test_a_run_without_privacy_has_none(runs: Path) -> None:
+    result = account(str(runs / "open"))
+    assert result.exit_code == 0
+    assert "epsilon infinite" in result.stdout
+    assert "No privacy" in result.stdout
+    (row,) = answered(str(runs / "open"))
+    assert (row["epsilon"], row["noise_multiplier"]) == (None, 0)
+
+
+def test_another_delta_accountant_and_bill_may_be_asked_of_a_run(runs: Path) -> None:
+    path = runs / "finished"
+    event = TrainingEvent(RATE, 6.0, 3)
+    (row,) = answered(f"{path} --delta 1e-6")
+    assert (row["delta"], row["epsilon"]) == (1e-6, event.epsilon(1e-6))
+    by = {row["accountant"]: row["epsilon"] for row in answered(f"{path} --accountant all")}
+    assert by == {name: event.epsilon(DELTA, name) for name in ("pld", "rdp")}
+    kinds = [row["selection"] for row in answered(f"{path} --runs 2")]
+    assert kinds == ["none", "composition", "repeat-and-select"]
+    # The report is judged by its own delta and accountant all the same.
+    assert "is right" in account(f"{path} --delta 1e-6 --accountant rdp").stderr
+
+
+def test_a_delta_of_a_record_is_warned_of_beside_a_run_too(runs: Path) -> None:
+    assert "1/n" in account(f"{runs / 'finished'} --delta 0.001").stderr
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def altered(folder: Path, change: Change) -> Path:
+    """A copy of a run whose report's account of its privacy was changed."""
+    copy = Path("altered")
+    shutil.copytree(folder, copy)
+    report = report_of(copy)
+    change(report["privacy"])
+    (copy / "report.json").write_text(json.dumps(report))
+    return copy
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("factor", [0.5, 0.99, 1.01, 2.0])
+@pytest.mark.parametrize("name", ["finished", "interrupted", "branched"])
+def test_a_wrong_figure_is_exit_code_2_with_the_right_one(
+    name: str, factor: float, runs: Path
+) -> None:
+    true = report_of(runs / name)["privacy"]["epsilon"]
+    copy = altered(runs / name, lambda privacy: privacy.update(epsilon=true * factor))
+    result = account(f"{copy} --json")
+    assert result.exit_code == 2
+    (row,) = json.loads(result.stdout)["rows"]
+    assert row["epsilon"] == pytest.approx(true, rel=1e-9)
+    for figure in (true, true * factor):
+        assert f" {format_epsilon(figure)}" in result.stderr
+    assert "is wrong" in result.stderr
+
+
+WRONG: Mapping[str, Change] = {
+    "more steps": lambda privacy: privacy["events"][0].update(steps=30),
+    "fewer steps": lambda privacy: privacy["events"][-1].update(steps=1),
+    "more noise": lambda privacy: privacy["events"][0].update(noise_multiplier=60.0),
+    "no noise": lambda privacy: privacy["events"][0].update(noise_multiplier=0),
+    "smaller batches": lambda privacy: privacy["events"][0].update(sampling_rate=0.01),
+    "another sampler": lambda privacy: privacy["events"][0].update(sampler="balls-in-bins"),
+    "a branch less": lambda privacy: privacy["events"].pop(),
+    "another delta": lambda privacy: privacy.update(delta=1e-9),
+    "no figure": lambda privacy: privacy.update(epsilon=None),
+    "nothing": lambda privacy: privacy.update(epsilon=0),
+    "steps of truth": lambda privacy: privacy["events"][0].update(steps=True),
+    "less than nothing": lambda privacy: privacy.update(epsilon=-1),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_a_report_that_does_not_add_up_is_exit_code_2(change: Change, runs: Path) -> None:
+    result = account(str(altered(runs / "branched", change)))
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert "report" in result.stderr
+
+
+@pytest.mark.privacy
+def test_a_run_without_privacy_cannot_claim_some(runs: Path) -> None:
+    result = account(str(altered(runs / "open", lambda privacy: privacy.update(epsilon=1.0))))
+    assert result.exit_code == 2
+    assert "infinite" in result.stderr
+
+
+HUGE = 10**400
+SPOILT: Mapping[str, Change] = {
+    "no events": lambda privacy: privacy.update(events=[]),
+    "events of text": lambda privacy: privacy.update(events="poisson"),
+    "a number for events": lambda privacy: privacy.update(events=3),
+    "an event of text": lambda privacy: privacy.update(events=["poisson"]),
+    "an unknown key": lambda privacy: privacy["events"][0].update(batch=3),
+    "a missing key": lambda privacy: privacy["events"][0].pop("steps"),
+    "no key for epsilon": lambda privacy: privacy.pop("epsilon"),
+    "no key for delta": lambda privacy: privacy.pop("delta"),
+    "negative steps": lambda privacy: privacy["events"][0].update(steps=-3),
+    "half a step": lambda privacy: privacy["events"][0].update(steps=2.5),
+    "steps of text": lambda privacy: privacy["events"][0].update(steps="3"),
+    "steps of no number": lambda privacy: privacy["events"][0].update(steps=None),
+    "huge steps": lambda privacy: privacy["events"][0].update(steps=HUGE),
+    "no steps an epoch": lambda privacy: privacy["events"][0].update(steps_per_epoch=0),
+    "negative noise": lambda privacy: privacy["events"][0].update(noise_multiplier=-1),
+    "too little noise": lambda privacy: privacy["events"][0].update(noise_multiplier=1e-9),
+    "huge noise": lambda privacy: privacy["events"][0].update(noise_multiplier=HUGE),
+    "noise of no number": lambda privacy: privacy["events"][0].update(
+        noise_multiplier=float("nan")
+    ),
+    "noise of text": lambda privacy: privacy["events"][0].update(noise_multiplier="6"),
+    "rate of nothing": lambda privacy: privacy["events"][0].update(sampling_rate=0),
+    "rate of next to nothing": lambda privacy: privacy["events"][0].update(sampling_rate=1e-320),
+    "rate above 1": lambda privacy: privacy["events"][0].update(sampling_rate=1.5),
+    "unknown sampler": lambda privacy: privacy["events"][0].update(sampler="dice"),
+    "sampler of a list": lambda privacy: privacy["events"][0].update(sampler=[]),
+    "two adjacencies": lambda privacy: privacy["events"].append(
+        {**privacy["events"][0], "sampler": "shuffle"}
+    ),
+    "delta of 1": lambda privacy: privacy.update(delta=1),
+    "delta of nothing": lambda privacy: privacy.update(delta=0),
+    "no delta for noise": lambda privacy: privacy.update(delta=None),
+    "delta of text": lambda privacy: privacy.update(delta="small"),
+    "delta of a list": lambda privacy: privacy.update(delta=[]),
+    "huge delta": lambda privacy: privacy.update(delta=HUGE),
+    "epsilon of text": lambda privacy: privacy.update(epsilon="small"),
+    "epsilon of a list": lambda privacy: privacy.update(epsilon=[1]),
+    "huge epsilon": lambda privacy: privacy.update(epsilon=HUGE),
+}
+
+
+@pytest.mark.parametrize("change", SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_report_is_one_error_and_no_price(change: Change, runs: Path) -> None:
+    result = account(str(altered(runs / "finished", change)))
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+
+
+FOREIGN = {
+    "empty": b"",
+    "text": b"accuracy 0.95",
+    "binary": bytes(range(256)),
+    "cut": b'{"privacy": {"epsilon": 1.0, "events": [{"ste',
+    "deep": b"[" * 100_000,
+    "deep in place": b'{"privacy": ' + b'{"events": ' * 50_000,
+    "list": b"[1, 2, 3]",
+    "number": b"7",
+    "null": b"null",
+    "of another tool": b'{"results": {"epsilon": 1.0, "delta": 1e-05}}',
+    "privacy of another tool": b'{"privacy": {"epsilon": 1.0, "delta": 1e-05}}',
+    "privacy of text": b'{"privacy": "epsilon 1"}',
+    "long number": b'{"privacy": {"epsilon": ' + b"9" * 10_000 + b"}}",
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_what_is_no_report_is_named_in_one_error(content: bytes) -> None:
+    Path("report.json").write_bytes(content)
+    result = account("report.json")
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: report.json is not a report of dpmac")
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_a_report_that_may_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("report.json").write_text("{}")
+
+    def refuse(*args: object, **kwargs: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        result = account(".")
+    assert result.exit_code == 2
+    assert "report.json cannot be read (Permission denied)" in result.stderr
+
+
+# Terminals and pictures
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal of 80 columns is shown, colours left out."""
+    shown = io.StringIO()
+    screen = Console(file=shown, force_terminal=True, width=80, color_system=None, highlight=False)
+    monkeypatch.setattr(console, "stdout", lambda: screen)
+    return shown
+
+
+#: A line of the curve: a label or blanks, and bars.
+BARS = re.compile(r"^.{10}([ ▁▂▃▄▅▆▇█]+)$")
+
+
+def heights(shown: str) -> list[int]:
+    """Of the bars of a curve, in eighths of a line."""
+    lines = [found[1] for line in shown.splitlines() if (found := BARS.match(line))]
+    assert len({len(line) for line in lines}) == 1
+    return [sum(" ▁▂▃▄▅▆▇█".index(bar) for bar in column) for column in zip(*lines, strict=True)]
+
+
+CURVES = [
+    SMALL,
+    f"{UNSOLVED} --sigma 6 --steps 2",
+    f"{UNSOLVED} --sigma 6 --steps 1000",
+    f"{UNSOLVED} --sigma 6 --steps 13 --accountant rdp",
+    f"{UNSOLVED} --sigma 6 --steps 13 --sampler shuffle",
+    f"{UNSOLVED} --sigma 6 --epsilon 0.7 --accountant rdp",
+]
+
+
+@pytest.mark.parametrize("line", CURVES)
+def test_a_terminal_shows_a_curve_that_fits(line: str, terminal: io.StringIO) -> None:
+    assert account(line).exit_code == 0
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    bars = heights(terminal.getvalue())
+    assert len(bars) == CURVE_WIDTH
+    assert bars[0] > 0
+    assert all(left <= right for left, right in pairwise(bars))
+    assert bars[-1] == max(bars)
+    (axis,) = [line for line in lines if re.match(r"^ +0 +[\d,]+ steps$", line)]
+    assert len(axis) == 10 + CURVE_WIDTH
+    assert any(line.startswith("epsilon") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        SMALL.replace("--sigma 6", "--sigma 0"),
+        f"{UNSOLVED} --sigma 6 --steps 0",
+        f"{UNSOLVED} --sigma 6 --steps 1",
+        f"{UNSOLVED} --sigma 6,7 --steps 2",
+        f"{SMALL} --delta 1e-300",
+        f"{SMALL} --delta 0.9",
+        f"{SMALL} --json",
+        f"{SMALL} --csv",
+    ],
+)
+def test_there_is_no_curve_where_there_is_nothing_to_draw(line: str, terminal: io.StringIO) -> None:
+    result = account(line)
+    assert result.exit_code == 0, result.output
+    assert "█" not in terminal.getvalue() + result.stdout
+
+
+def test_there_is_no_curve_off_a_terminal() -> None:
+    assert not set(" ▁▂▃▄▅▆▇█"[1:]) & set(account(SMALL).stdout)
+
+
+@pytest.mark.parametrize("line", ["--sigma 0", "--sigma 1", "--sigma 6 --accountant rdp"])
+@pytest.mark.parametrize("target", ["0.7", "9"])
+def test_a_solved_delta_is_shown_on_a_terminal(
+    target: str, line: str, terminal: io.StringIO
+) -> None:
+    flags = "--dataset-size 200 --batch-size 1 --steps 5 --solve delta"
+    result = account(f"{flags} {line} --epsilon {target}")
+    assert result.exit_code == 0, result.output
+    assert f"epsilon {target} at delta" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("name", ["finished", "interrupted", "branched", "open"])
+def test_a_run_is_shown_on_a_terminal(name: str, runs: Path, terminal: io.StringIO) -> None:
+    result = account(str(runs / name))
+    assert result.exit_code == 0, result.output
+    assert report_of(runs / name)["privacy"]["statement"].split()[0] in terminal.getvalue()
+    if name != "open":
+        bars = heights(terminal.getvalue())
+        assert all(left <= right for left, right in pairwise(bars))
+
+
+def test_a_picture_is_drawn_beside_the_answer() -> None:
+    plain = account(f"{SMALL} --json")
+    for name in ("price.png", "price.svg"):
+        result = account(f"{SMALL} --json --plot {name}")
+        assert result.exit_code == 0
+        assert result.stdout == plain.stdout
+        assert result.stderr == f"note: drew {name}\n"
+    assert Path("price.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert Path("price.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_a_run_is_drawn_and_judged(runs: Path) -> None:
+    result = account(f"{runs / 'branched'} --plot run.svg")
+    assert result.exit_code == 0
+    assert Path("run.svg").exists()
+    wrong = altered(runs / "finished", lambda privacy: privacy.update(epsilon=0.01))
+    assert account(f"{wrong} --plot wrong.svg").exit_code == 2
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_priced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object) -> None:
+        raise InputError("priced")
+
+    monkeypatch.setattr("dpmac_cli.pricing.answer", fail)
+    for name in ("x.pdf", "x", "nowhere/x.png"):
+        result = account(f"{SMALL} --plot {name}")
+        assert (result.exit_code, "priced" in result.stderr) == (2, False)
+
+
+# Processes of their own
+
+
+def process(script: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {script}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "loaded"), [("", ""), ("--plot price.svg", "matplotlib")], ids=["price", "plot"]
+)
+def test_prices_load_no_torch_and_only_pictures_matplotlib(flags: str, loaded: str) -> None:
+    code = (
+        "import sys\n"
+        "from dpmac_cli.__main__ import main\n"
+        f"sys.argv = ['dpmac', *{['account', *SMALL.split(), *flags.split()]!r}]\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    heavy = ('torch', 'torchvision', 'sklearn', 'matplotlib')\n"
+        "    open('loaded', 'w').write(' '.join(m for m in heavy if m in sys.modules))\n"
+    )
+    done = process(f"{sys.executable} -c {shlex.quote(code)}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("epsilon ")
+    assert Path("loaded").read_text() == loaded
+
+
+def test_whoever_has_seen_enough_is_no_error() -> None:
+    done = process(f"{sys.executable} -m dpmac_cli account {SMALL} | head -1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stdout.startswith("epsilon")
+
+
+def test_a_result_that_is_lost_is_a_failure() -> None:
+    done = process(f"{sys.executable} -m dpmac_cli account {SMALL} --json > /dev/full")
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr

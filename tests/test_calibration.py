@@ -1,0 +1,294 @@
+"""From a budget to a setting: priced forward, every answer is on the paying side, and just so."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+
+from dpmac_cli.accounting import (
+    SAMPLERS,
+    SIGMA_MAX,
+    TrainingEvent,
+    format_epsilon,
+    total_epsilon,
+)
+from dpmac_cli.calibration import (
+    MOST_STEPS,
+    affordable_steps,
+    calibrate_noise,
+    largest_batch,
+    longest_run,
+)
+from dpmac_cli.errors import BudgetError, InputError
+
+pytestmark = pytest.mark.privacy
+
+DELTA = 1e-5
+MNIST_RATE = 256 / 60_000
+DIGITS_RATE = 128 / 1437
+#: Every sampler with its own accountant, and Poisson with the other one.
+PRICED = (*((name, None) for name in SAMPLERS), ("poisson", "rdp"))
+
+
+def digits(sampler: str = "poisson", sigma: float = 0.0, steps: int = 24) -> TrainingEvent:
+    """Epochs of 12 steps, two unless told otherwise."""
+    return TrainingEvent(DIGITS_RATE, sigma, steps, sampler, 12)
+
+
+# The noise.
+
+
+@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+@pytest.mark.parametrize("target", [0.3, 3.0])
+def test_noise_priced_forward_meets_the_target_and_no_less_would(
+    sampler: str, accountant: str | None, target: float
+) -> None:
+    event = digits(sampler)
+    sigma = calibrate_noise(event, DELTA, target, accountant)
+    assert sigma == round(sigma, 5), "what is printed is what is used"
+    price = replace(event, noise_multiplier=sigma).epsilon(DELTA, accountant)
+    assert target * (1 - 1e-3) <= price <= target
+    less = replace(event, noise_multiplier=round(sigma - 1e-5, 5))
+    assert less.epsilon(DELTA, accountant) > target
+
+
+@pytest.mark.parametrize(
+    ("event", "delta", "target"),
+    [
+        (TrainingEvent(DIGITS_RATE, 0, 12), 1e-5, 1.0),
+        (TrainingEvent(1.0, 0, 4), 1e-5, 2.0),
+        (TrainingEvent(1.0, 0, 1), 1e-6, 40.0),
+        (TrainingEvent(MNIST_RATE, 0, 1175), 1e-5, 8.0),
+        (TrainingEvent(1.0, 0, 1), 1e-5, 100.0),
+    ],
+    ids=str,
+)
+def test_calibrated_noise_is_the_least_that_meets_the_target(
+    event: TrainingEvent, delta: float, target: float
+) -> None:
+    sigma = calibrate_noise(event, delta, target)
+    assert sigma == round(sigma, 5), "what is printed is what is used"
+    assert replace(event, noise_multiplier=sigma).epsilon(delta) <= target
+    assert replace(event, noise_multiplier=round(sigma - 1e-5, 5)).epsilon(delta) > target
+
+
+def test_the_noise_of_the_event_that_is_asked_about_does_not_matter() -> None:
+    answers = {calibrate_noise(digits(sigma=sigma), DELTA, 3.0, "rdp") for sigma in (0, 1e-9, 50)}
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize("target", [1e-3, 4e-3])
+def test_a_small_target_is_met_where_the_accountant_can(target: float) -> None:
+    """Renyi divergences show no epsilon that small, and are only asked for a first guess."""
+    event = TrainingEvent(1.0, 0, 1)
+    assert replace(event, noise_multiplier=SIGMA_MAX).epsilon(DELTA) < target
+    sigma = calibrate_noise(event, DELTA, target)
+    assert target * 0.99 <= replace(event, noise_multiplier=sigma).epsilon(DELTA) <= target
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_a_target_out_of_reach_names_what_can_be_reached_and_the_remedies(accountant: str) -> None:
+    event = digits(steps=240)
+    with pytest.raises(BudgetError, match="Ask for a larger epsilon") as failure:
+        calibrate_noise(event, DELTA, 1e-6, accountant)
+    nearest = replace(event, noise_multiplier=SIGMA_MAX).epsilon(DELTA, accountant)
+    assert f"costs {format_epsilon(nearest)}." in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "delta"), [(1e7, 1e-5), (1e300, 1e-5), (1.0, 0.9)], ids=["huge", "absurd", "delta"]
+)
+def test_a_target_that_needs_next_to_no_noise_is_met_or_refused(
+    target: float, delta: float
+) -> None:
+    event = digits(steps=3)
+    try:
+        sigma = calibrate_noise(event, delta, target)
+    except BudgetError:
+        return
+    assert replace(event, noise_multiplier=sigma).epsilon(delta) <= target
+
+
+def test_no_noise_is_found_by_an_accountant_that_cannot_price_it() -> None:
+    with pytest.raises(InputError, match="rdp can"):
+        calibrate_noise(digits("fixed-size"), DELTA, 3.0, "pld")
+
+
+# The length of a run.
+
+DIGITS_RUN = digits(sigma=1.5, steps=240)
+
+
+@pytest.mark.parametrize("budget", [0.61, 2.0])
+def test_affordable_steps_are_as_many_as_the_budget_pays_for(budget: float) -> None:
+    steps = affordable_steps(DIGITS_RUN, DELTA, budget)
+    assert replace(DIGITS_RUN, steps=steps).epsilon(DELTA) <= budget
+    assert replace(DIGITS_RUN, steps=steps + 1).epsilon(DELTA) > budget
+
+
+def test_affordable_steps_at_the_ends() -> None:
+    assert affordable_steps(DIGITS_RUN, DELTA, 1e-3) == 0
+    assert affordable_steps(DIGITS_RUN, DELTA, 1e3) == DIGITS_RUN.steps
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_what_was_spent_before_is_taken_off_the_budget(sampler: str) -> None:
+    earlier = (digits(sampler, 4.0, 6),)
+    event = digits(sampler, 3.0, 40)
+    budget = total_epsilon((*earlier, replace(event, steps=15)), DELTA) * 1.0001
+    steps = affordable_steps(event, DELTA, budget, earlier)
+    # Where epochs are paid for, one begun is one that may as well be finished.
+    assert steps == (24 if SAMPLERS[sampler].once_an_epoch else 15)
+    assert affordable_steps(event, DELTA, budget) >= steps
+    spent = total_epsilon(earlier, DELTA)
+    assert affordable_steps(event, DELTA, spent * 0.99, earlier) == 0
+
+
+@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+def test_the_longest_run_is_the_longest(sampler: str, accountant: str | None) -> None:
+    event = digits(sampler, 4.0, 1)
+    steps = longest_run(event, DELTA, 3.0, accountant)
+    assert 5 < steps < MOST_STEPS
+    assert replace(event, steps=steps).epsilon(DELTA, accountant) <= 3.0
+    assert replace(event, steps=steps + 1).epsilon(DELTA, accountant) > 3.0
+    if SAMPLERS[sampler].once_an_epoch:
+        assert steps % 12 == 0
+    assert longest_run(replace(event, steps=777), DELTA, 3.0, accountant) == steps
+
+
+def test_a_run_of_one_step_can_be_the_longest() -> None:
+    event = TrainingEvent(1.0, 3.0, 1)
+    assert longest_run(event, DELTA, event.epsilon(DELTA)) == 1
+
+
+def test_the_search_for_the_longest_run_ends() -> None:
+    assert longest_run(TrainingEvent(1e-4, 100.0, 1), DELTA, 1.0, "rdp") == MOST_STEPS
+
+
+@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+def test_a_budget_below_the_first_step_names_what_that_costs(
+    sampler: str, accountant: str | None
+) -> None:
+    event = digits(sampler, 1.0)
+    with pytest.raises(BudgetError, match="Not one step at noise multiplier 1 ") as failure:
+        longest_run(event, DELTA, 0.01, accountant)
+    first = replace(event, steps=1).epsilon(DELTA, accountant)
+    assert f"the first costs {format_epsilon(first)}." in str(failure.value)
+
+
+# The batch.
+
+
+class Case(NamedTuple):
+    """Training by epochs, whose batch is sought.
+
+    Attributes:
+        cheap_whole: whether all records at once cost less than half of them twice, and so on.
+    """
+
+    sampler: str
+    accountant: str | None
+    size: int
+    epochs: int
+    sigma: float
+    cheap_whole: bool = False
+
+    def event(self, batch: int) -> TrainingEvent:
+        per_epoch = math.ceil(self.size / batch)
+        rate, steps = batch / self.size, self.epochs * per_epoch
+        return TrainingEvent(rate, self.sigma, steps, self.sampler, per_epoch)
+
+    def price(self, batch: int) -> float:
+        return self.event(batch).epsilon(DELTA, self.accountant)
+
+    def largest(self, budget: float) -> int:
+        return largest_batch(self.event, self.size, DELTA, budget, self.accountant)
+
+
+CASES = (
+    Case("poisson", "rdp", 120, 2, 2.0),
+    Case("poisson", "rdp", 60, 3, 1.0),
+    Case("poisson", "pld", 24, 2, 2.0),
+    Case("fixed-size", None, 24, 3, 8.0, cheap_whole=True),
+    # With little noise being in one batch for certain is cheaper than being in many by chance.
+    Case("poisson", "rdp", 90, 1, 0.6, cheap_whole=True),
+    Case("poisson", "rdp", 90, 2, 0.3, cheap_whole=True),
+    Case("poisson", "pld", 14, 1, 0.9, cheap_whole=True),
+)
+
+
+def by_bisection(prices: list[float], budget: float) -> int:
+    """What a search finds that takes the price for increasing."""
+    low, high = 1, len(prices)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if prices[middle - 1] <= budget else (low, middle - 1)
+    return low
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_largest_batch_is_the_largest_of_all(case: Case) -> None:
+    """Against the price of every batch there is, at budgets among all of them."""
+    prices = [case.price(batch) for batch in range(1, case.size + 1)]
+    assert any(later < earlier for earlier, later in pairwise(prices)), "a sawtooth"
+    firsts = [prices[math.ceil(case.size / k) - 1] for k in range(1, case.size + 1)]
+    assert (max(firsts) > firsts[0]) == case.cheap_whole
+
+    def largest(budget: float) -> int:
+        return max(batch for batch, price in enumerate(prices, 1) if price <= budget)
+
+    budgets = [price * (1 + 1e-9) for price in sorted(prices)]
+    told_apart = [b for b in budgets if by_bisection(prices, b) != largest(b)]
+    assert told_apart, "a search that takes the price for increasing would do"
+    spread = (*budgets[:: max(1, len(budgets) // 5)], budgets[-1])
+    for budget in (*spread, *told_apart[:: max(1, len(told_apart) // 4)]):
+        assert case.largest(budget) == largest(budget), budget
+    with pytest.raises(BudgetError, match="Raise the noise or the budget") as failure:
+        case.largest(min(prices) * 0.999)
+    assert f"epsilon {format_epsilon(min(prices))} " in str(failure.value)
+
+
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if SAMPLERS[name].once_an_epoch])
+def test_where_epochs_are_paid_for_all_batches_cost_the_same(sampler: str) -> None:
+    case = Case(sampler, None, 100, 2, 3.0)
+    prices = {case.price(batch) for batch in range(1, 101)}
+    assert len(prices) == 1
+    (price,) = prices
+    assert case.largest(price) == 100
+    with pytest.raises(BudgetError):
+        case.largest(price * 0.999)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_with_a_number_of_steps_the_largest_batch_is_no_less_the_largest(sampler: str) -> None:
+    """Without a sawtooth; and the more batches an epoch has, the fewer epochs are begun."""
+    size, steps = 30, 9
+
+    def event(batch: int) -> TrainingEvent:
+        return TrainingEvent(batch / size, 4.0, steps, sampler, math.ceil(size / batch))
+
+    prices = [event(batch).epsilon(DELTA, "rdp") for batch in range(1, size + 1)]
+    for budget in sorted(set(prices))[::5]:
+        expected = max(batch for batch, price in enumerate(prices, 1) if price <= budget)
+        assert largest_batch(event, size, DELTA, budget, "rdp") == expected
+
+
+def test_the_largest_batch_of_many_records_takes_few_prices() -> None:
+    """MNIST, five epochs."""
+    asked: list[int] = []
+
+    def event(batch: int) -> TrainingEvent:
+        asked.append(batch)
+        per_epoch = math.ceil(60_000 / batch)
+        return TrainingEvent(batch / 60_000, 1.0, 5 * per_epoch, "poisson", per_epoch)
+
+    budget = event(256).epsilon(DELTA, "rdp")
+    asked.clear()
+    batch = largest_batch(event, 60_000, DELTA, budget, "rdp")
+    assert len(set(asked)) < 60
+    assert event(batch).epsilon(DELTA, "rdp") <= budget
+    assert batch >= 256
+    following = range(batch + 1, batch + 10)  # the next epochs that are a step shorter among them
+    assert all(event(b).epsilon(DELTA, "rdp") > budget for b in following)
