@@ -285,8 +285,8 @@ def largest_batch(
     if price(first) > budget:
         cheapest = min((first, dataset_size), key=price)
         raise BudgetError(
-            f"No batch size brings training down to epsilon {budget:g} at delta {delta:g}: a batch "
-            f"of {cheapest}, the cheapest, costs {format_epsilon(price(cheapest))} even so. "
+            f"No batch size brings training down to epsilon {budget:g} at delta {delta:g}: the "
+            f"cheapest, {cheapest}, costs epsilon {format_epsilon(price(cheapest))} even so. "
             "Raise the noise or the budget, or train less."
         )
     last = math.ceil(dataset_size / (stretch - 1)) - 1 if stretch > 1 else dataset_size

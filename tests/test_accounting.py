@@ -392,9 +392,30 @@ def test_delta_is_a_probability(event: TrainingEvent) -> None:
         assert 0 < total_delta((event,), epsilon) <= 1
 
 
-@pytest.mark.parametrize("event", [TrainingEvent(1e-7, 100.0, 1), TrainingEvent(1e-9, 3.0, 100)])
+@pytest.mark.parametrize(
+    "event",
+    [
+        TrainingEvent(1e-7, 100.0, 1),
+        TrainingEvent(1e-9, 3.0, 100),
+        TrainingEvent(1e-9, 1e4, 1),
+        TrainingEvent(1e-5, 1e4, 1, "fixed-size"),
+    ],
+    ids=str,
+)
 def test_rdp_of_next_to_nothing_has_a_delta(event: TrainingEvent) -> None:
     assert 0 <= total_delta((event,), 1.0, "rdp") < DELTA
+    assert 0 <= event.epsilon(DELTA, "rdp") < 0.01
+
+
+@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+def test_the_smallest_rates_are_priced_as_larger_ones(sampler: str, accountant: str) -> None:
+    """Not as smaller: below, the library's arithmetic gives nothing, or too little."""
+    smallest = TrainingEvent(1e-9, 0.7, 1000, sampler, 1000)
+    larger = replace(smallest, sampling_rate=1e-5)
+    for delta in (1e-6, 1e-9):
+        price = smallest.epsilon(delta, accountant)
+        assert 0 <= price <= larger.epsilon(delta, accountant)
+    assert smallest.epsilon(1e-9, accountant) > 0
 
 
 # Accountants.

@@ -19,6 +19,7 @@ from dpmac_cli.calibration import (
     affordable_steps,
     calibrate_noise,
     largest_batch,
+    least_delta,
     longest_run,
 )
 from dpmac_cli.errors import BudgetError, InputError
@@ -114,6 +115,31 @@ def test_a_target_that_needs_next_to_no_noise_is_met_or_refused(
 def test_no_noise_is_found_by_an_accountant_that_cannot_price_it() -> None:
     with pytest.raises(InputError, match="rdp can"):
         calibrate_noise(digits("fixed-size"), DELTA, 3.0, "pld")
+
+
+def test_a_run_of_no_steps_needs_no_noise_to_speak_of() -> None:
+    sigma = calibrate_noise(digits(steps=0), DELTA, 1e-9)
+    assert 0 < sigma < 0.1
+
+
+# The delta.
+
+
+@pytest.mark.parametrize(("sampler", "accountant"), PRICED)
+@pytest.mark.parametrize("target", [0.5, 3.0])
+def test_delta_priced_forward_meets_the_target_and_no_less_would(
+    sampler: str, accountant: str | None, target: float
+) -> None:
+    events = (digits(sampler, 2.0), digits(sampler, 3.0, 5))
+    delta = least_delta(events, target, accountant)
+    assert 0 < delta < 1
+    assert total_epsilon(events, delta, accountant) <= target
+    assert total_epsilon(events, delta * 0.99, accountant) > target
+
+
+def test_delta_at_the_ends() -> None:
+    assert least_delta((digits(sigma=0.0),), 3.0) == 1
+    assert 0 < least_delta((TrainingEvent(1e-3, 100.0, 1),), 50.0) < 1e-10
 
 
 # The length of a run.
