@@ -338,8 +338,7 @@ def _rdp_delta(merged: Sequence[TrainingEvent], epsilon: float) -> float:
     try:
         return float(_rdp(merged).get_delta(epsilon))
     except ValueError:  # divergences below 1e-16 end in a logarithm of 0: more steps cost more
-        longer = [replace(event, steps=1000 * event.steps) for event in merged]
-        return float(_rdp(longer).get_delta(epsilon))
+        return _rdp_delta([replace(event, steps=1000 * event.steps) for event in merged], epsilon)
 
 
 def _rdp(merged: Sequence[TrainingEvent]) -> Any:

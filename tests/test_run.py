@@ -166,7 +166,10 @@ def test_a_budget_that_is_not_reached_changes_nothing() -> None:
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [({"max_epsilon": 0.01}, "allows no step"), ({"epsilon": 1e-6}, "No noise up to sigma")],
+    [
+        ({"max_epsilon": 0.01}, "allows no step"),
+        ({"epsilon": 1e-6, "steps": 5000}, "No noise up to sigma"),
+    ],
 )
 def test_a_budget_out_of_reach_writes_nothing(
     tmp_path: Path, flags: Mapping[str, Any], said: str

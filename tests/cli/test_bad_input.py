@@ -108,7 +108,9 @@ BAD = [
     Bad("eval model.safetensors --dataset mnist", 4, ["model.safetensors", "mnist"]),
     # Privacy budgets
     Bad(f"{TRAIN} --max-epsilon 0.001", 3, ["--max-epsilon", "allows no step"]),
-    Bad(f"{TRAIN} --epsilon 1e-6", 3, ["epsilon 1e-06", "larger epsilon"]),
+    Bad(
+        "train --dataset digits --steps 5000 --epsilon 1e-6", 3, ["epsilon 1e-06", "larger epsilon"]
+    ),
 ]
 
 
