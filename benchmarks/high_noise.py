@@ -18,7 +18,7 @@ import torch
 
 from dpmac_cli.assembly import make_trainer
 from dpmac_cli.config import resolve
-from dpmac_cli.engine import Evaluated, fit
+from dpmac_cli.engine import Evaluated, TrainState, fit
 
 TRACE_EVERY = 25
 SEEDS = (0, 1, 2)
@@ -56,7 +56,7 @@ def bounds_grid() -> Iterator[Setting]:
 
 
 def adaclip_grid() -> Iterator[Setting]:
-    """AdaClip's learning rate and betas."""
+    """AdaClip's learning rate, betas and start: s_0^2, by default sqrt(h1 h2)."""
     yield from _product(
         optimizer=("adaclip",), seed=(0,), sigma=(0.5, 1.0), lr=(0.001, 0.01, 0.1, 0.3, 1.0, 3.0)
     )
@@ -70,6 +70,9 @@ def adaclip_grid() -> Iterator[Setting]:
                 "beta1": beta1,
                 "beta2": beta2,
             }
+    for start in (1e-9, 1e-6):
+        for lr in (0.001, 0.1, 1.0):
+            yield {"optimizer": "adaclip", "seed": 0, "sigma": 0.5, "lr": lr, "start": start}
 
 
 def cycle_grid() -> Iterator[Setting]:
@@ -88,8 +91,11 @@ GRIDS = {"sigma": sigma_grid, "bounds": bounds_grid, "adaclip": adaclip_grid, "c
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Train one setting on MNIST."""
-    config = resolve({"dataset": "mnist", **setting}).config
+    settings = {name: value for name, value in setting.items() if name != "start"}
+    config = resolve({"dataset": "mnist", **settings}).config
     trainer = make_trainer(config, config.total_steps, torch.device("cpu"))
+    if "start" in setting:
+        start_from(trainer.state, setting["start"])
     trace, accuracy = [], []
     every = 1 if "steps" in setting else TRACE_EVERY
 
@@ -104,6 +110,13 @@ def measure(setting: Setting) -> dict[str, Any]:
     return {**setting, "accuracy": accuracy, "trace": trace}
 
 
+def start_from(state: TrainState, variance: float) -> None:
+    """Begin with the same s_0^2 in every coordinate."""
+    assert state.spread is not None  # noqa: S101
+    state.spread.s.fill_(variance)
+    state.region.scale.fill_((variance * state.theta.numel()) ** 0.5)
+
+
 def main() -> None:
     """Run what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -115,7 +128,7 @@ def main() -> None:
     options.file.parent.mkdir(parents=True, exist_ok=True)
     for setting in itertools.islice(GRIDS[options.grid](), part, None, parts):
         done = options.file.read_text().splitlines() if options.file.exists() else []
-        if any(setting.items() <= _settings(json.loads(line)).items() for line in done):
+        if any(setting == _settings(json.loads(line)) for line in done):
             continue
         result = measure(setting)
         with options.file.open("a") as file:
