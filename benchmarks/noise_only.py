@@ -29,10 +29,12 @@ def shares(sigma: float, kappa: Kappa) -> list[tuple[float, float]]:
     seen = []
     for step in range(1, STEPS + 1):
         private = mechanism.release(torch.zeros_like(theta), region, noise)
+        moments.step = step
         moments.update(private)
-        region = geometry.next(private, moments, region, spread)
+        geometry.begin(step, spread)
+        region.factor.copy_(geometry.estimate(private, moments, region, spread))
         if step > STEPS - 2:
-            seen.append(pinned_shares(region, spread, H1, H2))
+            seen.append(pinned_shares(region, H1, H2))
     return seen
 
 

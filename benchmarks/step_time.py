@@ -11,6 +11,7 @@ of plain torch with Adam in the same round.
 import argparse
 import gc
 import json
+import os
 import platform
 import sys
 import time
@@ -164,6 +165,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
     warnings.filterwarnings("ignore", module="opacus")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     device = torch.device(options.device)

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data import Data, Split
-from dpmac_cli.dp.geometry import AdaClip, Ball, Geometry, Kappa, MacAdam, Spread, pinned_shares
-from dpmac_cli.dp.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.geometry import (
+    AdaClip,
+    Ball,
+    Geometry,
+    Kappa,
+    MacAdam,
+    Spread,
+    pinned_shares,
+)
+from dpmac_cli.dp.layers import blocks, find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Optimizer
@@ -98,17 +106,17 @@ class TrainState:
             "v": self.moments.v,
             "noise_average": self.moments.noise,
             "centre": self.region.centre,
-            "scale": self.region.scale,
+            "root": self.region.root,
+            "factor": self.region.factor,
         }
         if self.spread is not None:
-            named |= {"s": self.spread.s, "psi": self.spread.psi, "root_sum": self.spread.root_sum}
+            named |= {"s": self.spread.s, "psi": self.spread.psi}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def numbers(self) -> dict[str, Any]:
         """Everything else as JSON values. The generators' states are secret."""
         return {
             "step": self.step,
-            "moments_step": self.moments.step,
             "kappa_star": self.spread.kappa_star if self.spread else 0.0,
             "sampler": self.sampler.state(),
             "noise": self.noise.state(),
@@ -129,7 +137,7 @@ class TrainState:
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
         self.step = numbers["step"]
-        self.moments.step = numbers["moments_step"]
+        self.moments.step = numbers["step"]
         if self.spread is not None:
             self.spread.kappa_star = numbers["kappa_star"]
 
@@ -219,37 +227,48 @@ class Trainer:
             hyper.beta2,
             m=torch.zeros_like(kept),
             v=torch.zeros_like(kept),
-            noise=torch.zeros_like(region.scale) if track_noise else None,
+            noise=torch.zeros_like(theta) if track_noise else None,
         )
         self.state = TrainState(theta, moments, region, spread, 0, sampler, noise)
-        self._sum = torch.zeros_like(theta)
+        self._sum = torch.empty_like(theta)
+        self._metric = Metric(region)
+        self._blocks = blocks(theta.numel(), theta.device)
         self._observer = observer
 
     def step(self) -> None:
         """One step of Algorithm 1. An empty batch is a step like any other: noise alone."""
-        state = self.state
+        state, geometry = self.state, self._geometry
         clipped = self._clipped_batch(state.sampler.draw())  # lines 3 to 8
-        private = self.mechanism.release(clipped, state.region, state.noise)  # lines 9 to 11
-        if self._uses_moments:
-            state.moments.update(private)  # lines 12 to 14
-        state.theta.sub_(self._rule(private, state.moments), alpha=self.hyper.lr)  # line 15
-        state.region = self._geometry.next(
-            private, state.moments, state.region, state.spread
-        )  # lines 16 to 20
         state.step += 1
+        state.moments.step = state.step
+        geometry.begin(state.step, state.spread)
+        sums = [self._update(clipped[block], block) for block in self._blocks]
+        if state.spread is not None:
+            state.region.factor.copy_(torch.stack(sums).sum())
+
+    def _update(self, clipped: Tensor, block: slice) -> Tensor:
+        """Lines 9 to 20 for some coordinates; their part of the sum in line 20."""
+        state = self.state
+        region, moments = state.region.part(block), state.moments.part(block)
+        spread = None if state.spread is None else state.spread.part(block)
+        private = self.mechanism.release(clipped, region, state.noise)  # lines 9 to 11
+        if self._uses_moments:
+            moments.update(private)  # lines 12 to 14
+        self._rule(state.theta[block], self.hyper.lr, private, moments)  # line 15
+        return self._geometry.estimate(private, moments, region, spread)  # lines 16 to 20
 
     def _clipped_batch(self, drawn: NDArray[np.int64]) -> Tensor:
         """The sum of clipped, centred gradients of a batch, shape (d,), chunk by chunk."""
         rows = torch.from_numpy(drawn).to(self.state.theta.device)
-        metric = Metric(self.state.region)
+        self._metric.refresh()
         observer = self._observer
         watch = None if observer is None else _at_step(observer, self.state.step + 1)
         total = None
         for begin in range(0, len(rows), self.plan.physical_batch):
             chunk = rows[begin : begin + self.plan.physical_batch]
             x = self.data.standardised(self.data.train.images[chunk])
-            part = self._sum.zero_()
-            self._clipped_sum.add(x, self.data.train.labels[chunk], metric, part, watch)
+            part = self._sum
+            self._clipped_sum.of(x, self.data.train.labels[chunk], self._metric, part, watch)
             if len(rows) <= self.plan.physical_batch:
                 return part
             # Chunks are added up in float64: float32 would round by more than the margin.
@@ -268,7 +287,7 @@ class Trainer:
         ratio = mechanism.noise_multiplier / mechanism.expected_batch
         values = {"noise_norm": scale**0.5 * ratio if ratio else 0.0}
         if state.spread is not None and state.step > 0:
-            low, high = pinned_shares(region, state.spread, self.hyper.h1, self.hyper.h2)
+            low, high = pinned_shares(region, self.hyper.h1, self.hyper.h2)
             ratio = (region.centre / region.scale).double().norm().item()
             values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
         return values

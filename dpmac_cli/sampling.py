@@ -111,15 +111,20 @@ def make_sampler(name: str, size: int, batch: int, seed: np.random.SeedSequence)
     steps = math.ceil(size / batch)
     match name:
         case "poisson":
+            # How many are drawn is binomial, and which, any so many alike: the same as asking every
+            # record, at the cost of the batch instead of the data set.
             rate = batch / size
-            return IndependentSampler(lambda g: np.flatnonzero(g.random(size) < rate), seed)
+            return IndependentSampler(lambda g: _any(g, size, g.binomial(size, rate)), seed)
         case "fixed-size":
-            return IndependentSampler(
-                lambda g: np.sort(g.choice(size, batch, replace=False, shuffle=False)), seed
-            )
+            return IndependentSampler(lambda g: _any(g, size, batch), seed)
         case "balls-in-bins":
             return EpochSampler(lambda g: g.integers(0, steps, size), steps, seed)
         case "shuffle":
             slots = np.arange(size) // batch
             return EpochSampler(lambda g: g.permutation(slots), steps, seed)
     raise ValueError(f"there is no sampler {name}")
+
+
+def _any(generator: np.random.Generator, size: int, count: int) -> Batch:
+    """So many different records, every choice as likely as any other."""
+    return np.sort(generator.choice(size, count, replace=False, shuffle=False))

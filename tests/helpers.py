@@ -95,6 +95,17 @@ class KeptNoise:
         self._source.restore(state)
 
 
+def copied(region: Ellipsoid) -> Ellipsoid:
+    """The region as it is now: a step changes it in place."""
+    return Ellipsoid(region.centre.clone(), region.root.clone(), region.factor.clone())
+
+
+def place(trainer: Trainer, region: Ellipsoid) -> None:
+    """Have the next step clip to a region."""
+    for mine, given in zip(vars(trainer.state.region).values(), vars(region).values(), strict=True):
+        mine.copy_(given)
+
+
 @dataclass(frozen=True)
 class Spy(GaussianMechanism):
     """A mechanism that keeps, step by step, the regions it was given and what it released."""
@@ -104,9 +115,11 @@ class Spy(GaussianMechanism):
 
     def release(self, clipped: Tensor, region: Ellipsoid, noise: NoiseSource) -> PrivateMean:
         private = super().release(clipped, region, noise)
-        self.regions.append(region)
-        # The next step reuses the memory of the value.
-        self.released.append(replace(private, value=private.value.clone()))
+        # The next step reuses the memory of all of them.
+        self.regions.append(copied(region))
+        self.released.append(
+            PrivateMean(private.value.clone(), self.regions[-1], private.noise_ratio)
+        )
         return private
 
     def whitened_sum(self, step: int = -1) -> Tensor:

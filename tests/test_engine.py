@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli import engine
 from dpmac_cli.data import Split
+from dpmac_cli.dp import layers
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import (
@@ -27,7 +28,19 @@ from dpmac_cli.engine import (
 )
 from dpmac_cli.errors import ModelError
 from tests.conftest import OPTIMIZER_NAMES
-from tests.helpers import CLASSES, MECHANISM, PLAN, make_trainer, tiny_data, tiny_model, walk
+from tests.helpers import (
+    CLASSES,
+    DIMENSION,
+    MECHANISM,
+    PLAN,
+    Batches,
+    KeptNoise,
+    Spy,
+    make_trainer,
+    tiny_data,
+    tiny_model,
+    walk,
+)
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 T = Plan(steps=12, steps_per_epoch=5, physical_batch=1000)
@@ -209,3 +222,46 @@ def test_tf32_is_off() -> None:
     make_trainer("dp-sgd")
     assert [place.fp32_precision for place in places] == ["ieee"] * len(places)
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+# Blocks.
+
+
+def in_blocks_of(size: int, monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Trainer:
+    """A trainer that goes through its vectors in blocks of about this size."""
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "BLOCK", size)
+        trainer = make_trainer(*args, **kwargs)
+    assert len(trainer._blocks) == max(1, round(DIMENSION / size))
+    return trainer
+
+
+@every_optimizer
+@pytest.mark.parametrize("choice", ["paper", "tracked"])
+def test_blocks_do_not_show(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = GaussianMechanism(0.0, 8)
+    whole, parts = (
+        in_blocks_of(size, monkeypatch, name, quiet, kappa=choice, phi=choice) for size in (1000, 7)
+    )
+    torch.testing.assert_close(walk(parts, 12), walk(whole, 12), rtol=0, atol=1e-12)
+    assert parts.state.tensors().keys() == whole.state.tensors().keys()
+    for key, tensor in parts.state.tensors().items():
+        torch.testing.assert_close(tensor, whole.state.tensors()[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.privacy
+@every_optimizer
+def test_every_coordinate_gets_noise_of_its_own_from_its_block(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise, spy = KeptNoise(), Spy(1.0, 8)
+    trainer = in_blocks_of(7, monkeypatch, name, spy, sampler=Batches([]), noise=noise)
+    count = len(trainer._blocks)
+    walk(trainer, 3)
+    assert [len(z) for z in noise.drawn] == 3 * [b.stop - b.start for b in trainer._blocks]
+    for step in range(3):
+        drawn = torch.cat(noise.drawn[step * count : (step + 1) * count])
+        seen = torch.cat([spy.whitened_sum(step * count + i) for i in range(count)])
+        torch.testing.assert_close(seen, drawn)
+        assert len(drawn) == DIMENSION
+    assert len(torch.unique(torch.cat(noise.drawn))) == 3 * DIMENSION

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy.stats import norm
 
 from dpmac_cli import assembly
@@ -75,13 +76,13 @@ def test_every_bit_of_a_seed_matters(step: int) -> None:
 def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: str) -> None:
     config = resolve({"dataset": "digits", "seed": seed, "sampler": sampler}).config
     state = assembly.make_trainer(config, 1, torch.device("cpu")).state
+    drawn, key = state.sampler.state()["state"], bytes.fromhex(state.noise.state()["key"])
     # The fourth word of SFC64 is a counter, the same for every seed.
-    secrets = [x.state()["state"][:3] for x in (state.sampler, state.noise)]
-    assert not set(secrets[0]) & set(secrets[1])
+    assert not set(drawn[:3]) & set(np.frombuffer(key, np.uint64).tolist())
     if seed is not None:
-        for source, name in zip(secrets, ("sampler", "noise"), strict=True):
-            named = np.random.SFC64(stream_seeds(seed)[name]).state["state"]["state"]
-            assert source == named[:3].tolist()
+        streams = stream_seeds(seed)
+        assert drawn[:3] == np.random.SFC64(streams["sampler"]).state["state"]["state"][:3].tolist()
+        assert key == streams["noise"].generate_state(4, np.uint64).tobytes()
 
 
 # Draws.
@@ -109,9 +110,55 @@ def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.privacy
-def test_the_generator_is_the_one_whose_tails_do_not_end_at_5_77() -> None:
-    """torch.randn's do, on the CPU in float32. A draw that far takes a billion, so: by its name."""
-    assert SeededNoise(np.random.SeedSequence(0)).state()["bit_generator"] == "SFC64"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.randn's do, on the CPU in float32. A draw that far takes a billion, so: the words."""
+
+    def draw(word: int, turn: int) -> list[float]:
+        def advance(self: SeededNoise, work: Any, pairs: int) -> None:
+            work.words.fill_(word)
+            work.turns.fill_(turn)
+
+        monkeypatch.setattr(SeededNoise, "_advance", advance)
+        source = SeededNoise(np.random.SeedSequence(0))
+        drawn: list[float] = source.standard_normal(torch.empty(2, dtype=dtype)).tolist()
+        return drawn
+
+    least, most = -(2**63), 2**63 - 1
+    assert draw(least, 0) == pytest.approx([8.5717, 0.0], abs=1e-4)
+    assert draw(least + 2**11, 0)[0] == pytest.approx(8.49, abs=0.01)  # and close together there
+    assert draw(most, 0) == [0, 0]
+
+
+@pytest.mark.privacy
+def test_the_key_stream_is_aes_256_in_counter_mode() -> None:
+    """Word for word: nothing of it is used twice, across draws of any size and a restored state."""
+    seed = np.random.SeedSequence(7)
+    key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
+    cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+    source = SeededNoise(seed)
+    for count in (1, 5, 2, 64, 3):
+        pairs = (count + 1) // 2
+        sizes = [-(-8 * pairs // 16) * 16, -(-4 * pairs // 16) * 16]
+        words, turns = (np.frombuffer(cipher.update(bytes(size)), np.uint8) for size in sizes)
+        u = words.view(np.int64)[:pairs] * 2.0**-64 + (0.5 + 2.0**-53)
+        radius = np.sqrt(-2 * np.log(u))
+        angle = turns.view(np.int32)[:pairs] * (2 * np.pi * 2.0**-32)
+        expected = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+        np.testing.assert_allclose(source.standard_normal(torch.empty(count)), expected, atol=2e-6)
+        source.restore(source.state())
+
+
+@pytest.mark.privacy
+def test_neighbouring_draws_have_nothing_in_common() -> None:
+    """The two normals of a pair share a radius: neither they nor their squares correlate."""
+    count = 1_000_000
+    z = SeededNoise(np.random.SeedSequence(0)).standard_normal(torch.empty(2 * count))
+    for power in (1, 2, 3):
+        x, y = (half.double() ** power for half in (z[:count], z[count:]))
+        assert abs(correlation(x, y)) < 4 / count**0.5
+    for lag in (1, 2, 100):
+        assert abs(correlation(z[:-lag], z[lag:])) < 4 / count**0.5
 
 
 @pytest.mark.privacy

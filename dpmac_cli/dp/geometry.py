@@ -1,16 +1,17 @@
 """The ellipsoid that the next step clips to, from post-noise values alone.
 
-``next`` is handed the private mean and its moments and nothing else: by its signature, whatever
-it computes is post-processing and costs no privacy (Proposition 1).
+``estimate`` is handed the private mean and its moments and nothing else: by its signature, whatever
+it computes is post-processing and costs no privacy (Proposition 1). All but one sum is done
+coordinate by coordinate, so that a step can go through the vectors in blocks that stay in cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball
+from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
 from dpmac_cli.dp.moments import Moments
 
 LEAST_KAPPA = 1e-6
@@ -25,13 +26,16 @@ class Spread:
         s: AdaClip's s_t^2 or MacAdam's s_t, shape (d,).
         psi: the noise's own share of MacAdam's s_t, shape (d,); None unless kappa is "tracked".
         kappa_star: E[s_t] over the variance of i.i.d. g-tilde; a scalar.
-        root_sum: sum over coordinates of the square root of the clamped variance, shape ().
     """
 
     s: Tensor
     psi: Tensor | None
     kappa_star: float
-    root_sum: Tensor
+
+    def part(self, block: slice) -> "Spread":
+        """Views of some coordinates."""
+        psi = None if self.psi is None else self.psi[block]
+        return replace(self, s=self.s[block], psi=psi)
 
 
 class Geometry(Protocol):
@@ -41,10 +45,17 @@ class Geometry(Protocol):
         """The ellipsoid of step 1, and the memory, for a theta like ``like``, shape (d,)."""
         ...
 
-    def next(
+    def begin(self, step: int, spread: Spread | None) -> None:
+        """Move on what is no vector to step t."""
+        ...
+
+    def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Ellipsoid:
-        """The ellipsoid of step t + 1 from that of step t; ``spread`` is updated in place."""
+    ) -> Tensor:
+        """Lines 16 to 20 for a block, in place: the next centre, and the square root of the
+        estimated variance, whose sum over the block is returned. The sum over all blocks is the
+        next ellipsoid's ``factor``: b^2 = variance^(1/2) * sum of variance^(1/2).
+        """
         ...
 
 
@@ -62,12 +73,15 @@ class Ball:
         """The ball, which never changes."""
         return ball(self.radius, like), None
 
-    def next(
+    def begin(self, step: int, spread: Spread | None) -> None:
+        """Nothing moves."""
+
+    def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Ellipsoid:
+    ) -> Tensor:
         """The same ball."""
         del private, moments, spread
-        return region
+        return region.factor
 
 
 @dataclass(frozen=True)
@@ -89,20 +103,22 @@ class AdaClip:
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
         """Centre 0 and the scale of s^2 = sqrt(h1 h2)."""
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
-        scale, root_sum = _scale_from_variance(s_squared)
-        return Ellipsoid(torch.zeros_like(like), scale), Spread(s_squared, None, 0.0, root_sum)
+        root = s_squared.sqrt()
+        return Ellipsoid(torch.zeros_like(like), root, root.sum()), Spread(s_squared, None, 0.0)
 
-    def next(
+    def begin(self, step: int, spread: Spread | None) -> None:
+        """All of AdaClip's memory is vectors."""
+
+    def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Ellipsoid:
+    ) -> Tensor:
         """m and s^2 are running averages of g~ and of clamp((g~ - m)^2 - noise, h1, h2)."""
         del moments
         assert spread is not None  # noqa: S101
-        centre = torch.lerp(region.centre, private.value, 1 - self.beta1)
-        variance = (private.value - centre).square_().sub_(private.noise_variance)
+        region.centre.lerp_(private.value, 1 - self.beta1)
+        variance = (private.value - region.centre).square_().sub_(private.noise_variance)
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
-        scale, spread.root_sum = _scale_from_variance(spread.s)
-        return Ellipsoid(centre, scale)
+        return torch.sqrt(spread.s, out=region.root).sum()
 
 
 @dataclass(frozen=True)
@@ -127,46 +143,42 @@ class MacAdam:
         """Line 1: m-hat_0 = 0, s_0 = 0, b_0 = 1/d."""
         zeros = torch.zeros_like(like)
         psi = zeros.clone() if self.kappa == "tracked" else None
-        region = Ellipsoid(zeros, torch.full_like(like, 1 / like.numel()))
-        return region, Spread(zeros.clone(), psi, 0.0, torch.zeros_like(like[0]))
+        region = ellipsoid(zeros, torch.full_like(like, 1 / like.numel()))
+        return region, Spread(zeros.clone(), psi, 0.0)
 
-    def next(
+    def begin(self, step: int, spread: Spread | None) -> None:
+        """kappa*_t."""
+        assert spread is not None  # noqa: S101
+        spread.kappa_star = kappa_star(step, self.beta1, previous=spread.kappa_star)
+
+    def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Ellipsoid:
+    ) -> Tensor:
         """Lines 16 to 20; the next centre is m-hat_t."""
         assert spread is not None  # noqa: S101
         beta, t = self.beta1, moments.step
-        m_hat = moments.m_hat()
+        m_hat = moments.m_hat(out=region.centre)
         spread.s.lerp_((private.value - m_hat).square_(), 1 - beta)  # lines 16, 17
-        spread.kappa_star = kappa_star(t, beta, previous=spread.kappa_star)
         if spread.psi is not None:
             share = (1 - newest_weight(t, beta)) ** 2
             spread.psi.lerp_(private.noise_variance * share, 1 - beta)
         s_hat = self._variance(private, spread, t).clamp_(self.h1, self.h2)  # line 19
-        scale, spread.root_sum = _scale_from_variance(s_hat)  # line 20
-        return Ellipsoid(m_hat, scale)
+        return torch.sqrt(s_hat, out=region.root).sum()  # line 20
 
     def _variance(self, private: PrivateMean, spread: Spread, t: int) -> Tensor:
         """The estimate that line 19 clamps, shape (d,)."""
         kappa = paper_kappa(t, self.beta1) if self.kappa == "paper" else spread.kappa_star
         if spread.psi is not None:
             return _divided(spread.s - spread.psi, kappa)
-        return _divided(spread.s.clone(), kappa).sub_(private.noise_variance)
+        return _divided(spread.s, kappa).sub_(private.noise_variance)
 
 
 def _divided(s: Tensor, kappa: float) -> Tensor:
-    """s / kappa in place, with 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0.
+    """s / kappa, with 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0.
 
     The same where beta1 is so small that both are lost in rounding.
     """
-    return s.div_(kappa) if kappa > LEAST_KAPPA else s.zero_()
-
-
-def _scale_from_variance(variance: Tensor) -> tuple[Tensor, Tensor]:
-    """b = variance^(1/4) * (sum of variance^(1/2))^(1/2), line 20; and that sum, shape ()."""
-    root = variance.sqrt()
-    total = root.sum()
-    return root.sqrt_().mul_(total.sqrt()), total
+    return s / kappa if kappa > LEAST_KAPPA else torch.zeros_like(s)
 
 
 def paper_kappa(t: int, beta: float) -> float:
@@ -192,12 +204,12 @@ def kappa_star(t: int, beta: float, previous: float) -> float:
     return beta * previous + (1 - beta) * (1 - 2 * c + squares)
 
 
-def pinned_shares(region: Ellipsoid, spread: Spread, h1: float, h2: float) -> tuple[float, float]:
+def pinned_shares(region: Ellipsoid, h1: float, h2: float) -> tuple[float, float]:
     """Shares of coordinates whose clamped variance lies on h1 and on h2.
 
     Read off b, so post-noise and free to publish. Synchronises with the device.
     """
-    s_hat = (region.scale.square() / spread.root_sum).square_()
+    s_hat = region.root.square()
     return (
         (s_hat <= h1 * (1 + 1e-4)).double().mean().item(),
         (s_hat >= h2 * (1 - 1e-4)).double().mean().item(),

@@ -32,21 +32,23 @@ FALLBACK_NUMBERS = 1 << 24
 
 @dataclass(frozen=True)
 class LayerMetric:
-    """The whitened metric of one layer.
+    """The whitened metric of one layer, but for a factor that all coordinates share.
 
     Attributes:
-        inverse: A = 1/b^2, shape (d_layer,), or () for a ball.
+        inverse: A = 1/b^2 times ``factor``, shape (d_layer,), or () for a ball.
         centre_inverse: m A, shape (d_layer,); None for a ball, whose m is 0.
-        scale: b, shape (d_layer,) or ().
         centre: m, shape (d_layer,); None for a ball.
         s3: sum of m^2 A over the layer, float64, shape ().
+        largest: the largest A, shape ().
+        factor: what squared norms by this A are divided by, float64, shape ().
     """
 
     inverse: Tensor
     centre_inverse: Tensor | None
-    scale: Tensor
     centre: Tensor | None
     s3: Tensor
+    largest: Tensor
+    factor: Tensor
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class SquaredNorms:
         return SquaredNorms(self.value + other.value, self.slack + other.slack)
 
 
+#: Some samples by a mask, or all of them by ``slice(None)``.
+Rows = Tensor | slice
+
+
 class PerSampleGradients(Protocol):
     """One layer's gradients for each sample of a chunk, in whatever form is cheapest."""
 
@@ -72,18 +78,19 @@ class PerSampleGradients(Protocol):
         """||(g_i - m)/b||^2 over this layer."""
         ...
 
-    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
-        """out += sum of c_i g_i over the valid samples.
+    def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
+        """out = sum of c_i g_i over the valid samples.
 
         Args:
             c: weights, shape (samples,); 0 where not valid.
-            valid: which samples are finite, bool, shape (samples,). The others add exactly 0.
+            valid: which samples are finite, bool, shape (samples,); None if all are. The others
+                add exactly 0.
             out: the layer's slice, shape (d_layer,).
         """
         ...
 
-    def select(self, rows: Tensor) -> "PerSampleGradients":
-        """The gradients of some samples, by index or mask, in float64."""
+    def select(self, rows: Rows) -> "PerSampleGradients":
+        """The gradients of some samples, in float64."""
         ...
 
 
@@ -105,44 +112,48 @@ class OuterProducts:
         """S1 - 2 S2 + S3 by two matrix products, or a product of two norms for a ball."""
         u = _roundoff(self.a.shape[1] + self.bias + self.delta.shape[1], self.a.dtype)
         if metric.centre_inverse is None:
-            norms = vector_norm(self.delta, dim=1, dtype=torch.float64) * metric.inverse.sqrt()
-            s1 = norms.square() * (
+            norms = vector_norm(self.delta, dim=1, dtype=torch.float64)
+            s1 = norms.square_().mul_(metric.inverse / metric.factor) * (
                 vector_norm(self.a, dim=1, dtype=torch.float64).square_() + float(self.bias)
             )
             return SquaredNorms(s1, u * s1)
-        # Squares of float32 underflow below 1e-19, and a small delta may meet a large input: so
-        # each row is scaled to a largest entry of 1 first, and the product put back in float64.
-        delta, delta_top = _scaled(self.delta)
-        a, a_top = _scaled(self.a, at_least=1.0 if self.bias else 0.0)
-        top = delta_top.double() * a_top.double()
-        one = a_top.reciprocal() if self.bias else None
-        p = self._contract(a.square(), None if one is None else one.square(), metric.inverse)
-        s1 = p.mul_(delta.square()).sum(1, dtype=torch.float64).mul_(top.square())
-        q = self._contract(a, one, metric.centre_inverse)
-        s2 = q.mul_(delta).sum(1, dtype=torch.float64).mul_(top)
+        a_squared, delta_squared = self.a.square(), self.delta.square()
+        s1 = self._contract(a_squared, delta_squared, metric.inverse)
+        s2 = self._contract(self.a, self.delta, metric.centre_inverse)
         reach = s1.mul(1 + u).sqrt_() + (metric.s3 * (1 + u)).sqrt()
-        return SquaredNorms(s1 - 2 * s2 + metric.s3, u * reach.square_())
+        slack = reach.square_().mul_(u).add_(self._underflow(a_squared, delta_squared, metric))
+        value = s1.sub_(s2, alpha=2).add_(metric.s3)
+        return SquaredNorms(value.div_(metric.factor), slack.div_(metric.factor))
 
-    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
+    def _underflow(self, a_squared: Tensor, delta_squared: Tensor, metric: LayerMetric) -> Tensor:
+        """A bound on what S1 - 2 S2 loses where products are too small for their dtype.
+
+        Each product loses at most the smallest normal number. That of a small delta and a large
+        input may matter, and then the row is done again in float64.
+        """
+        ins, outs = self.a.shape[1] + self.bias, self.delta.shape[1]
+        largest = metric.largest.double()
+        a2, delta2 = a_squared.sum(1).double() + self.bias, delta_squared.sum(1).double()
+        lost = ins * (8 + 2 * largest) * delta2 + 2 * outs * largest * a2 + 4 * (ins + 1) * outs
+        return lost.mul_(torch.finfo(self.a.dtype).tiny)
+
+    def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """One more matrix product: (c delta)^T a."""
-        keep = valid.unsqueeze(1)
-        weighted = torch.where(keep, self.delta * c.unsqueeze(1), 0)
+        weighted = _kept(self.delta * c.unsqueeze(1), valid)
         weight, bias = self._views(out)
-        weight.addmm_(weighted.T, torch.where(keep, self.a, 0))
+        torch.mm(weighted.T, _kept(self.a, valid), out=weight)
         if bias is not None:
-            bias.add_(weighted.sum(0))
+            torch.sum(weighted, 0, out=bias)
 
-    def select(self, rows: Tensor) -> "OuterProducts":
+    def select(self, rows: Rows) -> "OuterProducts":
         """Some samples, in float64."""
         return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
 
-    def _contract(self, inputs: Tensor, one: Tensor | None, coefficients: Tensor) -> Tensor:
-        """sum_k inputs_ik coefficients_jk, the bias's input being ``one``; (samples, out)."""
+    def _contract(self, inputs: Tensor, outputs: Tensor, coefficients: Tensor) -> Tensor:
+        """sum_jk outputs_ij inputs_ik coefficients_jk, the bias's input being 1; (samples,)."""
         weight, bias = self._views(coefficients)
-        product = inputs @ weight.T
-        if bias is not None and one is not None:
-            product.addr_(one, bias)
-        return product
+        total = (inputs @ weight.T).mul_(outputs).sum(1)
+        return (total if bias is None else total.addmv_(outputs, bias)).double()
 
     def _views(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
         """A layer's slice as weight (out, in) and bias (out,)."""
@@ -164,14 +175,15 @@ class Instantiated:
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Directly; nothing cancels."""
         centred = self.g if metric.centre is None else self.g - metric.centre
-        value = (centred / metric.scale).square_().sum(1, dtype=torch.float64)
+        value = (centred.square() * metric.inverse).sum(1, dtype=torch.float64)
+        value.div_(metric.factor)
         return SquaredNorms(value, _roundoff(0, self.g.dtype) * value)
 
-    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
+    def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """One matrix-vector product."""
-        out.addmv_(torch.where(valid.unsqueeze(1), self.g, 0).T, c)
+        torch.mv(_kept(self.g, valid).T, c, out=out)
 
-    def select(self, rows: Tensor) -> "Instantiated":
+    def select(self, rows: Rows) -> "Instantiated":
         """Some samples, in float64."""
         return Instantiated(self.g[rows].double())
 
@@ -186,13 +198,13 @@ class ByVmap:
         layer: the layer.
         inputs: its positional inputs, each (samples, ...).
         delta: gradients of the loss by its output, shape (samples, ...).
-        chosen: a mask of the rows meant; None for all, in their own dtype.
+        chosen: the rows meant, in float64; None for all, in their own dtype.
     """
 
     layer: Layer
     inputs: tuple[Tensor, ...]
     delta: Tensor
-    chosen: Tensor | None = None
+    chosen: Rows | None = None
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Directly, from instantiated gradients."""
@@ -201,15 +213,17 @@ class ByVmap:
             torch.cat([part.value for part in parts]), torch.cat([part.slack for part in parts])
         )
 
-    def add_weighted_sum(self, c: Tensor, valid: Tensor, out: Tensor) -> None:
+    def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """A matrix-vector product a piece."""
+        out.zero_()
         begin = 0
         for g in self._pieces():
             rows = slice(begin, begin + len(g))
-            Instantiated(g).add_weighted_sum(c[rows], valid[rows], out)
+            kept = _kept(g, None if valid is None else valid[rows])
+            out.addmv_(kept.T, c[rows])
             begin += len(g)
 
-    def select(self, rows: Tensor) -> "ByVmap":
+    def select(self, rows: Rows) -> "ByVmap":
         """Some samples, in float64."""
         return ByVmap(self.layer, self.inputs, self.delta, rows)
 
@@ -219,7 +233,13 @@ class ByVmap:
         for begin in range(0, len(self.delta), step):
             rows = slice(begin, begin + step)
             g = self._instantiate(rows)
-            yield g if self.chosen is None else g[self.chosen[rows]].double()
+            match self.chosen:
+                case None:
+                    yield g
+                case slice():
+                    yield g.double()
+                case mask:
+                    yield g[mask[rows]].double()
 
     def _instantiate(self, rows: slice) -> Tensor:
         dtype = self.delta.dtype
@@ -250,11 +270,9 @@ def _roundoff(terms: int, dtype: torch.dtype) -> float:
     return (terms + 10) * torch.finfo(dtype).eps / 2
 
 
-def _scaled(rows: Tensor, at_least: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Rows divided by their largest absolute entry, or ``at_least``, and that, shape (samples,)."""
-    top = vector_norm(rows, ord=torch.inf, dim=1).clamp(min=at_least)
-    top = torch.where(top > 0, top, 1.0)
-    return rows / top.unsqueeze(1), top
+def _kept(rows: Tensor, valid: Tensor | None) -> Tensor:
+    """Rows that are not valid become 0: 0 times a number that is not finite would not."""
+    return rows if valid is None else torch.where(valid.unsqueeze(1), rows, 0)
 
 
 def _linear(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:

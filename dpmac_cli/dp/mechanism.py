@@ -10,25 +10,47 @@ from dpmac_cli.noise import NoiseSource
 
 @dataclass(frozen=True)
 class Ellipsoid:
-    """The clipping region {g : ||(g - centre) / scale||_2 <= 1}, public before a step begins.
+    """The clipping region {g : ||(g - m) / b||_2 <= 1}, public before a step begins.
+
+    b^2 is kept as the product of a vector and a number: that is how line 20 of Algorithm 1 makes
+    it, and a new number needs no pass over the vector.
 
     Attributes:
         centre: m, shape (d,); or shape () and 0 for a ball about the origin.
-        scale: b > 0, shape (d,); or shape () and C for a ball of radius C.
+        root: b^2 over ``factor``, > 0, shape (d,); or shape () for a ball.
+        factor: > 0, shape ().
     """
 
     centre: Tensor
-    scale: Tensor
+    root: Tensor
+    factor: Tensor
 
     @property
     def is_ball(self) -> bool:
         """Whether one number scales every coordinate and the centre is the origin."""
-        return self.scale.ndim == 0
+        return self.root.ndim == 0
+
+    @property
+    def scale(self) -> Tensor:
+        """b, shape (d,); or shape () and C for a ball of radius C."""
+        return (self.root * self.factor).sqrt_()
+
+    def part(self, block: slice) -> "Ellipsoid":
+        """Views of some coordinates; of a ball, the ball."""
+        if self.is_ball:
+            return self
+        return Ellipsoid(self.centre[block], self.root[block], self.factor)
+
+
+def ellipsoid(centre: Tensor, scale: Tensor) -> Ellipsoid:
+    """The ellipsoid of a centre m and a scale b, shape (d,) each."""
+    return Ellipsoid(centre, scale.square(), torch.ones_like(scale[0]))
 
 
 def ball(radius: float, like: Tensor) -> Ellipsoid:
     """The ball of radius C as an ellipsoid; dtype and device of ``like``."""
-    return Ellipsoid(torch.zeros_like(like[0]), torch.full_like(like[0], radius))
+    one = torch.ones_like(like[0])
+    return Ellipsoid(torch.zeros_like(one), one * radius**2, one)
 
 
 @dataclass(frozen=True)
@@ -37,12 +59,18 @@ class PrivateMean:
 
     Attributes:
         value: g-tilde_t, shape (d,).
-        noise_variance: variance of the noise in ``value`` per coordinate, b^2 sigma^2 / B^2;
-            shape (d,), or () for a ball. Public.
+        region: the ellipsoid whose b the noise was scaled by. Public.
+        noise_ratio: sigma / B.
     """
 
     value: Tensor
-    noise_variance: Tensor
+    region: Ellipsoid
+    noise_ratio: float
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """Variance of the noise per coordinate, b^2 sigma^2 / B^2; shape (d,), or () for a ball."""
+        return self.region.root * (self.region.factor * self.noise_ratio**2)
 
 
 @dataclass(frozen=True)
@@ -66,19 +94,18 @@ class GaussianMechanism:
 
         Args:
             clipped: sum over the batch of c_i (g_i - m), shape (d,), with every
-                ||c_i (g_i - m) / b|| <= 1. Consumed. In float64 if chunks were added up: the
+                ||c_i (g_i - m) / b|| <= 1; or a block of its coordinates, and then the same block
+                of the ellipsoid. Consumed. In float64 if chunks were added up: the
                 noise then meets it in float64, and what is rounded afterwards is private.
             region: the ellipsoid that the sum was clipped to.
             noise: fresh draws, used here once.
         """
         sigma, batch = self.noise_multiplier, self.expected_batch
-        whitened = clipped.div_(region.scale)
+        value, dtype = clipped, region.root.dtype
         if sigma > 0:
-            like = torch.empty_like(whitened, dtype=region.scale.dtype)
-            whitened.add_(noise.standard_normal(like), alpha=sigma)
-        whitened.div_(batch)  # w-tilde_t, line 10
-        value = whitened.mul_(region.scale)
+            z = noise.standard_normal(torch.empty_like(value, dtype=dtype))
+            value.add_(z.mul_(region.scale), alpha=sigma)
+        value.div_(batch)  # b w-tilde_t: line 10, kept in gradient space
         if not region.is_ball:
             value.add_(region.centre)  # line 11
-        value = value.to(region.scale.dtype)
-        return PrivateMean(value, (region.scale * (sigma / batch)).square_())
+        return PrivateMean(value.to(dtype), region, sigma / batch)

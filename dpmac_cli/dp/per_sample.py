@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.hooks import RemovableHandle
 
 from dpmac_cli.dp.gradients import LayerMetric, PerSampleGradients, SquaredNorms, hold
-from dpmac_cli.dp.layers import Layer
+from dpmac_cli.dp.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.errors import ModelError
 
@@ -23,6 +23,8 @@ from dpmac_cli.errors import ModelError
 CLIP_LIMIT = 1 - 4e-4
 #: Rows whose rounding bound exceeds this share of their squared norm are done again in float64.
 SLACK_SHARE = 0.01
+#: Terms of S3 that are added up in float32 before it goes on in float64.
+S3_ROW = 256
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32.
 CANCELLATION_LIMIT = 250.0
 
@@ -38,29 +40,66 @@ class Metric:
     """
 
     def __init__(self, region: Ellipsoid, dtype: torch.dtype | None = None) -> None:
+        dtype = dtype or region.root.dtype
         self.region = region
-        self._centre = region.centre.to(dtype or region.centre.dtype)
-        self._scale = region.scale.to(dtype or region.scale.dtype)
-        self._inverse = self._scale.square().reciprocal_()
-        self._centre_inverse = None if region.is_ball else self._centre * self._inverse
-        self._s3: dict[str, Tensor] = {}
+        self._centre, self._root = region.centre.to(dtype), region.root.to(dtype)
+        self._inverse = torch.empty_like(self._root)
+        self._centre_inverse = torch.empty_like(self._centre)
+        self._layers: dict[str, LayerMetric] = {}
+
+    def refresh(self) -> None:
+        """Read the ellipsoid again after it has changed in place."""
+        self._layers.clear()
 
     def of(self, layer: Layer) -> LayerMetric:
         """The part of one layer."""
-        if self._centre_inverse is None:
-            zero = torch.zeros_like(self._scale, dtype=torch.float64)
-            return LayerMetric(self._inverse, None, self._scale, None, zero)
-        part = slice(layer.start, layer.stop)
-        centre, centre_inverse = self._centre[part], self._centre_inverse[part]
-        if layer.name not in self._s3:
-            self._s3[layer.name] = (centre * centre_inverse).sum(dtype=torch.float64)
-        return LayerMetric(
-            self._inverse[part], centre_inverse, self._scale[part], centre, self._s3[layer.name]
-        )
+        if layer.name not in self._layers:
+            part = slice(layer.start, layer.stop)
+            self._layers[layer.name] = self._ball() if self.region.is_ball else self._part(part)
+        return self._layers[layer.name]
+
+    def _ball(self) -> LayerMetric:
+        inverse = torch.reciprocal(self._root, out=self._inverse)
+        zero = torch.zeros_like(inverse, dtype=torch.float64)
+        return LayerMetric(inverse, None, None, zero, inverse, self._factor)
+
+    def _part(self, part: slice) -> LayerMetric:
+        root, inverse = self._root[part], self._inverse[part]
+        centre, times = self._centre[part], self._centre_inverse[part]
+        s3, largest = [], []
+        product = torch.empty(0, dtype=root.dtype, device=root.device)
+        for block in blocks(len(root), root.device):
+            torch.reciprocal(root[block], out=inverse[block])
+            torch.mul(centre[block], inverse[block], out=times[block])
+            product = torch.mul(centre[block], times[block], out=product.resize_(0))
+            s3.append(_sum_rounded_up(product))
+            largest.append(inverse[block].max())
+        total, top = torch.stack(s3).sum(), torch.stack(largest).max()
+        return LayerMetric(inverse, times, centre, total, top, self._factor)
+
+    def centre_norm(self, layers: list[Layer]) -> Tensor:
+        """||m/b||, float64, shape ()."""
+        s3 = torch.stack([self.of(layer).s3 for layer in layers]).sum()
+        return (s3 / self._factor).sqrt_()
+
+    @property
+    def _factor(self) -> Tensor:
+        return self.region.factor.double()
 
     def double(self) -> "Metric":
         """The same ellipsoid in float64."""
         return Metric(self.region, torch.float64)
+
+
+def _sum_rounded_up(terms: Tensor) -> Tensor:
+    """At least the sum of terms that are none negative; float64, shape ().
+
+    Rows are added up in their own dtype, which is much faster, and the error of that is made good.
+    """
+    whole = len(terms) // S3_ROW * S3_ROW
+    rows, rest = terms[:whole].view(-1, S3_ROW).sum(1), terms[whole:].sum()
+    total = rows.sum(dtype=torch.float64).add_(rest)
+    return total.mul_(1 + S3_ROW * torch.finfo(terms.dtype).eps)
 
 
 class _Started(torch.autograd.Function):
@@ -97,7 +136,7 @@ class ClippedSum:
     Args:
         model: maps a batch (samples, ...) to logits (samples, classes), treating samples apart.
         layers: :func:`~dpmac_cli.dp.layers.find_layers` of the model.
-        capacity: the most samples that :meth:`add` will be given; public.
+        capacity: the most samples that :meth:`of` will be given; public.
     """
 
     def __init__(self, model: nn.Module, layers: list[Layer], capacity: int = 1024) -> None:
@@ -111,10 +150,10 @@ class ClippedSum:
             for layer in layers
         ]
 
-    def add(
+    def of(
         self, x: Tensor, y: Tensor, metric: Metric, out: Tensor, observer: Observer | None = None
     ) -> None:
-        """out += sum over the chunk of c_i (g_i - m), each ||c_i (g_i - m)/b|| <= 1.
+        """out = sum over the chunk of c_i (g_i - m), each ||c_i (g_i - m)/b|| <= 1.
 
         A sample whose gradient or norm is not finite adds exactly zero.
 
@@ -138,19 +177,20 @@ class ClippedSum:
         c, valid = clip_weights(squared, self._limit)
         if observer is not None:
             observer(losses.detach(), squared.value.clamp(min=0).sqrt())
+        # On CUDA, asking would wait for the device.
+        kept = None if not valid.is_cuda and bool(valid.all()) else valid
         if metric.region.is_ball:
-            self._add(gradients, c.to(out.dtype), valid, out)
+            self._sum(gradients, c.to(out.dtype), kept, out)
             return
         total = c.sum()
-        s3 = torch.stack([metric.of(layer).s3 for layer in self._layers]).sum()
-        if bool(total * s3.sqrt() > CANCELLATION_LIMIT):
-            everyone = torch.ones_like(valid)
+        if bool(total * metric.centre_norm(self._layers) > CANCELLATION_LIMIT):
+            everyone = slice(None)
             exact = [form.select(everyone) for form in gradients]
-            centred = torch.zeros_like(out, dtype=torch.float64)
-            self._add(exact, c, valid, centred)
-            out.add_(centred.addcmul_(metric.region.centre.double(), -total))
+            centred = torch.empty_like(out, dtype=torch.float64)
+            self._sum(exact, c, kept, centred)
+            out.copy_(centred.addcmul_(metric.region.centre.double(), -total))
         else:
-            self._add(gradients, c.to(out.dtype), valid, out)
+            self._sum(gradients, c.to(out.dtype), kept, out)
             out.addcmul_(metric.region.centre, -total.to(out.dtype))
 
     def close(self) -> None:
@@ -197,11 +237,11 @@ class ClippedSum:
             total = total + part
         return total
 
-    def _add(
-        self, gradients: list[PerSampleGradients], c: Tensor, valid: Tensor, out: Tensor
+    def _sum(
+        self, gradients: list[PerSampleGradients], c: Tensor, valid: Tensor | None, out: Tensor
     ) -> None:
         for layer, form in zip(self._layers, gradients, strict=True):
-            form.add_weighted_sum(c, valid, out[layer.start : layer.stop])
+            form.weighted_sum(c, valid, out[layer.start : layer.stop])
 
     def _recorder(self, layer: Layer) -> Callable[..., Tensor | None]:
         def record(

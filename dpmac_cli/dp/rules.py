@@ -1,6 +1,6 @@
 """How a private mean moves theta: theta_t = theta_{t-1} - eta * step.
 
-Each rule returns the step, shape (d,), from moments and private mean alone.
+Each rule moves theta in place, from moments and private mean alone.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,14 @@ from torch import Tensor
 from dpmac_cli.dp.mechanism import PrivateMean
 from dpmac_cli.dp.moments import Moments
 
-Rule = Callable[[PrivateMean, Moments], Tensor]
+#: theta, eta, private mean and moments.
+Rule = Callable[[Tensor, float, PrivateMean, Moments], None]
 
 
-def sgd(private: PrivateMean, moments: Moments) -> Tensor:
+def sgd(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
     """Gradient descent along g-tilde_t (Abadi et al. 2016; Pichapati et al. 2019)."""
     del moments
-    return private.value
+    theta.sub_(private.value, alpha=eta)
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Adam:
 
     gamma: float
 
-    def __call__(self, private: PrivateMean, moments: Moments) -> Tensor:
-        """The step, shape (d,)."""
+    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+        """Move theta, shape (d,)."""
         del private
-        return moments.m_hat().div_(moments.v_hat().sqrt_().add_(self.gamma))
+        _move(theta, eta, moments, moments.v_hat().sqrt_().add_(self.gamma))
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,14 @@ class AdamBC:
     gamma_prime: float
     phi: float | None
 
-    def __call__(self, private: PrivateMean, moments: Moments) -> Tensor:
-        """The step, shape (d,)."""
+    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+        """Move theta, shape (d,)."""
         del private
         phi = moments.noise_hat() if self.phi is None else self.phi
         signal = moments.v_hat().sub_(phi).clamp_(min=self.gamma_prime)
-        return moments.m_hat().div_(signal.sqrt_())
+        _move(theta, eta, moments, signal.sqrt_())
+
+
+def _move(theta: Tensor, eta: float, moments: Moments, denominator: Tensor) -> None:
+    """theta - eta m-hat / denominator, in place and without forming m-hat."""
+    theta.addcdiv_(moments.m, denominator, value=-eta / moments.m_correction)

@@ -55,8 +55,8 @@ class Subject:
         self, x: Tensor, y: Tensor, region: Ellipsoid, observer: Observer | None = None
     ) -> Tensor:
         """sum of c_i (g_i - m) as computed, shape (d,)."""
-        out = torch.zeros_like(self.theta)
-        self.clipped_sum.add(x, y, Metric(region), out, observer)
+        out = torch.full_like(self.theta, torch.nan)  # whatever was there before
+        self.clipped_sum.of(x, y, Metric(region), out, observer)
         return out
 
     def exact_gradients(self, x: Tensor, y: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Subject:
             one = torch.zeros(len(x), dtype=torch.float64)
             one[row] = 1
             for layer, form in zip(self.layers, forms, strict=True):
-                form.add_weighted_sum(one, everyone, g[layer.start : layer.stop])
+                form.weighted_sum(one, everyone, g[layer.start : layer.stop])
         return gradients
 
 
@@ -101,7 +101,8 @@ def prepare(model: nn.Module, capacity: int = 1024) -> Subject:
 
 def whiten(g: Tensor, region: Ellipsoid) -> Tensor:
     """(g - m) / b in float64."""
-    return (g.double() - region.centre.double()) / region.scale.double()
+    scale = (region.root.double() * region.factor.double()).sqrt()
+    return (g.double() - region.centre.double()) / scale
 
 
 def clip(g: Tensor, region: Ellipsoid, limit: float) -> Tensor:

@@ -1,7 +1,5 @@
 """Centre and scale of the clipping ellipsoid, and the variance estimates behind them."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -22,9 +20,9 @@ from dpmac_cli.dp.geometry import (
     paper_kappa,
     pinned_shares,
 )
-from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
+from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ellipsoid
 from dpmac_cli.dp.moments import Moments
-from tests.helpers import DIMENSION, HYPER, make_trainer, walk
+from tests.helpers import DIMENSION, HYPER, copied, make_trainer, walk
 
 KAPPAS: tuple[Kappa, ...] = ("paper", "exact", "tracked")
 every_kappa = pytest.mark.parametrize("kappa", KAPPAS)
@@ -44,6 +42,28 @@ def kappa_stars(steps: int, beta: float) -> list[float]:
 
 def fresh_moments(like: Tensor, beta1: float = 0.9) -> Moments:
     return Moments(beta1, 0.99, torch.zeros_like(like), torch.zeros_like(like), None)
+
+
+def advance(
+    geometry: Geometry,
+    private: PrivateMean,
+    moments: Moments,
+    region: Ellipsoid,
+    spread: Spread | None,
+) -> None:
+    """What the engine does with a private mean, in one block."""
+    moments.step += 1
+    moments.update(private)
+    geometry.begin(moments.step, spread)
+    root_sum = geometry.estimate(private, moments, region, spread)
+    if spread is not None:
+        region.factor.copy_(root_sum)
+
+
+def noisy(value: Tensor, deviation: Tensor | float) -> PrivateMean:
+    """A private mean whose noise has this standard deviation."""
+    scale = torch.as_tensor(deviation, dtype=value.dtype).expand(value.shape).clone()
+    return PrivateMean(value, ellipsoid(torch.zeros_like(value), scale), 1.0)
 
 
 # kappa.
@@ -85,9 +105,7 @@ def chains() -> dict[int, Tensor]:
     region, spread = geometry.start(like)
     for t in range(1, 61):
         draw = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-        private = PrivateMean(5 + 3 * draw, torch.zeros_like(like))
-        moments.update(private)
-        region = geometry.next(private, moments, region, spread)
+        advance(geometry, noisy(5 + 3 * draw, 0.0), moments, region, spread)
         if t in STAR:
             found[t] = spread.s / 9
     return found
@@ -113,9 +131,8 @@ def test_psi_is_the_share_of_noise_in_s_however_b_varies() -> None:
     for t in range(1, 31):
         deviation = torch.full_like(like, 10 ** np.sin(t))
         draw = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-        private = PrivateMean(region.centre + deviation * draw, deviation**2)
-        moments.update(private)
-        region = geometry.next(private, moments, region, spread)
+        private = noisy(region.centre + deviation * draw, deviation)
+        advance(geometry, private, moments, region, spread)
         if t == 1:
             continue
         assert spread.psi is not None
@@ -155,11 +172,11 @@ def test_without_memory_the_estimate_stays_on_h1(name: str, kappa: Kappa) -> Non
 def test_a_ball_never_changes() -> None:
     like = torch.zeros(3)
     region, spread = Ball(2.0).start(like)
-    private = PrivateMean(torch.ones(3), torch.ones(()))
     assert region.is_ball
-    assert region.scale == 2
-    assert region.centre == 0
-    assert Ball(2.0).next(private, fresh_moments(like), region, spread) is region
+    for _ in range(2):
+        assert region.scale == 2
+        assert region.centre == 0
+        advance(Ball(2.0), noisy(torch.ones(3), 1.0), fresh_moments(like), region, spread)
 
 
 # Any run.
@@ -183,7 +200,7 @@ def some_private_means(seed: int, size: float, noise: float, like: Tensor) -> li
     def draw() -> Tensor:
         return torch.randn(like.shape, generator=generator, dtype=like.dtype)
 
-    return [PrivateMean(draw() * size, draw().square() * noise**2) for _ in range(5)]
+    return [noisy(draw() * size, draw().abs() * noise) for _ in range(5)]
 
 
 def estimate(geometry: Geometry, private: PrivateMean, spread: Spread, t: int) -> Tensor:
@@ -228,8 +245,7 @@ def test_every_ellipsoid_has_the_stated_axes(
     region, spread = geometry.start(like)
     assert spread is not None
     for private in some_private_means(seed, 10**size, 10**noise, like):
-        moments.update(private)
-        region = geometry.next(private, moments, region, spread)
+        advance(geometry, private, moments, region, spread)
         b = region.scale
         assert (b > 0).all()
         assert torch.isfinite(b).all()
@@ -247,15 +263,13 @@ def test_pinned_shares_count_coordinates() -> None:
     """Two of five on h1, one on h2."""
     h1, h2 = 1e-6, 1e-2
     s_hat = torch.tensor([h1, h1, 1e-4, h2, 2e-6], dtype=torch.float64)
-    root_sum = s_hat.sqrt().sum()
-    region = Ellipsoid(torch.zeros(5), s_hat**0.25 * root_sum**0.5)
-    shares = pinned_shares(region, Spread(s_hat, None, 0.0, root_sum), h1, h2)
-    assert shares == pytest.approx((0.4, 0.2))
+    region = Ellipsoid(torch.zeros(5), s_hat.sqrt(), s_hat.sqrt().sum())
+    assert pinned_shares(region, h1, h2) == pytest.approx((0.4, 0.2))
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", ["ball", "adaclip", *KAPPAS])
-def test_next_reads_its_arguments_and_changes_none_but_the_spread(kind: str) -> None:
+def test_estimate_reads_its_arguments_and_changes_none_but_region_and_spread(kind: str) -> None:
     """What it computes is a function of post-noise values: the same twice over."""
     like = torch.zeros(6, dtype=torch.float64)
     geometry = geometry_of(kind, 0.9, 1e-6, 1e-2)
@@ -264,12 +278,15 @@ def test_next_reads_its_arguments_and_changes_none_but_the_spread(kind: str) -> 
         moments, regions = fresh_moments(like), []
         region, spread = geometry.start(like)
         for private in some_private_means(3, 0.1, 0.01, like):
+            moments.step += 1
             moments.update(private)
-            given_tensors = (*vars(private).values(), moments.m, moments.v, *vars(region).values())
-            before = [x.clone() for x in given_tensors]
-            region = geometry.next(private, moments, region, spread)
-            assert all(map(torch.equal, given_tensors, before))
-            regions.append(replace(region))
+            read = (private.value, *vars(private.region).values(), moments.m, moments.v)
+            before = [x.clone() for x in read]
+            geometry.begin(moments.step, spread)
+            root_sum = geometry.estimate(private, moments, region, spread)
+            region.factor.copy_(root_sum)
+            assert all(map(torch.equal, read, before))
+            regions.append(copied(region))
         return regions
 
     for one, other in zip(walked(), walked(), strict=True):

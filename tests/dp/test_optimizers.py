@@ -207,9 +207,7 @@ def test_the_ellipsoid_follows_the_run(name: str) -> None:
     walk(trainer, 4)
     assert all((spy.regions[0].centre == 0).tolist())
     for before, after in pairwise([*spy.regions, trainer.state.region]):
-        assert before is not after
         assert (before.centre != after.centre).all()
-    assert spy.regions[-1] is not trainer.state.region
 
 
 @every_optimizer
@@ -253,6 +251,6 @@ def test_the_state_sees_the_data_through_the_private_mean_alone(name: str, choic
         )
         walk(trainer, 8)
         states.append(trainer.state.tensors())
-    assert states[0].keys() == states[1].keys() >= {"theta", "m", "v", "centre", "scale"}
+    assert states[0].keys() == states[1].keys() >= {"theta", "m", "v", "centre", "root", "factor"}
     for key, tensor in states[0].items():
         assert torch.equal(tensor, states[1][key]), key

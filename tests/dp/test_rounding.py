@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpmac_cli.dp import per_sample
 from dpmac_cli.dp.gradients import OuterProducts, SquaredNorms
 from dpmac_cli.dp.layers import find_layers
-from dpmac_cli.dp.mechanism import Ellipsoid, ball
+from dpmac_cli.dp.mechanism import ball, ellipsoid
 from dpmac_cli.dp.per_sample import SLACK_SHARE, Metric, clip_weights
 
 from .reference import Subject, prepare, whiten
@@ -72,7 +72,7 @@ class Case:
         g = self.subject.stored_gradients(self.x[:1], self.y[:1])[0].float()
         b = torch.exp(0.5 * torch.randn(len(g)))
         if ratio:
-            self.region = Ellipsoid(g, b * ((g / b).norm() / ratio))
+            self.region = ellipsoid(g, b * ((g / b).norm() / ratio))
         else:
             self.region = ball(float(g.norm()) / 2, g)
 
@@ -179,7 +179,7 @@ def test_the_slack_grows_with_the_layer() -> None:
     layer = find_layers(nn.Linear(1000, 10, bias=False))[0]
     m = torch.randn(10_000)
     squared = OuterProducts(delta, a, False).squared_norms(
-        Metric(Ellipsoid(m, torch.ones_like(m))).of(layer)
+        Metric(ellipsoid(m, torch.ones_like(m))).of(layer)
     )
     s1 = delta.double().square().sum(1) * a.double().square().sum(1)
     reach = (s1.sqrt() + m.double().norm()).square()
@@ -194,7 +194,7 @@ def test_the_slack_of_the_fallback_is_a_bound() -> None:
     layer = case.subject.layers[0]
     plain = form.squared_norms(Metric(case.region).of(layer))
     part = slice(layer.start, layer.stop)
-    region = Ellipsoid(case.region.centre[part], case.region.scale[part])
+    region = ellipsoid(case.region.centre[part], case.region.scale[part])
     gradients = case.subject.stored_gradients(case.x, case.y)[:, part]
     exact = whiten(gradients, region).square().sum(1)
     assert ((plain.value - exact).abs() <= plain.slack).all()
@@ -232,7 +232,7 @@ def test_positions_that_cancel_cannot_lift_a_sample_above_one() -> None:
 def test_squares_that_underflow_are_not_free(kind: str, delta: float, a: float) -> None:
     layer = find_layers(nn.Linear(1, 1, bias=False))[0]
     small = torch.full((1,), 1e-6)
-    region = ball(1e-6, small) if kind == "ball" else Ellipsoid(torch.zeros(1), small)
+    region = ball(1e-6, small) if kind == "ball" else ellipsoid(torch.zeros(1), small)
     pair = OuterProducts(torch.full((1, 1), delta), torch.full((1, 1), a), False)
     c, _ = clip_weights(pair.squared_norms(Metric(region).of(layer)))
     assert float(c) * delta * a / 1e-6 <= 1
@@ -261,7 +261,7 @@ def test_the_margin_covers_the_rounding_of_the_sum(kind: str, size: int, trials:
             m = subject.stored_gradients(x[:1], y[:1])[0].float()
             b = torch.exp(0.5 * torch.randn(len(m), generator=generator))
             # Just short of what sends the sum to float64.
-            region = Ellipsoid(m, b * ((m / b).norm() * size / uniform(440, 498)))
+            region = ellipsoid(m, b * ((m / b).norm() * size / uniform(440, 498)))
         everyone = subject.add(x, y, region).double()
         for i in (0, size // 2):
             others = torch.arange(size) != i
