@@ -166,7 +166,9 @@ def region_clipping_half(kind: str, gradients: Tensor, like: Tensor) -> Ellipsoi
     m = float(norms.mean()) / len(like) ** 0.5 * torch.randn(len(like), generator=generator)
     b = torch.exp(torch.randn(len(like), generator=generator))
     wide = ellipsoid(m.to(like.dtype), b.to(like.dtype))
-    return ellipsoid(wide.centre, wide.scale * float(whiten(gradients, wide).norm(dim=1).median()))
+    size = float(whiten(gradients, wide).norm(dim=1).median()) ** 2
+    # b^2 = root * factor, as line 20 leaves it.
+    return Ellipsoid(wide.centre, wide.root * (size / 7), 7 * wide.factor)
 
 
 def assert_matches_oracle(subject: Subject, x: Tensor, y: Tensor, kind: str) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dpmac_cli.dp import per_sample
 from dpmac_cli.dp.gradients import OuterProducts, SquaredNorms
 from dpmac_cli.dp.layers import find_layers
-from dpmac_cli.dp.mechanism import ball, ellipsoid
-from dpmac_cli.dp.per_sample import SLACK_SHARE, Metric, clip_weights
+from dpmac_cli.dp.mechanism import Ellipsoid, ball, ellipsoid
+from dpmac_cli.dp.per_sample import SLACK_SHARE, Metric, _sum_rounded_up, clip_weights
 
 from .reference import Subject, prepare, whiten
 
@@ -72,7 +72,8 @@ class Case:
         g = self.subject.stored_gradients(self.x[:1], self.y[:1])[0].float()
         b = torch.exp(0.5 * torch.randn(len(g)))
         if ratio:
-            self.region = ellipsoid(g, b * ((g / b).norm() / ratio))
+            scale = b * ((g / b).norm() / ratio)
+            self.region = Ellipsoid(g, 7 * scale.square(), torch.tensor(1 / 7))
         else:
             self.region = ball(float(g.norm()) / 2, g)
 
@@ -188,13 +189,23 @@ def test_the_slack_grows_with_the_layer() -> None:
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("count", [1, 255, 256, 100_000])
+def test_the_third_term_is_never_too_small(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        terms = torch.rand(count, generator=generator).pow(4)
+        exact, found = terms.double().sum(), _sum_rounded_up(terms)
+        assert exact <= found <= exact * (1 + 5e-5)
+
+
+@pytest.mark.privacy
 def test_the_slack_of_the_fallback_is_a_bound() -> None:
     case = Case(sequence(), 1000.0, 1e-3, size=12)
     form = case.subject.forms(case.x, case.y)[0]
     layer = case.subject.layers[0]
     plain = form.squared_norms(Metric(case.region).of(layer))
     part = slice(layer.start, layer.stop)
-    region = ellipsoid(case.region.centre[part], case.region.scale[part])
+    region = case.region.part(part)
     gradients = case.subject.stored_gradients(case.x, case.y)[:, part]
     exact = whiten(gradients, region).square().sum(1)
     assert ((plain.value - exact).abs() <= plain.slack).all()
