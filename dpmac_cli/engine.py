@@ -219,9 +219,8 @@ class Trainer:
         self._clipped_sum = ClippedSum(model, layers, plan.physical_batch)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         self._rule, track_noise = build_rule(optimizer, hyper, mechanism)
-        self._uses_moments = optimizer.rule != "sgd" or optimizer.geometry == "macadam"
         region, spread = self._geometry.start(theta)
-        kept = theta if self._uses_moments else theta[:0]
+        kept = theta[:0] if optimizer.rule == "sgd" else theta
         moments = Moments(
             hyper.beta1,
             hyper.beta2,
@@ -252,9 +251,7 @@ class Trainer:
         region, moments = state.region.part(block), state.moments.part(block)
         spread = None if state.spread is None else state.spread.part(block)
         private = self.mechanism.release(clipped, region, state.noise)  # lines 9 to 11
-        if self._uses_moments:
-            moments.update(private)  # lines 12 to 14
-        self._rule(state.theta[block], self.hyper.lr, private, moments)  # line 15
+        self._rule(state.theta[block], self.hyper.lr, private, moments)  # lines 12 to 15
         return self._geometry.estimate(private, moments, region, spread)  # lines 16 to 20
 
     def _clipped_batch(self, drawn: NDArray[np.int64]) -> Tensor:

@@ -1,12 +1,14 @@
-"""How a private mean moves theta: theta_t = theta_{t-1} - eta * step.
+"""How a private mean moves theta: lines 12 to 15 of Algorithm 1.
 
-Each rule moves theta in place, from moments and private mean alone.
+Each rule takes the private mean into the moments it uses and moves theta, all in place.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from dpmac_cli.dp.mechanism import PrivateMean
 from dpmac_cli.dp.moments import Moments
@@ -23,7 +25,7 @@ def sgd(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> No
 
 @dataclass(frozen=True)
 class Adam:
-    """m-hat / (sqrt(v-hat) + gamma), line 15 of Algorithm 1.
+    """theta - eta m-hat / (sqrt(v-hat) + gamma), by torch's kernel: one pass over the vectors.
 
     Attributes:
         gamma: stability constant >= 0.
@@ -33,8 +35,23 @@ class Adam:
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
-        del private
-        _move(theta, eta, moments, moments.v_hat().sqrt_().add_(self.gamma))
+        before = torch.tensor(moments.step - 1.0, device=theta.device)  # torch counts on
+        adam(
+            [theta],
+            [private.value],
+            [moments.m],
+            [moments.v],
+            [],
+            [before],
+            fused=True,
+            amsgrad=False,
+            beta1=moments.beta1,
+            beta2=moments.beta2,
+            lr=eta,
+            weight_decay=0.0,
+            eps=self.gamma,
+            maximize=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -52,12 +69,7 @@ class AdamBC:
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
-        del private
+        moments.update(private)
         phi = moments.noise_hat() if self.phi is None else self.phi
         signal = moments.v_hat().sub_(phi).clamp_(min=self.gamma_prime)
-        _move(theta, eta, moments, signal.sqrt_())
-
-
-def _move(theta: Tensor, eta: float, moments: Moments, denominator: Tensor) -> None:
-    """theta - eta m-hat / denominator, in place and without forming m-hat."""
-    theta.addcdiv_(moments.m, denominator, value=-eta / moments.m_correction)
+        theta.addcdiv_(moments.m, signal.sqrt_(), value=-eta / moments.m_correction)
