@@ -114,8 +114,8 @@ def start_from(state: TrainState, variance: float) -> None:
     """Begin with the same s_0^2 in every coordinate."""
     assert state.spread is not None  # noqa: S101
     state.spread.s.fill_(variance)
-    state.region.root.fill_(variance**0.5)
-    state.region.factor.copy_(state.region.root.sum())
+    state.region.inverse.fill_(variance**-0.5)
+    state.region.factor.fill_(variance**0.5 * state.theta.numel())
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ class TrainState:
             "v": self.moments.v,
             "noise_average": self.moments.noise,
             "centre": self.region.centre,
-            "root": self.region.root,
+            "inverse": self.region.inverse,
             "factor": self.region.factor,
         }
         if self.spread is not None:

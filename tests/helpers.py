@@ -97,7 +97,7 @@ class KeptNoise:
 
 def copied(region: Ellipsoid) -> Ellipsoid:
     """The region as it is now: a step changes it in place."""
-    return Ellipsoid(region.centre.clone(), region.root.clone(), region.factor.clone())
+    return Ellipsoid(region.centre.clone(), region.inverse.clone(), region.factor.clone())
 
 
 def place(trainer: Trainer, region: Ellipsoid) -> None:

@@ -310,4 +310,4 @@ def test_the_record_is_json() -> None:
     first = finish(run.train(start(out="run"), after(3)))
     saved = checkpoint.newest(first.folder)
     assert json.loads(json.dumps(saved.record)) == saved.record
-    assert saved.tensors.keys() >= {"theta", "m", "v", "centre", "root", "factor", "s"}
+    assert saved.tensors.keys() >= {"theta", "m", "v", "centre", "inverse", "factor", "s"}

@@ -52,9 +52,9 @@ class Geometry(Protocol):
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
-        """Lines 16 to 20 for a block, in place: the next centre, and the square root of the
-        estimated variance, whose sum over the block is returned. The sum over all blocks is the
-        next ellipsoid's ``factor``: b^2 = variance^(1/2) * sum of variance^(1/2).
+        """Lines 16 to 20 for a block, in place: the next centre and ``inverse``.
+
+        Returns the block's part of the next ``factor``, shape ().
         """
         ...
 
@@ -103,8 +103,11 @@ class AdaClip:
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
         """Centre 0 and the scale of s^2 = sqrt(h1 h2)."""
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
-        root = s_squared.sqrt()
-        return Ellipsoid(torch.zeros_like(like), root, root.sum()), Spread(s_squared, None, 0.0)
+        region = Ellipsoid(
+            torch.zeros_like(like), torch.empty_like(like), torch.empty_like(like[0])
+        )
+        region.factor.copy_(_scale(s_squared, region))
+        return region, Spread(s_squared, None, 0.0)
 
     def begin(self, step: int, spread: Spread | None) -> None:
         """All of AdaClip's memory is vectors."""
@@ -118,7 +121,7 @@ class AdaClip:
         region.centre.lerp_(private.value, 1 - self.beta1)
         variance = (private.value - region.centre).square_().sub_(private.noise_variance)
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
-        return torch.sqrt(spread.s, out=region.root).sum()
+        return _scale(spread.s, region)
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ class MacAdam:
             share = (1 - newest_weight(t, beta)) ** 2
             spread.psi.lerp_(private.noise_variance * share, 1 - beta)
         s_hat = self._variance(private, spread, t).clamp_(self.h1, self.h2)  # line 19
-        return torch.sqrt(s_hat, out=region.root).sum()  # line 20
+        return _scale(s_hat, region)  # line 20
 
     def _variance(self, private: PrivateMean, spread: Spread, t: int) -> Tensor:
         """The estimate that line 19 clamps, shape (d,)."""
@@ -179,6 +182,16 @@ def _divided(s: Tensor, kappa: float) -> Tensor:
     The same where beta1 is so small that both are lost in rounding.
     """
     return s / kappa if kappa > LEAST_KAPPA else torch.zeros_like(s)
+
+
+def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:
+    """Line 20, b^2 = variance^(1/2) * (sum of variance^(1/2)), for a block of coordinates.
+
+    Writes variance^(-1/2) to ``region.inverse`` and returns the block's part of the sum, shape ().
+    """
+    root = variance.sqrt()
+    torch.reciprocal(root, out=region.inverse)
+    return root.sum()
 
 
 def paper_kappa(t: int, beta: float) -> float:
@@ -209,7 +222,7 @@ def pinned_shares(region: Ellipsoid, h1: float, h2: float) -> tuple[float, float
 
     Read off b, so post-noise and free to publish. Synchronises with the device.
     """
-    s_hat = region.root.square()
+    s_hat = region.inverse.square().reciprocal_()
     return (
         (s_hat <= h1 * (1 + 1e-4)).double().mean().item(),
         (s_hat >= h2 * (1 - 1e-4)).double().mean().item(),

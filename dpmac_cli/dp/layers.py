@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU works on at a time: less, and starting the operations costs more than the
-#: cache saves (measured from 2^15 to 2^20).
-BLOCK = 1 << 18
+#: cache saves (measured from 2^15 to 2^20 coordinates).
+BLOCK = 400_000
 
 
 @dataclass(frozen=True)

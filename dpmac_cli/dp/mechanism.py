@@ -12,45 +12,45 @@ from dpmac_cli.noise import NoiseSource
 class Ellipsoid:
     """The clipping region {g : ||(g - m) / b||_2 <= 1}, public before a step begins.
 
-    b^2 is kept as the product of a vector and a number: that is how line 20 of Algorithm 1 makes
-    it, and a new number needs no pass over the vector.
+    Kept as what norms need of it, A = 1/b^2, and as line 20 of Algorithm 1 makes it: a vector and a
+    number, so that a new number needs no pass over the vector.
 
     Attributes:
         centre: m, shape (d,); or shape () and 0 for a ball about the origin.
-        root: b^2 over ``factor``, > 0, shape (d,); or shape () for a ball.
+        inverse: ``factor`` / b^2, > 0, shape (d,); or shape () for a ball.
         factor: > 0, shape ().
     """
 
     centre: Tensor
-    root: Tensor
+    inverse: Tensor
     factor: Tensor
 
     @property
     def is_ball(self) -> bool:
         """Whether one number scales every coordinate and the centre is the origin."""
-        return self.root.ndim == 0
+        return self.inverse.ndim == 0
 
     @property
     def scale(self) -> Tensor:
         """b, shape (d,); or shape () and C for a ball of radius C."""
-        return (self.root * self.factor).sqrt_()
+        return self.inverse.rsqrt().mul_(self.factor.sqrt())
 
     def part(self, block: slice) -> "Ellipsoid":
         """Views of some coordinates; of a ball, the ball."""
         if self.is_ball:
             return self
-        return Ellipsoid(self.centre[block], self.root[block], self.factor)
+        return Ellipsoid(self.centre[block], self.inverse[block], self.factor)
 
 
 def ellipsoid(centre: Tensor, scale: Tensor) -> Ellipsoid:
     """The ellipsoid of a centre m and a scale b, shape (d,) each."""
-    return Ellipsoid(centre, scale.square(), torch.ones_like(scale[0]))
+    return Ellipsoid(centre, scale.square().reciprocal_(), torch.ones_like(scale[0]))
 
 
 def ball(radius: float, like: Tensor) -> Ellipsoid:
     """The ball of radius C as an ellipsoid; dtype and device of ``like``."""
     one = torch.ones_like(like[0])
-    return Ellipsoid(torch.zeros_like(one), one * radius**2, one)
+    return Ellipsoid(torch.zeros_like(one), one / radius**2, one)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PrivateMean:
     @property
     def noise_variance(self) -> Tensor:
         """Variance of the noise per coordinate, b^2 sigma^2 / B^2; shape (d,), or () for a ball."""
-        return self.region.root * (self.region.factor * self.noise_ratio**2)
+        return self.region.inverse.reciprocal().mul_(self.region.factor * self.noise_ratio**2)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class GaussianMechanism:
             noise: fresh draws, used here once.
         """
         sigma, batch = self.noise_multiplier, self.expected_batch
-        value, dtype = clipped, region.root.dtype
+        value, dtype = clipped, region.inverse.dtype
         if sigma > 0:
             z = noise.standard_normal(torch.empty_like(value, dtype=dtype))
             value.add_(z.mul_(region.scale), alpha=sigma)

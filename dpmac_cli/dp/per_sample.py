@@ -40,10 +40,9 @@ class Metric:
     """
 
     def __init__(self, region: Ellipsoid, dtype: torch.dtype | None = None) -> None:
-        dtype = dtype or region.root.dtype
+        dtype = dtype or region.inverse.dtype
         self.region = region
-        self._centre, self._root = region.centre.to(dtype), region.root.to(dtype)
-        self._inverse = torch.empty_like(self._root)
+        self._centre, self._inverse = region.centre.to(dtype), region.inverse.to(dtype)
         self._centre_inverse = torch.empty_like(self._centre)
         self._layers: dict[str, LayerMetric] = {}
 
@@ -59,17 +58,14 @@ class Metric:
         return self._layers[layer.name]
 
     def _ball(self) -> LayerMetric:
-        inverse = torch.reciprocal(self._root, out=self._inverse)
-        zero = torch.zeros_like(inverse, dtype=torch.float64)
-        return LayerMetric(inverse, None, None, zero, inverse, self._factor)
+        zero = torch.zeros_like(self._inverse, dtype=torch.float64)
+        return LayerMetric(self._inverse, None, None, zero, self._inverse, self._factor)
 
     def _part(self, part: slice) -> LayerMetric:
-        root, inverse = self._root[part], self._inverse[part]
-        centre, times = self._centre[part], self._centre_inverse[part]
+        inverse, centre, times = self._inverse[part], self._centre[part], self._centre_inverse[part]
         s3, largest = [], []
-        product = torch.empty(0, dtype=root.dtype, device=root.device)
-        for block in blocks(len(root), root.device):
-            torch.reciprocal(root[block], out=inverse[block])
+        product = torch.empty(0, dtype=centre.dtype, device=centre.device)
+        for block in blocks(len(centre), centre.device):
             torch.mul(centre[block], inverse[block], out=times[block])
             product = torch.mul(centre[block], times[block], out=product.resize_(0))
             s3.append(_sum_rounded_up(product))

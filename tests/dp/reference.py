@@ -101,7 +101,7 @@ def prepare(model: nn.Module, capacity: int = 1024) -> Subject:
 
 def whiten(g: Tensor, region: Ellipsoid) -> Tensor:
     """(g - m) / b in float64."""
-    scale = (region.root.double() * region.factor.double()).sqrt()
+    scale = (region.factor.double() / region.inverse.double()).sqrt()
     return (g.double() - region.centre.double()) / scale
 
 

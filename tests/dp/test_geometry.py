@@ -263,7 +263,7 @@ def test_pinned_shares_count_coordinates() -> None:
     """Two of five on h1, one on h2."""
     h1, h2 = 1e-6, 1e-2
     s_hat = torch.tensor([h1, h1, 1e-4, h2, 2e-6], dtype=torch.float64)
-    region = Ellipsoid(torch.zeros(5), s_hat.sqrt(), s_hat.sqrt().sum())
+    region = Ellipsoid(torch.zeros(5), s_hat.rsqrt(), s_hat.sqrt().sum())
     assert pinned_shares(region, h1, h2) == pytest.approx((0.4, 0.2))
 
 

@@ -95,7 +95,7 @@ def test_noise_variance_is_that_of_the_value(shape: str) -> None:
     released = [mechanism.release(zeros.clone(), region, noise) for _ in range(repeats)]
     stated = released[0].noise_variance
     torch.testing.assert_close(stated, region.scale**2 * 1.7**2 / 8**2)
-    assert stated.shape == region.root.shape
+    assert stated.shape == region.inverse.shape
     seen = torch.stack([private.value for private in released]).var(0)
     ratio = seen / stated
     assert (ratio - 1).abs().max() < 5 * (2 / repeats) ** 0.5

@@ -251,6 +251,8 @@ def test_the_state_sees_the_data_through_the_private_mean_alone(name: str, choic
         )
         walk(trainer, 8)
         states.append(trainer.state.tensors())
-    assert states[0].keys() == states[1].keys() >= {"theta", "m", "v", "centre", "root", "factor"}
+    assert (
+        states[0].keys() == states[1].keys() >= {"theta", "m", "v", "centre", "inverse", "factor"}
+    )
     for key, tensor in states[0].items():
         assert torch.equal(tensor, states[1][key]), key

@@ -167,8 +167,8 @@ def region_clipping_half(kind: str, gradients: Tensor, like: Tensor) -> Ellipsoi
     b = torch.exp(torch.randn(len(like), generator=generator))
     wide = ellipsoid(m.to(like.dtype), b.to(like.dtype))
     size = float(whiten(gradients, wide).norm(dim=1).median()) ** 2
-    # b^2 = root * factor, as line 20 leaves it.
-    return Ellipsoid(wide.centre, wide.root * (size / 7), 7 * wide.factor)
+    # b^2 is a quotient, as line 20 leaves it.
+    return Ellipsoid(wide.centre, wide.inverse / size * 7, 7 * wide.factor)
 
 
 def assert_matches_oracle(subject: Subject, x: Tensor, y: Tensor, kind: str) -> None:

@@ -73,7 +73,7 @@ class Case:
         b = torch.exp(0.5 * torch.randn(len(g)))
         if ratio:
             scale = b * ((g / b).norm() / ratio)
-            self.region = Ellipsoid(g, 7 * scale.square(), torch.tensor(1 / 7))
+            self.region = Ellipsoid(g, 1 / (7 * scale.square()), torch.tensor(1 / 7))
         else:
             self.region = ball(float(g.norm()) / 2, g)
 
