@@ -117,9 +117,7 @@ class Spy(GaussianMechanism):
         private = super().release(clipped, region, noise)
         # The next step reuses the memory of all of them.
         self.regions.append(copied(region))
-        self.released.append(
-            PrivateMean(private.value.clone(), self.regions[-1], private.noise_ratio)
-        )
+        self.released.append(PrivateMean(private.value.clone(), region.scale, private.noise_ratio))
         return private
 
     def whitened_sum(self, step: int = -1) -> Tensor:

@@ -119,7 +119,7 @@ class AdaClip:
         del moments
         assert spread is not None  # noqa: S101
         region.centre.lerp_(private.value, 1 - self.beta1)
-        variance = (private.value - region.centre).square_().sub_(private.noise_variance)
+        variance = private.without_noise((private.value - region.centre).square_())
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
         return _scale(spread.s, region)
 
@@ -173,7 +173,7 @@ class MacAdam:
         kappa = paper_kappa(t, self.beta1) if self.kappa == "paper" else spread.kappa_star
         if spread.psi is not None:
             return _divided(spread.s - spread.psi, kappa)
-        return _divided(spread.s, kappa).sub_(private.noise_variance)
+        return private.without_noise(_divided(spread.s, kappa))
 
 
 def _divided(s: Tensor, kappa: float) -> Tensor:

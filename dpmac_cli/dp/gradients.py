@@ -13,6 +13,7 @@ norms, which have few parameters, are instantiated chunk by chunk; any other lay
 torch.func.vmap over that layer alone.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,13 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.linalg import vector_norm
-from torch.nn.functional import group_norm
+from torch.nn.functional import group_norm, unfold
 from torch.nn.grad import conv2d_weight
 
 from dpmac_cli.dp.layers import Layer
 
 #: Numbers that the fallback may instantiate at a time.
 FALLBACK_NUMBERS = 1 << 24
+#: Inputs of a convolution's output up to which unfolding the image is faster (27: half the time;
+#: 288: twice).
+UNFOLDED = 64
 
 
 @dataclass(frozen=True)
@@ -132,10 +136,10 @@ class OuterProducts:
         input may matter, and then the row is done again in float64.
         """
         ins, outs = self.a.shape[1] + self.bias, self.delta.shape[1]
-        largest = metric.largest.double()
-        a2, delta2 = a_squared.sum(1).double() + self.bias, delta_squared.sum(1).double()
-        lost = ins * (8 + 2 * largest) * delta2 + 2 * outs * largest * a2 + 4 * (ins + 1) * outs
-        return lost.mul_(torch.finfo(self.a.dtype).tiny)
+        largest, tiny = metric.largest.double(), torch.finfo(self.a.dtype).tiny
+        by_delta = delta_squared.sum(1).double().mul_(2 * ins * tiny * (4 + largest))
+        by_a = a_squared.sum(1).double().add_(1).mul_(2 * outs * tiny * largest)
+        return by_delta.add_(by_a).add_(4 * (ins + 1) * outs * tiny)
 
     def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """One more matrix product: (c delta)^T a."""
@@ -282,13 +286,18 @@ def _linear(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None
 
 
 def _conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
-    """One grouped convolution for the whole chunk, a group a sample."""
+    """A product of matrices a sample, or one grouped convolution with a group a sample."""
     conv = layer.module
     assert isinstance(conv, nn.Conv2d)  # noqa: S101
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
         return None
     samples = len(a)
     outputs, *kernel = conv.weight.shape
+    bias = delta.sum((2, 3))
+    if conv.groups == 1 and math.prod(kernel) <= UNFOLDED:
+        patches = unfold(a, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
+        weight = torch.bmm(delta.flatten(2), patches.transpose(1, 2))
+        return _instantiated(layer, samples, weight=weight, bias=bias)
     weight = conv2d_weight(  # type: ignore[no-untyped-call]
         a.reshape(1, -1, *a.shape[2:]),
         (samples * outputs, *kernel),
@@ -298,7 +307,7 @@ def _conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None
         conv.dilation,
         groups=samples * conv.groups,
     )
-    return _instantiated(layer, samples, weight=weight, bias=delta.sum((2, 3)))
+    return _instantiated(layer, samples, weight=weight, bias=bias)
 
 
 def _group_norm(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:

@@ -59,18 +59,22 @@ class PrivateMean:
 
     Attributes:
         value: g-tilde_t, shape (d,).
-        region: the ellipsoid whose b the noise was scaled by. Public.
+        scale: b, that the noise was scaled by; shape (d,), or () for a ball. Public.
         noise_ratio: sigma / B.
     """
 
     value: Tensor
-    region: Ellipsoid
+    scale: Tensor
     noise_ratio: float
 
     @property
     def noise_variance(self) -> Tensor:
-        """Variance of the noise per coordinate, b^2 sigma^2 / B^2; shape (d,), or () for a ball."""
-        return self.region.inverse.reciprocal().mul_(self.region.factor * self.noise_ratio**2)
+        """Variance of the noise per coordinate, b^2 sigma^2 / B^2; shape of b."""
+        return (self.scale * self.noise_ratio).square_()
+
+    def without_noise(self, variance: Tensor) -> Tensor:
+        """``variance`` less that of the noise, in place; shape (d,), and b's too."""
+        return variance.addcmul_(self.scale, self.scale, value=-(self.noise_ratio**2))
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,11 @@ class GaussianMechanism:
             noise: fresh draws, used here once.
         """
         sigma, batch = self.noise_multiplier, self.expected_batch
-        value, dtype = clipped, region.inverse.dtype
+        value, b = clipped, region.scale
         if sigma > 0:
-            z = noise.standard_normal(torch.empty_like(value, dtype=dtype))
-            value.add_(z.mul_(region.scale), alpha=sigma)
+            z = noise.standard_normal(torch.empty_like(value, dtype=b.dtype))
+            value.add_(z.mul_(b), alpha=sigma)
         value.div_(batch)  # b w-tilde_t: line 10, kept in gradient space
         if not region.is_ball:
             value.add_(region.centre)  # line 11
-        return PrivateMean(value.to(dtype), region, sigma / batch)
+        return PrivateMean(value.to(b.dtype), b, sigma / batch)
