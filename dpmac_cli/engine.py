@@ -269,7 +269,10 @@ class Trainer:
             if len(rows) <= self.plan.physical_batch:
                 return part
             # Chunks are added up in float64: float32 would round by more than the margin.
-            total = part.to(torch.float64, copy=True) if total is None else total.add_(part)
+            if total is None:
+                total = torch.zeros_like(part, dtype=torch.float64)
+            for block in self._blocks:  # whole, torch would make a float64 copy of the part
+                total[block].add_(part[block])
         return self._sum.zero_() if total is None else total
 
     def public_values(self) -> dict[str, float]:

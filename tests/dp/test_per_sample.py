@@ -228,6 +228,7 @@ def test_linear_of_any_shape(
     samples=st.integers(1, 4),
     bias=st.booleans(),
     kind=st.sampled_from(KINDS),
+    unfolded=st.sampled_from([0, 1000]),
 )
 def test_conv2d_of_any_shape(
     channels: tuple[int, int, int],
@@ -239,6 +240,7 @@ def test_conv2d_of_any_shape(
     samples: int,
     bias: bool,
     kind: str,
+    unfolded: int,
 ) -> None:
     groups, inputs, outputs = channels
     conv = nn.Conv2d(
@@ -246,8 +248,10 @@ def test_conv2d_of_any_shape(
     )
     model = nn.Sequential(conv, nn.Flatten()).double()
     x = torch.randn(samples, groups * inputs, *size, dtype=torch.float64)
-    classes = model(x).shape[1]
-    assert_matches_oracle(prepare(model), x, torch.randint(classes, (samples,)), kind)
+    y = torch.randint(model(x).shape[1], (samples,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpmac_cli.dp.gradients.UNFOLDED", unfolded)
+        assert_matches_oracle(prepare(model), x, y, kind)
 
 
 @pytest.mark.privacy
