@@ -30,6 +30,8 @@ SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.
 IMAGES = {"mlp": "mnist", "cnn": "cifar10"}
 PLAIN = "plain-adam"
+#: Parameters of a network that only three are timed on.
+LARGE = 10**7
 
 Step = Callable[[], None]
 
@@ -189,6 +191,9 @@ def contenders(size: Size, *, peers: bool, largest_gib: float) -> Mapping[str, B
         peers: whether to time Opacus too.
         largest_gib: per-sample gradients that take more than this are left out.
     """
+    if size.parameters > LARGE:
+        some = {name: partial(ours, size, name=name) for name in ("dp-adam", "dp-macadam")}
+        return {PLAIN: partial(plain, size, fused=False), **some}
     made: dict[str, Build] = {
         PLAIN: partial(plain, size, fused=False),
         "plain-adam-fused": partial(plain, size, fused=True),

@@ -32,6 +32,7 @@ HEADLINE = (Size("mlp", 256), Size("cnn", 512))
 SWEEP = (
     *(Size("mlp", batch) for batch in (64, 1024, 4096)),
     *(Size("mlp", 256, width) for width in (250, 4000)),
+    Size("mlp", 512, 63_000),  # 50 million parameters
     *(Size("cnn", batch) for batch in (64, 2048)),
 )
 #: Seconds that a contender's turn should take at least.
