@@ -10,7 +10,7 @@ import torch
 
 from dpmac_cli import config as configuration
 from dpmac_cli.config import TrainConfig
-from dpmac_cli.data import load_data
+from dpmac_cli.data import Data, load_data
 from dpmac_cli.diagnostics import Diagnostics
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
@@ -46,10 +46,11 @@ def make_trainer(
     device: torch.device,
     diagnostics: Diagnostics | None = None,
     branch: int = 0,
+    data: Data | None = None,
 ) -> Trainer:
     """Data, model, optimizer and secrets of a run or a branch, ready for its first step."""
     seeds = stream_seeds(config.seed, branch)
-    data = load_data(config.dataset, data_folder(config.data_dir), device)
+    data = data or load_data(config.dataset, data_folder(config.data_dir), device)
     model = build_model(config.model, config.facts, _word(seeds["init"])).to(device)
     return Trainer(
         model,

@@ -358,6 +358,36 @@ def _read_file(file: Path, errors: list[str]) -> dict[str, _Given]:
     return given
 
 
+def read_lists(file: Path, known: Iterable[str], errors: list[str]) -> dict[str, list[str]]:
+    """The settings of a YAML file in which each may have several values, as text.
+
+    Args:
+        file: YAML with flag names for keys, and values or lists of them.
+        known: names that may be there, as fields.
+        errors: what is wrong joins these.
+    """
+    try:
+        entries = _entries(file)
+    except InputError as failure:
+        errors.extend(failure.errors)
+        return {}
+    found: dict[str, list[str]] = {}
+    for key, node in entries:
+        written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
+        name = written.replace("-", "_")
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if name not in known:
+            hint = near(written, map(flag_name, known))
+            errors.append(f"{written} in {file} is not a setting of a study.{hint}")
+        elif name in found:
+            errors.append(f"{written} in {file} is given twice. Give it once.")
+        elif not items or not all(isinstance(item, yaml.ScalarNode) for item in items):
+            errors.append(f"{written} in {file} must be a value or a list of values.")
+        else:
+            found[name] = [str(item.value) for item in items]
+    return found
+
+
 def _entries(file: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     """The keys and values of a YAML file, and where they stand. Raises InputError."""
     try:

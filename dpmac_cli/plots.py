@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli import accounting
@@ -13,6 +14,8 @@ from dpmac_cli.pricing import Row, epsilon_by_delta, epsilon_by_steps
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from dpmac_cli.compare import Cell, Comparison
 
 SUFFIXES = (".png", ".svg")
 #: Colours that most colour-blind readers can tell apart (Okabe and Ito 2008), darkest first, and
@@ -94,6 +97,61 @@ def draw_prices(rows: Sequence[Row], path: Path) -> None:
         f"{shown[0].sampler} sampling, {shown[0].adjacency} adjacency", fontsize="medium"
     )
     figure.savefig(path, dpi=200)
+
+
+def draw_comparison(comparison: "Comparison", path: Path) -> bool:
+    """Accuracy by epsilon with a band of one standard deviation, and by step; a line a row.
+
+    Returns:
+        Whether there was anything to draw.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    rows = [
+        (name, [cell for cell in cells if cell and cell.accuracies])
+        for name, cells in comparison.rows
+    ]
+    rows = [(name, cells) for name, cells in rows if cells]
+    if not rows or len(rows) > MOST_LINES:
+        return False
+    figure, (by_epsilon, by_step) = new_figure(2)
+    for number, (name, cells) in enumerate(rows):
+        style = line_style(number)
+        priced = [cell for cell in cells if math.isfinite(cell.epsilon)]
+        if priced:
+            epsilons, means = [c.epsilon for c in priced], [100 * c.mean for c in priced]
+            spreads = [100 * (c.std or 0.0) for c in priced]
+            by_epsilon.plot(epsilons, means, marker="o", markersize=3.5, label=name, **style)
+            low = [m - s for m, s in zip(means, spreads, strict=True)]
+            high = [m + s for m, s in zip(means, spreads, strict=True)]
+            by_epsilon.fill_between(epsilons, low, high, color=style["color"], alpha=0.15, lw=0)
+        # One column is enough to see how they learn: the one with the least noise.
+        shown = min(cells, key=lambda cell: cell.sigma)
+        steps, means, spreads = _curve(shown)
+        by_step.plot(steps, means, label=name, **style)
+        low = [m - s for m, s in zip(means, spreads, strict=True)]
+        high = [m + s for m, s in zip(means, spreads, strict=True)]
+        by_step.fill_between(steps, low, high, color=style["color"], alpha=0.15, lw=0)
+    by_epsilon.set(xlabel=f"epsilon at delta {comparison.delta:g}", ylabel="test accuracy, %")
+    least = min(cell.sigma for cell in comparison.cells)
+    by_step.set(xlabel=f"step, at sigma {least:.4g}", ylabel="test accuracy, %")
+    by_step.legend(frameon=False, fontsize="small")
+    seeds = len(comparison.seeds)
+    figure.suptitle(
+        f"{comparison.dataset}, mean and standard deviation of {seeds} seeds", fontsize="medium"
+    )
+    figure.savefig(path, dpi=200)
+    return True
+
+
+def _curve(cell: "Cell") -> tuple[list[int], list[float], list[float]]:
+    """Steps, mean and spread of the accuracies in percent, where every run was scored."""
+    scored = [dict(zip(steps, values, strict=True)) for steps, values in cell.histories]
+    steps = sorted(set.intersection(*(set(one) for one in scored)))
+    values = [[100 * one[step] for one in scored] for step in steps]
+    spreads = [stdev(some) if len(some) > 1 else 0.0 for some in values]
+    return steps, [fmean(some) for some in values], spreads
 
 
 def _deltas(delta: float) -> list[float]:

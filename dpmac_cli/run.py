@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,15 +14,15 @@ from dpmac_cli.accounting import (
     EpsilonSchedule,
     TrainingEvent,
     epsilon_schedule,
-    format_epsilon,
     total_epsilon,
 )
 from dpmac_cli.assembly import choose_device, device_name, environment, make_trainer
-from dpmac_cli.calibration import affordable_steps, calibrate_noise
+from dpmac_cli.budget import affordable, settle_noise, training_event
 from dpmac_cli.config import TrainConfig
+from dpmac_cli.data import Data
 from dpmac_cli.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import InputError
 from dpmac_cli.release import save_model
 from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
 
@@ -117,7 +117,7 @@ class Session:
 
     def event(self, steps: int) -> TrainingEvent:
         """What the current branch does by the time the run has taken ``steps`` in all."""
-        return _event(self.config, steps - self.base)
+        return training_event(self.config, steps - self.base)
 
     def bill(self) -> Bill:
         """What has been done with the records."""
@@ -129,12 +129,15 @@ class Session:
         return total_epsilon(self.bill().events, self.config.delta)
 
 
-def train(config: TrainConfig, stop: Callable[[], bool] = lambda: False) -> Iterator[RunEvent]:
+def train(
+    config: TrainConfig, stop: Callable[[], bool] = lambda: False, data: Data | None = None
+) -> Iterator[RunEvent]:
     """Train, write the run folder, and say what happens as it happens.
 
     Args:
         config: from :func:`dpmac_cli.config.resolve`.
         stop: asked after every step; True ends the run early with everything written.
+        data: already on the device; None to load it.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
@@ -145,9 +148,9 @@ def train(config: TrainConfig, stop: Callable[[], bool] = lambda: False) -> Iter
     if config.out is not None:
         folder.check_chosen_folder(config.out, config.force)
     config = replace(settle_noise(config), device=str(device))
-    steps = _affordable(config)
+    steps = affordable(config)
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
-    trainer = make_trainer(config, steps, device, diagnostics)
+    trainer = make_trainer(config, steps, device, diagnostics, data=data)
     where = _take_folder(config)
     with folder.locked(where):
         if config.force:
@@ -159,7 +162,10 @@ def train(config: TrainConfig, stop: Callable[[], bool] = lambda: False) -> Iter
 
 
 def resume(
-    where: Path, flags: Mapping[str, Any], stop: Callable[[], bool] = lambda: False
+    where: Path,
+    flags: Mapping[str, Any],
+    stop: Callable[[], bool] = lambda: False,
+    data: Data | None = None,
 ) -> Iterator[RunEvent]:
     """Go on from a run's newest whole checkpoint.
 
@@ -171,7 +177,7 @@ def resume(
     Args:
         where: a run folder.
         flags: settings to change, as typed; None and False where not given.
-        stop: as in :func:`train`.
+        stop, data: as in :func:`train`.
 
     Raises:
         InputError: there is no such run, or the change cannot be made to it.
@@ -179,7 +185,7 @@ def resume(
     """
     folder.check_run_folder(where)
     with folder.locked(where):
-        yield from _drive(_resumed(where, flags), stop)
+        yield from _drive(_resumed(where, flags, data), stop)
 
 
 #: Settings that make another run, not another branch of the same.
@@ -188,7 +194,7 @@ FIXED = ("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon")
 ASIDE = ("device", "diagnostics")
 
 
-def _resumed(where: Path, flags: Mapping[str, Any]) -> Session:
+def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Session:
     saved = checkpoint.newest(where)
     record = saved.record
     typed = {name: value for name, value in flags.items() if value is not None}
@@ -225,9 +231,9 @@ def _resumed(where: Path, flags: Mapping[str, Any]) -> Session:
             f"To train on, give more with --epochs (above {step // config.steps_per_epoch}) or "
             f"--steps (above {step})."
         )
-    steps = base + _affordable(config, config.total_steps - base, earlier)
+    steps = base + affordable(config, config.total_steps - base, earlier)
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
-    trainer = make_trainer(config, steps, device, diagnostics, branch=len(earlier))
+    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), data)
     trainer.state.restore(saved.tensors, record["state"])
     session = Session(
         config,
@@ -256,6 +262,16 @@ def _resumed(where: Path, flags: Mapping[str, Any]) -> Session:
     text = "".join(json.dumps(line) + "\n" for line in lines)
     folder.write_atomically(where / folder.METRICS, text.encode())
     return session
+
+
+def goes_on_exactly(where: Path) -> bool:
+    """Whether resuming a run with nothing changed would replay it, here and now."""
+    try:
+        record = checkpoint.newest(where).record
+    except InputError:
+        return False
+    device = choose_device(str(record["config"]["device"]))
+    return bool(record["environment"] == environment(device))
 
 
 def _taken(where: Path, saved: checkpoint.Checkpoint) -> TrainingEvent:
@@ -355,37 +371,6 @@ def _save(session: Session) -> Path:
         "environment": environment(state.theta.device),
     }
     return checkpoint.save(session.where, state.step, state.tensors(), record)
-
-
-def settle_noise(config: TrainConfig) -> TrainConfig:
-    """Replace a target epsilon by the least noise whose whole run costs no more."""
-    if config.epsilon is None:
-        return config
-    sigma = calibrate_noise(_event(config, config.total_steps), config.delta, config.epsilon)
-    return replace(config, sigma=sigma)
-
-
-def _event(config: TrainConfig, steps: int) -> TrainingEvent:
-    return TrainingEvent(
-        config.sampling_rate, config.sigma or 0.0, steps, config.sampler, config.steps_per_epoch
-    )
-
-
-def _affordable(
-    config: TrainConfig, steps: int | None = None, earlier: Sequence[TrainingEvent] = ()
-) -> int:
-    """How many of the planned steps --max-epsilon pays for, after what was done ``earlier``."""
-    event = _event(config, config.total_steps if steps is None else steps)
-    if config.max_epsilon is None:
-        return event.steps
-    affordable = affordable_steps(event, config.delta, config.max_epsilon, earlier)
-    if affordable == 0 and event.steps > 0:
-        first = total_epsilon((*earlier, replace(event, steps=1)), config.delta)
-        raise BudgetError(
-            f"--max-epsilon {config.max_epsilon:g} allows no step: with the next one the run costs "
-            f"{format_epsilon(first)} at sigma {config.sigma:g}. Raise --sigma or --max-epsilon."
-        )
-    return affordable
 
 
 def _take_folder(config: TrainConfig) -> Path:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, evaluate, train
+from dpmac_cli.cli import account, compare, evaluate, train
 
 app = typer.Typer(
     name="dpmac",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("train", help=train.HELP)(train.command())
 app.command("account", help=account.HELP)(account.account)
+app.command("compare", help=compare.HELP)(compare.command())
 app.command("eval", help=evaluate.HELP)(evaluate.evaluate)
 
 

@@ -76,7 +76,7 @@ def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:
         raise InputError(errors)
 
 
-def _parameter(name: str, setting: Setting) -> inspect.Parameter:
+def text_option(name: str, setting: Setting) -> inspect.Parameter:
     """The flag of a field. Values stay text: one parser checks flags and YAML alike."""
     flag = f"--{flag_name(name)}"
     if KINDS[name] is bool:
@@ -135,7 +135,7 @@ def command() -> Callable[..., None]:
             default=None,
             annotation=Annotated[Path | None, resume],
         ),
-        *(_parameter(name, setting) for name, setting in SETTINGS.items()),
+        *(text_option(name, setting) for name, setting in SETTINGS.items()),
     ]
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {p.name: p.annotation for p in parameters}

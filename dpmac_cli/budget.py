@@ -1,0 +1,51 @@
+"""What a configuration does with the records, in the accountant's terms. Loads no torch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from dpmac_cli.accounting import TrainingEvent, format_epsilon, total_epsilon
+from dpmac_cli.calibration import affordable_steps, calibrate_noise
+from dpmac_cli.config import TrainConfig
+from dpmac_cli.errors import BudgetError
+
+
+def training_event(config: TrainConfig, steps: int) -> TrainingEvent:
+    """So many steps of a configuration whose noise is settled."""
+    return TrainingEvent(
+        config.sampling_rate, config.sigma or 0.0, steps, config.sampler, config.steps_per_epoch
+    )
+
+
+def settle_noise(config: TrainConfig) -> TrainConfig:
+    """Replace a target epsilon by the least noise whose whole run costs no more."""
+    if config.epsilon is None:
+        return config
+    event = training_event(config, config.total_steps)
+    return replace(config, sigma=_noise_for(event, config.delta, config.epsilon))
+
+
+@lru_cache
+def _noise_for(event: TrainingEvent, delta: float, epsilon: float) -> float:
+    return calibrate_noise(event, delta, epsilon)
+
+
+def affordable(
+    config: TrainConfig, steps: int | None = None, earlier: Sequence[TrainingEvent] = ()
+) -> int:
+    """How many of the planned steps --max-epsilon pays for, after what was done ``earlier``.
+
+    Raises:
+        BudgetError: none.
+    """
+    event = training_event(config, config.total_steps if steps is None else steps)
+    if config.max_epsilon is None:
+        return event.steps
+    count = affordable_steps(event, config.delta, config.max_epsilon, earlier)
+    if count == 0 and event.steps > 0:
+        first = total_epsilon((*earlier, replace(event, steps=1)), config.delta)
+        raise BudgetError(
+            f"--max-epsilon {config.max_epsilon:g} allows no step: with the next one the run costs "
+            f"{format_epsilon(first)} at sigma {config.sigma:g}. Raise --sigma or --max-epsilon."
+        )
+    return count

@@ -1,0 +1,154 @@
+"""dpmac compare."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpmac_cli import folder
+from dpmac_cli.cli import console
+from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
+from dpmac_cli.cli.train import text_option
+from dpmac_cli.config import SETTINGS
+from dpmac_cli.errors import InputError
+from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, plan
+
+HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
+
+Every setting takes several values (0.5,0.6,0.7): what varies makes the rows, sigma or epsilon the
+columns. Runs are ordinary training runs in --out, found again by their settings: finished ones are
+used as they are, interrupted ones go on, failed ones are tried again.
+
+Example: dpmac compare --dataset mnist --optimizers all --sigma 0.5,1.0 --seeds 3
+
+Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some run
+failed (the others are in the table), 130 interrupted (the same command goes on).
+"""
+
+#: Files that a comparison writes into its folder, beside the folder of its runs.
+RUNS, JSON, CSV = "runs", "compare.json", "compare.csv"
+MARKDOWN, LATEX, PLOT = "compare.md", "compare.tex", "compare.png"
+DEFAULT_OUT = Path("runs") / "compare"
+
+
+@explained
+def compare(**flags: Any) -> None:
+    """Run the command; ``flags`` are the studied fields of TrainConfig and the options below."""
+    out, file, jobs = flags.pop("out") or DEFAULT_OUT, flags.pop("config"), flags.pop("jobs")
+    dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
+    flags.pop("debug")
+    if jobs is not None and not 1 <= jobs <= 1024:
+        raise InputError(f"--jobs must be from 1 to 1,024, not {jobs}.")
+    grid = plan(flags, file, out / RUNS)
+    console.print_notes(grid.notes)
+    if dry_run:
+        _show_plan(grid)
+        return
+    failures, interrupted = _carry_out(grid, out, jobs, quiet, as_json)
+    _write_results(grid, out, failures, as_json, quiet)
+    if interrupted:
+        console.print_errors(["interrupted; the same command goes on."], label="stopped")
+        raise typer.Exit(INTERRUPTED)
+    if failures:
+        raise typer.Exit(MISFIT)
+
+
+def _show_plan(grid: Grid) -> None:
+    """What would be run, what it would cost, and how long it would take."""
+    from dpmac_cli.cli.compare_display import print_plan  # noqa: PLC0415
+    from dpmac_cli.workers import default_jobs, seconds_a_step  # noqa: PLC0415
+
+    jobs = default_jobs(grid.runs[0].config.device)
+    print_plan(console.stdout(), grid, seconds_a_step(grid), jobs)
+
+
+def _carry_out(
+    grid: Grid, out: Path, jobs: int | None, quiet: bool, as_json: bool
+) -> tuple[dict[int, str], bool]:
+    """Run what is not finished. Why runs failed, by number, and whether anyone broke it off."""
+    from dpmac_cli.cli.compare_display import choose_display  # noqa: PLC0415
+    from dpmac_cli.workers import Ended, Pool, default_jobs, finished, share_data  # noqa: PLC0415
+
+    configs = [run.config for run in grid.runs]
+    folder.make_folder(out / RUNS)
+    failures: dict[int, str] = {}
+    with folder.locked(out), stop_request() as stop:
+        missing = [number for number, config in enumerate(configs) if not finished(config)]
+        display = choose_display(grid, missing, quiet, as_json)
+        with contextlib.closing(display):
+            if not missing:
+                return failures, False
+            data = share_data([configs[number] for number in missing])
+            count = jobs or default_jobs(configs[0].device)
+            for event in Pool(configs, count, data, stop).events(missing):
+                display.show(event)
+                if isinstance(event, Ended) and event.failure and not event.again:
+                    failures[event.number] = event.failure
+        return failures, stop()
+
+
+def _write_results(
+    grid: Grid, out: Path, failures: Mapping[int, str], as_json: bool, quiet: bool
+) -> None:
+    from dpmac_cli import tables  # noqa: PLC0415
+    from dpmac_cli.cli.compare_display import print_comparison  # noqa: PLC0415
+    from dpmac_cli.compare import collect  # noqa: PLC0415
+    from dpmac_cli.plots import draw_comparison  # noqa: PLC0415  (loads matplotlib)
+
+    comparison = collect(grid, failures)
+    document = folder.to_json(tables.as_values(comparison))
+    for name, text in (
+        (JSON, document),
+        (CSV, tables.as_csv(comparison)),
+        (MARKDOWN, tables.as_markdown(comparison)),
+        (LATEX, tables.as_latex(comparison)),
+    ):
+        folder.write_atomically(out / name, text.encode())
+    drawn = [PLOT] if draw_comparison(comparison, out / PLOT) else []
+    if as_json:
+        console.print_result(document)
+    elif not quiet:
+        names = ", ".join([JSON, CSV, MARKDOWN, LATEX, *drawn])
+        print_comparison(console.stdout(), comparison, f"{out}: {names}")
+    for number, why in failures.items():
+        run = grid.runs[number]
+        console.print_errors([f"{run.folder.name} (seed {run.seed}): {why}"], label="failed")
+
+
+def command() -> Callable[..., None]:
+    """The command with one flag for each studied field of TrainConfig."""
+
+    def option(name: str, kind: Any, text: str, panel: str, default: Any = None) -> Any:
+        flag = f"--{name.replace('_', '-')}"
+        shown = typer.Option(flag, help=text, rich_help_panel=panel, show_default=False)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
+        )
+
+    parameters = [
+        option("config", Path | None, "YAML with the same names; flags win.", "Study"),
+        option("optimizers", str | None, "Which, or all. [default: all]", "Study"),
+        option(
+            "seeds",
+            str | None,
+            f"How many (5), or which (3,7,8). [default: {DEFAULT_SEEDS}]",
+            "Study",
+        ),
+        option("jobs", int | None, "Processes at a time. [default: one a core or GPU]", "Study"),
+        option("dry_run", bool, "Show runs, prices and time, and train nothing.", "Study", False),
+        *(
+            text_option(name, setting)
+            for name, setting in SETTINGS.items()
+            if name not in (*NOT_IN_A_STUDY, "optimizer")
+        ),
+        option("out", Path | None, f"Folder of the study. [default: {DEFAULT_OUT}]", "Output"),
+        option("json", bool, "Print compare.json.", "Output", False),
+        option("quiet", bool, "Print nothing but errors.", "Output", False),
+        option("debug", bool, "Show tracebacks.", "Output", False),
+    ]
+    compare.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    compare.__annotations__ = {p.name: p.annotation for p in parameters}
+    return compare

@@ -1,0 +1,207 @@
+"""How a comparison looks, while it runs and when it is done."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from dpmac_cli import tables
+from dpmac_cli.accounting import format_epsilon, total_epsilon
+from dpmac_cli.budget import training_event
+from dpmac_cli.cli.console import expendable
+from dpmac_cli.compare import Cell, Comparison
+from dpmac_cli.grid import Grid, Run
+from dpmac_cli.workers import Moved, RunEvent
+
+
+class Display(Protocol):
+    """Shows the runs of a comparison as they happen."""
+
+    def show(self, event: RunEvent) -> None:
+        """Something happened to a run."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def show(self, event: RunEvent) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Lines(Silent):
+    """A line a run: for files, pipes and logs."""
+
+    def __init__(self, console: Console, grid: Grid, missing: Sequence[int]) -> None:
+        self.console, self._grid = console, grid
+        self._left = {n: grid.runs[n].config.total_steps for n in missing}
+        self._done, self._total = 0, sum(self._left.values())
+        self._accuracy: dict[int, float | None] = {}
+        self._ended, self._began = 0, time.monotonic()
+        found = len(grid.runs) - len(missing)
+        self._missing = len(missing)
+        words = f"{len(grid.runs)} runs" + (f", {found} of them found finished" if found else "")
+        console.print(words)
+
+    def show(self, event: RunEvent) -> None:
+        """Count, and print a line when a run ends."""
+        if isinstance(event, Moved):
+            steps = self._grid.runs[event.number].config.total_steps
+            self._done += self._left[event.number] - (steps - event.step)
+            self._left[event.number] = steps - event.step
+            self._accuracy[event.number] = event.accuracy
+            return
+        name = _name(self._grid.runs[event.number])
+        if event.again:
+            self.console.print(Text(f"{name}: {event.failure}; going on with it", style="yellow"))
+        elif event.failure:
+            self._ended += 1
+            self.console.print(Text(f"{name}: failed: {event.failure}", style="red"))
+        elif self._left[event.number] == 0:
+            self._ended += 1
+            accuracy = self._accuracy.get(event.number)
+            shown = "" if accuracy is None else f"  test accuracy {accuracy:.2%}"
+            count = f"{self._ended}/{self._missing}"
+            self.console.print(Text(f"{count}  {name}{shown}{self._time_left()}"))
+
+    def _time_left(self) -> str:
+        seconds = self._seconds_left()
+        return "" if seconds is None or seconds < 1 else f"  {clock(seconds)} left"
+
+    def _seconds_left(self) -> float | None:
+        taken = time.monotonic() - self._began
+        return None if self._done <= 0 else taken * (self._total - self._done) / self._done
+
+
+class LiveRuns(Lines):
+    """Lines, and below them a line a live run and the whole study's bar."""
+
+    def __init__(self, console: Console, grid: Grid, missing: Sequence[int]) -> None:
+        super().__init__(console, grid, missing)
+        self._live: dict[int, Moved] = {}
+        self._bar = Progress(
+            TextColumn("all"), BarColumn(bar_width=None), TextColumn("{task.fields[text]}")
+        )
+        self._task = self._bar.add_task("", total=max(1, self._total), text="")
+        self._view = Live(console=console, transient=True, refresh_per_second=4)
+        self._view.start()
+
+    def show(self, event: RunEvent) -> None:
+        """Move the lines."""
+        super().show(event)
+        if isinstance(event, Moved):
+            self._live[event.number] = event
+        else:
+            self._live.pop(event.number, None)
+        text = f"{self._ended}/{self._missing} runs{self._time_left()}"
+        self._bar.update(self._task, completed=self._done, text=text)
+        self._view.update(self._render())
+
+    def close(self) -> None:
+        """The lines go."""
+        self._view.stop()
+
+    def _render(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False, show_header=False, expand=True)
+        table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True, style="green")
+        for number, moved in sorted(self._live.items()):
+            accuracy = "" if moved.accuracy is None else f"{moved.accuracy:.2%}"
+            step = f"{moved.step}/{moved.steps}"
+            table.add_row(_name(self._grid.runs[number]), step, accuracy)
+        return Group(table, self._bar)
+
+
+def choose_display(grid: Grid, missing: Sequence[int], quiet: bool, json: bool) -> Display:
+    """Nothing when quiet; on stderr when stdout is for JSON; live lines on a terminal only."""
+    if quiet:
+        return Silent()
+    console = expendable(sys.stderr if json else sys.stdout)
+    return (LiveRuns if console.is_terminal else Lines)(console, grid, missing)
+
+
+def _name(run: Run) -> str:
+    labels = [v if k == "optimizer" else f"{k} {v}" for k, v in run.labels if v]
+    return f"{' '.join(labels)}  sigma {run.config.sigma:.4g}  seed {run.seed}"
+
+
+def clock(seconds: float) -> str:
+    """Such as 1:05:09 or 0:12."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def print_comparison(out: Console, comparison: Comparison, where: str) -> None:
+    """The table, its remarks, and where the files are."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for column, epsilon in zip(comparison.columns, tables.epsilons(comparison), strict=True):
+        table.add_column(f"{tables.column_title(comparison, column)}\nε {epsilon}", justify="right")
+    for name, cells in comparison.rows:
+        table.add_row(name, *map(_cell, cells))
+    out.print(table)
+    for remark in (*comparison.remarks, *tables.warnings(comparison)):
+        out.print(Text(remark, style="dim"))
+    out.print(Text(where))
+
+
+def _cell(cell: Cell | None) -> Text:
+    text = tables.accuracy_text(cell)
+    if cell is None:
+        return Text(text)
+    mark = " ~" if cell.standing == "tied" else ""
+    return Text(text + mark, style="bold" if cell.standing == "best" else "")
+
+
+def print_plan(out: Console, grid: Grid, seconds: Mapping[int, float], jobs: int) -> None:
+    """The runs of a study, their prices and their time.
+
+    Args:
+        out: to print on.
+        grid: the study.
+        seconds: a step of each distinct configuration takes, by the first run that has it.
+        jobs: processes at a time.
+    """
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", grid.column, "epsilon", "steps", "seeds", "each"):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    total = 0.0
+    for number, a_step in seconds.items():
+        run = grid.runs[number]
+        config = run.config
+        each = a_step * config.total_steps
+        total += each * len(grid.seeds)
+        event = training_event(config, config.total_steps)
+        price = (
+            "no privacy" if config.no_dp else format_epsilon(total_epsilon((event,), config.delta))
+        )
+        labels = [v if k == "optimizer" else f"{k} {v}" for k, v in run.labels if v]
+        table.add_row(
+            " ".join(labels),
+            f"{run.column or 0:g}",
+            price,
+            f"{config.total_steps:,}",
+            str(len(grid.seeds)),
+            clock(each),
+        )
+    out.print(table)
+    wall = total / max(1, jobs)
+    out.print(
+        f"{len(grid.runs)} runs, about {clock(total)} of one process, {clock(wall)} in {jobs}; "
+        f"finished ones are not run again"
+    )

@@ -1,0 +1,241 @@
+"""The outcome of a study: a row a setting, a column a noise level, mean and spread over seeds."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+from typing import Any
+
+from dpmac_cli import folder
+from dpmac_cli.accounting import TrainingEvent, total_epsilon
+from dpmac_cli.budget import training_event
+from dpmac_cli.grid import Grid, Run
+
+#: The chance of calling a difference real that is not, over a whole column.
+LEVEL = 0.05
+TEST = (
+    "Bold: better than every other of its column by a paired t-test over seeds (two-sided, "
+    f"{LEVEL:.0%} over the column by Holm's method). Tied with the best otherwise: ~."
+)
+NO_TEST = "Nothing is bold: with one seed there is no telling a real difference from chance."
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The runs that differ by their seed alone.
+
+    Attributes:
+        labels: of the row. column: value of the column.
+        sigma: noise multiplier. epsilon: of one run; ``inf`` without privacy.
+        accuracies: test accuracy by seed, of the runs that finished.
+        failures: why others did not, by seed.
+        seconds: of training, mean; nan if none finished.
+        standing: "best" if really so, "tied" if not told apart from it, "" otherwise.
+        histories: (steps, accuracies) of each finished run.
+    """
+
+    labels: tuple[tuple[str, str], ...]
+    column: float
+    sigma: float
+    epsilon: float
+    accuracies: Mapping[int, float]
+    failures: Mapping[int, str]
+    seconds: float
+    standing: str
+    histories: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
+
+    @property
+    def mean(self) -> float:
+        """Of the accuracies, 0 to 1; nan if there is none."""
+        return fmean(self.accuracies.values()) if self.accuracies else math.nan
+
+    @property
+    def std(self) -> float | None:
+        """Their sample standard deviation; None of fewer than two."""
+        return stdev(self.accuracies.values()) if len(self.accuracies) > 1 else None
+
+    @property
+    def name(self) -> str:
+        """The row in a few words."""
+        return " ".join(
+            value if key == "optimizer" else f"{key} {value}" for key, value in self.labels if value
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A whole table.
+
+    Attributes:
+        column: "sigma" or "epsilon". axes: settings that tell rows apart.
+        cells: row by row.
+        seeds: asked for.
+        bill: epsilon of all runs of the study together, at ``delta``.
+        remarks: what must be said beside it.
+    """
+
+    column: str
+    axes: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    seeds: tuple[int, ...]
+    dataset: str
+    delta: float
+    bill: float
+    remarks: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, list[Cell | None]]]:
+        """Names and cells, a cell for each of :attr:`columns`."""
+        names = dict.fromkeys(cell.labels for cell in self.cells)
+        by_place = {(cell.labels, cell.column): cell for cell in self.cells}
+        rows = []
+        for labels in names:
+            cells = [by_place.get((labels, column)) for column in self.columns]
+            rows.append((next(cell.name for cell in cells if cell), cells))
+        return rows
+
+    @property
+    def columns(self) -> list[float]:
+        """Values of the column setting, in the order given."""
+        return list(dict.fromkeys(cell.column for cell in self.cells))
+
+    def epsilon_of(self, column: float) -> float:
+        """What a run in a column costs: the most, where its rows differ."""
+        return max(cell.epsilon for cell in self.cells if cell.column == column)
+
+
+def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
+    """Read what the runs of a grid have left.
+
+    Args:
+        grid: the study.
+        failures: why runs failed, by their number in the grid.
+    """
+    cells = []
+    numbered = enumerate(grid.runs)
+    for (labels, column), group in itertools.groupby(
+        numbered, key=lambda pair: (pair[1].labels, pair[1].column)
+    ):
+        cells.append(_cell(labels, column, list(group), failures))
+    judged = _judged(cells)
+    first = grid.runs[0].config
+    remarks = [TEST if any(len(cell.accuracies) > 1 for cell in cells) else NO_TEST]
+    bill = total_epsilon(tuple(_events(grid.runs)), first.delta)
+    return Comparison(
+        grid.column,
+        grid.axes,
+        tuple(judged),
+        grid.seeds,
+        first.dataset,
+        first.delta,
+        bill,
+        tuple(remarks),
+    )
+
+
+def _cell(
+    labels: tuple[tuple[str, str], ...],
+    column: float,
+    runs: Sequence[tuple[int, Run]],
+    failures: Mapping[int, str],
+) -> Cell:
+    accuracies, seconds, histories, failed = {}, [], [], {}
+    for number, run in runs:
+        report = finished_report(run)
+        if report is None:
+            failed[run.seed] = failures.get(number, "not finished")
+            continue
+        accuracies[run.seed] = float(report["test"]["accuracy"])
+        seconds.append(float(report["timings"]["training_seconds"]))
+        lines = folder.read_lines(run.folder / folder.METRICS)
+        histories.append(
+            (
+                tuple(int(line["step"]) for line in lines),
+                tuple(float(line["test_accuracy"]) for line in lines),
+            )
+        )
+    config = runs[0][1].config
+    event = training_event(config, config.total_steps)
+    return Cell(
+        labels,
+        column,
+        config.sigma or 0.0,
+        math.inf if config.no_dp else total_epsilon((event,), config.delta),
+        accuracies,
+        failed,
+        fmean(seconds) if seconds else math.nan,
+        "",
+        tuple(histories),
+    )
+
+
+def finished_report(run: Run) -> dict[str, Any] | None:
+    """A run's report, if it is whole and the run took all of its steps."""
+    if folder.reported_steps(run.folder) < run.config.total_steps:
+        return None
+    report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
+    return report if report.get("state") == "finished" else None
+
+
+def _events(runs: Iterable[Run]) -> list[TrainingEvent]:
+    """What all runs together did, those without privacy left out; an event a kind."""
+    steps: dict[TrainingEvent, int] = {}
+    for run in runs:
+        if not run.config.no_dp:
+            kind = training_event(run.config, 0)
+            steps[kind] = steps.get(kind, 0) + run.config.total_steps
+    return [replace(kind, steps=count) for kind, count in steps.items()]
+
+
+def _judged(cells: Sequence[Cell]) -> list[Cell]:
+    """Give each cell its standing within its column."""
+    standings: dict[tuple[Any, float], str] = {}
+    for column in dict.fromkeys(cell.column for cell in cells):
+        rivals = [cell for cell in cells if cell.column == column]
+        standings |= {
+            (cell.labels, column): standing
+            for cell, standing in zip(rivals, standing_of(rivals), strict=True)
+        }
+    return [replace(cell, standing=standings[cell.labels, cell.column]) for cell in cells]
+
+
+def standing_of(cells: Sequence[Cell]) -> list[str]:
+    """ "best", "tied" or "" for the cells of a column."""
+    known = [cell for cell in cells if len(cell.accuracies) > 1]
+    if len(known) < 2:
+        return ["" for _ in cells]
+    best = max(known, key=lambda cell: cell.mean)
+    others = [cell for cell in known if cell is not best]
+    worse = holm([paired_p_value(best.accuracies, cell.accuracies) for cell in others])
+    tied = [cell for cell, rejected in zip(others, worse, strict=True) if not rejected]
+    return [
+        ("tied" if tied else "best") if cell is best else "tied" if cell in tied else ""
+        for cell in cells
+    ]
+
+
+def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Of the difference over the seeds that both have; 1 where there are fewer than two."""
+    from scipy.stats import ttest_rel  # noqa: PLC0415  (a second to import)
+
+    seeds = sorted(one.keys() & other.keys())
+    differences = [one[seed] - other[seed] for seed in seeds]
+    if len(seeds) < 2:
+        return 1.0
+    if len(set(differences)) == 1:  # no spread to compare to
+        return 0.0 if differences[0] else 1.0
+    result = ttest_rel([one[seed] for seed in seeds], [other[seed] for seed in seeds])
+    return float(result.pvalue)
+
+
+def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
+    """Which hypotheses are rejected by Holm's step-down method (1979)."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    rejected = [False] * len(p_values)
+    for rank, i in enumerate(order):
+        if p_values[i] > level / (len(p_values) - rank):
+            break
+        rejected[i] = True
+    return rejected

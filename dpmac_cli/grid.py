@@ -1,0 +1,175 @@
+"""A study: settings with several values become cells, and cells become runs. Loads no torch."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpmac_cli import config as configuration
+from dpmac_cli.budget import settle_noise
+from dpmac_cli.config import SETTINGS, TrainConfig, flag_name, read_lists, resolve
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.errors import InputError
+
+#: Settings of one run that are the study's own business.
+NOT_IN_A_STUDY = ("seed", "out", "force", "json", "quiet", "debug", "max_epsilon", "diagnostics")
+#: What a cell's columns may be, and what names them in a table.
+COLUMNS = ("sigma", "epsilon")
+MOST_SEEDS, MOST_RUNS = 1000, 10_000
+DEFAULT_SEEDS = "3"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a study.
+
+    Attributes:
+        config: all of its settings, ``out`` included.
+        seed: of it.
+        labels: what tells its row from the others, by the names of the flags.
+        column: its value of the study's column setting.
+    """
+
+    config: TrainConfig
+    seed: int
+    labels: tuple[tuple[str, str], ...]
+    column: float
+
+    @property
+    def folder(self) -> Path:
+        """Where it is kept."""
+        assert self.config.out is not None  # noqa: S101
+        return self.config.out
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A checked study.
+
+    Attributes:
+        runs: all of them, those of a cell side by side.
+        axes: names of the settings that tell the rows apart, by the names of the flags.
+        column: "sigma", or "epsilon" where each column has the noise that meets a budget.
+        seeds: of every cell.
+        notes: what its author should know.
+    """
+
+    runs: tuple[Run, ...]
+    axes: tuple[str, ...]
+    column: str
+    seeds: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def plan(flags: Mapping[str, Any], file: Path | None, root: Path) -> Grid:
+    """Turn flags and a YAML file, with lists for values, into a grid. Flags win.
+
+    Args:
+        flags: field name -> text with commas, or None; ``optimizers`` and ``seeds`` beside the
+            fields of a training configuration.
+        file: YAML with flag names for keys, and values or lists of them.
+        root: the folder of all runs.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    errors: list[str] = []
+    given = {} if file is None else read_lists(file, (*_studied(), "optimizers", "seeds"), errors)
+    typed = {name: _split(value) for name, value in flags.items() if value not in (None, False)}
+    for group in configuration.EXCLUSIVE:
+        if any(name in typed for name in group):
+            given = {name: values for name, values in given.items() if name not in group}
+    given |= typed
+    if errors:
+        raise InputError(errors)
+    given["optimizer"] = _optimizers(given.pop("optimizers", ["all"]))
+    seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]))
+    return _build(given, seeds, root)
+
+
+def _studied() -> tuple[str, ...]:
+    return tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
+
+
+def _split(value: Any) -> list[str]:
+    return ["true"] if value is True else [part.strip() for part in str(value).split(",")]
+
+
+def _optimizers(names: Sequence[str]) -> list[str]:
+    return list(OPTIMIZERS) if "all" in names else list(dict.fromkeys(names))
+
+
+def _seeds(texts: Sequence[str]) -> tuple[int, ...]:
+    """How many (5), or which (3,7,8)."""
+    try:
+        numbers = [int(text) for text in texts]
+    except ValueError:
+        raise InputError(
+            f"--seeds: '{','.join(texts)}' is neither how many (5) nor which (3,7,8)."
+        ) from None
+    seeds = tuple(range(numbers[0])) if len(numbers) == 1 else tuple(dict.fromkeys(numbers))
+    if not 1 <= len(seeds) <= MOST_SEEDS or min(seeds) < 0:
+        raise InputError(
+            f"--seeds must be a number from 1 to {MOST_SEEDS:,}, or seeds that are not negative."
+        )
+    return seeds
+
+
+def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
+    column = "epsilon" if "epsilon" in given else "sigma"
+    varied = [name for name, values in given.items() if len(values) > 1]
+    axes = ["optimizer", *(name for name in varied if name not in ("optimizer", column))]
+    cells: dict[tuple[Any, ...], tuple[TrainConfig, tuple[tuple[str, str], ...]]] = {}
+    errors: dict[str, None] = {}
+    notes: dict[str, None] = {}
+    for values in itertools.product(*given.values()):
+        flags = dict(zip(given, values, strict=True))
+        labels = {name: flags[name] for name in axes}
+        for name in list(_without_effect(flags)):
+            if name in varied:  # the same run for each of its values
+                flags.pop(name)
+                labels[name] = ""
+        try:
+            resolved = resolve(flags)
+            config = settle_noise(resolved.config)
+        except InputError as failure:
+            errors |= dict.fromkeys(failure.errors)
+            continue
+        shown = tuple((flag_name(name), label) for name, label in labels.items())
+        cells.setdefault((shown, getattr(config, column)), (config, shown))
+        notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
+    if len(cells) * len(seeds) > MOST_RUNS:
+        errors[f"{len(cells) * len(seeds):,} runs; a study takes at most {MOST_RUNS:,}."] = None
+    if errors:
+        raise InputError(tuple(errors))
+    runs = tuple(_runs(cells.values(), column, seeds, root))
+    return Grid(runs, tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+
+
+def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
+    """Settings of other optimizers."""
+    optimizer = OPTIMIZERS.get(flags["optimizer"])
+    for name in flags:
+        tunable = SETTINGS[name].panel == configuration.OPTIMIZER and name != "optimizer"
+        if optimizer and tunable and name not in optimizer.settings:
+            yield name
+
+
+def _runs(cells: Any, column: str, seeds: tuple[int, ...], root: Path) -> Iterator[Run]:
+    for config, labels in cells:
+        for seed in seeds:
+            flags = {name: getattr(config, name) for name in SETTINGS}
+            where = root / address(config, seed)
+            kept = {**flags, "seed": seed, "out": where, "force": True}
+            yield Run(TrainConfig(**kept), seed, labels, getattr(config, column))
+
+
+def address(config: TrainConfig, seed: int) -> str:
+    """The folder of a run: the same settings and seed are the same run."""
+    settings = {name: value for name, value in config.recorded().items() if name != "device"}
+    text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{config.dataset}-{config.optimizer}-{digest}"

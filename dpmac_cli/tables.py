@@ -1,0 +1,161 @@
+"""A comparison as JSON values, CSV, Markdown and LaTeX."""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dpmac_cli.accounting import format_epsilon
+from dpmac_cli.compare import Cell, Comparison
+
+SCHEMA_VERSION = 1
+MISSING = "–"
+
+
+def as_values(comparison: Comparison) -> dict[str, Any]:
+    """What compare.json holds: ``rows`` for programs, and the words that belong to them."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "dataset": comparison.dataset,
+        "delta": comparison.delta,
+        "axes": list(comparison.axes),
+        "column": comparison.column,
+        "rows": [_row(cell) for cell in comparison.cells],
+        "epsilon_of_the_study": _finite(comparison.bill),
+        "remarks": [*comparison.remarks, *warnings(comparison)],
+    }
+
+
+def _row(cell: Cell) -> dict[str, Any]:
+    return {
+        **dict(cell.labels),
+        "sigma": cell.sigma,
+        "epsilon": _finite(cell.epsilon),
+        "mean": _finite(cell.mean),
+        "std": cell.std,
+        "seeds": len(cell.accuracies),
+        "accuracies": {str(seed): value for seed, value in cell.accuracies.items()},
+        "failures": {str(seed): why for seed, why in cell.failures.items()},
+        "standing": cell.standing,
+        "training_seconds": _finite(cell.seconds),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """What publishing a table, or its winner, costs."""
+    if not math.isfinite(comparison.bill):
+        return []
+    runs = sum(len(cell.accuracies) + len(cell.failures) for cell in comparison.cells)
+    if runs < 2:
+        return []
+    return [
+        f"An epsilon above is the price of one run fixed in advance. All {runs} runs trained on "
+        "the same records: publishing what was learnt from all of them, such as which is best, "
+        f"costs epsilon {format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all."
+    ]
+
+
+def accuracy_text(cell: Cell | None, plus_minus: str = "±") -> str:
+    """Mean and spread in percent."""
+    if cell is None or not cell.accuracies:
+        return MISSING
+    spread = "" if cell.std is None else f" {plus_minus} {100 * cell.std:.2f}"
+    return f"{100 * cell.mean:.2f}{spread}"
+
+
+def column_title(comparison: Comparison, column: float) -> str:
+    """Such as "sigma 0.5"."""
+    return f"{comparison.column} {column:g}"
+
+
+def epsilons(comparison: Comparison) -> list[str]:
+    """Epsilon of each column, rounded up."""
+    return [
+        "no privacy" if math.isinf(e) else format_epsilon(e)
+        for e in map(comparison.epsilon_of, comparison.columns)
+    ]
+
+
+def as_csv(comparison: Comparison) -> str:
+    """A line a cell."""
+    rows = [_row(cell) for cell in comparison.cells]
+    left_out = ("accuracies", "failures")
+    columns = [name for name in rows[0] if name not in left_out]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def as_markdown(comparison: Comparison) -> str:
+    """A table with the epsilons under the columns' titles, and the remarks below."""
+
+    def show(cell: Cell | None) -> str:
+        text = accuracy_text(cell)
+        if cell is None:
+            return text
+        return f"**{text}**" if cell.standing == "best" else f"{text} {_mark(cell)}".strip()
+
+    titles = ["", *(column_title(comparison, column) for column in comparison.columns)]
+    lines = [_bars(titles), _bars(["---"] * len(titles)), _bars(["epsilon", *epsilons(comparison)])]
+    lines += [_bars([_plain(name), *map(show, cells)]) for name, cells in comparison.rows]
+    remarks = [*comparison.remarks, *warnings(comparison)]
+    return "\n".join(lines) + "\n\n" + "\n\n".join(remarks) + "\n"
+
+
+def _bars(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _mark(cell: Cell) -> str:
+    return "~" if cell.standing == "tied" else ""
+
+
+def as_latex(comparison: Comparison) -> str:
+    """A booktabs table, to be pasted."""
+
+    def show(cell: Cell | None) -> str:
+        if cell is None or not cell.accuracies:
+            return "--"
+        text = accuracy_text(cell, r"\pm")
+        body = rf"\mathbf{{{text}}}" if cell.standing == "best" else text
+        return f"${body}$" + (r"\,$\sim$" if cell.standing == "tied" else "")
+
+    columns = comparison.columns
+    symbol: Callable[[float], str] = (
+        (lambda value: rf"$\sigma = {value:g}$")
+        if comparison.column == "sigma"
+        else (lambda value: rf"$\varepsilon \le {value:g}$")
+    )
+    titles = " & ".join(["", *map(symbol, columns)])
+    prices = " & ".join([r"$\varepsilon$", *map(_escaped, epsilons(comparison))])
+    lines = [
+        "% needs \\usepackage{booktabs}",
+        rf"\begin{{tabular}}{{l{'c' * len(columns)}}}",
+        r"\toprule",
+        rf"{titles} \\",
+        rf"{prices} \\",
+        r"\midrule",
+        *(
+            rf"{' & '.join([_escaped(name), *map(show, cells)])} \\"
+            for name, cells in comparison.rows
+        ),
+        r"\bottomrule",
+        r"\end{tabular}",
+        *(f"% {remark}" for remark in (*comparison.remarks, *warnings(comparison))),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in text)

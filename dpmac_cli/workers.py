@@ -1,0 +1,283 @@
+"""Training runs side by side, each in a process that may die without harm to the others."""
+
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Event
+from typing import Any
+
+import torch
+import torch.multiprocessing as processes
+
+from dpmac_cli import folder, run
+from dpmac_cli.assembly import choose_device, data_folder, make_trainer
+from dpmac_cli.config import TrainConfig
+from dpmac_cli.data import Data, Split, load_data
+from dpmac_cli.engine import Evaluated
+from dpmac_cli.errors import DpmacError
+from dpmac_cli.grid import Grid
+
+#: How often a run is begun again whose process died.
+ATTEMPTS = 3
+#: Seconds between looks at whether anyone wants to stop.
+PATIENCE = 0.2
+#: Steps that --dry-run times.
+TIMED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A run has come so far.
+
+    Attributes:
+        number: of the run, in the order given.
+        step, steps: taken, and in all.
+        accuracy: of the last evaluation; None before the first.
+    """
+
+    number: int
+    step: int
+    steps: int
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run is over.
+
+    Attributes:
+        number: of the run. failure: why it failed; None if it is finished.
+        again: whether its process died and it will be begun again.
+    """
+
+    number: int
+    failure: str | None = None
+    again: bool = False
+
+
+RunEvent = Moved | Ended
+
+
+def finished(config: TrainConfig) -> bool:
+    """Whether a run's folder holds its whole report."""
+    assert config.out is not None  # noqa: S101
+    return folder.reported_steps(config.out) >= config.total_steps
+
+
+def default_jobs(device: str) -> int:
+    """Processes that serve best: one a GPU, or one a core, since a small step fills only one."""
+    if choose_device(device).type == "cuda":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_data(configs: Sequence[TrainConfig]) -> dict[str, Data]:
+    """Every data set once, in memory that processes share."""
+    shared = {}
+    for config in configs:
+        if config.dataset not in shared:
+            data = load_data(config.dataset, data_folder(config.data_dir), torch.device("cpu"))
+            for tensor in (*vars(data.train).values(), *vars(data.test).values()):
+                tensor.share_memory_()
+            shared[config.dataset] = data
+    return shared
+
+
+def seconds_a_step(grid: Grid) -> dict[int, float]:
+    """How long a step takes in each distinct configuration, by the first run that has it.
+
+    Measured in this process on one thread, as the workers work where they are one a core.
+    """
+    data = share_data([planned.config for planned in grid.runs])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found: dict[Any, int] = {}
+    for number, planned in enumerate(grid.runs):
+        found.setdefault((planned.labels, planned.column), number)
+    try:
+        return {number: _step_time(grid.runs[number].config, data) for number in found.values()}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _step_time(config: TrainConfig, data: Mapping[str, Data]) -> float:
+    device = choose_device(config.device)
+    trainer = make_trainer(config, 1, device, data=_moved(data[config.dataset], device))
+    trainer.step()
+    begin = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        trainer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) / TIMED_STEPS
+
+
+@dataclass
+class _Worker:
+    """A process and the run that it has in hand."""
+
+    process: Any
+    pipe: Connection
+    number: int | None = None
+
+
+@dataclass
+class Pool:
+    """Carries out runs, some at a time.
+
+    Attributes:
+        configs: of the runs, each with its ``out``.
+        jobs: processes at a time.
+        data: by name, see :func:`share_data`.
+        stop: asked between events; True lets every run finish its step, save and end.
+    """
+
+    configs: Sequence[TrainConfig]
+    jobs: int
+    data: Mapping[str, Data]
+    stop: Callable[[], bool]
+    _waiting: deque[int] = field(default_factory=deque)
+    _attempts: dict[int, int] = field(default_factory=dict)
+
+    def events(self, numbers: Sequence[int]) -> Iterator[RunEvent]:
+        """Carry out some of the runs, and say what happens."""
+        context = processes.get_context("spawn")
+        asked = context.Event()
+        self._waiting.extend(numbers)
+        count = min(self.jobs, len(numbers))
+        threads = max(1, torch.get_num_threads() // max(1, count))
+        workers = [self._begin(context, asked, index, threads) for index in range(count)]
+        try:
+            while any(worker.number is not None for worker in workers):
+                if self.stop():
+                    asked.set()
+                    self._waiting.clear()
+                ready = wait(
+                    [w.pipe for w in workers] + [w.process.sentinel for w in workers], PATIENCE
+                )
+                for index, worker in enumerate(workers):
+                    if worker.pipe in ready:
+                        yield from self._heard(worker)
+                    elif worker.process.sentinel in ready and worker.number is not None:
+                        yield self._lost(worker)
+                        workers[index] = self._begin(context, asked, index, threads)
+        finally:
+            asked.set()
+            for worker in workers:
+                with contextlib.suppress(OSError):
+                    worker.pipe.send(None)
+                worker.process.join()
+
+    def _begin(self, context: Any, asked: Event, index: int, threads: int) -> _Worker:
+        mine, theirs = context.Pipe()
+        arguments = (theirs, asked, self.data, index, threads, os.getpid())
+        process = context.Process(target=_work, args=arguments)
+        process.start()
+        theirs.close()
+        worker = _Worker(process, mine)
+        self._give(worker)
+        return worker
+
+    def _give(self, worker: _Worker) -> None:
+        worker.number = self._waiting.popleft() if self._waiting else None
+        if worker.number is not None:
+            self._attempts[worker.number] = self._attempts.get(worker.number, 0) + 1
+            worker.pipe.send((worker.number, self.configs[worker.number]))
+
+    def _heard(self, worker: _Worker) -> Iterator[RunEvent]:
+        try:
+            event: RunEvent = worker.pipe.recv()
+        except (EOFError, OSError):  # it died: its sentinel says so next time round
+            return
+        yield event
+        if isinstance(event, Ended):
+            self._give(worker)
+
+    def _lost(self, worker: _Worker) -> Ended:
+        """A process ended in the middle of a run."""
+        worker.process.join()
+        number, code = worker.number, worker.process.exitcode
+        assert number is not None  # noqa: S101
+        worker.number = None
+        why = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if self._attempts[number] < ATTEMPTS:
+            self._waiting.appendleft(number)
+            return Ended(number, f"its process died ({why})", again=True)
+        return Ended(
+            number,
+            f"its process died {ATTEMPTS} times ({why}). If memory ran out, try fewer --jobs.",
+        )
+
+
+def _work(
+    pipe: Connection,
+    asked: Event,
+    data: Mapping[str, Data],
+    index: int,
+    threads: int,
+    parent: int,
+) -> None:
+    """A process's life: a run after another, until there is none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+
+    def stop() -> bool:
+        return asked.is_set() or os.getppid() != parent
+
+    on_device: dict[tuple[str, str], Data] = {}
+    while not stop() and (task := pipe.recv()) is not None:
+        number, config = task
+        device = _device(config.device, index)
+        config = replace(config, device=str(device))
+        place = (config.dataset, config.device)
+        if place not in on_device:
+            on_device[place] = _moved(data[config.dataset], device)
+        failure = None
+        try:
+            for event in _events(config, on_device[place], stop):
+                pipe.send(Moved(number, *event))
+        except DpmacError as problem:
+            failure = str(problem)
+        except Exception as problem:  # noqa: BLE001  (whatever it is, the others go on)
+            failure = f"{type(problem).__name__}: {problem}"
+        pipe.send(Ended(number, failure))
+
+
+def _device(name: str, index: int) -> torch.device:
+    """The workers share out the GPUs among them."""
+    device = choose_device(name)
+    if device.type == "cuda" and ":" not in name:
+        return torch.device("cuda", index % torch.cuda.device_count())
+    return device
+
+
+def _moved(data: Data, device: torch.device) -> Data:
+    def split(part: Split) -> Split:
+        return Split(part.images.to(device), part.labels.to(device))
+
+    return Data(split(data.train), split(data.test), data.gain.to(device), data.offset.to(device))
+
+
+def _events(
+    config: TrainConfig, data: Data, stop: Callable[[], bool]
+) -> Iterator[tuple[int, int, float | None]]:
+    """Train a run, or go on with it where that gives the very same result."""
+    assert config.out is not None  # noqa: S101
+    steps, accuracy = config.total_steps, None
+    if (config.out / folder.CONFIG).is_file() and run.goes_on_exactly(config.out):
+        events = run.resume(config.out, {}, stop, data)
+    else:
+        events = run.train(config, stop, data)
+    for event in events:
+        if isinstance(event, run.Started):
+            yield event.done, steps, accuracy
+        elif isinstance(event, run.Update):
+            if isinstance(event.event, Evaluated):
+                accuracy = event.event.result.accuracy
+            yield event.event.step, steps, accuracy

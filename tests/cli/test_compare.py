@@ -1,0 +1,205 @@
+"""dpmac compare, as typed and as seen: grids on digits, disturbed and undisturbed."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dpmac_cli.cli.app import app
+from dpmac_cli.grid import plan
+
+COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
+SMALL = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "3")
+LONG = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "60")
+
+
+def dpmac(*args: str) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": "80", "NO_COLOR": "1"})
+
+
+def process(*args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dpmac_cli", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def code_of(*args: str) -> int:
+    """Type a command and wait."""
+    running = process(*args)
+    running.communicate(timeout=120)
+    return running.returncode
+
+
+def table(out: Path) -> list[dict[str, Any]]:
+    """The rows of a comparison, without what a clock decides."""
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    return [{k: v for k, v in row.items() if k != "training_seconds"} for row in rows]
+
+
+def children(parent: int) -> list[int]:
+    """Worker processes of a command."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                command = (entry / "cmdline").read_text()
+            except OSError:
+                continue
+            if int(fields[1]) == parent and "spawn_main" in command:
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for_steps(out: Path) -> None:
+    """Until some run is under way and has been saved."""
+    deadline = time.monotonic() + 60
+    while not any(out.glob("runs/*/checkpoint/step-0*[1-9]*.safetensors")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    result = dpmac(*SMALL, "--out", str(out), "--jobs", "2")
+    assert result.exit_code == 0, result.output
+    rows = table(out)
+    assert [(row["optimizer"], row["seeds"]) for row in rows] == [("dp-sgd", 2), ("dp-macadam", 2)]
+    for row in rows:
+        values = list(row["accuracies"].values())
+        assert row["mean"] == pytest.approx(sum(values) / 2)
+        assert row["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+        assert row["sigma"] == 6
+        assert 0 < row["epsilon"] < 1
+        assert f"{100 * row['mean']:.2f} ± {100 * row['std']:.2f}" in result.output
+    assert "costs epsilon" in result.output
+    for name in ("compare.csv", "compare.md", "compare.tex", "compare.png"):
+        assert (out / name).stat().st_size > 100
+    with (out / "compare.csv").open() as file:
+        assert [line["optimizer"] for line in csv.DictReader(file)] == ["dp-sgd", "dp-macadam"]
+    assert max(map(len, result.output.splitlines()[:8])) <= 80
+
+
+def test_finished_runs_are_found_again_and_never_run_twice(tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    assert dpmac(*SMALL, "--out", str(out)).exit_code == 0
+    models = {p: p.stat().st_mtime_ns for p in out.rglob("model.safetensors")}
+    before = table(out)
+    again = dpmac(*SMALL, "--out", str(out))
+    assert "4 of them found finished" in again.output
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("model.safetensors")} == models
+    more = dpmac(*SMALL[:-4], "--seeds", "3", "--steps", "3", "--out", str(out))
+    assert "4 of them found finished" in more.output
+    assert len(list(out.rglob("model.safetensors"))) == 6
+    assert [row["optimizer"] for row in table(out)] == [row["optimizer"] for row in before]
+
+
+def test_a_killed_worker_leaves_the_table_as_it_would_have_been(tmp_path: Path) -> None:
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    options = (*LONG, "--checkpoint-every", "5", "--jobs", "2")
+    assert code_of(*options, "--out", str(whole)) == 0
+    running = process(*options, "--out", str(hurt))
+    wait_for_steps(hurt)
+    os.kill(children(running.pid)[0], signal.SIGKILL)
+    output, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    assert "its process died (signal 9); going on with it" in " ".join(output.split())
+    assert table(hurt) == table(whole)
+
+
+def test_a_killed_command_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    options = (*LONG, "--checkpoint-every", "5", "--jobs", "2")
+    assert code_of(*options, "--out", str(whole)) == 0
+    running = process(*options, "--out", str(hurt))
+    wait_for_steps(hurt)
+    workers = children(running.pid)
+    running.kill()
+    running.communicate()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "workers outlive the command"
+        time.sleep(0.1)
+    assert code_of(*options, "--out", str(hurt)) == 0
+    assert table(hurt) == table(whole)
+
+
+def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    running = process(*LONG, "--checkpoint-every", "5", "--out", str(out), "--jobs", "2")
+    wait_for_steps(out)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "the same command goes on" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    """Where two of the runs should go there is something else."""
+    out = tmp_path / "study"
+    shared = {"dataset": "digits", "sigma": "6", "steps": "3", "seeds": "2", "device": "cpu"}
+    [*_, one, other] = plan({**shared, "optimizers": "dp-sgd,dp-macadam"}, None, out / "runs").runs
+    for run in (one, other):
+        run.folder.mkdir(parents=True)
+        (run.folder / "thesis.txt").write_text("chapter 1")
+    result = dpmac(*SMALL, "--out", str(out))
+    assert result.exit_code == 4
+    fine, broken = table(out)
+    assert (fine["seeds"], fine["failures"]) == (2, {})
+    assert (broken["seeds"], broken["mean"]) == (0, None)
+    assert set(broken["failures"]) == {"0", "1"}
+    for why in broken["failures"].values():
+        assert "files that are not a run's" in why
+    assert result.output.count("not a run's") == 4  # as they fail, and at the end
+    for run in (one, other):
+        assert (run.folder / "thesis.txt").read_text() == "chapter 1"
+    (one.folder / "thesis.txt").unlink()
+    assert dpmac(*SMALL, "--out", str(out)).exit_code == 4
+    assert table(out)[1]["seeds"] == 1
+
+
+def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
+    result = dpmac(*SMALL, "--out", str(tmp_path / "study"), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "4 runs" in result.output
+    assert "0.09005" in result.output
+    assert not (tmp_path / "study").exists()
+
+
+def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
+    running = process(*SMALL, "--out", str(tmp_path / "study"), "--json")
+    output, _ = running.communicate(timeout=120)
+    assert json.loads(output) == json.loads((tmp_path / "study" / "compare.json").read_text())
+
+
+def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
+    out = tmp_path / "study"
+    first = process(*LONG, "--out", str(out), "--jobs", "1", "--checkpoint-every", "5")
+    wait_for_steps(out)
+    second = process(*SMALL, "--out", str(out))
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert "in use" in errors
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert first.returncode == 130
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "9999"])
+def test_jobs_are_a_sensible_number(jobs: str, tmp_path: Path) -> None:
+    result = dpmac(*SMALL, "--jobs", jobs, "--out", str(tmp_path / "study"))
+    assert result.exit_code == 2
+    assert "--jobs" in result.output

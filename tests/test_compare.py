@@ -1,0 +1,89 @@
+"""Means, spreads, and which differences are real."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpmac_cli.compare import Cell, holm, paired_p_value, standing_of
+
+
+def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
+    values: dict[str, Any] = {
+        "labels": (("optimizer", name),),
+        "column": 1.0,
+        "sigma": 1.0,
+        "epsilon": 2.0,
+        "accuracies": dict(enumerate(accuracies)),
+        "failures": {},
+        "seconds": 1.0,
+        "standing": "",
+        "histories": (),
+    }
+    return Cell(**{**values, **changes})
+
+
+def test_mean_and_sample_deviation() -> None:
+    values = [0.9, 0.91, 0.93, 0.88]
+    assert cell(*values).mean == pytest.approx(np.mean(values))
+    assert cell(*values).std == pytest.approx(np.std(values, ddof=1))
+    assert cell(0.9).std is None
+    assert math.isnan(cell().mean)
+
+
+def test_the_test_is_paired_over_common_seeds() -> None:
+    rng = np.random.default_rng(0)
+    one, other = rng.normal(0.9, 0.01, 6), rng.normal(0.89, 0.01, 6)
+    expected = stats.ttest_rel(one, other).pvalue
+    assert paired_p_value(dict(enumerate(one)), dict(enumerate(other))) == pytest.approx(expected)
+    # A seed that only one of them has does not count, in whatever order they come.
+    extra = dict(reversed([*enumerate(one), (9, 0.1)]))
+    assert paired_p_value(extra, dict(enumerate(other))) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "p"),
+    [
+        ([0.9], [0.8], 1.0),
+        ([], [], 1.0),
+        ([0.9, 0.9], [0.9, 0.9], 1.0),
+        ([0.5, 0.75], [0.25, 0.5], 0.0),
+    ],
+)
+def test_differences_without_spread(one: list[float], other: list[float], p: float) -> None:
+    assert paired_p_value(dict(enumerate(one)), dict(enumerate(other))) == p
+
+
+def holm_by_definition(p_values: Sequence[float], level: float) -> list[bool]:
+    """Reject i if its adjusted p-value, a running maximum, is at most the level."""
+    order = np.argsort(p_values, kind="stable")
+    count = len(p_values)
+    adjusted = np.maximum.accumulate([(count - k) * p_values[i] for k, i in enumerate(order)])
+    rejected = [False] * count
+    for k, i in enumerate(order):
+        rejected[i] = bool(adjusted[k] <= level)
+    return rejected
+
+
+def test_holm() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert holm([]) == []
+    for p_values in itertools.product([0.001, 0.012, 0.02, 0.04, 0.2], repeat=3):
+        assert holm(p_values) == holm_by_definition(p_values, 0.05)
+
+
+def test_the_best_is_best_only_where_all_others_are_worse() -> None:
+    good, same = cell(0.90, 0.91, 0.92), cell(0.901, 0.909, 0.921)
+    bad = cell(0.80, 0.811, 0.82)
+    assert standing_of([bad, good]) == ["", "best"]
+    assert standing_of([good, bad, same]) == ["tied", "", "tied"]
+
+
+def test_one_seed_tells_nothing() -> None:
+    assert standing_of([cell(0.9), cell(0.1)]) == ["", ""]
+    assert standing_of([cell(0.9, 0.91), cell(0.1)]) == ["", ""]
+    assert standing_of([]) == []

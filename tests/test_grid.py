@@ -1,0 +1,159 @@
+"""From flags with several values to runs, each with an address of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpmac_cli.accounting import total_epsilon
+from dpmac_cli.budget import training_event
+from dpmac_cli.errors import InputError
+from dpmac_cli.grid import Grid, plan
+
+ROOT = Path("study")
+
+
+def grid(**flags: str) -> Grid:
+    return plan({"dataset": "digits", **flags}, None, ROOT)
+
+
+def faults(**flags: Any) -> tuple[str, ...]:
+    with pytest.raises(InputError) as caught:
+        grid(**flags)
+    return caught.value.errors
+
+
+def test_every_combination_is_run_with_every_seed() -> None:
+    study = grid(optimizers="dp-sgd,dp-adam", sigma="1,2", lr="0.1,0.2", seeds="3")
+    assert len(study.runs) == 2 * 2 * 2 * 3
+    assert study.axes == ("optimizer", "lr")
+    assert study.column == "sigma"
+    assert study.seeds == (0, 1, 2)
+    seen = {(r.config.optimizer, r.config.sigma, r.config.lr, r.seed) for r in study.runs}
+    assert len(seen) == 24
+    assert len({run.folder for run in study.runs}) == 24
+    for run in study.runs:
+        assert run.config.seed == run.seed
+        assert run.column == run.config.sigma
+        assert dict(run.labels) == {"optimizer": run.config.optimizer, "lr": f"{run.config.lr:g}"}
+
+
+def test_runs_of_a_cell_lie_side_by_side() -> None:
+    study = grid(optimizers="all", sigma="1,2", seeds="4")
+    for begin in range(0, len(study.runs), 4):
+        cell = study.runs[begin : begin + 4]
+        assert len({(run.labels, run.column) for run in cell}) == 1
+        assert [run.seed for run in cell] == [0, 1, 2, 3]
+
+
+def test_all_means_six_and_is_the_default() -> None:
+    names = {run.config.optimizer for run in grid(optimizers="all", sigma="1", seeds="1").runs}
+    assert len(names) == 6
+    assert names == {run.config.optimizer for run in grid(sigma="1", seeds="1").runs}
+
+
+def test_a_setting_without_effect_is_no_second_run() -> None:
+    """--kappa says nothing to DP-Adam, which is run once."""
+    study = grid(optimizers="dp-adam,dp-macadam", kappa="paper,tracked", sigma="1", seeds="2")
+    labels = [dict(run.labels) for run in study.runs]
+    assert len(labels) == 2 + 4
+    assert [row["kappa"] for row in labels] == ["", "", "paper", "paper", "tracked", "tracked"]
+
+
+def test_epsilons_make_columns_of_the_noise_that_meets_them() -> None:
+    study = grid(optimizers="dp-sgd,dp-adam", epsilon="3,5", seeds="1", epochs="1")
+    assert study.column == "epsilon"
+    for run in study.runs:
+        config = run.config
+        assert config.sigma is not None
+        assert run.column == config.epsilon
+        price = total_epsilon((training_event(config, config.total_steps),), config.delta)
+        assert 0.99 * run.column < price <= run.column
+    assert len({run.config.sigma for run in study.runs}) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("1", (0,)), ("3", (0, 1, 2)), ("3,7", (3, 7)), ("3,3,7", (3, 7))]
+)
+def test_seeds_are_how_many_or_which(text: str, seeds: tuple[int, ...]) -> None:
+    assert grid(optimizers="dp-sgd", seeds=text).seeds == seeds
+
+
+def test_the_address_is_the_settings_and_the_seed() -> None:
+    one, again = (grid(optimizers="dp-sgd", sigma="1", seeds="2") for _ in range(2))
+    assert [run.folder for run in one.runs] == [run.folder for run in again.runs]
+    others = [
+        grid(optimizers="dp-sgd", sigma="1", seeds="5,6"),
+        grid(optimizers="dp-sgd", sigma="1.5", seeds="2"),
+        grid(optimizers="dp-adam", sigma="1", seeds="2"),
+        grid(optimizers="dp-sgd", sigma="1", seeds="2", epochs="3"),
+        grid(optimizers="dp-sgd", sigma="1", seeds="2", lr="0.3"),
+    ]
+    folders = [run.folder for study in (one, *others) for run in study.runs]
+    assert len(set(folders)) == len(folders)
+
+
+def test_what_does_not_change_the_run_does_not_change_its_address() -> None:
+    one = grid(optimizers="dp-sgd", sigma="1", seeds="1")
+    for flags in ({"device": "cpu"}, {"checkpoint_every": "5s"}, {"data_dir": "elsewhere"}):
+        assert grid(optimizers="dp-sgd", sigma="1", seeds="1", **flags).runs[0].folder == (
+            one.runs[0].folder
+        )
+
+
+def test_a_file_says_it_too_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text(
+        "dataset: digits\noptimizers: [dp-sgd, dp-adam]\nsigma: [1.0, 2.0]\nseeds: 2\n"
+        "batch-size: 64\n"
+    )
+    study = plan({}, file, ROOT)
+    assert len(study.runs) == 8
+    assert {run.config.batch_size for run in study.runs} == {64}
+    fewer = plan({"sigma": "1.5", "seeds": "7"}, file, ROOT)
+    assert {run.config.sigma for run in fewer.runs} == {1.5}
+    assert fewer.seeds == tuple(range(7))
+    budget = plan({"epsilon": "3"}, file, ROOT)
+    assert budget.column == "epsilon"
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("sigm: 1", "sigma"),
+        ("sigma: {a: 1}", "a value or a list"),
+        ("sigma: []", "a value or a list"),
+        ("sigma: 1\nsigma: 2", "twice"),
+        ("seed: 3", "seeds"),
+        ("[1, 2]", "must hold lines"),
+    ],
+)
+def test_a_wrong_file_is_explained(text: str, word: str, tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=word):
+        plan({}, file, ROOT)
+
+
+def test_every_fault_is_named_once() -> None:
+    found = faults(optimizers="dp-sgd,dp-nothing", sigma="1,-1", lr="x,y")
+    assert len(found) == len(set(found))
+    text = "\n".join(found)
+    for word in ("dp-nothing", "--sigma", "'x'", "'y'"):
+        assert word in text
+
+
+@pytest.mark.parametrize("seeds", ["0", "-1", "x", "1.5", "", "1001", "-3,4"])
+def test_wrong_seeds_are_refused(seeds: str) -> None:
+    [fault] = faults(optimizers="dp-sgd", seeds=seeds)
+    assert "--seeds" in fault
+
+
+def test_a_study_has_an_end() -> None:
+    many = ",".join(str(1 + n / 1000) for n in range(200))
+    [fault] = faults(optimizers="dp-sgd", sigma=many, seeds="100")
+    assert "10,000" in fault
+
+
+def test_sigma_and_epsilon_contradict() -> None:
+    assert "contradict" in faults(optimizers="dp-sgd", sigma="1", epsilon="3")[0]
