@@ -151,7 +151,7 @@ def opacus(size: Size, data: Data, *, mode: str) -> Step:
     return step
 
 
-def ours(size: Size, data: Data, *, name: str, physical_batch: int | None = None) -> Step:
+def ours(size: Size, data: Data, *, name: str, compiled: bool = False) -> Step:
     """One of the six, by the trainer that ``dpmac train`` uses."""
     facts, seeds = DATASETS[IMAGES[size.model]], stream_seeds(0)
     defaults = facts.defaults
@@ -173,7 +173,7 @@ def ours(size: Size, data: Data, *, name: str, physical_batch: int | None = None
         OPTIMIZERS[name],
         hyper,
         GaussianMechanism(SIGMA, size.batch),
-        Plan(10**6, 100, physical_batch or defaults.physical_batch),
+        Plan(10**6, 100, defaults.physical_batch, compiled=compiled),
         make_sampler("poisson", len(data.train), size.batch, seeds["sampler"]),
         noise_source(seeds["noise"]),
     )
@@ -200,6 +200,8 @@ def contenders(size: Size, *, peers: bool, largest_gib: float) -> Mapping[str, B
     }
     for name in OPTIMIZERS:
         made[name] = partial(ours, size, name=name)
+    for name in ("dp-adam", "dp-macadam"):
+        made[f"{name} --compile"] = partial(ours, size, name=name, compiled=True)
     if peers:
         modes = ["ghost"]
         if size.parameters * size.batch * 4 * 2 <= largest_gib * 2**30:

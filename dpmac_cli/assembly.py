@@ -69,7 +69,9 @@ def make_trainer(
             phi=config.phi,
         ),
         GaussianMechanism(config.sigma or 0.0, config.batch_size),
-        Plan(steps, config.steps_per_epoch, config.physical_batch, private=not config.no_dp),
+        Plan(
+            steps, config.steps_per_epoch, config.physical_batch, not config.no_dp, config.compile
+        ),
         make_sampler(config.sampler, config.facts.train_size, config.batch_size, seeds["sampler"]),
         noise_source(seeds["noise"]),
         diagnostics.observe if diagnostics else None,

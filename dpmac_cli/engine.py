@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data import Data, Split
+from dpmac_cli.dp.fused import compile_terms, compile_update
 from dpmac_cli.dp.geometry import (
     AdaClip,
     Ball,
@@ -68,12 +69,14 @@ class Plan:
         steps_per_epoch: ceil(n/B).
         physical_batch: samples worked on at a time; noise is added once a step all the same.
         private: False trains without clipping and noise, as a baseline.
+        compiled: whether torch.compile fuses the operations on vectors.
     """
 
     steps: int
     steps_per_epoch: int
     physical_batch: int
     private: bool = True
+    compiled: bool = False
 
 
 @dataclass
@@ -137,7 +140,6 @@ class TrainState:
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
         self.step = numbers["step"]
-        self.moments.step = numbers["step"]
         if self.spread is not None:
             self.spread.kappa_star = numbers["kappa_star"]
 
@@ -230,7 +232,12 @@ class Trainer:
         )
         self.state = TrainState(theta, moments, region, spread, 0, sampler, noise)
         self._sum = torch.empty_like(theta)
-        self._metric = Metric(region)
+        self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)
+        self._compiled = (
+            compile_update(mechanism, self._rule, self._geometry, hyper.lr)
+            if plan.compiled
+            else None
+        )
         self._blocks = blocks(theta.numel(), theta.device)
         self._observer = observer
 
@@ -239,11 +246,22 @@ class Trainer:
         state, geometry = self.state, self._geometry
         clipped = self._clipped_batch(state.sampler.draw())  # lines 3 to 8
         state.step += 1
-        state.moments.step = state.step
+        state.moments.begin(state.step)
         geometry.begin(state.step, state.spread)
-        sums = [self._update(clipped[block], block) for block in self._blocks]
+        sums = self._updates(clipped)
         if state.spread is not None:
             state.region.factor.copy_(torch.stack(sums).sum())
+
+    def _updates(self, clipped: Tensor) -> list[Tensor]:
+        """Lines 9 to 20, block by block or compiled; the parts of the sum in line 20."""
+        state = self.state
+        if self._compiled is None or (state.spread is not None and state.spread.kappa is None):
+            return [self._update(clipped[block], block) for block in self._blocks]
+        return [
+            self._compiled(
+                clipped, state.theta, state.moments, state.region, state.spread, state.noise
+            )
+        ]
 
     def _update(self, clipped: Tensor, block: slice) -> Tensor:
         """Lines 9 to 20 for some coordinates; their part of the sum in line 20."""

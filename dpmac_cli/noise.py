@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,11 +51,19 @@ def restore_generator(generator: np.random.Generator, state: Mapping[str, Any]) 
     generator.bit_generator.state = {**state, "state": {"state": words}}
 
 
-class NoiseSource(Protocol):
-    """Standard normal draws, never the same twice."""
+class Normals(Protocol):
+    """Standard normal draws."""
 
     def standard_normal(self, like: Tensor) -> Tensor:
-        """Fresh independent N(0, 1) draws with the shape, dtype and device of ``like``."""
+        """Independent N(0, 1) draws with the shape, dtype and device of ``like``."""
+        ...
+
+
+class NoiseSource(Normals, Protocol):
+    """Standard normal draws, never the same twice."""
+
+    def bits(self, like: Tensor) -> "Bits":
+        """What fresh draws are made from, for operations that are compiled."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -85,12 +94,24 @@ class SeededNoise:
     def standard_normal(self, like: Tensor) -> Tensor:
         """Fresh independent N(0, 1) draws with the shape, dtype and device of ``like``."""
         pairs = (like.numel() + 1) // 2
-        if self._workspace.lacks(pairs, like.dtype):
-            self._workspace = _Workspace(pairs, like.dtype)
+        self._make_room(pairs, like.dtype, NOISE_PAIRS)
         normals = torch.empty(2 * pairs, dtype=like.dtype)
         for begin in range(0, pairs, NOISE_PAIRS):
             self._fill(normals[2 * begin : 2 * (begin + NOISE_PAIRS)])
         return normals[: like.numel()].view(like.shape).to(like.device)
+
+    def bits(self, like: Tensor) -> "Bits":
+        """What as many fresh draws are made from, all at once; overwritten by the next draw."""
+        pairs = (like.numel() + 1) // 2
+        self._make_room(pairs, like.dtype, pairs)
+        self._advance(self._workspace, pairs)
+        words, turns = self._workspace.words[:pairs], self._workspace.turns[:pairs]
+        return Bits(words.to(like.device), turns.to(like.device))
+
+    def _make_room(self, pairs: int, dtype: torch.dtype, at_once: int) -> None:
+        room = min(pairs, at_once)
+        if self._workspace.lacks(room, dtype):
+            self._workspace = _Workspace(room, dtype)
 
     def _fill(self, out: Tensor) -> None:
         """Draws in place, shape (2 pairs,)."""
@@ -131,12 +152,11 @@ class _Workspace:
     """Memory that draws go through, kept because asking for it anew costs more than using it.
 
     Args:
-        pairs: of draws that will be asked for at most.
+        pairs: of draws that will be made at a time at most.
         dtype: of the draws.
     """
 
     def __init__(self, pairs: int, dtype: torch.dtype) -> None:
-        pairs = min(pairs, NOISE_PAIRS)
         turn = torch.int64 if dtype == torch.float64 else torch.int32
         spare = 2 * AES_BLOCK  # the cipher asks for room that it does not use
         self.words = torch.empty(pairs + spare // 8, dtype=torch.int64)
@@ -147,7 +167,27 @@ class _Workspace:
 
     def lacks(self, pairs: int, dtype: torch.dtype) -> bool:
         """Whether it is too small or of another dtype."""
-        return len(self.u) < min(pairs, NOISE_PAIRS) or self.radius.dtype != dtype
+        return len(self.u) < pairs or self.radius.dtype != dtype
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Random bits, and the normals that they make: the same as :class:`SeededNoise` makes at once.
+
+    Attributes:
+        words: for the radii, int64, shape (pairs,).
+        turns: for the angles, int32 or int64, shape (pairs,).
+    """
+
+    words: Tensor
+    turns: Tensor
+
+    def standard_normal(self, like: Tensor) -> Tensor:
+        """N(0, 1) draws with the shape and dtype of ``like``; written to be compiled."""
+        u = self.words.double() * 2.0**-64 + (0.5 + LEAST_U)
+        radius = (u.log().to(like.dtype) * -2).sqrt()
+        angle = self.turns.to(like.dtype) * (math.tau * 2.0 ** (-8 * self.turns.itemsize))
+        return torch.cat([angle.cos() * radius, angle.sin() * radius])[: like.numel()]
 
 
 def noise_source(seed: np.random.SeedSequence) -> NoiseSource:

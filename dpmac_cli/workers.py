@@ -153,19 +153,20 @@ class Pool:
         threads = max(1, torch.get_num_threads() // max(1, count))
         workers = [self._begin(context, asked, index, threads) for index in range(count)]
         try:
-            while any(worker.number is not None for worker in workers):
-                if self.stop():
+            while busy := [worker for worker in workers if worker.number is not None]:
+                if not asked.is_set() and self.stop():
                     asked.set()
                     self._waiting.clear()
-                ready = wait(
-                    [w.pipe for w in workers] + [w.process.sentinel for w in workers], PATIENCE
-                )
-                for index, worker in enumerate(workers):
-                    if worker.pipe in ready:
-                        yield from self._heard(worker)
-                    elif worker.process.sentinel in ready and worker.number is not None:
-                        yield self._lost(worker)
-                        workers[index] = self._begin(context, asked, index, threads)
+                heard = wait([worker.pipe for worker in busy], PATIENCE)
+                for worker in busy:
+                    if worker.pipe in heard:
+                        yield from self._hear(worker, asked)
+                    if worker.number is None and self._waiting:
+                        if worker.process.is_alive():
+                            self._give(worker)
+                        else:
+                            index = workers.index(worker)
+                            workers[index] = self._begin(context, asked, index, threads)
         finally:
             asked.set()
             for worker in workers:
@@ -189,14 +190,18 @@ class Pool:
             self._attempts[worker.number] = self._attempts.get(worker.number, 0) + 1
             worker.pipe.send((worker.number, self.configs[worker.number]))
 
-    def _heard(self, worker: _Worker) -> Iterator[RunEvent]:
+    def _hear(self, worker: _Worker, asked: Event) -> Iterator[RunEvent]:
+        """What a worker says, or its death."""
         try:
             event: RunEvent = worker.pipe.recv()
-        except (EOFError, OSError):  # it died: its sentinel says so next time round
+        except (EOFError, OSError):
+            lost = self._lost(worker)
+            if not asked.is_set():  # else it was asked to go before it had begun
+                yield lost
             return
         yield event
         if isinstance(event, Ended):
-            self._give(worker)
+            worker.number = None
 
     def _lost(self, worker: _Worker) -> Ended:
         """A process ended in the middle of a run."""

@@ -14,7 +14,7 @@ from dpmac_cli.data import Data, Split
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
-from dpmac_cli.noise import NoiseSource, SeededNoise, stream_seeds
+from dpmac_cli.noise import Bits, NoiseSource, Normals, SeededNoise, stream_seeds
 from dpmac_cli.sampling import Sampler, make_sampler
 
 CLASSES, SIDE, WIDTH = 4, 3, 5
@@ -88,6 +88,9 @@ class KeptNoise:
         self.drawn.append(self._source.standard_normal(like))
         return self.drawn[-1].clone()
 
+    def bits(self, like: Tensor) -> Bits:
+        return self._source.bits(like)
+
     def state(self) -> dict[str, Any]:
         return self._source.state()
 
@@ -113,7 +116,7 @@ class Spy(GaussianMechanism):
     regions: list[Ellipsoid] = field(default_factory=list)
     released: list[PrivateMean] = field(default_factory=list)
 
-    def release(self, clipped: Tensor, region: Ellipsoid, noise: NoiseSource) -> PrivateMean:
+    def release(self, clipped: Tensor, region: Ellipsoid, noise: Normals) -> PrivateMean:
         private = super().release(clipped, region, noise)
         # The next step reuses the memory of all of them.
         self.regions.append(copied(region))

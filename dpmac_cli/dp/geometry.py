@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
-from dpmac_cli.dp.moments import Moments
+from dpmac_cli.dp.moments import Moments, Number
 
 LEAST_KAPPA = 1e-6
 Kappa = Literal["paper", "exact", "tracked"]
@@ -26,11 +26,15 @@ class Spread:
         s: AdaClip's s_t^2 or MacAdam's s_t, shape (d,).
         psi: the noise's own share of MacAdam's s_t, shape (d,); None unless kappa is "tracked".
         kappa_star: E[s_t] over the variance of i.i.d. g-tilde; a scalar.
+        kappa: what s_t is divided by at step t; None where that is 0.
+        share: (1 - c_t)^2, the weight of the noise of step t in u_t.
     """
 
     s: Tensor
     psi: Tensor | None
-    kappa_star: float
+    kappa_star: float = 0.0
+    kappa: Number | None = None
+    share: Number = 0.0
 
     def part(self, block: slice) -> "Spread":
         """Views of some coordinates."""
@@ -107,10 +111,12 @@ class AdaClip:
             torch.zeros_like(like), torch.empty_like(like), torch.empty_like(like[0])
         )
         region.factor.copy_(_scale(s_squared, region))
-        return region, Spread(s_squared, None, 0.0)
+        return region, Spread(s_squared, None)
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """All of AdaClip's memory is vectors."""
+        """All of AdaClip's memory is vectors, and s^2 divided by nothing."""
+        assert spread is not None  # noqa: S101
+        spread.kappa = 1.0
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
@@ -147,41 +153,43 @@ class MacAdam:
         zeros = torch.zeros_like(like)
         psi = zeros.clone() if self.kappa == "tracked" else None
         region = ellipsoid(zeros, torch.full_like(like, 1 / like.numel()))
-        return region, Spread(zeros.clone(), psi, 0.0)
+        return region, Spread(zeros.clone(), psi)
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """kappa*_t."""
+        """Line 18, and what else depends on t alone."""
         assert spread is not None  # noqa: S101
-        spread.kappa_star = kappa_star(step, self.beta1, previous=spread.kappa_star)
+        beta = self.beta1
+        spread.kappa_star = kappa_star(step, beta, previous=spread.kappa_star)
+        kappa = paper_kappa(step, beta) if self.kappa == "paper" else spread.kappa_star
+        spread.kappa = kappa if kappa > LEAST_KAPPA else None
+        spread.share = (1 - newest_weight(step, beta)) ** 2
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
         """Lines 16 to 20; the next centre is m-hat_t."""
         assert spread is not None  # noqa: S101
-        beta, t = self.beta1, moments.step
-        m_hat = moments.m_hat(out=region.centre)
-        spread.s.lerp_((private.value - m_hat).square_(), 1 - beta)  # lines 16, 17
+        m_hat = region.centre.copy_(moments.m_hat())
+        spread.s.lerp_((private.value - m_hat).square_(), 1 - self.beta1)  # lines 16, 17
         if spread.psi is not None:
-            share = (1 - newest_weight(t, beta)) ** 2
-            spread.psi.lerp_(private.noise_variance * share, 1 - beta)
-        s_hat = self._variance(private, spread, t).clamp_(self.h1, self.h2)  # line 19
+            spread.psi.lerp_(private.noise_variance * spread.share, 1 - self.beta1)
+        s_hat = _variance(private, spread).clamp_(self.h1, self.h2)  # line 19
         return _scale(s_hat, region)  # line 20
 
-    def _variance(self, private: PrivateMean, spread: Spread, t: int) -> Tensor:
-        """The estimate that line 19 clamps, shape (d,)."""
-        kappa = paper_kappa(t, self.beta1) if self.kappa == "paper" else spread.kappa_star
-        if spread.psi is not None:
-            return _divided(spread.s - spread.psi, kappa)
-        return private.without_noise(_divided(spread.s, kappa))
+
+def _variance(private: PrivateMean, spread: Spread) -> Tensor:
+    """The estimate that line 19 clamps, shape (d,)."""
+    if spread.psi is not None:
+        return _divided(spread.s - spread.psi, spread.kappa)
+    return private.without_noise(_divided(spread.s, spread.kappa))
 
 
-def _divided(s: Tensor, kappa: float) -> Tensor:
+def _divided(s: Tensor, kappa: Number | None) -> Tensor:
     """s / kappa, with 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0.
 
     The same where beta1 is so small that both are lost in rounding.
     """
-    return s / kappa if kappa > LEAST_KAPPA else torch.zeros_like(s)
+    return torch.zeros_like(s) if kappa is None else s / kappa
 
 
 def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpmac_cli.noise import NoiseSource
+from dpmac_cli.noise import Normals
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class GaussianMechanism:
     noise_multiplier: float
     expected_batch: float
 
-    def release(self, clipped: Tensor, region: Ellipsoid, noise: NoiseSource) -> PrivateMean:
+    def release(self, clipped: Tensor, region: Ellipsoid, noise: Normals) -> PrivateMean:
         """Add noise to the clipped sum and turn it into a mean gradient.
 
         Args:

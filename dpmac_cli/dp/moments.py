@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from dpmac_cli.dp.mechanism import PrivateMean
+
+#: A number that changes with every step: a tensor of shape () where operations are compiled, since
+#: a plain number would be compiled in.
+Number = float | Tensor
 
 
 @dataclass
@@ -18,7 +21,8 @@ class Moments:
         v: average of g-tilde^2, shape (d,).
         noise: average of the noise variance in g-tilde with v's weights, shape (d,); None unless
             the rule asks for it.
-        step: t, the step whose private mean was taken in last, or is being taken in.
+        step: t, of the private mean taken in last, or being taken in.
+        m_correction, v_correction: 1 - beta^t, which the averages are divided by.
     """
 
     beta1: float
@@ -27,6 +31,13 @@ class Moments:
     v: Tensor
     noise: Tensor | None
     step: int = 0
+    m_correction: Number = 1.0
+    v_correction: Number = 1.0
+
+    def begin(self, step: int) -> None:
+        """Step t, counted from 1, begins."""
+        self.step = step
+        self.m_correction, self.v_correction = 1 - self.beta1**step, 1 - self.beta2**step
 
     def part(self, block: slice) -> "Moments":
         """Views of some coordinates."""
@@ -34,27 +45,22 @@ class Moments:
         return replace(self, m=self.m[block], v=self.v[block], noise=noise)
 
     def update(self, private: PrivateMean) -> None:
-        """Take in g-tilde_t, in place; ``step`` is t."""
+        """Take in g-tilde_t, in place."""
         g = private.value
         self.m.lerp_(g, 1 - self.beta1)  # line 12
         self.v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)  # line 13
         if self.noise is not None:
             self.noise.lerp_(private.noise_variance, 1 - self.beta2)
 
-    @property
-    def m_correction(self) -> float:
-        """1 - beta1^t, which m is divided by for m-hat."""
-        return 1 - self.beta1**self.step
-
-    def m_hat(self, out: Tensor) -> Tensor:
+    def m_hat(self) -> Tensor:
         """Bias-corrected m, line 14, shape (d,)."""
-        return torch.div(self.m, self.m_correction, out=out)
+        return self.m / self.m_correction
 
     def v_hat(self) -> Tensor:
         """Bias-corrected v, line 14, shape (d,)."""
-        return self.v / (1 - self.beta2**self.step)
+        return self.v / self.v_correction
 
     def noise_hat(self) -> Tensor:
         """The share of ``v_hat`` that is the mechanism's noise: phi-hat_t, exactly."""
         assert self.noise is not None, "the rule did not ask for the noise's average"  # noqa: S101
-        return self.noise / (1 - self.beta2**self.step)
+        return self.noise / self.v_correction

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.hooks import RemovableHandle
 
+from dpmac_cli.dp.fused import Terms
 from dpmac_cli.dp.gradients import LayerMetric, PerSampleGradients, SquaredNorms, hold
 from dpmac_cli.dp.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
@@ -23,6 +24,8 @@ from dpmac_cli.errors import ModelError
 CLIP_LIMIT = 1 - 4e-4
 #: Rows whose rounding bound exceeds this share of their squared norm are done again in float64.
 SLACK_SHARE = 0.01
+#: Parameters of a layer from which on its metric is worth compiling.
+COMPILED = 1 << 17
 #: Terms of S3 that are added up in float32 before it goes on in float64.
 S3_ROW = 256
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32.
@@ -37,14 +40,21 @@ class Metric:
     Args:
         region: the ellipsoid.
         dtype: float32, or float64 for the rows that are done again.
+        compiled: of :func:`dpmac_cli.dp.fused.compile_terms`, for large layers; None not to.
     """
 
-    def __init__(self, region: Ellipsoid, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        region: Ellipsoid,
+        dtype: torch.dtype | None = None,
+        compiled: Terms | None = None,
+    ) -> None:
         dtype = dtype or region.inverse.dtype
         self.region = region
         self._centre, self._inverse = region.centre.to(dtype), region.inverse.to(dtype)
         self._centre_inverse = torch.empty_like(self._centre)
         self._layers: dict[str, LayerMetric] = {}
+        self._compiled = compiled
 
     def refresh(self) -> None:
         """Read the ellipsoid again after it has changed in place."""
@@ -63,6 +73,9 @@ class Metric:
 
     def _part(self, part: slice) -> LayerMetric:
         inverse, centre, times = self._inverse[part], self._centre[part], self._centre_inverse[part]
+        if self._compiled is not None and len(centre) >= COMPILED:
+            s3_whole, top = self._compiled(centre, inverse, times)
+            return LayerMetric(inverse, times, centre, s3_whole, top, self._factor)
         s3, largest = [], []
         product = torch.empty(0, dtype=centre.dtype, device=centre.device)
         for block in blocks(len(centre), centre.device):

@@ -25,7 +25,7 @@ def sgd(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> No
 
 @dataclass(frozen=True)
 class Adam:
-    """theta - eta m-hat / (sqrt(v-hat) + gamma), by torch's kernel: one pass over the vectors.
+    """theta - eta m-hat / (sqrt(v-hat) + gamma), line 15 of Algorithm 1.
 
     Attributes:
         gamma: stability constant >= 0.
@@ -35,6 +35,14 @@ class Adam:
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
+        if torch.compiler.is_compiling():  # what is compiled is fused anyway
+            moments.update(private)
+            _move(theta, eta, moments, moments.v_hat().sqrt_().add_(self.gamma))
+        else:
+            self._by_kernel(theta, eta, private, moments)
+
+    def _by_kernel(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+        """Lines 12 to 15 by torch's fused kernel: one pass over the vectors."""
         before = torch.tensor(moments.step - 1.0, device=theta.device)  # torch counts on
         adam(
             [theta],
@@ -72,4 +80,9 @@ class AdamBC:
         moments.update(private)
         phi = moments.noise_hat() if self.phi is None else self.phi
         signal = moments.v_hat().sub_(phi).clamp_(min=self.gamma_prime)
-        theta.addcdiv_(moments.m, signal.sqrt_(), value=-eta / moments.m_correction)
+        _move(theta, eta, moments, signal.sqrt_())
+
+
+def _move(theta: Tensor, eta: float, moments: Moments, denominator: Tensor) -> None:
+    """theta - eta m-hat / denominator, in place."""
+    theta.addcdiv_(moments.m_hat(), denominator, value=-eta)

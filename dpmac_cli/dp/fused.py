@@ -1,0 +1,106 @@
+"""Lines 9 to 20 of Algorithm 1 as one compiled loop over the vectors.
+
+The functions are the very ones that are called without compiling. What changes from step to step
+goes in as tensors: a plain number would be compiled in.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dpmac_cli.dp.geometry import Geometry, Spread
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
+from dpmac_cli.dp.moments import Moments, Number
+from dpmac_cli.dp.rules import Rule
+from dpmac_cli.errors import ModelError
+from dpmac_cli.noise import Bits, NoiseSource
+
+Update = Callable[[Tensor, Tensor, Moments, Ellipsoid, Spread | None, NoiseSource], Tensor]
+
+
+def compile_update(
+    mechanism: GaussianMechanism, rule: Rule, geometry: Geometry, lr: float
+) -> Update:
+    """A function from the clipped sum to new theta, moments and ellipsoid, all in place.
+
+    It returns the sum of line 20. Compiling happens when it is first called.
+
+    Raises:
+        ModelError: on that call, if there is nothing to compile with.
+    """
+
+    def update(
+        clipped: Tensor,
+        theta: Tensor,
+        averages: tuple[Tensor, Tensor, Tensor | None],
+        ellipsoid: tuple[Tensor, Tensor, Tensor],
+        memory: tuple[Tensor, Tensor | None] | None,
+        numbers: list[Tensor],
+        bits: tuple[Tensor, Tensor],
+        betas: tuple[float, float],
+    ) -> Tensor:
+        m_correction, v_correction, kappa, share = numbers
+        m, v, noise = averages
+        moments = Moments(*betas, m, v, noise, 0, m_correction, v_correction)
+        region = Ellipsoid(*ellipsoid)
+        spread = None if memory is None else Spread(*memory, 0.0, kappa, share)
+        private = mechanism.release(clipped, region, Bits(*bits))
+        rule(theta, lr, private, moments)
+        return geometry.estimate(private, moments, region, spread)
+
+    compiled = torch.compile(update, dynamic=False, fullgraph=True)
+
+    def call(
+        clipped: Tensor,
+        theta: Tensor,
+        moments: Moments,
+        region: Ellipsoid,
+        spread: Spread | None,
+        noise: NoiseSource,
+    ) -> Tensor:
+        drawn = clipped if mechanism.noise_multiplier > 0 else clipped[:0]
+        bits = noise.bits(torch.empty_like(drawn, dtype=theta.dtype))
+        kappa, share = (1.0, 0.0) if spread is None else (spread.kappa, spread.share)
+        assert kappa is not None, "the first step is not compiled"  # noqa: S101
+        numbers = (moments.m_correction, moments.v_correction, kappa, share)
+        try:
+            return compiled(
+                clipped,
+                theta,
+                (moments.m, moments.v, moments.noise),
+                (region.centre, region.inverse, region.factor),
+                None if spread is None else (spread.s, spread.psi),
+                [_as_tensor(number, theta) for number in numbers],
+                (bits.words, bits.turns),
+                (moments.beta1, moments.beta2),
+            )
+        except Exception as failure:
+            reason = str(failure).strip().partition("\n")[0]
+            raise ModelError(
+                f"--compile failed ({type(failure).__name__}: {reason}). It needs a working C++ "
+                "compiler, or Triton on a GPU: leave --compile out."
+            ) from failure
+
+    return call
+
+
+Terms = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def terms(centre: Tensor, inverse: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+    """What a norm needs of an ellipsoid: m A into ``times``, the sum of m^2 A, and the largest A.
+
+    The sum is made in float64 throughout, which costs nothing where this is compiled.
+    """
+    times.copy_(centre * inverse)
+    return (centre * times).double().sum(), inverse.max()
+
+
+def compile_terms() -> Terms:
+    """:func:`terms` as one loop."""
+    return torch.compile(terms, dynamic=False, fullgraph=True)
+
+
+def _as_tensor(number: Number, like: Tensor) -> Tensor:
+    return torch.as_tensor(number, dtype=torch.float64, device=like.device)
