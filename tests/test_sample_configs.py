@@ -1,21 +1,29 @@
-"""Every shipped configuration trains."""
+"""Every shipped configuration trains, and every shipped study begins."""
 
 from pathlib import Path
 
 import pytest
 
 from dpmac_cli.config import resolve
+from dpmac_cli.grid import plan
 from dpmac_cli.run import Finished, train
 
-CONFIGS = sorted((Path(__file__).parents[1] / "sample_configs").glob("*.yaml"))
+FILES = sorted((Path(__file__).parents[1] / "sample_configs").glob("*.yaml"))
+STUDIES = [file for file in FILES if file.stem.startswith("table")]
+CONFIGS = [file for file in FILES if file not in STUDIES]
+
+
+def by_name(file: Path) -> str:
+    return file.stem
 
 
 def test_there_are_some() -> None:
     assert CONFIGS
+    assert STUDIES
 
 
 @pytest.mark.real_data
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", CONFIGS, ids=by_name)
 def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     config = resolve({"device": "cpu", "data_dir": str(real_data_dir)}, file).config
     assert config.dataset in file.stem
@@ -25,3 +33,24 @@ def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     *_, last = train(resolve(flags, file).config)
     assert isinstance(last, Finished)
     assert last.report["privacy"]["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"), [("table1-mnist", 180), ("table2-cifar10", 150), ("table1-quick", 12)]
+)
+def test_a_shipped_study_is_what_it_says(name: str, runs: int) -> None:
+    [file] = [file for file in STUDIES if file.stem == name]
+    assert f"dpmac compare --config sample_configs/{file.name}" in file.read_text()
+    study = plan({}, file, Path("runs"))
+    assert len(study.runs) == runs
+    assert {run.config.dataset for run in study.runs} == {"mnist" if "1" in name else "cifar10"}
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("file", STUDIES, ids=by_name)
+def test_the_first_run_of_a_shipped_study_trains(file: Path, real_data_dir: Path) -> None:
+    flags = {"device": "cpu", "data_dir": str(real_data_dir), "steps": "2"}
+    first = plan(flags, file, Path("runs")).runs[0]
+    *_, last = train(first.config)
+    assert isinstance(last, Finished)
+    assert last.folder == first.folder
