@@ -47,16 +47,21 @@ def _finite(value: float) -> float | None:
 
 
 def warnings(comparison: Comparison) -> list[str]:
-    """What publishing a table, or its winner, costs."""
-    if not math.isfinite(comparison.bill):
+    """What an epsilon in a table is worth, and what publishing its winner costs."""
+    if not math.isfinite(comparison.bill) or comparison.bill == 0:
         return []
+    seeds = (
+        "Runs are drawn with the seeds named, to be repeatable: their epsilons hold only against "
+        "those who do not know the seeds. Train what is to be published without one."
+    )
     runs = sum(len(cell.accuracies) + len(cell.failures) for cell in comparison.cells)
     if runs < 2:
-        return []
+        return [seeds]
     return [
+        seeds,
         f"An epsilon above is the price of one run fixed in advance. All {runs} runs trained on "
         "the same records: publishing what was learnt from all of them, such as which is best, "
-        f"costs epsilon {format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all."
+        f"costs epsilon {format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all.",
     ]
 
 

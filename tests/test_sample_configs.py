@@ -43,7 +43,9 @@ def test_a_shipped_study_is_what_it_says(name: str, runs: int) -> None:
     assert f"dpmac compare --config sample_configs/{file.name}" in file.read_text()
     study = plan({}, file, Path("runs"))
     assert len(study.runs) == runs
-    assert {run.config.dataset for run in study.runs} == {"mnist" if name.startswith("table1") else "cifar10"}
+    assert {run.config.dataset for run in study.runs} == {
+        "mnist" if name.startswith("table1") else "cifar10"
+    }
 
 
 @pytest.mark.real_data

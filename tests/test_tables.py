@@ -1,0 +1,116 @@
+"""A comparison as CSV, Markdown and LaTeX: what stands where, and what must be said beside it."""
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpmac_cli.compare import TEST, Cell, Comparison
+from dpmac_cli.plots import draw_comparison
+from dpmac_cli.tables import as_csv, as_latex, as_markdown, as_values
+
+
+def cell(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
+    values: dict[str, Any] = {
+        "labels": (("optimizer", name), ("kappa", "paper_x" if name == "dp-macadam" else "")),
+        "column": sigma,
+        "sigma": sigma,
+        "epsilon": 3 / sigma if sigma else math.inf,
+        "accuracies": dict(enumerate(accuracies)),
+        "failures": {},
+        "seconds": 1.5,
+        "standing": "",
+        "histories": tuple(((5, 10), (a - 0.1, a)) for a in accuracies),
+    }
+    return Cell(**{**values, **changes})
+
+
+CELLS = (
+    cell("dp-adam", 0.5, 0.90, 0.92, standing="tied"),
+    cell("dp-adam", 1.0, 0.80, 0.82),
+    cell("dp-macadam", 0.5, 0.91, 0.93, standing="tied"),
+    cell("dp-macadam", 1.0, 0.88, 0.89, standing="best"),
+    cell("dp-sgd", 0.5, failures={0: "its process died", 1: "no"}),
+)
+
+
+def comparison(*cells: Cell, **changes: Any) -> Comparison:
+    values: dict[str, Any] = {
+        "column": "sigma",
+        "axes": ("optimizer", "kappa"),
+        "cells": cells,
+        "seeds": (0, 1),
+        "dataset": "mnist",
+        "delta": 1e-5,
+        "bill": 12.345,
+        "remarks": (TEST,),
+    }
+    return Comparison(**{**values, **changes})
+
+
+WHOLE = comparison(*CELLS)
+
+
+def test_markdown_has_a_column_a_noise_and_a_row_a_setting() -> None:
+    lines = [line for line in as_markdown(WHOLE).splitlines() if line.startswith("|")]
+    rows = [[part.strip() for part in line.strip("|").split("|")] for line in lines]
+    assert {len(row) for row in rows} == {3}
+    assert rows[0][1:] == ["sigma 0.5", "sigma 1"]
+    assert rows[2] == ["epsilon", "6", "3"]
+    assert rows[3] == ["dp-adam", "91.00 ± 1.41 ~", "81.00 ± 1.41"]
+    assert rows[4] == ["dp-macadam kappa paper_x", "92.00 ± 1.41 ~", "**88.50 ± 0.71**"]
+    assert rows[5] == ["dp-sgd", "–", "–"]
+
+
+def test_latex_is_a_whole_tabular() -> None:
+    text = as_latex(WHOLE)
+    assert text.count(r"\begin{tabular}{lcc}") == text.count(r"\end{tabular}") == 1
+    rows = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert {line.count("&") for line in rows} == {2}
+    assert r"$\mathbf{88.50 \pm 0.71}$" in text
+    assert r"paper\_x" in text
+    body = [line for line in text.splitlines() if not line.startswith("%")]
+    assert not any(re.search(r"(?<!\\)[%#]", line) for line in body)
+    assert all(line.count("$") % 2 == 0 for line in body)
+    for one, other in ("{}", "()"):
+        assert text.count(one) == text.count(other)
+
+
+def test_csv_and_json_have_a_row_a_cell() -> None:
+    lines = list(csv.DictReader(io.StringIO(as_csv(WHOLE))))
+    rows = json.loads(json.dumps(as_values(WHOLE), allow_nan=False))["rows"]
+    assert len(lines) == len(rows) == 5
+    assert [float(line["mean"]) for line in lines[:4]] == pytest.approx([0.91, 0.81, 0.92, 0.885])
+    assert lines[4]["mean"] == ""
+    assert rows[4]["mean"] is None
+    assert rows[4]["failures"] == {"0": "its process died", "1": "no"}
+    assert rows[3]["accuracies"] == {"0": 0.88, "1": 0.89}
+    assert {row["kappa"] for row in rows} == {"", "paper_x"}
+
+
+@pytest.mark.privacy
+def test_every_form_says_what_the_epsilons_are_worth() -> None:
+    for text in (as_markdown(WHOLE), as_latex(WHOLE), json.dumps(as_values(WHOLE))):
+        assert "epsilon 12.35" in text  # rounded up
+        assert "All 10 runs" in text
+        assert "know the seeds" in text
+        assert "paired t-test" in text
+    one = comparison(cell("dp-sgd", 1.0, 0.9))
+    assert "know the seeds" in as_markdown(one)
+    assert "in all" not in as_markdown(one)
+    baseline = comparison(cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), bill=0.0)
+    assert "seeds named" not in as_markdown(baseline)
+    assert "no privacy" in as_markdown(baseline)
+
+
+def test_a_picture_of_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "compare.png"
+    assert draw_comparison(WHOLE, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert not draw_comparison(comparison(CELLS[4]), tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
