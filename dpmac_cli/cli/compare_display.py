@@ -75,7 +75,11 @@ class Lines(Silent):
             accuracy = self._accuracy.get(event.number)
             shown = "" if accuracy is None else f"  test accuracy {accuracy:.2%}"
             count = f"{self._ended}/{self._missing}"
-            self.console.print(Text(f"{count}  {name}{shown}{self._time_left()}"))
+            self.console.print(Text(f"{count}  {name}{shown}{self._note()}"))
+
+    def _note(self) -> str:
+        """What stands at the end of a finished run's line."""
+        return self._time_left()
 
     def _time_left(self) -> str:
         seconds = self._seconds_left()
@@ -109,6 +113,10 @@ class LiveRuns(Lines):
         text = f"{self._ended}/{self._missing} runs{self._time_left()}"
         self._bar.update(self._task, completed=self._done, text=text)
         self._view.update(self._render())
+
+    def _note(self) -> str:
+        """Nothing: the bar says it."""
+        return ""
 
     def close(self) -> None:
         """The lines go."""
