@@ -48,6 +48,7 @@ VALUES: Mapping[str, Any] = {
     "sampler": "balls-in-bins",
     "phi": "tracked",
     "physical_batch": 32,
+    "compile": True,
     "device": "cpu",
     "seed": 5,
     "data_dir": Path("data"),

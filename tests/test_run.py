@@ -131,8 +131,8 @@ def test_the_noise_found_for_a_target_is_the_noise_added(monkeypatch: pytest.Mon
     mechanisms = []
     make = assembly.make_trainer
 
-    def watch(*args: Any) -> engine.Trainer:
-        trainer = make(*args)
+    def watch(*args: Any, **kwargs: Any) -> engine.Trainer:
+        trainer = make(*args, **kwargs)
         mechanisms.append(trainer.mechanism)
         return trainer
 
