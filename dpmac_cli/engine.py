@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.data import Data, Split
-from dpmac_cli.dp.fused import compile_terms, compile_update
+from dpmac_cli.dp.fused import compile_norms, compile_terms, compile_update
 from dpmac_cli.dp.geometry import (
     AdaClip,
     Ball,
@@ -22,6 +22,7 @@ from dpmac_cli.dp.geometry import (
     Spread,
     pinned_shares,
 )
+from dpmac_cli.dp.gradients import total_squared_norms
 from dpmac_cli.dp.layers import blocks, find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
@@ -218,7 +219,8 @@ class Trainer:
         )
         layers = find_layers(model)
         theta = flatten_parameters(layers)
-        self._clipped_sum = ClippedSum(model, layers, plan.physical_batch)
+        norms = compile_norms() if plan.compiled else total_squared_norms
+        self._clipped_sum = ClippedSum(model, layers, plan.physical_batch, norms)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         self._rule, track_noise = build_rule(optimizer, hyper, mechanism)
         region, spread = self._geometry.start(theta)

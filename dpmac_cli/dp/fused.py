@@ -1,15 +1,23 @@
-"""Lines 9 to 20 of Algorithm 1 as one compiled loop over the vectors.
+"""The step in compiled loops: lines 9 to 20 of Algorithm 1, and what the norms of line 7 need.
 
 The functions are the very ones that are called without compiling. What changes from step to step
 goes in as tensors: a plain number would be compiled in.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from dpmac_cli.dp.geometry import Geometry, Spread
+from dpmac_cli.dp.gradients import (
+    ByVmap,
+    LayerMetric,
+    PerSampleGradients,
+    SquaredNorms,
+    total_squared_norms,
+)
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments, Number
 from dpmac_cli.dp.rules import Rule
@@ -19,15 +27,37 @@ from dpmac_cli.noise import Bits, NoiseSource
 Update = Callable[[Tensor, Tensor, Moments, Ellipsoid, Spread | None, NoiseSource], Tensor]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _compile(function: Callable[P, R], *, dynamic: bool | None = None) -> Callable[P, R]:
+    """Compile a function, which happens when it is first called.
+
+    Raises:
+        ModelError: on that call, if there is nothing to compile with.
+    """
+    compiled = torch.compile(function, dynamic=dynamic, fullgraph=True)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as failure:
+            reason = str(failure).strip().partition("\n")[0]
+            raise ModelError(
+                f"--compile failed ({type(failure).__name__}: {reason}). It needs a working C++ "
+                "compiler, or Triton on a GPU: leave --compile out."
+            ) from failure
+
+    return call
+
+
 def compile_update(
     mechanism: GaussianMechanism, rule: Rule, geometry: Geometry, lr: float
 ) -> Update:
     """A function from the clipped sum to new theta, moments and ellipsoid, all in place.
 
-    It returns the sum of line 20. Compiling happens when it is first called.
-
-    Raises:
-        ModelError: on that call, if there is nothing to compile with.
+    It returns the sum of line 20.
     """
 
     def update(
@@ -49,7 +79,7 @@ def compile_update(
         rule(theta, lr, private, moments)
         return geometry.estimate(private, moments, region, spread)
 
-    compiled = torch.compile(update, dynamic=False, fullgraph=True)
+    compiled = _compile(update, dynamic=False)
 
     def call(
         clipped: Tensor,
@@ -64,23 +94,16 @@ def compile_update(
         kappa, share = (1.0, 0.0) if spread is None else (spread.kappa, spread.share)
         assert kappa is not None, "the first step is not compiled"  # noqa: S101
         numbers = (moments.m_correction, moments.v_correction, kappa, share)
-        try:
-            return compiled(
-                clipped,
-                theta,
-                (moments.m, moments.v, moments.noise),
-                (region.centre, region.inverse, region.factor),
-                None if spread is None else (spread.s, spread.psi),
-                [_as_tensor(number, theta) for number in numbers],
-                (bits.words, bits.turns),
-                (moments.beta1, moments.beta2),
-            )
-        except Exception as failure:
-            reason = str(failure).strip().partition("\n")[0]
-            raise ModelError(
-                f"--compile failed ({type(failure).__name__}: {reason}). It needs a working C++ "
-                "compiler, or Triton on a GPU: leave --compile out."
-            ) from failure
+        return compiled(
+            clipped,
+            theta,
+            (moments.m, moments.v, moments.noise),
+            (region.centre, region.inverse, region.factor),
+            None if spread is None else (spread.s, spread.psi),
+            [_as_tensor(number, theta) for number in numbers],
+            (bits.words, bits.turns),
+            (moments.beta1, moments.beta2),
+        )
 
     return call
 
@@ -99,7 +122,39 @@ def terms(centre: Tensor, inverse: Tensor, times: Tensor) -> tuple[Tensor, Tenso
 
 def compile_terms() -> Terms:
     """:func:`terms` as one loop."""
-    return torch.compile(terms, dynamic=False, fullgraph=True)
+    return _compile(terms, dynamic=False)
+
+
+Norms = Callable[[Sequence[PerSampleGradients], Sequence[LayerMetric]], SquaredNorms]
+
+
+def compile_norms() -> Norms:
+    """:func:`~dpmac_cli.dp.gradients.total_squared_norms` with as few passes as may be.
+
+    Whatever order a sum is made in, the bound on its rounding holds. Layers whose gradients come
+    by vmap are left as they are.
+    """
+    compiled = _compile(total_squared_norms)
+
+    def norms(
+        gradients: Sequence[PerSampleGradients], metrics: Sequence[LayerMetric]
+    ) -> SquaredNorms:
+        groups: dict[bool, tuple[list[PerSampleGradients], list[LayerMetric]]] = {}
+        for form, metric in zip(gradients, metrics, strict=True):
+            forms, parts = groups.setdefault(isinstance(form, ByVmap), ([], []))
+            forms.append(form)
+            parts.append(metric)
+        for form in groups.get(False, ([], []))[0]:
+            for rows in vars(form).values():
+                if isinstance(rows, Tensor):
+                    torch._dynamo.maybe_mark_dynamic(rows, 0)  # how many samples, changes
+        first, *rest = [
+            (total_squared_norms if by_vmap else compiled)(*group)
+            for by_vmap, group in groups.items()
+        ]
+        return sum(rest, start=first)
+
+    return norms
 
 
 def _as_tensor(number: Number, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ torch.func.vmap over that layer alone.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -267,6 +267,16 @@ class ByVmap:
         delta = self.delta[rows]
         gradients = vmap(one)(tuple(x[rows] for x in self.inputs), delta)
         return torch.cat([gradients[name].reshape(len(delta), -1) for name in trained], 1)
+
+
+def total_squared_norms(
+    gradients: Sequence[PerSampleGradients], metrics: Sequence[LayerMetric]
+) -> SquaredNorms:
+    """||(g_i - m)/b||^2 over some layers, each with its part of the metric."""
+    first, *rest = [
+        form.squared_norms(metric) for form, metric in zip(gradients, metrics, strict=True)
+    ]
+    return sum(rest, start=first)
 
 
 def _roundoff(terms: int, dtype: torch.dtype) -> float:

@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.hooks import RemovableHandle
 
-from dpmac_cli.dp.fused import Terms
-from dpmac_cli.dp.gradients import LayerMetric, PerSampleGradients, SquaredNorms, hold
+from dpmac_cli.dp.fused import Norms, Terms
+from dpmac_cli.dp.gradients import (
+    LayerMetric,
+    PerSampleGradients,
+    SquaredNorms,
+    hold,
+    total_squared_norms,
+)
 from dpmac_cli.dp.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.errors import ModelError
@@ -146,10 +152,18 @@ class ClippedSum:
         model: maps a batch (samples, ...) to logits (samples, classes), treating samples apart.
         layers: :func:`~dpmac_cli.dp.layers.find_layers` of the model.
         capacity: the most samples that :meth:`of` will be given; public.
+        norms: :func:`~dpmac_cli.dp.gradients.total_squared_norms`, or that compiled.
     """
 
-    def __init__(self, model: nn.Module, layers: list[Layer], capacity: int = 1024) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[Layer],
+        capacity: int = 1024,
+        norms: Norms = total_squared_norms,
+    ) -> None:
         self._model = model
+        self._norms = norms
         self._layers = layers
         self._capacity = capacity
         self._limit = clip_limit(capacity)
@@ -226,25 +240,19 @@ class ClippedSum:
         ]
 
     def _squared_norms(self, gradients: list[PerSampleGradients], metric: Metric) -> SquaredNorms:
-        squared = self._total(gradients, metric)
+        squared = self._norms(gradients, [metric.of(layer) for layer in self._layers])
         # Rows that are not clipped even with the slack need no better norm.
         clipped = squared.value + squared.slack > self._limit**2
         rows = clipped & (squared.slack > SLACK_SHARE * squared.value)
         if bool(rows.any()):
-            exact = self._total([form.select(rows) for form in gradients], metric.double())
+            exact_metric = metric.double()
+            exact = total_squared_norms(
+                [form.select(rows) for form in gradients],
+                [exact_metric.of(layer) for layer in self._layers],
+            )
             squared.value[rows] = exact.value
             squared.slack[rows] = exact.slack
         return squared
-
-    def _total(self, gradients: list[PerSampleGradients], metric: Metric) -> SquaredNorms:
-        parts = [
-            form.squared_norms(metric.of(layer))
-            for layer, form in zip(self._layers, gradients, strict=True)
-        ]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
 
     def _sum(
         self, gradients: list[PerSampleGradients], c: Tensor, valid: Tensor | None, out: Tensor

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.gradients import PerSampleGradients, SquaredNorms
+from dpmac_cli.dp.fused import Norms
+from dpmac_cli.dp.gradients import PerSampleGradients, SquaredNorms, total_squared_norms
 from dpmac_cli.dp.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.per_sample import ClippedSum, Metric, Observer, clip_limit, clip_weights
@@ -92,11 +93,12 @@ class Subject:
         return gradients
 
 
-def prepare(model: nn.Module, capacity: int = 1024) -> Subject:
+def prepare(model: nn.Module, capacity: int = 1024, norms: Norms = total_squared_norms) -> Subject:
     """A model as the engine prepares it, for batches up to ``capacity``."""
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    return Subject(model, layers, theta, ClippedSum(model, layers, capacity), clip_limit(capacity))
+    clipped_sum = ClippedSum(model, layers, capacity, norms)
+    return Subject(model, layers, theta, clipped_sum, clip_limit(capacity))
 
 
 def whiten(g: Tensor, region: Ellipsoid) -> Tensor:

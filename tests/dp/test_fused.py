@@ -1,8 +1,9 @@
 """The compiled path: the same numbers as without it, and the same noise."""
 
+import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import kstest
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpmac_cli import noise
 from dpmac_cli.dp import fused, layers, per_sample
@@ -21,6 +22,22 @@ from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import ModelError
 from dpmac_cli.noise import SeededNoise
 from tests.conftest import OPTIMIZER_NAMES
+from tests.dp.reference import prepare
+from tests.dp.test_per_sample import (
+    KINDS,
+    NETS,
+    POISONS,
+    assert_a_non_finite_sample_adds_nothing,
+    assert_matches_oracle,
+)
+from tests.dp.test_rounding import (
+    RATIOS,
+    SPREADS,
+    Case,
+    assert_no_sample_weighs_more_than_one,
+    cnn,
+    mlp,
+)
 from tests.helpers import HYPER, PLAN, Batches, in_chunks_of, make_trainer, walk
 
 COMPILED = replace(PLAN, compiled=True)
@@ -153,6 +170,34 @@ def test_the_compiled_metric_is_the_metric() -> None:
         torch.testing.assert_close(other.centre_inverse, one.centre_inverse)
         torch.testing.assert_close(other.s3, one.s3)
         assert torch.equal(other.largest, one.largest)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "conv", "group-norm", "conv-reflect", "gated-root"])
+def test_compiled_norms_and_what_is_clipped_by_them_match_the_oracle(name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    subject = prepare(NETS[name].build(), norms=fused.compile_norms())
+    for samples in (8, 5, 1, 12):
+        assert_matches_oracle(subject, *NETS[name].batch(samples), kind)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("build", [mlp, cnn])
+def test_the_bound_holds_for_compiled_norms(build: Callable[[], nn.Sequential]) -> None:
+    compiled = fused.compile_norms()
+    for ratio, spread in itertools.product(RATIOS, SPREADS):
+        case = Case(build(), ratio, spread, 12, compiled)
+        assert_no_sample_weighs_more_than_one(case, ratio)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mlp", "group-norm"])
+def test_where_norms_are_compiled_a_non_finite_sample_adds_nothing(name: str, kind: str) -> None:
+    compiled = fused.compile_norms()
+    for poison in POISONS:
+        assert_a_non_finite_sample_adds_nothing(name, kind, poison, compiled)
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
