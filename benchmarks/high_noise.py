@@ -9,12 +9,12 @@ take several sittings.
 
 import argparse
 import itertools
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from sittings import Setting, carry_on, product
 
 from dpmac_cli.assembly import make_trainer
 from dpmac_cli.config import resolve
@@ -24,17 +24,10 @@ TRACE_EVERY = 25
 SEEDS = (0, 1, 2)
 BOUNDS = ((1e-10, 1e-6), (1e-8, 1e-6), (1e-7, 1e-6), (1e-9, 1e-8), (1e-9, 1e-7), (1e-9, 1e-4))
 
-Setting = dict[str, Any]
 
-
-def _product(**axes: tuple[Any, ...]) -> Iterator[Setting]:
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values, strict=True))
-
-
-def sigma_grid() -> Iterator[Setting]:
+def sigma_grid() -> Iterable[Setting]:
     """Noise by kappa."""
-    return _product(
+    return product(
         optimizer=("dp-macadam",),
         seed=SEEDS,
         sigma=(0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
@@ -42,7 +35,7 @@ def sigma_grid() -> Iterator[Setting]:
     )
 
 
-def bounds_grid() -> Iterator[Setting]:
+def bounds_grid() -> Iterable[Setting]:
     """h1 and h2 around the paper's, at a noise that reproduces and at one that does not."""
     for (h1, h2), kappa, sigma in itertools.product(BOUNDS, ("paper", "tracked"), (0.5, 1.0)):
         yield {
@@ -55,9 +48,9 @@ def bounds_grid() -> Iterator[Setting]:
         }
 
 
-def adaclip_grid() -> Iterator[Setting]:
+def adaclip_grid() -> Iterable[Setting]:
     """AdaClip's learning rate, betas and start: s_0^2, by default sqrt(h1 h2)."""
-    yield from _product(
+    yield from product(
         optimizer=("adaclip",), seed=(0,), sigma=(0.5, 1.0), lr=(0.001, 0.01, 0.1, 0.3, 1.0, 3.0)
     )
     for beta1, beta2 in ((0.9, 0.9), (0.99, 0.99), (0.9, 0.999), (0.0, 0.9)):
@@ -75,9 +68,9 @@ def adaclip_grid() -> Iterator[Setting]:
             yield {"optimizer": "adaclip", "seed": 0, "sigma": 0.5, "lr": lr, "start": start}
 
 
-def cycle_grid() -> Iterator[Setting]:
+def cycle_grid() -> Iterable[Setting]:
     """The first steps at a noise that fails, to be followed one by one."""
-    return _product(
+    return product(
         optimizer=("dp-macadam",),
         seed=(0,),
         sigma=(0.8,),
@@ -90,7 +83,7 @@ GRIDS = {"sigma": sigma_grid, "bounds": bounds_grid, "adaclip": adaclip_grid, "c
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """Train one setting on MNIST."""
+    """Train one setting on MNIST: accuracies and trace."""
     settings = {name: value for name, value in setting.items() if name != "start"}
     config = resolve({"dataset": "mnist", **settings}).config
     trainer = make_trainer(config, config.total_steps, torch.device("cpu"))
@@ -107,7 +100,7 @@ def measure(setting: Setting) -> dict[str, Any]:
             accuracy.append(event.result.accuracy)
         elif wanted(event.step):
             trace.append({"step": event.step, **trainer.public_values()})
-    return {**setting, "accuracy": accuracy, "trace": trace}
+    return {"accuracy": accuracy, "trace": trace}
 
 
 def start_from(state: TrainState, variance: float) -> None:
@@ -125,20 +118,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--part", default="0/1", help="I/N: every N-th setting from the I-th")
     options = parser.parse_args()
-    part, parts = map(int, options.part.split("/"))
-    options.file.parent.mkdir(parents=True, exist_ok=True)
-    for setting in itertools.islice(GRIDS[options.grid](), part, None, parts):
-        done = options.file.read_text().splitlines() if options.file.exists() else []
-        if any(setting == _settings(json.loads(line)) for line in done):
-            continue
-        result = measure(setting)
-        with options.file.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(setting, f"{result['accuracy'][-1]:.2%}", flush=True)  # noqa: T201
-
-
-def _settings(result: dict[str, Any]) -> Setting:
-    return {name: value for name, value in result.items() if name not in ("accuracy", "trace")}
+    carry_on(GRIDS[options.grid](), measure, options.file, options.part)
 
 
 if __name__ == "__main__":

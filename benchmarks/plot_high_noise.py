@@ -4,11 +4,11 @@ python benchmarks/plot_high_noise.py docs/data/high_noise.jsonl docs/high-noise.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from sittings import results
 
 SIGMAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 KAPPAS = ("paper", "exact", "tracked")
@@ -20,11 +20,11 @@ def of_sweep(result: dict[str, Any]) -> bool:
     return result["optimizer"] == "dp-macadam" and not {"h1", "steps"} & set(result)
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
     """A panel for each sigma and kappa, a pair of lines for each seed."""
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     panels = figure.subplots(len(KAPPAS), len(SIGMAS), sharex=True, sharey=True)
-    for result in filter(of_sweep, results):
+    for result in filter(of_sweep, runs):
         panel = panels[KAPPAS.index(result["kappa"])][SIGMAS.index(result["sigma"])]
         steps = [point["step"] for point in result["trace"]]
         for name, colour, dash in (("share_h1", H1, "--"), ("share_h2", H2, "-")):
@@ -43,11 +43,11 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_cycle(results: list[dict[str, Any]], path: Path) -> None:
+def draw_cycle(runs: list[dict[str, Any]], path: Path) -> None:
     """Every step of a short run, a panel a kappa: dots, for lines would hide the alternation."""
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     panels = figure.subplots(1, len(KAPPAS), sharex=True, sharey=True)
-    for result in (result for result in results if "steps" in result):
+    for result in (result for result in runs if "steps" in result):
         panel = panels[KAPPAS.index(result["kappa"])]
         steps = [point["step"] for point in result["trace"]]
         for name, colour, mark in (("share_h1", H1, "."), ("share_h2", H2, "x")):
@@ -66,10 +66,9 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    lines = options.results.read_text().splitlines()
-    results = [json.loads(line) for line in lines]
-    draw(results, options.folder / "high-noise.png")
-    draw_cycle(results, options.folder / "high-noise-cycle.png")
+    found = results(options.results)
+    draw(found, options.folder / "high-noise.png")
+    draw_cycle(found, options.folder / "high-noise-cycle.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Is clamping after correction steadier than clamping before? An ablation of DP-MacAdam, MNIST.
+
+"after" is Algorithm 1: average u_t, correct, subtract the noise, clamp (lines 16 to 19). "before"
+is AdaClip's order in DP-MacAdam's place: subtract the noise from u_t, clamp, average, correct. Both
+are followed step by step: how far the scale b moves from one step to the next, root mean square of
+log(b_t / b_{t-1}) over the coordinates, and how its norm does.
+
+    python benchmarks/clamp_order.py docs/data/clamp_order.jsonl
+"""
+
+import argparse
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from sittings import Setting, carry_on, product
+from torch import Tensor
+
+from dpmac_cli.assembly import make_trainer
+from dpmac_cli.config import resolve
+from dpmac_cli.dp.geometry import MacAdam, Spread, _scale
+from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
+from dpmac_cli.dp.moments import Moments
+from dpmac_cli.engine import evaluate
+
+#: Steps at the start that are left out: the scale has yet to settle.
+SETTLING = 100
+
+
+@dataclass(frozen=True)
+class ClampBefore(MacAdam):
+    """DP-MacAdam with AdaClip's order."""
+
+    def begin(self, step: int, spread: Spread | None) -> None:
+        """An average of clamped variances is corrected like any average started at 0."""
+        super().begin(step, spread)
+        assert spread is not None  # noqa: S101
+        spread.kappa = 1 - self.beta1**step
+
+    def estimate(
+        self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
+    ) -> Tensor:
+        """Clamp, then average, then correct."""
+        assert spread is not None  # noqa: S101
+        m_hat = region.centre.copy_(moments.m_hat())
+        variance = private.without_noise((private.value - m_hat).square_())
+        spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta1)
+        return _scale((spread.s / spread.kappa).clamp_(self.h1, self.h2), region)
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Train one setting: accuracy, and how steady b was."""
+    flags = {name: value for name, value in setting.items() if name != "order"}
+    config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).config
+    trainer = make_trainer(config, config.total_steps, torch.device("cpu"))
+    if setting["order"] == "before":
+        trainer._geometry = ClampBefore(config.beta1, config.h1, config.h2, "paper")
+    moves, norms = [], []
+    before = trainer.state.region.scale
+    for step in range(1, config.total_steps + 1):
+        trainer.step()
+        after = trainer.state.region.scale
+        if step > SETTLING:
+            moves.append(float((after / before).log_().square_().mean().sqrt()))
+            norms.append(float(after.norm().log()))
+        before = after
+    swings = [abs(b - a) for a, b in pairwise(norms)]
+    result = evaluate(trainer.model, trainer.data, trainer.data.test)
+    return {"accuracy": result.accuracy, "move": fmean(moves), "swing": fmean(swings)}
+
+
+def main() -> None:
+    """Run what is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args()
+    noise, seeds = (0.5, 0.7, 1.0), (0, 1)
+    settings = [
+        *product(order=("before",), sigma=noise, seed=seeds),
+        *product(order=("after",), kappa=("paper", "tracked"), sigma=noise, seed=seeds),
+    ]
+    carry_on(settings, measure, options.file)
+
+
+if __name__ == "__main__":
+    main()

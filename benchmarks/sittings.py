@@ -1,0 +1,48 @@
+"""Long studies in several sittings: results are lines of a file, and what is there is left out."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Setting = dict[str, Any]
+
+
+def carry_on(
+    settings: Iterable[Setting],
+    measure: Callable[[Setting], dict[str, Any]],
+    file: Path,
+    part: str = "0/1",
+) -> None:
+    """Measure what a file lacks, and append a line of JSON each: the setting and its results.
+
+    Args:
+        settings: of the study.
+        measure: from a setting to results.
+        file: of the results.
+        part: "I/N" takes every N-th setting from the I-th, for N processes side by side.
+    """
+    first, step = map(int, part.split("/"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for setting in itertools.islice(settings, first, None, step):
+        if any(line["setting"] == setting for line in _lines(file)):
+            continue
+        line = {"setting": setting, "result": measure(setting)}
+        with file.open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+        print(setting, flush=True)  # noqa: T201
+
+
+def results(file: Path) -> list[dict[str, Any]]:
+    """What a file holds: each setting and its results in one."""
+    return [{**line["setting"], **line["result"]} for line in _lines(file)]
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def product(**axes: Iterable[Any]) -> list[Setting]:
+    """Every combination of some values."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
