@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from dpmac_cli.accounting import format_epsilon
@@ -86,6 +87,22 @@ def epsilons(comparison: Comparison) -> list[str]:
     ]
 
 
+def run_times(comparison: Comparison) -> list[str]:
+    """How long a run of each row trained, on average over its columns."""
+    means = [
+        [cell.seconds for cell in cells if cell and math.isfinite(cell.seconds)]
+        for _, cells in comparison.rows
+    ]
+    return [clock(fmean(seconds)) if seconds else MISSING for seconds in means]
+
+
+def clock(seconds: float) -> str:
+    """Such as 1:05:09 or 0:12."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def as_csv(comparison: Comparison) -> str:
     """A line a cell."""
     rows = [_row(cell) for cell in comparison.cells]
@@ -107,9 +124,14 @@ def as_markdown(comparison: Comparison) -> str:
             return text
         return f"**{text}**" if cell.standing == "best" else f"{text} {_mark(cell)}".strip()
 
-    titles = ["", *(column_title(comparison, column) for column in comparison.columns)]
-    lines = [_bars(titles), _bars(["---"] * len(titles)), _bars(["epsilon", *epsilons(comparison)])]
-    lines += [_bars([_plain(name), *map(show, cells)]) for name, cells in comparison.rows]
+    columns = (column_title(comparison, column) for column in comparison.columns)
+    titles = ["", *columns, "a run takes"]
+    prices = ["epsilon", *epsilons(comparison), ""]
+    lines = [_bars(titles), _bars(["---"] * len(titles)), _bars(prices)]
+    lines += [
+        _bars([_plain(name), *map(show, cells), time])
+        for (name, cells), time in zip(comparison.rows, run_times(comparison), strict=True)
+    ]
     remarks = [*comparison.remarks, *warnings(comparison)]
     return "\n".join(lines) + "\n\n" + "\n\n".join(remarks) + "\n"
 

@@ -59,12 +59,13 @@ WHOLE = comparison(*CELLS)
 def test_markdown_has_a_column_a_noise_and_a_row_a_setting() -> None:
     lines = [line for line in as_markdown(WHOLE).splitlines() if line.startswith("|")]
     rows = [[part.strip() for part in line.strip("|").split("|")] for line in lines]
-    assert {len(row) for row in rows} == {3}
-    assert rows[0][1:] == ["sigma 0.5", "sigma 1"]
-    assert rows[2] == ["epsilon", "6", "3"]
-    assert rows[3] == ["dp-adam", "91.00 ± 1.41 ~", "81.00 ± 1.41"]
-    assert rows[4] == ["dp-macadam kappa paper_x", "92.00 ± 1.41 ~", "**88.50 ± 0.71**"]
-    assert rows[5] == ["dp-sgd", "–", "–"]
+    assert {len(row) for row in rows} == {4}
+    assert rows[0][1:] == ["sigma 0.5", "sigma 1", "a run takes"]
+    assert rows[2] == ["epsilon", "6", "3", ""]
+    assert rows[3] == ["dp-adam", "91.00 ± 1.41 ~", "81.00 ± 1.41", "0:02"]
+    expected = ["dp-macadam kappa paper_x", "92.00 ± 1.41 ~", "**88.50 ± 0.71**", "0:02"]
+    assert rows[4] == expected
+    assert rows[5] == ["dp-sgd", "–", "–", "0:02"]
 
 
 def test_latex_is_a_whole_tabular() -> None:

@@ -2,9 +2,10 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
@@ -83,7 +84,7 @@ class Lines(Silent):
 
     def _time_left(self) -> str:
         seconds = self._seconds_left()
-        return "" if seconds is None or seconds < 1 else f"  {clock(seconds)} left"
+        return "" if seconds is None or seconds < 1 else f"  {tables.clock(seconds)} left"
 
     def _seconds_left(self) -> float | None:
         taken = time.monotonic() - self._began
@@ -147,25 +148,53 @@ def _name(run: Run) -> str:
     return f"{' '.join(labels)}  sigma {run.config.sigma:.4g}  seed {run.seed}"
 
 
-def clock(seconds: float) -> str:
-    """Such as 1:05:09 or 0:12."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def print_comparison(out: Console, comparison: Comparison, where: str) -> None:
     """The table, its remarks, and where the files are."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for column, epsilon in zip(comparison.columns, tables.epsilons(comparison), strict=True):
-        table.add_column(f"{tables.column_title(comparison, column)}\nε {epsilon}", justify="right")
-    for name, cells in comparison.rows:
-        table.add_row(name, *map(_cell, cells))
-    out.print(table)
+    for table in _tables(comparison, out.width):
+        out.print(table)
     for remark in (*comparison.remarks, *tables.warnings(comparison)):
         out.print(Text(remark, style="dim"))
     out.print(Text(where))
+
+
+#: Blanks between columns.
+GAP = 2
+
+
+def _tables(comparison: Comparison, width: int) -> Iterator[Table]:
+    """The comparison in as few tables below one another as a screen so wide can show."""
+    names = [Text(name) for name, _ in comparison.rows]
+    columns = [
+        (f"{tables.column_title(comparison, column)}\nε {epsilon}", list(map(_cell, cells)))
+        for column, epsilon, cells in zip(
+            comparison.columns,
+            tables.epsilons(comparison),
+            zip(*(cells for _, cells in comparison.rows), strict=True),
+            strict=True,
+        )
+    ]
+    columns.append(("a run\ntakes", [Text(time) for time in tables.run_times(comparison)]))
+    left = width - max(name.cell_len for name in names)
+    shown: list[tuple[str, list[Text]]] = []
+    room = left
+    for title, cells in columns:
+        needed = GAP + max(map(cell_len, [*title.splitlines(), *(cell.plain for cell in cells)]))
+        if shown and needed > room:
+            yield _table(names, shown)
+            shown, room = [], left
+        shown.append((title, cells))
+        room -= needed
+    yield _table(names, shown)
+
+
+def _table(names: Sequence[Text], columns: Sequence[tuple[str, Sequence[Text]]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    table.add_column("", no_wrap=True)
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in zip(names, *(cells for _, cells in columns), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def _cell(cell: Cell | None) -> Text:
@@ -205,11 +234,11 @@ def print_plan(out: Console, grid: Grid, seconds: Mapping[int, float], jobs: int
             price,
             f"{config.total_steps:,}",
             str(len(grid.seeds)),
-            clock(each),
+            tables.clock(each),
         )
     out.print(table)
     wall = total / max(1, jobs)
     out.print(
-        f"{len(grid.runs)} runs, about {clock(total)} of one process, {clock(wall)} in {jobs}; "
-        f"finished ones are not run again"
+        f"{len(grid.runs)} runs, about {tables.clock(total)} of one process, "
+        f"{tables.clock(wall)} in {jobs}; finished ones are not run again"
     )

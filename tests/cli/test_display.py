@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dpmac_cli.cli.compare_display import LiveRuns, print_comparison
 from dpmac_cli.cli.console import Expendable
 from dpmac_cli.cli.display import LiveBar
+from dpmac_cli.compare import Comparison
 from dpmac_cli.engine import Progress
+from dpmac_cli.grid import plan
 from dpmac_cli.run import Started, Update
+from dpmac_cli.workers import Moved
 from tests.digits_runs import digits_config
+from tests.test_tables import cell, comparison
 
 STEPS = 58_800
 
@@ -64,3 +69,44 @@ def test_a_lost_stream_takes_everything_and_says_why() -> None:
         screen.flush()
     assert seen[0] is None
     assert isinstance(seen[1], OSError)
+
+
+def many_columns(sigmas: int) -> Comparison:
+    names = ("adaclip", "dp-macadam", "dp-macadambc with a longer name")
+    cells = tuple(
+        cell(name, 0.5 + i / 10, 0.5, 0.9, standing="tied") for name in names for i in range(sigmas)
+    )
+    return comparison(*cells)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_comparison_fits_the_screen_and_shows_every_cell(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    print_comparison(console, many_columns(6), "here")
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert text.count("70.00 ± 28.28 ~") == 18
+    assert text.count("dp-macadambc with a longer name") == {60: 6, 80: 3, 200: 1}[width]
+    for i in range(6):
+        assert f"sigma {0.5 + i / 10:g}" in text
+    assert text.count("0:02") == 3
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_live_runs_keep_to_a_line_each(width: int) -> None:
+    flags = {"dataset": "digits", "optimizers": "all", "kappa": "paper,tracked", "sigma": "1,2"}
+    grid = plan(flags, None, Path("runs"))
+    console = Console(width=width, file=io.StringIO(), force_terminal=True)
+    display = LiveRuns(console, grid, range(len(grid.runs)))
+    for number in (0, 5, 30):
+        display.show(Moved(number, 58_799, 58_800, 0.98765))
+    lines = console.render_lines(display._render())
+    shown = ["".join(segment.text for segment in line) for line in lines]
+    display.close()
+    assert len(shown) == 4
+    assert all(len(line) <= width for line in shown)
+    assert all("58799/58800" in line and "98.7" in line for line in shown[:3])
+    assert "dp-sgd  sigma 1  seed 0" in shown[0]
+    assert f"0/{len(grid.runs)} runs" in shown[3]
