@@ -1,0 +1,59 @@
+"""Keep the runs of a comparison in one file, and take them out again to go on.
+
+A line of the file is a finished run: the name of its folder, and its small public files. Weights
+and checkpoints are left behind.
+
+    python benchmarks/study.py pack runs/table1 docs/data/table1.jsonl
+    python benchmarks/study.py unpack docs/data/table1.jsonl runs/table1
+    dpmac compare --config sample_configs/table1-mnist.yaml --out runs/table1
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from dpmac_cli import folder
+
+#: Where a comparison keeps its runs.
+RUNS = "runs"
+LEFT_BEHIND = (folder.MODEL, folder.DIAGNOSTICS, folder.LOCK)
+
+
+def pack(study: Path, file: Path) -> int:
+    """Add a study's finished runs to a file; how many it then holds."""
+    kept = {line["run"]: line for line in folder.read_lines(file)}
+    for run in sorted((study / RUNS).iterdir()):
+        if folder.reported_steps(run):
+            files = (f for f in run.iterdir() if f.is_file() and f.name not in LEFT_BEHIND)
+            texts = {f.name: f.read_text(encoding="utf-8") for f in sorted(files)}
+            kept[run.name] = {"run": run.name, "files": texts}
+    lines = (json.dumps(kept[name]) + "\n" for name in sorted(kept))
+    folder.write_atomically(file, "".join(lines).encode())
+    return len(kept)
+
+
+def unpack(file: Path, study: Path) -> int:
+    """Lay out the runs of a file, where they are not there yet; how many it holds."""
+    lines = folder.read_lines(file)
+    for line in lines:
+        run = study / RUNS / line["run"]
+        if not run.exists():
+            run.mkdir(parents=True)
+            for name, text in line["files"].items():
+                folder.write_atomically(run / name, text.encode())
+    return len(lines)
+
+
+def main() -> None:
+    """Do one or the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("pack", "unpack"))
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    options = parser.parse_args()
+    count = {"pack": pack, "unpack": unpack}[options.what](options.source, options.target)
+    print(f"{count} runs in {options.target}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
