@@ -4,11 +4,9 @@ Loads neither torch nor, before the first price, dp-accounting.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dpmac_cli import accounting
@@ -31,8 +29,7 @@ from dpmac_cli.calibration import (
 )
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.config import COUNT, POSITIVE, PROBABILITY, Bounds, delta_note, near
-from dpmac_cli.errors import InputError
-from dpmac_cli.folder import CONFIG, REPORT
+from dpmac_cli.errors import BudgetError, InputError
 
 DEFAULT_DATASET, DEFAULT_DELTA = "mnist", 1e-5
 SOLVABLE = ("sigma", "steps", "batch-size", "delta")
@@ -131,7 +128,7 @@ def ask(flags: Mapping[str, str | None]) -> Question:
         InputError: with every fault found.
     """
     errors: list[str] = []
-    values = _parsed(flags, errors)
+    values = parse(flags, errors)
     solve = _what_to_solve(values, errors)
     named: str = values.get("dataset", "" if "dataset-size" in values else DEFAULT_DATASET)
     facts = DATASETS.get(named)
@@ -149,7 +146,7 @@ def ask(flags: Mapping[str, str | None]) -> Question:
             lengths = [("epochs", facts.defaults.epochs)]
     errors += _misfits(sizes, batches, values.get("epochs", ()))
     sampler = values.get("sampler", "poisson")
-    accountants = _accountants(sampler, values.get("accountant"), errors)
+    accountants = accountants_for(sampler, values.get("accountant"), errors)
     if errors:
         raise InputError(errors)
     (delta,) = values.get("delta", (0.0 if solve == "delta" else DEFAULT_DELTA,))
@@ -168,8 +165,8 @@ def ask(flags: Mapping[str, str | None]) -> Question:
     )
 
 
-def _parsed(flags: Mapping[str, str | None], errors: list[str]) -> dict[str, Any]:
-    """Names as text, and numbers as tuples, of what was given."""
+def parse(flags: Mapping[str, str | None], errors: list[str]) -> dict[str, Any]:
+    """Names as text, and numbers as tuples, of what was given; faults are added to ``errors``."""
     return {
         name: _chosen(name, text, errors) if name in CHOICES else _numbers(name, text, errors)
         for name, text in flags.items()
@@ -266,7 +263,8 @@ def _misfits(sizes: Sequence[int], batches: Sequence[int], lengths: Sequence[int
                 )
 
 
-def _accountants(sampler: str, wanted: str | None, errors: list[str]) -> tuple[str, ...]:
+def accountants_for(sampler: str, wanted: str | None, errors: list[str]) -> tuple[str, ...]:
+    """The accountants that answer; faults are added to ``errors``."""
     if sampler not in SAMPLERS:
         return ()
     offered = SAMPLERS[sampler].accountants
@@ -283,20 +281,27 @@ def answer(question: Question) -> Iterator[Row]:
     """The rows that answer a question, one for each combination of its values.
 
     Raises:
-        BudgetError: a target is out of reach.
+        BudgetError: when all that can be answered is, if some targets are out of reach.
     """
+    out_of_reach: dict[str, None] = {}
     for sigma, length, target, accountant in itertools.product(
         question.sigmas or (0.0,),
         question.lengths or (("steps", 1),),
         question.epsilons or (0.0,),
         question.accountants,
     ):
-        row = _solved(question, sigma, length, target, accountant)
+        try:
+            row = _solved(question, sigma, length, target, accountant)
+        except BudgetError as failure:
+            out_of_reach[str(failure)] = None
+            continue
         yield row
         if question.runs > 1:
             yield composition(row, question.runs)
             if accountant == question.accountants[-1]:  # by RDP, whichever accountant prices one
                 yield selection(row, question.runs)
+    if out_of_reach:
+        raise BudgetError("\n".join(out_of_reach))
 
 
 def _solved(
@@ -411,109 +416,6 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
             yield from delta_note(delta, size)
     if any(row.solved == "steps" and row.steps == MOST_STEPS for row in rows):
         yield f"{MOST_STEPS:,} steps are as many as a run may have; the budget would pay for more."
-
-
-@dataclass(frozen=True)
-class Recount:
-    """A run priced again.
-
-    Attributes:
-        rows: the price, for the delta and the accountants asked for.
-        stored: the epsilon in the report; ``inf`` where it has none.
-        again: what the report should say.
-    """
-
-    rows: list[Row]
-    stored: float
-    again: float
-
-    @property
-    def right(self) -> bool:
-        """Whether the report holds, but for what another version of the accountant may move."""
-        return math.isclose(self.again, self.stored, rel_tol=TOLERANCE, abs_tol=1e-9)
-
-
-TOLERANCE = 1e-3
-#: Flags that make sense beside a run, which brings everything else.
-BESIDE_A_RUN = ("delta", "accountant", "runs")
-
-
-def recount(path: Path, flags: Mapping[str, str | None]) -> Recount:
-    """Price a run again from its report.
-
-    Args:
-        path: a run folder, or a report.
-        flags: as for :func:`ask`, of which only :data:`BESIDE_A_RUN` may be given.
-
-    Raises:
-        InputError: there is no report of ours, or a flag contradicts it.
-    """
-    errors = [
-        f"--{name} contradicts {path}, which says what was done: leave it out."
-        for name, text in flags.items()
-        if text is not None and name not in BESIDE_A_RUN
-    ]
-    values = _parsed({name: flags.get(name) for name in BESIDE_A_RUN}, errors)
-    if errors:
-        raise InputError(errors)
-    events, size, own_delta, stored = _read_report(path)
-    accountants = _accountants(events[-1].sampler, values.get("accountant"), errors)
-    if errors:
-        raise InputError(errors)
-    (delta,) = values.get("delta", (own_delta,))
-    rows = []
-    for accountant in accountants:
-        row = replace(price(events, delta, accountant), dataset_size=size)
-        rows.append(row)
-        rows += [composition(row, runs) for runs in values.get("runs", ())]
-    rows += [selection(row, runs) for runs in values.get("runs", ())]
-    return Recount(rows, stored, total_epsilon(events, own_delta))
-
-
-def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, float]:
-    """What was done, to how many records, the delta, and the epsilon given for them."""
-    file = path / REPORT if path.is_dir() else path
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-        privacy, size = report["privacy"], int(report["dataset"]["train_size"])
-        events = tuple(TrainingEvent(**event) for event in privacy["events"])
-        _check_events(events)
-        without = any(event.noise_multiplier == 0 for event in events)
-        delta = DEFAULT_DELTA if without else float(privacy["delta"])
-        stored = math.inf if privacy["epsilon"] is None else float(privacy["epsilon"])
-        if not PROBABILITY.holds(delta) or not stored >= 0 or size < 1:
-            raise ValueError(f"delta {delta:g}, epsilon {stored:g}, {size} records")
-    except FileNotFoundError as failure:
-        hint = ""
-        if (path / CONFIG).exists():
-            hint = f" The run was cut off before it wrote one. Go on: dpmac train --resume {path}"
-        raise InputError(f"{file} does not exist.{hint}") from failure
-    except OSError as failure:
-        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as failure:
-        raise InputError(
-            f"{file} is not a report of dpmac, or not a whole one: what was done with the records "
-            f"cannot be read from it ({failure})."
-        ) from failure
-    return events, size, delta, stored
-
-
-def _check_events(events: Sequence[TrainingEvent]) -> None:
-    if not events:
-        raise ValueError("no events")
-    for event in events:
-        good = (
-            event.sampler in SAMPLERS
-            and 1 / COUNT.high <= event.sampling_rate <= 1
-            and (event.noise_multiplier == 0 or event.noise_multiplier >= SIGMA_MIN)
-            and event.noise_multiplier <= SIGMA_MAX
-            and isinstance(event.steps, int)
-            and 0 <= event.steps <= MOST_STEPS
-            and isinstance(event.steps_per_epoch, int)
-            and event.steps_per_epoch >= 1
-        )
-        if not good:
-            raise ValueError(f"{event}")
 
 
 #: Pairs of a step or a delta, and epsilon.

@@ -17,9 +17,10 @@ from dpmac_cli.accounting import ACCOUNTANTS, NO_PRIVACY, SAMPLERS, format_epsil
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import USAGE, explained
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.folder import to_json
 from dpmac_cli.pricing import Row
+from dpmac_cli.recount import Recount, recount
 
 HELP = """Price training before it happens: its cost, the noise for a budget, the longest run.
 
@@ -141,8 +142,8 @@ def account(
         from dpmac_cli.plots import check_picture  # noqa: PLC0415
 
         check_picture(plot)
-    recount = None if run is None else pricing.recount(run, flags)
-    rows = list(pricing.answer(pricing.ask(flags))) if recount is None else recount.rows
+    again = None if run is None else recount(run, flags)
+    rows, out_of_reach = _answers(flags) if again is None else (again.rows, None)
     console.print_notes(pricing.notes(rows))
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
@@ -155,14 +156,29 @@ def account(
 
         draw_prices(rows, plot)
         console.print_notes([f"drew {plot}"])
-    if recount is not None:
-        _judge(recount)
+    if again is not None:
+        _judge(again)
+    if out_of_reach is not None:
+        raise out_of_reach
 
 
-def _judge(recount: pricing.Recount) -> None:
+def _answers(flags: Mapping[str, str | None]) -> tuple[list[Row], BudgetError | None]:
+    """What can be answered, and what is out of reach beside it. Raises what leaves no answer."""
+    rows: list[Row] = []
+    try:
+        for row in pricing.answer(pricing.ask(flags)):
+            rows.append(row)
+    except BudgetError as failure:
+        if not rows:
+            raise
+        return rows, failure
+    return rows, None
+
+
+def _judge(found: Recount) -> None:
     """Say whether a report's figure holds."""
-    stored, again = format_epsilon(recount.stored), format_epsilon(recount.again)
-    if recount.right:
+    stored, again = format_epsilon(found.stored), format_epsilon(found.again)
+    if found.right:
         console.print_notes([f"the report's epsilon, {stored}, is right"])
         return
     console.print_errors(

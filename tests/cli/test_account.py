@@ -333,6 +333,15 @@ def test_a_target_out_of_reach_is_exit_code_3_with_the_nearest(
     assert format_epsilon(row["epsilon"]) in result.stderr
 
 
+def test_targets_out_of_reach_do_not_hide_those_within() -> None:
+    result = account("--dataset-size 40 --batch-size 8 --steps 10 --epsilon 1e-6,2,3 --csv")
+    assert result.exit_code == 3
+    rows = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [round(float(row["epsilon"]), 1) for row in rows] == [2, 3]
+    assert "1e-06" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize("delta", ["1e-15", "1e-30"])
 def test_a_delta_that_no_noise_can_show_is_out_of_reach(
     delta: str, monkeypatch: pytest.MonkeyPatch
