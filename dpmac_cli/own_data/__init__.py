@@ -1,0 +1,47 @@
+"""A person's own data: a folder with a folder of images a class, or an .npz of arrays.
+
+What a run must know before it begins (how many records, of what shape, which classes) is read off
+names and headers by :func:`inspect`; :func:`load` reads the contents. Neither loads torch. What is
+wrong with the files is said of all of them at once.
+"""
+
+import functools
+
+from dpmac_cli.errors import InputError
+from dpmac_cli.own_data.array_file import ArrayFile
+from dpmac_cli.own_data.common import Arrays, Found, Source
+from dpmac_cli.own_data.image_folder import ImageFolder
+
+__all__ = ["Found", "Source", "inspect", "load"]
+
+
+def inspect(source: Source) -> Found:
+    """Look at names and headers.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    return _reader(source).found
+
+
+def load(source: Source) -> tuple[Arrays, Arrays]:
+    """Training and test records, each as
+
+    * uint8, shape (records, channels, height, width), or float32, shape (records, columns, 1, 1),
+    * and labels, int64, shape (records,).
+
+    Raises:
+        InputError: naming the files that cannot be read.
+    """
+    return _reader(source).load()
+
+
+@functools.lru_cache(maxsize=8)
+def _reader(source: Source) -> "ImageFolder | ArrayFile":
+    if source.path.is_dir():
+        return ImageFolder(source)
+    if source.path.suffix == ".npz" and source.path.is_file():
+        return ArrayFile(source)
+    raise InputError(
+        f"--dataset {source.path} is neither a folder with a folder of images a class nor an .npz."
+    )

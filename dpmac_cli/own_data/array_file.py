@@ -1,0 +1,179 @@
+"""Arrays of an .npz: images, or rows of numbers."""
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.errors import InputError
+from dpmac_cli.own_data.common import Arrays, Found, Source, constants, facts_of, split
+
+ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high")
+
+
+class ArrayFile:
+    """Arrays of an .npz: images, or rows of numbers."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._arrays = dict(_read_npz(source.path))
+        faults = list(_faults_of_arrays(self._arrays, source))
+        if faults:
+            raise InputError([f"{source.path}: {fault}" for fault in faults])
+        x, y = self._arrays["x"], self._arrays["y"]
+        self._own_test = "x_test" in self._arrays
+        labels = [y, *([self._arrays["y_test"]] if self._own_test else [])]
+        names = self._arrays.get("classes")
+        count = 1 + max(int(part.max()) for part in labels)
+        classes = (
+            [str(name) for name in names] if names is not None else list(map(str, range(count)))
+        )
+        self._rows = None if self._own_test else split(len(x), source)
+        if self._rows is None:
+            sizes = (len(x), len(self._arrays["x_test"]))
+        else:
+            sizes = (len(self._rows[0]), len(self._rows[1]))
+        if x.ndim == 2:
+            low, high = self._range()
+            mean = tuple(((low + high) / 2).tolist())
+            std = tuple(((high - low) / 2).tolist())
+            shape, levels = (x.shape[1], 1, 1), 1
+        else:
+            shape, levels = _image_shape(x, source.image_size), 255
+            mean, std = constants(source, shape[0])
+        facts = facts_of(source, sizes, shape, classes, mean, std, levels)
+        self.found = Found(facts, not self._own_test, ())
+
+    def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What columns are clipped to: the flag's numbers, or the file's."""
+        columns = self._arrays["x"].shape[1]
+        low, high = self._source.feature_range or (self._arrays["low"], self._arrays["high"])
+        return _spread(low, columns), _spread(high, columns)
+
+    def load(self) -> tuple[Arrays, Arrays]:
+        arrays = self._arrays
+        x, y = self._records(arrays["x"]), arrays["y"].astype(np.int64)
+        if self._rows is None:
+            test = self._records(arrays["x_test"]), arrays["y_test"].astype(np.int64)
+            return (x, y), test
+        train, held_out = self._rows
+        return (x[train], y[train]), (x[held_out], y[held_out])
+
+    def _records(self, x: NDArray[Any]) -> NDArray[Any]:
+        if x.ndim == 2:
+            low, high = self._range()
+            clipped = np.clip(x.astype(np.float64), low, high)
+            return clipped.astype(np.float32).reshape(*x.shape, 1, 1)
+        images = _channels_first(x)
+        size = self._source.image_size
+        return images if size is None else _resized(images, size)
+
+
+def _spread(values: Any, columns: int) -> NDArray[np.float64]:
+    return np.broadcast_to(np.asarray(values, np.float64), columns)
+
+
+def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The arrays of a file by name. Nothing that is pickled is read."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            for name in file.files:
+                if name in ARRAYS:
+                    yield name, file[name]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as failure:
+        raise InputError(
+            f"{path} cannot be read as an .npz of plain arrays ({failure}). Write it with "
+            "numpy.savez(file, x=..., y=...)."
+        ) from failure
+
+
+def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
+    """Everything that keeps arrays from being a data set."""
+    if not {"x", "y"} <= arrays.keys():
+        yield "it must hold the arrays x (images or rows of numbers) and y (labels)"
+        return
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        yield "x_test and y_test go together; one of them is missing"
+        return
+    pairs = [("x", "y"), *([("x_test", "y_test")] if "x_test" in arrays else [])]
+    classes = arrays.get("classes")
+    for x_name, y_name in pairs:
+        x, y = arrays[x_name], arrays[y_name]
+        yield from _faults_of_pair(x_name, x, y_name, y, None if classes is None else len(classes))
+        if x.shape[1:] != arrays["x"].shape[1:]:
+            yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
+    if "x_test" in arrays and arrays["y"].size and arrays["y_test"].size:
+        only = sorted(set(np.unique(arrays["y_test"])) - set(np.unique(arrays["y"])))
+        if only:
+            yield f"the label {only[0]} is in y_test, but not in y"
+    x = arrays["x"]
+    if x.ndim == 2 and source.feature_range is None:
+        if not {"low", "high"} <= arrays.keys():
+            yield (
+                "rows of numbers need a public range to be clipped to: --feature-range LOW,HIGH, "
+                "or arrays low and high with a number a column. Take it from what the columns "
+                "mean, not from these records, which are private"
+            )
+        else:
+            low, high = arrays["low"], arrays["high"]
+            good = all(end.shape == x.shape[1:] and np.isfinite(end).all() for end in (low, high))
+            if not good or not (low < high).all():
+                yield f"low and high must be finite, one a column ({x.shape[1]}), low below high"
+
+
+def _faults_of_pair(
+    x_name: str, x: NDArray[Any], y_name: str, y: NDArray[Any], classes: int | None
+) -> Iterator[str]:
+    if not len(x):
+        yield f"{x_name} is empty"
+    if y.ndim != 1 or y.dtype.kind not in "iu":
+        yield f"{y_name} must be whole numbers in one row, not {y.dtype} of shape {y.shape}"
+    elif len(y) != len(x):
+        yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
+    elif len(y) and y.min() < 0:
+        yield f"{y_name} holds the label {y.min()}; labels begin at 0"
+    elif len(y) and classes is not None and y.max() >= classes:
+        yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {classes - 1}"
+    if x.ndim == 2:
+        if x.dtype.kind not in "fiu":
+            yield f"{x_name} must be numbers, not {x.dtype}"
+        elif not np.isfinite(x).all():
+            bad = int((~np.isfinite(x)).any(1).sum())
+            yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows"
+    elif x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_of(x) not in (1, 3):
+        yield (
+            f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
+            f"channels last or first) or rows of numbers, not {x.dtype} of shape {x.shape}"
+        )
+
+
+def _channels_of(x: NDArray[Any]) -> int:
+    if x.ndim == 3:
+        return 1
+    return int(x.shape[3] if x.shape[3] in (1, 3) else x.shape[1])
+
+
+def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
+    if x.ndim == 3:
+        return x[:, None]
+    return np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.shape[3] in (1, 3) else x
+
+
+def _image_shape(x: NDArray[Any], size: int | None) -> tuple[int, int, int]:
+    channels, height, width = _channels_first(x[:1]).shape[1:]
+    return (channels, height, width) if size is None else (channels, size, size)
+
+
+def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """Images of (records, channels, size, size)."""
+    from PIL import Image  # noqa: PLC0415
+
+    out = np.empty((*images.shape[:2], size, size), np.uint8)
+    for row, image in enumerate(images):
+        for channel, plane in enumerate(image):
+            resized = Image.fromarray(plane).resize((size, size), Image.Resampling.BILINEAR)
+            out[row, channel] = np.asarray(resized)
+    return out

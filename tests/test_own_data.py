@@ -1,0 +1,259 @@
+"""A folder of images or an .npz becomes a data set, and what cannot become one is explained."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dpmac_cli.errors import InputError
+from dpmac_cli.own_data import Found, Source, inspect, load
+
+CLASSES = ("cat", "dog", "eel")
+
+
+def picture(path: Path, value: int, size: tuple[int, int] = (8, 6), mode: str = "L") -> None:
+    """An image of one grey, ``size`` wide and high."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value if mode == "L" else (value, 0, 255 - value)).save(path)
+
+
+def folder(root: Path, records: int = 4, **options: Any) -> Path:
+    """Images whose grey tells class and number."""
+    for label, name in enumerate(CLASSES):
+        for number in range(records):
+            picture(root / name / f"{number}.png", 10 * label + number, **options)
+    return root
+
+
+def table(path: Path, **arrays: Any) -> Path:
+    """Six records of three classes; arrays of None are left out."""
+    full = {
+        "x": np.arange(6 * 4 * 5, dtype=np.uint8).reshape(6, 4, 5),
+        "y": np.array([0, 1, 2, 0, 1, 2]),
+        **arrays,
+    }
+    np.savez(path, **{name: array for name, array in full.items() if array is not None})
+    return path
+
+
+def refused(path: Path, **options: Any) -> str:
+    """What is said of data that cannot be used."""
+    with pytest.raises(InputError) as failure:
+        load(Source(path, **options))
+    return "\n".join(failure.value.errors)
+
+
+def described(found: Found) -> tuple[int, int, tuple[int, int, int], tuple[str, ...]]:
+    facts = found.facts
+    return facts.train_size, facts.test_size, facts.shape, facts.classes
+
+
+def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
+    folder(tmp_path / "train", 4)
+    folder(tmp_path / "test", 2)
+    source = Source(tmp_path)
+    found = inspect(source)
+    assert described(found) == (12, 6, (1, 6, 8), CLASSES)
+    assert not found.held_out
+    (x, y), (x_test, y_test) = load(source)
+    assert x.shape == (12, 1, 6, 8)
+    assert x.dtype == np.uint8
+    assert y.dtype == np.int64
+    assert y.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert x[:, 0, 3, 3].tolist() == [10 * label + i for label in range(3) for i in range(4)]
+    assert x_test[:, 0, 0, 0].tolist() == [0, 1, 10, 11, 20, 21]
+    assert y_test.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_folder_is_split_without_loss_or_overlap_and_always_alike(tmp_path: Path) -> None:
+    source = Source(folder(tmp_path, 10), test_fraction=0.3)
+    assert inspect(source).held_out
+    assert described(inspect(source)) == (21, 9, (1, 6, 8), CLASSES)
+    (x, y), (x_test, y_test) = load(source)
+    pixels = np.concatenate([x[:, 0, 0, 0], x_test[:, 0, 0, 0]])
+    labels = np.concatenate([y, y_test])
+    assert sorted(zip(labels.tolist(), pixels.tolist(), strict=True)) == [
+        (label, 10 * label + i) for label in range(3) for i in range(10)
+    ]
+    again = load(Source(tmp_path, test_fraction=0.3, split_seed=0))[1][1]
+    other = load(Source(tmp_path, test_fraction=0.3, split_seed=1))[1][0]
+    assert again.tolist() == y_test.tolist()
+    assert other[:, 0, 0, 0].tolist() != x_test[:, 0, 0, 0].tolist()
+
+
+def test_one_colour_image_makes_all_of_them_colour(tmp_path: Path) -> None:
+    folder(tmp_path)
+    picture(tmp_path / "dog" / "9.png", 200, mode="RGB")
+    source = Source(tmp_path)
+    assert inspect(source).facts.shape == (3, 6, 8)
+    (x, _), (x_test, _) = load(source)
+    corners = {tuple(pixel.tolist()) for pixel in np.concatenate([x, x_test])[:, :, 0, 0]}
+    assert (200, 0, 55) in corners
+    assert (13, 13, 13) in corners
+
+
+def test_images_are_resized_on_request(tmp_path: Path) -> None:
+    folder(tmp_path)
+    picture(tmp_path / "cat" / "big.png", 99, (30, 40))
+    assert "2 sizes: 6x8" in refused(tmp_path)
+    source = Source(tmp_path, image_size=12)
+    assert inspect(source).facts.shape == (1, 12, 12)
+    (x, _), (x_test, _) = load(source)
+    assert 99 in np.concatenate([x, x_test])[:, 0, 5, 5]
+
+
+def test_the_public_constants_are_as_said(tmp_path: Path) -> None:
+    folder(tmp_path / "grey")
+    folder(tmp_path / "colour", mode="RGB")
+    half = inspect(Source(tmp_path / "colour")).facts
+    assert (half.mean, half.std, half.levels) == ((0.5,) * 3, (0.5,) * 3, 255)
+    assert inspect(Source(tmp_path / "colour", standardise="imagenet")).facts.mean[0] == 0.485
+    assert "is for 3 channels" in refused(tmp_path / "grey", standardise="imagenet")
+
+
+def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (6, 4, 5, 3), np.uint8)
+    tests = {"x_test": x[:2], "y_test": np.array([2, 0])}
+    last = Source(table(tmp_path / "last.npz", x=x, **tests))
+    first = {"x": x.transpose(0, 3, 1, 2), "x_test": tests["x_test"].transpose(0, 3, 1, 2)}
+    turned = Source(table(tmp_path / "first.npz", **{**tests, **first}))
+    for source in (last, turned):
+        assert described(inspect(source)) == (6, 2, (3, 4, 5), ("0", "1", "2"))
+        assert not inspect(source).held_out
+        (images, labels), (test_images, test_labels) = load(source)
+        assert np.array_equal(images, x.transpose(0, 3, 1, 2))
+        assert np.array_equal(test_images, images[:2])
+        assert labels.tolist() == [0, 1, 2, 0, 1, 2]
+        assert test_labels.tolist() == [2, 0]
+
+
+def test_an_npz_without_a_test_set_is_split(tmp_path: Path) -> None:
+    source = Source(table(tmp_path / "d.npz", classes=np.array(CLASSES)), test_fraction=0.5)
+    found = inspect(source)
+    assert described(found) == (3, 3, (1, 4, 5), CLASSES)
+    assert found.held_out
+    (x, y), (x_test, y_test) = load(source)
+    assert sorted([*x[:, 0, 0, 0], *x_test[:, 0, 0, 0]]) == [0, 20, 40, 60, 80, 100]
+    assert sorted([*y, *y_test]) == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_rows_of_numbers_are_clipped_to_a_public_range(tmp_path: Path, by_flag: bool) -> None:
+    x = np.array([[0.0, 5.0], [-9.0, 1e9], [1.0, 2.0], [2.0, 3.0]])
+    arrays: dict[str, Any] = {"x": x, "y": np.array([0, 1, 1, 0]), "x_test": x, "y_test": [0] * 4}
+    arrays["y_test"] = np.array(arrays["y_test"])
+    if not by_flag:
+        arrays |= {"low": np.array([-1.0, 0.0]), "high": np.array([1.0, 4.0])}
+    path = table(tmp_path / "t.npz", **arrays)
+    source = Source(path, feature_range=(-1.0, 1.0) if by_flag else None)
+    facts = inspect(source).facts
+    (rows, _), _ = load(source)
+    assert (facts.shape, rows.shape) == ((2, 1, 1), (4, 2, 1, 1))
+    assert rows.dtype == np.float32
+    expected = [[0, 1], [-1, 1], [1, 1], [1, 1]] if by_flag else [[0, 4], [-1, 4], [1, 2], [1, 3]]
+    assert rows[:, :, 0, 0].tolist() == expected
+    scaled = (rows[:, :, 0, 0] / facts.levels - facts.mean) / facts.std
+    assert scaled.min() == -1
+    assert scaled.max() == 1
+    assert facts.defaults.model == "mlp"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"y": None}, "must hold the arrays x"),
+        ({"x_test": np.zeros((1, 4, 5), np.uint8)}, "go together"),
+        ({"y": np.zeros(6)}, "whole numbers in one row, not float64"),
+        ({"y": np.arange(5)}, "6 records and y 5 labels"),
+        ({"y": np.array([0, 1, 2, 0, 1, -1])}, "the label -1; labels begin at 0"),
+        ({"classes": np.array(["a", "b"])}, "holds the label 2; classes names 2"),
+        ({"x": np.zeros((6, 4, 5))}, "not float64 of shape (6, 4, 5)"),
+        ({"x": np.zeros((6, 4, 5, 2), np.uint8)}, "1 or 3 channels"),
+        ({"x": np.array([[np.nan], *[[0.0]] * 5])}, "NaN or infinity in 1 of 6 rows"),
+        ({"x": np.zeros((6, 2))}, "--feature-range LOW,HIGH"),
+        ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.ones(2)}, "low below high"),
+        ({"y": np.zeros(6, np.int64)}, "one class, 0: there is nothing to tell apart"),
+        ({"x": np.zeros((0, 4, 5), np.uint8), "y": np.zeros(0, np.int64)}, "x is empty"),
+        (
+            {"x_test": np.zeros((1, 4, 5), np.uint8), "y_test": np.array([7])},
+            "the label 7 is in y_test, but not in y",
+        ),
+        (
+            {"x_test": np.zeros((1, 4, 6), np.uint8), "y_test": np.array([1])},
+            "x_test has records of shape (4, 6)",
+        ),
+        ({"x": np.array([object()] * 6)}, "cannot be read as an .npz of plain arrays"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arrays_that_are_no_data_set(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    assert message in refused(table(tmp_path / "d.npz", **arrays))
+
+
+def test_all_faults_of_a_file_are_said_at_once(tmp_path: Path) -> None:
+    path = table(tmp_path / "d.npz", x=np.zeros((6, 4, 5)), y=np.zeros((6, 2)))
+    assert refused(path).count(str(path)) == 2
+
+
+def test_files_that_are_no_images_are_named_or_left_out(tmp_path: Path) -> None:
+    folder(tmp_path)
+    (tmp_path / "cat" / "notes.txt").write_text("meow")
+    said = refused(tmp_path)
+    assert "notes.txt is not an image" in said
+    assert "--skip-bad" in said
+    whole = (tmp_path / "dog" / "1.png").read_bytes()
+    (tmp_path / "dog" / "1.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "cat" / "notes.txt").unlink()
+    assert "1.png cannot be read as an image" in refused(tmp_path, split_seed=5)
+    source = Source(tmp_path, skip_bad=True)
+    found = inspect(source)
+    assert len(found.skipped) == 1
+    assert "1.png" in found.skipped[0]
+    assert found.facts.train_size + found.facts.test_size == 11
+    (x, _), (x_test, _) = load(source)
+    assert len(x) + len(x_test) == 11
+
+
+def test_only_some_of_many_faults_are_named(tmp_path: Path) -> None:
+    folder(tmp_path)
+    for number in range(30):
+        (tmp_path / "cat" / f"{number}.txt").write_text("meow")
+    said = refused(tmp_path)
+    assert said.count(".txt") == 5
+    assert "and 25 more" in said
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: picture(root / "loose.png", 1), "images beside them (loose.png)"),
+        (lambda root: (root / "fox").mkdir(), "The class fox in"),
+        (lambda root: picture(root / "cat" / "more" / "1.png", 1), "more is a folder"),
+        (lambda root: picture(root / "train" / "cat" / "1.png", 1), "a folder train alone"),
+    ],
+)
+def test_folders_of_another_shape(tmp_path: Path, spoil: Any, message: str) -> None:
+    spoil(folder(tmp_path))
+    assert message in refused(tmp_path)
+
+
+def test_a_class_that_is_only_tested(tmp_path: Path) -> None:
+    folder(tmp_path / "train")
+    folder(tmp_path / "test")
+    picture(tmp_path / "test" / "fox" / "1.png", 3)
+    assert "The class fox is in" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nothing", "file.txt", "file.npz"])
+def test_paths_that_lead_to_no_data(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file.txt").write_text("x")
+    (tmp_path / "file.npz").write_text("x")
+    assert str(tmp_path / name) in refused(tmp_path / name)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
+def test_a_split_that_leaves_nothing(tmp_path: Path, fraction: float) -> None:
+    assert "leaves none" in refused(folder(tmp_path), test_fraction=fraction)
