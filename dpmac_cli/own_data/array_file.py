@@ -54,6 +54,7 @@ class ArrayFile:
         return _spread(low, columns), _spread(high, columns)
 
     def load(self) -> tuple[Arrays, Arrays]:
+        """Training and test records: all of them in the file, or as it was split."""
         arrays = self._arrays
         x, y = self._records(arrays["x"]), arrays["y"].astype(np.int64)
         if self._rows is None:

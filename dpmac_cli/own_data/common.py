@@ -125,6 +125,7 @@ def facts_of(
 
 
 def constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation, per channel, that were chosen. Raises InputError."""
     mean, std = STANDARDS[source.standardise]
     if len(mean) == 1:
         return mean * channels, std * channels

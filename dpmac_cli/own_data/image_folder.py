@@ -102,6 +102,7 @@ class ImageFolder:
         return channels, next(iter(sizes))
 
     def load(self) -> tuple[Arrays, Arrays]:
+        """Training and test images, decoded."""
         faults: list[str] = []
         train, test = (self._read(files, faults) for files in (self._train, self._test))
         refuse(faults, " Remove them, or add --skip-bad to go on without them.")
