@@ -212,4 +212,7 @@ MODELS: Mapping[str, str] = {
     "mlp": "one hidden layer of 1000 ReLU units, the paper's MNIST network",
     "mlp-small": "one hidden layer of 64 ReLU units",
     "cnn": "three convolutions with group norm and one hidden layer, the paper's CIFAR-10 network",
+    "wrn-16-4": "wide residual network, 16 layers deep and 4 times as wide, weights standardised",
+    "wrn-40-4": "the same, 40 layers deep",
+    "resnet18": "residual network of 18 layers with group norm",
 }

@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli import factories
+from dpmac_cli.architectures import resnet18, wide_resnet
 from dpmac_cli.catalog import Dataset
 from dpmac_cli.errors import ModelError
 
@@ -50,23 +53,31 @@ BUILDERS: Mapping[str, Callable[[Dataset], nn.Module]] = {
     "mlp": _mlp(1000),
     "mlp-small": _mlp(64),
     "cnn": _cnn,
+    "wrn-16-4": partial(wide_resnet, 16, 4),
+    "wrn-40-4": partial(wide_resnet, 40, 4),
+    "resnet18": resnet18,
 }
 
 
-def build_model(name: str, dataset: Dataset, seed: int) -> nn.Module:
-    """A freshly initialised model (PyTorch's defaults), checked at the door.
+def build_model(name: str, dataset: Dataset, seed: int, *, fix_norm: bool = False) -> nn.Module:
+    """A freshly initialised model, checked at the door.
 
     Args:
-        name: a key of :data:`BUILDERS`.
+        name: a key of :data:`BUILDERS`, or where a factory is: "file.py:factory".
         dataset: gives the input shape and the number of classes.
         seed: of the initial weights; touches no global generator.
+        fix_norm: put group norm in the place of batch norm.
 
     Raises:
-        ModelError: the model mixes samples.
+        InputError: there is no such factory.
+        ModelError: the factory fails, or the model mixes samples, or does not fit the data.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = BUILDERS[name](dataset)
+        own = factories.is_factory(name)
+        model = factories.build(name, dataset) if own else BUILDERS[name](dataset)
+        if fix_norm:
+            model, _ = factories.without_batch_norm(model)
     check_model(model, dataset.shape)
     return model
 
@@ -92,7 +103,7 @@ def check_model(model: nn.Module, shape: tuple[int, ...]) -> None:
             raise ModelError(
                 f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
                 "batch and keeps statistics of them without noise. Use "
-                "nn.GroupNorm(groups, channels) instead."
+                "nn.GroupNorm(groups, channels) instead, or have that done by --fix-norm."
             )
         if getattr(module, "max_norm", None) is not None or getattr(
             module, "scale_grad_by_freq", False

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.linalg import vector_norm
-from torch.nn.functional import group_norm, unfold
+from torch.nn.functional import group_norm, layer_norm, unfold
 from torch.nn.grad import conv2d_weight
 
 from dpmac_cli.dp.layers import Layer
+from dpmac_cli.dp.modules import LEAST_SQUARE, StandardisedConv2d
 
 #: Numbers that the fallback may instantiate at a time.
 FALLBACK_NUMBERS = 1 << 24
@@ -290,34 +291,71 @@ def _kept(rows: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _linear(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
-    if a.ndim != 2 or "weight" not in layer.parameters:
+    if "weight" not in layer.parameters:
         return None
-    return OuterProducts(delta, a, "bias" in layer.parameters)
+    if a.ndim == 2:
+        return OuterProducts(delta, a, "bias" in layer.parameters)
+    if _too_many(layer, a):
+        return None
+    a, delta = a.flatten(1, -2), delta.flatten(1, -2)  # a sum over positions
+    weight = torch.bmm(delta.transpose(1, 2), a)
+    return _instantiated(layer, len(a), weight=weight, bias=delta.sum(1))
+
+
+def _too_many(layer: Layer, a: Tensor) -> bool:
+    """Whether gradients of all samples at a time would take too much memory."""
+    return len(a) * (layer.stop - layer.start) > FALLBACK_NUMBERS
 
 
 def _conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
-    """A product of matrices a sample, or one grouped convolution with a group a sample."""
-    conv = layer.module
+    weight = _kernel_gradients(layer.module, a, delta)
+    if weight is None:
+        return None
+    return _instantiated(layer, len(a), weight=weight, bias=delta.sum((2, 3)))
+
+
+def _kernel_gradients(conv: nn.Module, a: Tensor, delta: Tensor) -> Tensor | None:
+    """Gradients by the kernel that a convolution used, shape (samples, out, in, height, width).
+
+    A product of matrices a sample, or one grouped convolution with a group a sample; None where
+    neither fits.
+    """
     assert isinstance(conv, nn.Conv2d)  # noqa: S101
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
         return None
     samples = len(a)
     outputs, *kernel = conv.weight.shape
-    bias = delta.sum((2, 3))
     if conv.groups == 1 and math.prod(kernel) <= UNFOLDED:
         patches = unfold(a, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
         weight = torch.bmm(delta.flatten(2), patches.transpose(1, 2))
-        return _instantiated(layer, samples, weight=weight, bias=bias)
-    weight = conv2d_weight(  # type: ignore[no-untyped-call]
-        a.reshape(1, -1, *a.shape[2:]),
-        (samples * outputs, *kernel),
-        delta.reshape(1, -1, *delta.shape[2:]),
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        groups=samples * conv.groups,
-    )
-    return _instantiated(layer, samples, weight=weight, bias=bias)
+    else:
+        weight = conv2d_weight(  # type: ignore[no-untyped-call]
+            a.reshape(1, -1, *a.shape[2:]),
+            (samples * outputs, *kernel),
+            delta.reshape(1, -1, *delta.shape[2:]),
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            groups=samples * conv.groups,
+        )
+    return weight.reshape(samples, outputs, *kernel)
+
+
+def _standardised_conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+    """By the kernel used, then through W-hat = gain z / ||z|| with z = W - mean, row by row."""
+    conv = layer.module
+    assert isinstance(conv, StandardisedConv2d)  # noqa: S101
+    by_kernel = _kernel_gradients(conv, a, delta)
+    if by_kernel is None:
+        return None
+    g = by_kernel.flatten(2)
+    direction, scale = conv.standardised()  # z / ||z||, 1 / ||z||
+    along = (g * direction).sum(2, keepdim=True)
+    moves = scale.square() * LEAST_SQUARE < 1  # else ||z|| is taken for a constant
+    by_centred = scale * (g - torch.where(moves, direction * along, 0.0))
+    weight = conv.gain.unsqueeze(1) * (by_centred - by_centred.mean(2, keepdim=True))
+    gradients = {"weight": weight, "gain": along.squeeze(2), "bias": delta.sum((2, 3))}
+    return _instantiated(layer, len(a), **gradients)
 
 
 def _group_norm(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
@@ -328,6 +366,31 @@ def _group_norm(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | 
     if inner:
         return _instantiated(layer, len(a), weight=product.sum(inner), bias=delta.sum(inner))
     return _instantiated(layer, len(a), weight=product, bias=delta)
+
+
+def _layer_norm(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients:
+    norm = layer.module
+    assert isinstance(norm, nn.LayerNorm)  # noqa: S101
+    shape = norm.normalized_shape
+    product = (delta * layer_norm(a, shape, eps=norm.eps)).reshape(len(a), -1, *shape)
+    bias = delta.reshape(len(a), -1, *shape).sum(1)
+    return _instantiated(layer, len(a), weight=product.sum(1), bias=bias)
+
+
+def _embedding(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+    """Rows of delta, added up where a sample has a token more than once."""
+    table = layer.module
+    assert isinstance(table, nn.Embedding)  # noqa: S101
+    if _too_many(layer, a):
+        return None
+    tokens, width = table.weight.shape
+    g = delta.new_zeros(len(a) * tokens, width)
+    rows = torch.arange(len(a), device=a.device).mul_(tokens).view(-1, *[1] * (a.ndim - 1)) + a
+    g.index_add_(0, rows.flatten(), delta.reshape(-1, width))
+    g = g.view(len(a), tokens, width)
+    if table.padding_idx is not None:
+        g[:, table.padding_idx] = 0
+    return _instantiated(layer, len(a), weight=g)
 
 
 def _instantiated(layer: Layer, samples: int, **gradients: Tensor) -> Instantiated:
@@ -341,7 +404,10 @@ def _instantiated(layer: Layer, samples: int, **gradients: Tensor) -> Instantiat
 RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor], PerSampleGradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
+    StandardisedConv2d: _standardised_conv2d,
     nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
+    nn.Embedding: _embedding,
 }
 
 
@@ -353,7 +419,7 @@ def hold(layer: Layer, inputs: tuple[Tensor, ...], delta: Tensor) -> PerSampleGr
         inputs: its positional inputs, each (samples, ...).
         delta: gradients of the loss by its output, shape (samples, ...).
     """
-    plain = len(inputs) == 1 and layer.parameters.keys() <= {"weight", "bias"}
+    plain = len(inputs) == 1 and layer.parameters.keys() <= {"weight", "bias", "gain"}
     rule = RULES.get(type(layer.module)) if plain else None
     form = rule(layer, inputs[0], delta) if rule else None
     return form or ByVmap(layer, inputs, delta)

@@ -23,6 +23,7 @@ from dpmac_cli.dp.gradients import (
 )
 from dpmac_cli.dp.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid, ball, ellipsoid
+from dpmac_cli.dp.modules import StandardisedConv2d
 from dpmac_cli.dp.per_sample import Metric, clip_limit, clip_weights
 from dpmac_cli.errors import ModelError
 
@@ -102,6 +103,15 @@ def head(inputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, CLASSES))
 
 
+def flat_kernels() -> nn.Module:
+    """Kernels that hardly differ from their mean: one row below the least, and one above."""
+    conv = StandardisedConv2d(2, 2, 3)
+    with torch.no_grad():
+        conv.weight.sub_(conv.weight.flatten(1).mean(1).view(-1, 1, 1, 1)).mul_(1e-3).add_(0.5)
+        conv.weight[1].mul_(100)
+    return nn.Sequential(conv, nn.Tanh(), head(18))
+
+
 NETS: Mapping[str, Net] = {
     "linear": Net(lambda: nn.Linear(5, 3), (5,)),
     "linear-no-bias": Net(lambda: nn.Linear(5, 3, bias=False), (5,)),
@@ -145,6 +155,30 @@ NETS: Mapping[str, Net] = {
     ),
     "layer-norm": Net(
         lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), head(6)), (5,)
+    ),
+    "layer-norm-of-images": Net(
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.LayerNorm((6, 2)), nn.Tanh(), head(24)),
+        (1, 8, 4),
+    ),
+    "sequences-of-sequences": Net(
+        lambda: nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh(), head(18)), (2, 3, 4)
+    ),
+    "padded-embedding": Net(
+        lambda: nn.Sequential(nn.Embedding(6, 4, padding_idx=2), head(24)), (2, 3), tokens=6
+    ),
+    "standardised-conv": Net(
+        lambda: nn.Sequential(
+            StandardisedConv2d(2, 4, 3, stride=2, padding=1),
+            nn.Tanh(),
+            StandardisedConv2d(4, 4, 3, padding=1, groups=2, bias=False),
+            head(4 * 4 * 4),
+        ),
+        (2, 7, 8),
+    ),
+    "standardised-conv-flat": Net(flat_kernels, (2, 5, 5)),
+    "standardised-conv-frozen-gain": Net(
+        lambda: nn.Sequential(frozen(StandardisedConv2d(2, 3, 3), "gain"), nn.Tanh(), head(27)),
+        (2, 5, 5),
     ),
     "embedding": Net(lambda: nn.Sequential(nn.Embedding(10, 4), head(20)), (5,), tokens=10),
     "gated": Net(lambda: nn.Sequential(nn.Linear(5, 4), Gated(4), head(4)), (5,)),
@@ -286,7 +320,11 @@ def test_group_norm_of_any_shape(
         ("mlp", [OuterProducts, OuterProducts]),
         ("frozen-layer", [OuterProducts]),
         ("frozen-weight", [ByVmap, OuterProducts]),
-        ("sequence", [ByVmap, OuterProducts]),
+        ("sequence", [Instantiated, OuterProducts]),
+        ("layer-norm", [OuterProducts, Instantiated, OuterProducts]),
+        ("layer-norm-of-images", [Instantiated, Instantiated, OuterProducts]),
+        ("embedding", [Instantiated, OuterProducts]),
+        ("standardised-conv", [Instantiated, Instantiated, OuterProducts]),
         ("group-norm", [Instantiated, Instantiated, OuterProducts]),
         ("conv-reflect", [ByVmap, OuterProducts]),
         ("gated", [OuterProducts, ByVmap, OuterProducts]),

@@ -1,0 +1,118 @@
+"""A person's own network: ``package.module:factory`` or ``file.py:factory``."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dpmac_cli.catalog import Dataset
+from dpmac_cli.errors import InputError, ModelError
+
+
+def is_factory(name: str) -> bool:
+    """Whether a model's name means a factory."""
+    return ":" in name
+
+
+def build(spec: str, dataset: Dataset) -> nn.Module:
+    """Call a factory: with the shape of an image and the number of classes, or with nothing.
+
+    Args:
+        spec: where it is.
+        dataset: gives shape (channels, height, width) and classes.
+
+    Raises:
+        InputError: there is no such factory.
+        ModelError: it fails, or gives something else than a module.
+    """
+    factory = _find(spec)
+    arguments = (dataset.shape, len(dataset.classes)) if _takes_two(factory) else ()
+    try:
+        model = factory(*arguments)
+    except Exception as failure:
+        called = "(shape, classes)" if arguments else "()"
+        raise ModelError(
+            f"--model {spec}: the factory, called with {called}, raised "
+            f"{type(failure).__name__}: {failure}"
+        ) from failure
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"--model {spec}: the factory gave a {type(model).__name__}, not a torch.nn.Module."
+        )
+    return model
+
+
+def _takes_two(factory: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(factory).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _find(spec: str) -> Callable[..., Any]:
+    place, _, name = spec.rpartition(":")
+    module = _module(spec, place)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        offered = [key for key, value in vars(module).items() if _offered(module, key, value)]
+        known = f" There are: {', '.join(offered)}." if offered else ""
+        raise InputError(f"--model {spec}: {place} has no '{name}' that can be called.{known}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _offered(module: Any, key: str, value: Any) -> bool:
+    own = getattr(value, "__module__", None) == module.__name__
+    return own and callable(value) and not key.startswith("_")
+
+
+def _module(spec: str, place: str) -> Any:
+    """Import a module by name, or from a file."""
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        path = Path(place)
+        if not path.is_file():
+            raise InputError(f"--model {spec}: there is no file {place}.")
+        name = f"dpmac_model_{path.stem}"
+        described = importlib.util.spec_from_file_location(name, path)
+        assert described is not None  # noqa: S101
+        assert described.loader is not None  # noqa: S101
+        module = importlib.util.module_from_spec(described)
+        sys.modules[name] = module  # where dataclasses and the like look their module up
+        described.loader.exec_module(module)
+    except InputError:
+        raise
+    except Exception as failure:
+        raise InputError(
+            f"--model {spec}: {place} cannot be imported ({type(failure).__name__}: {failure})."
+        ) from failure
+    return module
+
+
+def without_batch_norm(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """A model with group norm in the place of every batch norm, and the names of those places.
+
+    The new layers have as many channels and start at scale 1 and shift 0; the number of groups is
+    the largest divisor of the channels up to 32 that leaves at least two channels a group.
+    """
+    swapped = []
+    for name, child in list(model.named_modules()):
+        if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            if not name:
+                return _group_norm(child.num_features, child.affine), ["the model itself"]
+            parent, _, key = name.rpartition(".")
+            setattr(model.get_submodule(parent), key, _group_norm(child.num_features, child.affine))
+            swapped.append(name)
+    return model, swapped
+
+
+def _group_norm(channels: int, affine: bool) -> nn.GroupNorm:
+    most = max(1, min(32, channels // 2))
+    groups = next(g for g in range(most, 0, -1) if channels % g == 0)
+    return nn.GroupNorm(groups, channels, affine=affine)
