@@ -13,7 +13,7 @@ from dpmac_cli.noise import Normals
 #: by it is exact.
 GRID = 2.0**-40
 #: Coordinates that a CPU makes secure noise for at a time: what they are made from stays in cache.
-GRID_BLOCK = 1 << 15
+GRID_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
