@@ -256,17 +256,13 @@ KINDS: Mapping[str, type] = {
 }
 
 #: Settings that answer the same question: give one. A flag replaces a file's answer.
-EXCLUSIVE = (
-    ("sigma", "epsilon", "no_dp"),
-    ("max_epsilon", "no_dp"),
-    ("secure", "no_dp"),
-    ("epochs", "steps"),
-)
+EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"))
 #: Settings that do not go together, and why. Neither replaces the other: a run that a file makes
 #: secure must not lose that unnoticed.
 INCOMPATIBLE = {
     ("seed", "secure"): "whoever chose a seed knows the draws that --secure keeps from everyone",
-    ("compile", "secure"): "compiled steps make their noise in another way, off the grid",
+    ("compile", "secure"): "compiled steps add their noise in another way, off the grid",
+    ("no_dp", "secure"): "without noise there is nothing to make secure",
 }
 
 
