@@ -29,7 +29,7 @@ or back them up where others can read. The model to publish is model.safetensors
 #: Checkpoints kept: if the newest is damaged, the one before it serves.
 KEPT = 2
 RECORD = "dpmac-checkpoint"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)

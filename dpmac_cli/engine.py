@@ -27,7 +27,7 @@ from dpmac_cli.dp.layers import blocks, find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Optimizer
-from dpmac_cli.dp.per_sample import ClippedSum, Metric
+from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
 from dpmac_cli.dp.rules import Adam, AdamBC, Rule, sgd
 from dpmac_cli.errors import ModelError
 from dpmac_cli.noise import NoiseSource
@@ -38,6 +38,9 @@ EVALUATION_BATCH = 2048
 PROGRESS_EVERY = 0.1
 #: The radius of a ball that clips nothing: a power of two, so scaling by it is exact.
 NO_CLIPPING = 2.0**40
+#: What a mechanism's own rounding may take of the margin that clipping leaves below 1: the rest is
+#: for the rounding of sums.
+ROUNDING_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,9 @@ class Trainer:
         plan: what the run will do.
         sampler, noise: the run's two secrets.
         observer: sees losses and norms that are NOT private; for diagnostics only.
+
+    Raises:
+        ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
     """
 
     def __init__(
@@ -219,6 +225,7 @@ class Trainer:
         )
         layers = find_layers(model)
         theta = flatten_parameters(layers)
+        _check_rounding(mechanism, theta.numel(), plan.physical_batch)
         norms = compile_norms() if plan.compiled else total_squared_norms
         self._clipped_sum = ClippedSum(model, layers, plan.physical_batch, norms)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
@@ -311,6 +318,17 @@ class Trainer:
             ratio = (region.centre / region.scale).double().norm().item()
             values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
         return values
+
+
+def _check_rounding(mechanism: GaussianMechanism, size: int, physical_batch: int) -> None:
+    """Refuse what would void the margin of the clipping. Raises ModelError."""
+    added, margin = mechanism.rounding(size), 1 - clip_limit(physical_batch)
+    if added > ROUNDING_SHARE * margin:
+        raise ModelError(
+            f"The model has {size:,} parameters: rounding their sums to the grid of --secure could "
+            f"add {added:.1g} to the sensitivity, and clipping leaves a margin of {margin:.1g} for "
+            "all rounding. Choose a smaller model, or leave --secure out."
+        )
 
 
 def _at_step(

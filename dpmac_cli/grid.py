@@ -15,7 +15,10 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 
 #: Settings of one run that are the study's own business.
-NOT_IN_A_STUDY = ("seed", "out", "force", "json", "quiet", "debug", "max_epsilon", "diagnostics")
+NOT_IN_A_STUDY = (
+    *("seed", "secure", "out", "force", "json", "quiet", "debug"),
+    *("max_epsilon", "diagnostics"),
+)
 #: What a cell's columns may be, and what names them in a table.
 COLUMNS = ("sigma", "epsilon")
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
@@ -169,7 +172,8 @@ def _runs(cells: Any, column: str, seeds: tuple[int, ...], root: Path) -> Iterat
 
 def address(config: TrainConfig, seed: int) -> str:
     """The folder of a run: the same settings and seed are the same run."""
-    settings = {name: value for name, value in config.recorded().items() if name != "device"}
+    aside = ("device", "secure")  # the second is the same in every study
+    settings = {name: value for name, value in config.recorded().items() if name not in aside}
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{config.dataset}-{config.optimizer}-{digest}"

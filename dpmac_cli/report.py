@@ -25,6 +25,16 @@ SEED_GIVEN = (
     "Noise was drawn with --seed, to be repeatable: whoever knows or guesses the seed can draw the "
     "same and subtract it, so the guarantee holds only against those who do not."
 )
+DRAWN = (
+    "Noise comes from the key stream of AES-256 and meets the clipped sum in floating point; "
+    "batches are drawn by SFC64, which is no cipher."
+)
+DRAWN_SECURELY = (
+    "With --secure: noise and batches come from the key stream of AES-256; noise is half the sum "
+    "of four float64 normals; clipped sum and noise were each rounded to multiples of 2^-40 of the "
+    "sensitivity before they were added."
+)
+DRAWN_BOTH_WAYS = "The last branch ran with --secure, an earlier one without."
 NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
@@ -56,11 +66,13 @@ class Bill:
         events: what every branch took, the last one being the published model's own.
         planned: the last event as it was meant to be.
         seeded: whether any draw came from a seed that a person chose.
+        secure: whether every branch ran with --secure.
     """
 
     events: tuple[TrainingEvent, ...]
     planned: TrainingEvent
     seeded: bool
+    secure: bool = False
 
 
 def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
@@ -87,6 +99,7 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
         "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
         "statement": accounting.statement(epsilon, config.delta, bill.events),
         "seed_policy": {"given": bill.seeded, "statement": _seed_policy(private, bill.seeded)},
+        "randomness": {"secure": bill.secure, "statement": _randomness(config, bill.secure)},
     }
 
 
@@ -94,6 +107,14 @@ def _seed_policy(private: bool, seeded: bool) -> str:
     if not private:
         return NO_SECRETS
     return SEED_GIVEN if seeded else SEED_KEPT_NOWHERE
+
+
+def _randomness(config: TrainConfig, secure: bool) -> str:
+    if config.no_dp:
+        return NO_SECRETS
+    if config.secure and not secure:
+        return DRAWN_BOTH_WAYS
+    return DRAWN_SECURELY if secure else DRAWN
 
 
 def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Session:
         base: the step at which its current branch began; 0 for a run without branches.
         earlier: what other branches did with the records.
         seeded: whether any branch drew from a seed that a person chose.
+        secure: whether every branch ran with --secure.
         history: the lines of metrics.jsonl so far.
         seconds: of training so far.
         branch: why it is a branch, if it has just become one.
@@ -111,6 +112,7 @@ class Session:
     base: int = 0
     earlier: tuple[TrainingEvent, ...] = ()
     seeded: bool = False
+    secure: bool = False
     history: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     branch: str | None = None
@@ -122,7 +124,7 @@ class Session:
     def bill(self) -> Bill:
         """What has been done with the records."""
         events = (*self.earlier, self.event(self.trainer.state.step))
-        return Bill(events, self.event(self.config.total_steps), self.seeded)
+        return Bill(events, self.event(self.config.total_steps), self.seeded, self.secure)
 
     def epsilon(self) -> float:
         """What has been spent."""
@@ -157,8 +159,16 @@ def train(
             folder.clear(where)
             checkpoint.discard(where)
         folder.write_atomically(where / folder.CONFIG, configuration.to_yaml(config).encode())
-        seeded = config.seed is not None
-        yield from _drive(Session(config, trainer, where, steps, diagnostics, seeded=seeded), stop)
+        session = Session(
+            config,
+            trainer,
+            where,
+            steps,
+            diagnostics,
+            seeded=config.seed is not None,
+            secure=config.secure,
+        )
+        yield from _drive(session, stop)
 
 
 def resume(
@@ -244,6 +254,7 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
         base,
         earlier,
         seeded=record["seeded"] or config.seed is not None,
+        secure=record["secure"] and config.secure,
         history=[line for line in record["history"] if line["step"] <= step],
         seconds=record["seconds"],
         branch=branch,
@@ -366,6 +377,7 @@ def _save(session: Session) -> Path:
         "base": session.base,
         "earlier": [vars(event) for event in session.earlier],
         "seeded": session.seeded,
+        "secure": session.secure,
         "history": session.history,
         "seconds": session.seconds,
         "environment": environment(state.theta.device),

@@ -96,8 +96,8 @@ class Draws:
         self.batches: list[tuple[int, ...]] = []
         normal = seeded_source
 
-        def noise_source(seed: np.random.SeedSequence) -> Any:
-            source = normal(seed)
+        def noise_source(seed: np.random.SeedSequence, secure: bool) -> Any:
+            source = normal(seed, secure)
             standard_normal = source.standard_normal
 
             def recorded(like: Tensor) -> Tensor:

@@ -378,6 +378,7 @@ PUBLIC = {
     "privacy.accountant",
     "privacy.sampler",
     "privacy.sampling_rate",
+    "privacy.randomness.statement",
     "privacy.seed_policy.given",
     "privacy.seed_policy.statement",
     "privacy.statement",
