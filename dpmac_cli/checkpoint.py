@@ -23,8 +23,9 @@ FOLDER = "checkpoint"
 NOTE = "PRIVATE.txt"
 NOTE_TEXT = """\
 These files are private. They hold the states of the generators that draw the noise and the batches:
-whoever has them can subtract the noise from what the run goes on to publish. Do not share, publish
-or back them up where others can read. The model to publish is model.safetensors, one folder up.
+whoever has them can subtract the noise from what the run has published and goes on to publish. Do
+not share, publish or back them up where others can read. The model to publish is model.safetensors,
+one folder up.
 """
 #: Checkpoints kept: if the newest is damaged, the one before it serves.
 KEPT = 2
