@@ -84,8 +84,8 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("its checksum", f"SHA-256 `{checksum}`" if checksum else "none is kept of this data set"),
         (
             "training",
-            f"{report['optimizer']}, {used['steps']:,} steps of an expected batch of "
-            f"{used['batch_size']:,} ({used['epochs']:.4g} epochs), {report['state']}",
+            f"{report['optimizer']}, steps: {used['steps']:,} (epochs: {used['epochs']:.4g}), "
+            f"expected batch {used['batch_size']:,}, {report['state']}",
         ),
         (
             "test accuracy",
