@@ -20,6 +20,7 @@ from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError
 
 FOLDER = "checkpoint"
+PRIVATE_FOLDER = 0o700
 NOTE = "PRIVATE.txt"
 NOTE_TEXT = """\
 These files are private. They hold the states of the generators that draw the noise and the batches:
@@ -51,7 +52,8 @@ class Checkpoint:
 def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
     """Write a checkpoint whole, then drop all but the last two. Raises OSError."""
     where = run / FOLDER
-    where.mkdir(mode=0o700, exist_ok=True)
+    where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    where.chmod(PRIVATE_FOLDER)  # a copy may have opened it
     note = where / NOTE
     if not note.exists():
         folder.write_atomically(note, NOTE_TEXT.encode(), folder.PRIVATE_MODE)
