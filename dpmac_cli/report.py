@@ -20,7 +20,8 @@ PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetens
 State = Literal["finished", "interrupted", "budget-spent"]
 
 SEED_KEPT_NOWHERE = (
-    "Every seed came from the operating system, one for each purpose, and was kept nowhere."
+    "Every seed came from the operating system, one for each purpose, and was kept nowhere; the "
+    "keys made from them are in checkpoint/ alone, which is private."
 )
 SEED_GIVEN = (
     "Trained with --seed, to be repeatable: nothing is promised against anyone who knows or "

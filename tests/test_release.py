@@ -85,7 +85,7 @@ def test_weights_survive_unchanged(file: Path, run: Path) -> None:
     assert file.read_bytes() == (run / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("key", "value"), [("levels", 3), ("mean", [0.9]), ("std", [1.5])])
+@pytest.mark.parametrize(("key", "value"), [("levels", 1), ("mean", [20.0]), ("std", [0.02])])
 def test_images_are_prepared_as_the_header_says(
     run: Path, file: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
 ) -> None:
