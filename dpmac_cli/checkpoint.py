@@ -20,11 +20,13 @@ from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError
 
 FOLDER = "checkpoint"
+PRIVATE_FOLDER = 0o700
 NOTE = "PRIVATE.txt"
 NOTE_TEXT = """\
 These files are private. They hold the states of the generators that draw the noise and the batches:
-whoever has them can subtract the noise from what the run goes on to publish. Do not share, publish
-or back them up where others can read. The model to publish is model.safetensors, one folder up.
+whoever has them can subtract the noise from what the run has published and goes on to publish. Do
+not share, publish or back them up where others can read. The model to publish is model.safetensors,
+one folder up.
 """
 #: Checkpoints kept: if the newest is damaged, the one before it serves.
 KEPT = 2
@@ -50,7 +52,8 @@ class Checkpoint:
 def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
     """Write a checkpoint whole, then drop all but the last two. Raises OSError."""
     where = run / FOLDER
-    where.mkdir(mode=0o700, exist_ok=True)
+    where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    where.chmod(PRIVATE_FOLDER)  # a copy may have opened it
     note = where / NOTE
     if not note.exists():
         folder.write_atomically(note, NOTE_TEXT.encode(), folder.PRIVATE_MODE)

@@ -17,9 +17,10 @@ CONFIG = "config.yaml"
 REPORT = "report.json"
 METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
+CARD = "model-card.md"
 DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
 LOCK = ".lock"
-FILES = (CONFIG, REPORT, METRICS, MODEL, DIAGNOSTICS)
+FILES = (CONFIG, REPORT, METRICS, CARD, MODEL, DIAGNOSTICS)
 
 PUBLIC_MODE = 0o644
 PRIVATE_MODE = 0o600
@@ -144,7 +145,7 @@ def set_aside(run: Path) -> None:
     for name in (CONFIG, METRICS):
         if (run / name).exists():
             shutil.copy2(run / name, aside / name)
-    for name in (REPORT, MODEL, DIAGNOSTICS):
+    for name in (REPORT, CARD, MODEL, DIAGNOSTICS):
         if (run / name).exists():
             os.replace(run / name, aside / name)
 

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from statistics import NormalDist
 from typing import Any, Literal
 
 from dpmac_cli import accounting
@@ -19,11 +20,13 @@ PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetens
 State = Literal["finished", "interrupted", "budget-spent"]
 
 SEED_KEPT_NOWHERE = (
-    "Every seed came from the operating system, one for each purpose, and was kept nowhere."
+    "Every seed came from the operating system, one for each purpose, and was kept nowhere; the "
+    "keys made from them are in checkpoint/ alone, which is private."
 )
 SEED_GIVEN = (
-    "Noise was drawn with --seed, to be repeatable: whoever knows or guesses the seed can draw the "
-    "same and subtract it, so the guarantee holds only against those who do not."
+    "Trained with --seed, to be repeatable: nothing is promised against anyone who knows or "
+    "guesses the seed, for they can draw the same noise and subtract it. The guarantee holds only "
+    "against those who do not."
 )
 DRAWN = (
     "Noise comes from the key stream of AES-256 and meets the clipped sum in floating point; "
@@ -85,6 +88,7 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
     planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), config.delta)
     private = not config.no_dp
     sampling = accounting.SAMPLERS[config.sampler]
+    promise = accounting.statement(epsilon, config.delta, bill.events)
     return {
         "private": private,
         "epsilon": _finite(epsilon),
@@ -97,7 +101,7 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
         "events": [vars(event) for event in bill.events],
         "adjacency": sampling.adjacency if private else None,
         "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
-        "statement": accounting.statement(epsilon, config.delta, bill.events),
+        "statement": f"{SEED_GIVEN} {promise}" if private and bill.seeded else promise,
         "seed_policy": {"given": bill.seeded, "statement": _seed_policy(private, bill.seeded)},
         "randomness": {"secure": bill.secure, "statement": _randomness(config, bill.secure)},
     }
@@ -161,6 +165,7 @@ def build_report(
         "state": outcome.state,
         "test": {
             "accuracy": last["test_accuracy"],
+            "accuracy_interval": sampling_error(last["test_accuracy"], last["test_samples"]),
             "loss": last["test_loss"],
             "samples": last["test_samples"],
             "best_accuracy": best["test_accuracy"],
@@ -187,6 +192,15 @@ def build_report(
             "processor": platform.machine(),
         },
     }
+
+
+def sampling_error(accuracy: float, samples: int) -> list[float]:
+    """Wilson's 95% interval for the accuracy on records like these, from so many of them."""
+    z = NormalDist().inv_cdf(0.975)
+    scale = 1 + z**2 / samples
+    middle = (accuracy + z**2 / (2 * samples)) / scale
+    reach = z * math.sqrt(accuracy * (1 - accuracy) / samples + (z / (2 * samples)) ** 2) / scale
+    return [max(0.0, middle - reach), min(1.0, middle + reach)]
 
 
 def metrics_line(evaluated: Evaluated, epsilon: float, config: TrainConfig) -> dict[str, Any]:

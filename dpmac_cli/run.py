@@ -18,6 +18,7 @@ from dpmac_cli.accounting import (
 )
 from dpmac_cli.assembly import choose_device, device_name, environment, make_trainer
 from dpmac_cli.budget import affordable, settle_noise, training_event
+from dpmac_cli.card import model_card
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data
 from dpmac_cli.diagnostics import Diagnosis, Diagnostics
@@ -364,6 +365,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     facts = public_facts(config, bill, parameters)
     save_model(where / folder.MODEL, trainer.model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)
+    folder.write_atomically(where / folder.CARD, model_card(report, trainer.model).encode())
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
     yield Finished(report, where, state)
 

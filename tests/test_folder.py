@@ -3,13 +3,15 @@
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from dpmac_cli import folder
+from dpmac_cli import checkpoint, folder, run
 from dpmac_cli.errors import InputError
-from tests.digits_runs import contents
+from tests.digits_runs import contents, train_digits
 
 
 @pytest.mark.parametrize("failing", ["fsync", "chmod", "replace"])
@@ -125,3 +127,62 @@ def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> Non
     assert contents(tmp_path) == before, "a check changes nothing"
     folder.clear(tmp_path)
     assert contents(tmp_path) == {"notes.txt": b"notes.txt", "plot.png": b"plot.png"}
+
+
+#: Umasks that let everyone in, that are usual, and that let nobody else in.
+UMASKS = (0o000, 0o002, 0o022, 0o077)
+
+
+@pytest.fixture(params=UMASKS, ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.privacy
+@pytest.mark.usefixtures("umask")
+def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
+    first = train_digits(out="run", diagnostics=True, checkpoint_every="1")
+    (first.folder / checkpoint.FOLDER).chmod(0o755)  # as a copy may have left it
+    *_, last = run.resume(first.folder, {"steps": "5", "diagnostics": True})
+    assert isinstance(last, run.Finished)
+    private = {folder.LOCK, folder.DIAGNOSTICS}
+    found = 0
+    for path in last.folder.rglob("*"):
+        if path.name == checkpoint.FOLDER:
+            assert path.stat().st_mode & 0o777 == 0o700, path
+        elif path.name in private or path.parent.name == checkpoint.FOLDER:
+            assert path.stat().st_mode & 0o777 == 0o600, path
+            found += 1
+    assert found == 1 + 2 + 3  # the lock; diagnostics of two branches; two checkpoints and a note
+
+
+@pytest.mark.privacy
+@pytest.mark.usefixtures("umask")
+def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+    fsync = os.fsync
+
+    def watch(handle: int) -> None:
+        modes.append(os.fstat(handle).st_mode & 0o777)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    checkpoint.save(tmp_path, 3, {"theta": torch.ones(2)}, {"state": {}})
+    assert modes == [0o600, 0o600]
+
+
+def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
+    """What clears a run, sets a branch aside or names what was written must leave nothing out."""
+    finished = train_digits(out="run", diagnostics=True)
+    written = {path.name for path in finished.folder.iterdir()}
+    assert written == {*folder.FILES, folder.LOCK, checkpoint.FOLDER}
+    folder.set_aside(finished.folder)
+    aside = {path.name for path in (finished.folder / "branch-1").iterdir()}
+    assert aside == set(folder.FILES)
+    left = {path.name for path in finished.folder.iterdir()}
+    kept = {folder.CONFIG, folder.METRICS}
+    assert left == {*kept, folder.LOCK, checkpoint.FOLDER, "branch-1"}

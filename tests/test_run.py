@@ -31,7 +31,13 @@ from tests.digits_runs import (
     weights,
 )
 
-PUBLIC_FILES = {"config.yaml", "metrics.jsonl", "model.safetensors", "report.json"}
+PUBLIC_FILES = {
+    "config.yaml",
+    "metrics.jsonl",
+    "model-card.md",
+    "model.safetensors",
+    "report.json",
+}
 
 
 def published(where: Path) -> set[str]:

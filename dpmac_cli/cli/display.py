@@ -259,7 +259,7 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(
             Text("with --seed: no privacy against anyone who knows the seed", style="yellow")
         )
-    names = [folder.MODEL, folder.REPORT, folder.METRICS, folder.CONFIG]
+    names = [folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG]
     if report["diagnostics"]:
         names.append(f"{folder.DIAGNOSTICS} (do not publish)")
     lines.append(Text(f"{event.folder}: {', '.join(names)}"))

@@ -17,7 +17,8 @@ from dpmac_cli.folder import CONFIG, check_run_folder, to_json
 HELP = """Train a classifier under differential privacy.
 
 The data set brings the paper's settings as defaults. Flags win over --config FILE. One new folder
-holds what a run writes: config.yaml, report.json, metrics.jsonl and model.safetensors.
+holds what a run writes: model.safetensors, model-card.md, report.json, metrics.jsonl and
+config.yaml.
 
 Example: dpmac train --dataset mnist --sigma 0.8
 

@@ -90,7 +90,10 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert all("epsilon" in line and "test accuracy" in line for line in epochs)
     assert lines[-3].endswith("on 360 samples")
     assert lines[-2].startswith("privacy epsilon 1.6")
-    assert "runs/digits-dp-adam-1" in lines[-1]
+    assert lines[-1] == (
+        "runs/digits-dp-adam-1: model.safetensors, model-card.md, report.json, metrics.jsonl, "
+        "config.yaml"
+    )
 
 
 @pytest.mark.privacy
