@@ -31,7 +31,7 @@ from tests.digits_runs import (
     weights,
 )
 
-PUBLIC_FILES = {"config.yaml", "metrics.jsonl", "model.safetensors", "report.json"}
+PUBLIC_FILES = {"config.yaml", "metrics.jsonl", "model.safetensors", "report.json", "SHA256SUMS"}
 
 
 def published(where: Path) -> set[str]:
@@ -370,6 +370,7 @@ PUBLIC = {
     "hyperparameters.batch_size",
     "input.mean",
     "input.std",
+    "machine.physical_batch",
     "noise_norm",
     "post_noise.centre_over_scale_norm",
     "post_noise.noise_norm",
