@@ -10,6 +10,7 @@ undisturbed run's.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -32,11 +33,12 @@ OFTEN = ("--checkpoint-every", "3")
 KILLS_A_RUN = 4
 #: Share of the kills that strike at any time; the others strike once the folder is there.
 ANY_TIME = 0.25
+AFTER = "after the last file"
 
 
 def command(*args: str) -> subprocess.Popen[str]:
     """Type a command."""
-    return subprocess.Popen(
+    return subprocess.Popen(  # noqa: S603
         [sys.executable, "-m", "dpmac_cli", "train", *args, *OFTEN],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -79,7 +81,7 @@ def stage(out: Path) -> str:
     if not out.exists():
         return "before the folder"
     if (out / "SHA256SUMS").exists() and "report.json" in (out / "SHA256SUMS").read_text():
-        return "after the last file"
+        return AFTER
     if (out / "report.json").exists() or (out / "model.safetensors").exists():
         return "among the last files"
     steps = [int(path.stem[5:]) for path in out.glob("checkpoint/step-*.safetensors")]
@@ -88,46 +90,36 @@ def stage(out: Path) -> str:
     return "while training" if max(steps) else "before the second checkpoint"
 
 
-def killed_after(running: subprocess.Popen[str], out: Path, wait: float, any_time: bool) -> bool:
-    """Kill a command some time after it was typed, or after it first wrote; False if it ended."""
+def strike(running: subprocess.Popen[str], out: Path, wait: float, any_time: bool) -> None:
+    """Kill a command some time after it was typed, or after it first wrote; it may end before."""
     before = {path.name for path in out.glob("checkpoint/*")}
     while not any_time and running.poll() is None:
         if {path.name for path in out.glob("checkpoint/*")} != before:
             break
         time.sleep(0.005)
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         running.wait(wait)
-    except subprocess.TimeoutExpired:
-        running.kill()
-    running.communicate()
-    return running.returncode < 0
+    running.kill()
 
 
-def disturbed(optimizer: str, out: Path, whole: float, trained: float, rng: random.Random) -> Any:
-    """Kill and resume a run until it may end; at which stages it was killed, and what was left."""
+def disturbed(
+    optimizer: str, out: Path, whole: float, trained: float, rng: random.Random
+) -> Counter[str]:
+    """Kill and resume a run until it may end; at which stages it was killed."""
     stages: Counter[str] = Counter()
-    next_command = begun(optimizer, out)
     while True:
-        last = sum(stages.values()) >= KILLS_A_RUN
-        running = command(*next_command)
-        if last:
-            _, said = running.communicate()
-        else:
+        saved = any(out.glob("checkpoint/step-*.safetensors"))
+        running = command(*(("--resume", str(out)) if saved else begun(optimizer, out)))
+        if sum(stages.values()) < KILLS_A_RUN and not stages[AFTER]:
             any_time = rng.random() < ANY_TIME
-            wait = rng.uniform(0, 1.1 * whole) if any_time else rng.uniform(0, 1.1 * trained)
-            if not killed_after(running, out, wait, any_time):
-                last = True
-                said = ""
-            else:
-                stages[stage(out)] += 1
-        if last and running.returncode == 0:
+            strike(running, out, rng.uniform(0, 1.1 * (whole if any_time else trained)), any_time)
+        _, said = running.communicate()
+        if running.returncode < 0:
+            stages[stage(out)] += 1
+        elif running.returncode == 0 or "is finished" in said:
             return stages
-        if last and running.returncode == 2 and "is finished" in said:
-            return stages  # killed after its last file
-        if last and running.returncode not in (0, 2):
-            raise RuntimeError(f"{next_command} ended with {running.returncode}: {said}")
-        begin = not any(out.glob("checkpoint/step-*.safetensors"))
-        next_command = begun(optimizer, out) if begin else ("--resume", str(out))
+        else:
+            raise RuntimeError(f"{running.args} ended with {running.returncode}: {said}")
 
 
 def study(optimizer: str, kills: int, rng: random.Random) -> dict[str, Any]:
@@ -167,19 +159,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rng = random.Random(options.seed)
+    rng = random.Random(options.seed)  # noqa: S311
     each = -(-options.kills // len(OPTIMIZERS))
     rows = []
     for optimizer in OPTIMIZERS:
         rows.append(study(optimizer, each, rng))
-        print(
+        print(  # noqa: T201
             "{optimizer:14} {kills:3} kills  {identical}/{runs} runs identical  {stages}".format(
                 **rows[-1]
             ),
             flush=True,
         )
     total = {key: sum(row[key] for row in rows) for key in ("kills", "runs", "identical")}
-    print("{kills} kills, {identical} of {runs} runs identical".format(**total))
+    print("{kills} kills, {identical} of {runs} runs identical".format(**total))  # noqa: T201
     if options.out:
         document = {"torch": torch.__version__, "seed": options.seed, **total, "rows": rows}
         options.out.write_text(json.dumps(document, indent=2) + "\n")
