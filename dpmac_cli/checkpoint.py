@@ -7,7 +7,7 @@ so folder and files are readable by their owner alone. Never pickle.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dpmac_cli import folder
 from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError
 
-FOLDER = "checkpoint"
+FOLDER = folder.CHECKPOINTS
 PRIVATE_FOLDER = 0o700
 NOTE = "PRIVATE.txt"
 NOTE_TEXT = """\
@@ -32,6 +32,8 @@ one folder up.
 KEPT = 2
 RECORD = "dpmac-checkpoint"
 VERSION = 3
+#: What reading a record leads to that is not as dpmac writes it.
+BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,13 @@ class Checkpoint:
         tensors: by name, see :meth:`dpmac_cli.engine.TrainState.tensors`.
         record: JSON values: the step, generator states, configuration, history, ledger.
         path: of the file.
+        damaged: newer ones, each by its name and what is wrong with it.
     """
 
     tensors: Mapping[str, Tensor]
     record: Mapping[str, Any]
     path: Path
+    damaged: tuple[str, ...] = ()
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
@@ -73,11 +77,11 @@ def newest(run: Path) -> Checkpoint:
     Raises:
         InputError: there is none; every damaged one is named.
     """
-    damaged = []
+    damaged: list[str] = []
     for path in _files(run):
         try:
-            return _load(path)
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as failure:
+            return replace(_load(path), damaged=tuple(damaged))
+        except (OSError, safetensors.SafetensorError, *BROKEN) as failure:
             damaged.append(f"{path.name} ({failure})")
     if damaged:
         raise InputError(
@@ -90,6 +94,11 @@ def newest(run: Path) -> Checkpoint:
     )
 
 
+def last_step(run: Path) -> int | None:
+    """The step of a run's newest checkpoint, by its name; None if there is none."""
+    return next((int(path.stem.removeprefix("step-")) for path in _files(run)), None)
+
+
 def discard(run: Path, but: Path | None = None) -> None:
     """Remove every checkpoint of a run but one."""
     for path in _files(run):
@@ -99,7 +108,7 @@ def discard(run: Path, but: Path | None = None) -> None:
 
 def _files(run: Path) -> list[Path]:
     """Newest first."""
-    return sorted((run / FOLDER).glob("step-*.safetensors"), reverse=True)
+    return sorted((run / FOLDER).glob(f"step-{'[0-9]' * 9}.safetensors"), reverse=True)
 
 
 def _load(path: Path) -> Checkpoint:

@@ -294,6 +294,29 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Resolved:
     """
     errors: list[str] = []
     given = {} if file is None else _read_file(file, errors)
+    return _resolved(flags, given, errors)
+
+
+def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
+    """Turn what :meth:`TrainConfig.recorded` gave into a configuration again. Flags win.
+
+    Args:
+        recorded: flag name -> value.
+        flags: as in :func:`resolve`.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    given = {
+        name.replace("-", "_"): _Given(value, f"{name} in the checkpoint")
+        for name, value in recorded.items()
+        if value is not False
+    }
+    return _resolved(flags, given, [])
+
+
+def _resolved(flags: Mapping[str, Any], given: dict[str, _Given], errors: list[str]) -> Resolved:
+    """A checked configuration; ``errors`` were found before."""
     typed = _typed(flags)
     _settle_exclusives(given, typed, errors)
     given |= typed

@@ -51,6 +51,7 @@ class Outcome:
         post_noise: see :meth:`dpmac_cli.engine.Trainer.public_values`, at the end.
         seconds: of training; ``total_seconds`` of everything since it was last started.
         device: it ran on.
+        chunk: samples worked on at a time, at the end.
     """
 
     state: State
@@ -59,6 +60,7 @@ class Outcome:
     seconds: float
     total_seconds: float
     device: str
+    chunk: int
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ def build_report(
             "device": outcome.device,
             "system": platform.system(),
             "processor": platform.machine(),
+            "physical_batch": outcome.chunk,
         },
     }
 

@@ -32,6 +32,7 @@ from tests.digits_runs import (
 )
 
 PUBLIC_FILES = {
+    "SHA256SUMS",
     "config.yaml",
     "metrics.jsonl",
     "model-card.md",
@@ -376,6 +377,7 @@ PUBLIC = {
     "hyperparameters.batch_size",
     "input.mean",
     "input.std",
+    "machine.physical_batch",
     "noise_norm",
     "post_noise.centre_over_scale_norm",
     "post_noise.noise_norm",

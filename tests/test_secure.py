@@ -279,7 +279,7 @@ def test_what_contradicts_secure_is_refused(flag: tuple[str, ...], why: str) -> 
 def test_a_secure_run_does_not_go_on_with_a_seed() -> None:
     train_digits(out="run", secure=True)
     before = contents(Path())
-    with pytest.raises(InputError, match=r"--seed and secure in run.config\.yaml contradict"):
+    with pytest.raises(InputError, match=r"--seed and secure in the checkpoint contradict"):
         finish(run.resume(Path("run"), {"seed": "5", "steps": "9"}))
     assert contents(Path()) == before
 
