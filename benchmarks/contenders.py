@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.data import Data, Split
-from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer, forbid_tf32
 from dpmac_cli.models import BUILDERS
@@ -39,7 +39,7 @@ Step = Callable[[], None]
 def arithmetic_of(name: str) -> None:
     """Set the precision of products that a contender runs with: ours has TF32 off everywhere."""
     forbid_tf32()
-    if name not in OPTIMIZERS:
+    if name.partition(" ")[0] not in OPTIMIZERS:
         torch.backends.cudnn.conv.fp32_precision = "tf32"  # torch's default
 
 
@@ -151,7 +151,9 @@ def opacus(size: Size, data: Data, *, mode: str) -> Step:
     return step
 
 
-def ours(size: Size, data: Data, *, name: str, compiled: bool = False) -> Step:
+def ours(
+    size: Size, data: Data, *, name: str, compiled: bool = False, secure: bool = False
+) -> Step:
     """One of the six, by the trainer that ``dpmac train`` uses."""
     facts, seeds = DATASETS[IMAGES[size.model]], stream_seeds(0)
     defaults = facts.defaults
@@ -167,15 +169,16 @@ def ours(size: Size, data: Data, *, name: str, compiled: bool = False) -> Step:
         kappa="paper",
         phi="paper",
     )
+    mechanism = SecureMechanism if secure else GaussianMechanism
     trainer = Trainer(
         size.build().to(data.gain.device),
         data,
         OPTIMIZERS[name],
         hyper,
-        GaussianMechanism(SIGMA, size.batch),
+        mechanism(SIGMA, size.batch),
         Plan(10**6, 100, defaults.physical_batch, compiled=compiled),
-        make_sampler("poisson", len(data.train), size.batch, seeds["sampler"]),
-        noise_source(seeds["noise"]),
+        make_sampler("poisson", len(data.train), size.batch, seeds["sampler"], secure),
+        noise_source(seeds["noise"], secure),
     )
     return trainer.step
 
@@ -202,6 +205,7 @@ def contenders(size: Size, *, peers: bool, largest_gib: float) -> Mapping[str, B
         made[name] = partial(ours, size, name=name)
     for name in ("dp-adam", "dp-macadam"):
         made[f"{name} --compile"] = partial(ours, size, name=name, compiled=True)
+        made[f"{name} --secure"] = partial(ours, size, name=name, secure=True)
     if peers:
         modes = ["ghost"]
         if size.parameters * size.batch * 4 * 2 <= largest_gib * 2**30:

@@ -11,6 +11,7 @@ and checkpoints are left behind.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from dpmac_cli import folder
 
@@ -21,7 +22,7 @@ LEFT_BEHIND = (folder.MODEL, folder.DIAGNOSTICS, folder.LOCK)
 
 def pack(study: Path, file: Path) -> int:
     """Add a study's finished runs to a file; how many it then holds."""
-    kept = {line["run"]: line for line in folder.read_lines(file)}
+    kept = {line["run"]: line for line in _lines(file)}
     for run in sorted((study / RUNS).iterdir()):
         if folder.reported_steps(run):
             files = (f for f in run.iterdir() if f.is_file() and f.name not in LEFT_BEHIND)
@@ -34,7 +35,7 @@ def pack(study: Path, file: Path) -> int:
 
 def unpack(file: Path, study: Path) -> int:
     """Lay out the runs of a file, where they are not there yet; how many it holds."""
-    lines = folder.read_lines(file)
+    lines = _lines(file)
     for line in lines:
         run = study / RUNS / line["run"]
         if not run.exists():
@@ -42,6 +43,10 @@ def unpack(file: Path, study: Path) -> int:
             for name, text in line["files"].items():
                 folder.write_atomically(run / name, text.encode())
     return len(lines)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def main() -> None:

@@ -467,7 +467,8 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
     done = " and ".join(_done(event) for event in _together(events)) or "no step"
     return (
         f"{promise} This is for {done}. The number of training records is public. Test records are "
-        "not protected. Publishing the best of several runs costs more."
+        "not protected, and measured times not covered. Publishing the best of several runs costs "
+        "more."
     )
 
 

@@ -12,7 +12,7 @@ from dpmac_cli import config as configuration
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, load_data
 from dpmac_cli.diagnostics import Diagnostics
-from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError
 from dpmac_cli.models import build_model
@@ -52,6 +52,7 @@ def make_trainer(
     seeds = stream_seeds(config.seed, branch)
     data = data or load_data(config.dataset, data_folder(config.data_dir), device)
     model = build_model(config.model, config.facts, _word(seeds["init"])).to(device)
+    mechanism = SecureMechanism if config.secure else GaussianMechanism
     return Trainer(
         model,
         data,
@@ -68,12 +69,18 @@ def make_trainer(
             kappa=cast(Literal["paper", "exact", "tracked"], config.kappa),
             phi=config.phi,
         ),
-        GaussianMechanism(config.sigma or 0.0, config.batch_size),
+        mechanism(config.sigma or 0.0, config.batch_size),
         Plan(
             steps, config.steps_per_epoch, config.physical_batch, not config.no_dp, config.compile
         ),
-        make_sampler(config.sampler, config.facts.train_size, config.batch_size, seeds["sampler"]),
-        noise_source(seeds["noise"]),
+        make_sampler(
+            config.sampler,
+            config.facts.train_size,
+            config.batch_size,
+            seeds["sampler"],
+            config.secure,
+        ),
+        noise_source(seeds["noise"], config.secure),
         diagnostics.observe if diagnostics else None,
     )
 

@@ -7,7 +7,7 @@ so folder and files are readable by their owner alone. Never pickle.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,21 @@ from dpmac_cli import folder
 from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError
 
-FOLDER = "checkpoint"
+FOLDER = folder.CHECKPOINTS
+PRIVATE_FOLDER = 0o700
 NOTE = "PRIVATE.txt"
 NOTE_TEXT = """\
 These files are private. They hold the states of the generators that draw the noise and the batches:
-whoever has them can subtract the noise from what the run goes on to publish. Do not share, publish
-or back them up where others can read. The model to publish is model.safetensors, one folder up.
+whoever has them can subtract the noise from what the run has published and goes on to publish. Do
+not share, publish or back them up where others can read. The model to publish is model.safetensors,
+one folder up.
 """
 #: Checkpoints kept: if the newest is damaged, the one before it serves.
 KEPT = 2
 RECORD = "dpmac-checkpoint"
-VERSION = 2
+VERSION = 3
+#: What reading a record leads to that is not as dpmac writes it.
+BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -40,17 +44,20 @@ class Checkpoint:
         tensors: by name, see :meth:`dpmac_cli.engine.TrainState.tensors`.
         record: JSON values: the step, generator states, configuration, history, ledger.
         path: of the file.
+        damaged: newer ones, each by its name and what is wrong with it.
     """
 
     tensors: Mapping[str, Tensor]
     record: Mapping[str, Any]
     path: Path
+    damaged: tuple[str, ...] = ()
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
     """Write a checkpoint whole, then drop all but the last two. Raises OSError."""
     where = run / FOLDER
-    where.mkdir(mode=0o700, exist_ok=True)
+    where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    where.chmod(PRIVATE_FOLDER)  # a copy may have opened it
     note = where / NOTE
     if not note.exists():
         folder.write_atomically(note, NOTE_TEXT.encode(), folder.PRIVATE_MODE)
@@ -70,11 +77,11 @@ def newest(run: Path) -> Checkpoint:
     Raises:
         InputError: there is none; every damaged one is named.
     """
-    damaged = []
+    damaged: list[str] = []
     for path in _files(run):
         try:
-            return _load(path)
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as failure:
+            return replace(_load(path), damaged=tuple(damaged))
+        except (OSError, safetensors.SafetensorError, *BROKEN) as failure:
             damaged.append(f"{path.name} ({failure})")
     if damaged:
         raise InputError(
@@ -87,6 +94,11 @@ def newest(run: Path) -> Checkpoint:
     )
 
 
+def last_step(run: Path) -> int | None:
+    """The step of a run's newest checkpoint, by its name; None if there is none."""
+    return next((int(path.stem.removeprefix("step-")) for path in _files(run)), None)
+
+
 def discard(run: Path, but: Path | None = None) -> None:
     """Remove every checkpoint of a run but one."""
     for path in _files(run):
@@ -96,7 +108,7 @@ def discard(run: Path, but: Path | None = None) -> None:
 
 def _files(run: Path) -> list[Path]:
     """Newest first."""
-    return sorted((run / FOLDER).glob("step-*.safetensors"), reverse=True)
+    return sorted((run / FOLDER).glob(f"step-{'[0-9]' * 9}.safetensors"), reverse=True)
 
 
 def _load(path: Path) -> Checkpoint:

@@ -149,7 +149,7 @@ def _cell(
             continue
         accuracies[run.seed] = float(report["test"]["accuracy"])
         seconds.append(float(report["timings"]["training_seconds"]))
-        lines = folder.read_lines(run.folder / folder.METRICS)
+        lines = folder.read_lines(run.folder / folder.METRICS).records
         histories.append(
             (
                 tuple(int(line["step"]) for line in lines),
@@ -172,7 +172,9 @@ def _cell(
 
 
 def finished_report(run: Run) -> dict[str, Any] | None:
-    """A run's report, if it is whole and the run took all of its steps."""
+    """A run's report, if it and the metrics are whole and the run took all of its steps."""
+    if not folder.vouched(run.folder, folder.METRICS):
+        return None
     if folder.reported_steps(run.folder) < run.config.total_steps:
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())

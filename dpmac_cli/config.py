@@ -123,6 +123,12 @@ class TrainConfig:
     )
     delta: float = _setting(1e-5, "Delta of (epsilon, delta).", PRIVACY, bounds=PROBABILITY)
     no_dp: bool = _setting(False, "Train without privacy, as a baseline.", PRIVACY)
+    secure: bool = _setting(
+        False,
+        "Draw everything from a cipher, and noise on a fixed grid: against attacks on generators "
+        "and on floating point. Slower.",
+        PRIVACY,
+    )
 
     optimizer: str = _setting(
         "dp-macadam", "How to clip and to step.", OPTIMIZER, choices=tuple(OPTIMIZERS)
@@ -251,6 +257,13 @@ KINDS: Mapping[str, type] = {
 
 #: Settings that answer the same question: give one. A flag replaces a file's answer.
 EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"))
+#: Settings that do not go together, and why. Neither replaces the other: a run that a file makes
+#: secure must not lose that unnoticed.
+INCOMPATIBLE = {
+    ("seed", "secure"): "whoever chose a seed knows the draws that --secure keeps from everyone",
+    ("compile", "secure"): "compiled steps add their noise in another way, off the grid",
+    ("no_dp", "secure"): "without noise there is nothing to make secure",
+}
 
 
 @dataclass(frozen=True)
@@ -281,9 +294,33 @@ def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Resolved:
     """
     errors: list[str] = []
     given = {} if file is None else _read_file(file, errors)
+    return _resolved(flags, given, errors)
+
+
+def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
+    """Turn what :meth:`TrainConfig.recorded` gave into a configuration again. Flags win.
+
+    Args:
+        recorded: flag name -> value.
+        flags: as in :func:`resolve`.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    given = {
+        name.replace("-", "_"): _Given(value, f"{name} in the checkpoint")
+        for name, value in recorded.items()
+        if value is not False
+    }
+    return _resolved(flags, given, [])
+
+
+def _resolved(flags: Mapping[str, Any], given: dict[str, _Given], errors: list[str]) -> Resolved:
+    """A checked configuration; ``errors`` were found before."""
     typed = _typed(flags)
     _settle_exclusives(given, typed, errors)
     given |= typed
+    _refuse_incompatibles(given, errors)
     values = _parse_all(given, errors)
     config = _with_defaults(values)
     if "dataset" in values or "dataset" not in given:  # else the defaults are another data set's
@@ -450,6 +487,14 @@ def _settle_exclusives(
         if any(name in typed for name in group):
             for name in group:
                 given.pop(name, None)
+
+
+def _refuse_incompatibles(given: Mapping[str, _Given], errors: list[str]) -> None:
+    """Report settings that do not go together, wherever each was given."""
+    for pair, why in INCOMPATIBLE.items():
+        origins = [given[name].origin for name in pair if name in given]
+        if len(origins) == len(pair):
+            errors.append(f"{' and '.join(origins)} contradict each other: {why}. Give one.")
 
 
 def _parse_all(given: Mapping[str, _Given], errors: list[str]) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpmac_cli.catalog import DATASETS, Dataset
+from dpmac_cli.catalog import DATASETS
 from dpmac_cli.errors import InputError
 
 
@@ -46,6 +47,16 @@ class Data:
     gain: Tensor
     offset: Tensor
 
+    def prepared_by(self, given: Mapping[str, Any]) -> "Data":
+        """The same records, standardised as the facts of a model say.
+
+        Args:
+            given: ``levels``, and ``mean`` and ``std`` with an entry for each channel.
+        """
+        mean, std = (list(map(float, given[name])) for name in ("mean", "std"))
+        gain, offset = _standardisation(float(given["levels"]), mean, std, self.gain.device)
+        return replace(self, gain=gain, offset=offset)
+
     def standardised(self, images: Tensor) -> Tensor:
         """(images / levels - mean) / std in float32; shape as given."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
@@ -73,7 +84,7 @@ def load_data(name: str, data_dir: Path, device: torch.device, *, download: bool
     return Data(
         Split(train.images.to(device), train.labels.to(device)),
         Split(test.images.to(device), test.labels.to(device)),
-        *_standardisation(facts, device),
+        *_standardisation(facts.levels, facts.mean, facts.std, device),
     )
 
 
@@ -107,10 +118,12 @@ def fingerprint(*splits: Split) -> str:
     return digest.hexdigest()
 
 
-def _standardisation(facts: Dataset, device: torch.device) -> tuple[Tensor, Tensor]:
-    mean = torch.tensor(facts.mean, dtype=torch.float64).view(-1, 1, 1)
-    std = torch.tensor(facts.std, dtype=torch.float64).view(-1, 1, 1)
-    gain, offset = 1 / (facts.levels * std), -mean / std
+def _standardisation(
+    levels: float, mean: Sequence[float], std: Sequence[float], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    means = torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1)
+    stds = torch.tensor(std, dtype=torch.float64).view(-1, 1, 1)
+    gain, offset = 1 / (levels * stds), -means / stds
     return gain.to(device, torch.float32), offset.to(device, torch.float32)
 
 
@@ -137,7 +150,9 @@ def _like_mnist(name: str, kind: str) -> Loader:
     def load(data_dir: Path, download: bool) -> tuple[Split, Split]:
         from torchvision import datasets  # noqa: PLC0415  (seconds to import)
 
-        dataset = getattr(datasets, kind)
+        # Where torchvision finds a cache of its first versions, it would read that by torch.load.
+        uncached = {"_check_legacy_exist": lambda self: False}
+        dataset: Any = type(kind, (getattr(datasets, kind),), uncached)
         folder = data_dir / kind / "raw"
         files = [folder / Path(archive).stem for archive, _ in dataset.resources]
 
@@ -151,7 +166,7 @@ def _like_mnist(name: str, kind: str) -> Loader:
 
 
 def _like_cifar(name: str, kind: str) -> Loader:
-    """CIFAR10 and CIFAR100: torchvision checks every file's md5 before it reads them."""
+    """CIFAR10 and CIFAR100: pickles, whose md5 torchvision checks before it reads them."""
 
     def load(data_dir: Path, download: bool) -> tuple[Split, Split]:
         from torchvision import datasets  # noqa: PLC0415

@@ -27,9 +27,10 @@ from dpmac_cli.dp.layers import blocks, find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Optimizer
-from dpmac_cli.dp.per_sample import ClippedSum, Metric
+from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
 from dpmac_cli.dp.rules import Adam, AdamBC, Rule, sgd
-from dpmac_cli.errors import ModelError
+from dpmac_cli.errors import DivergedError, ModelError, RunError
+from dpmac_cli.faults import out_of_memory
 from dpmac_cli.noise import NoiseSource
 from dpmac_cli.sampling import Sampler
 
@@ -38,6 +39,9 @@ EVALUATION_BATCH = 2048
 PROGRESS_EVERY = 0.1
 #: The radius of a ball that clips nothing: a power of two, so scaling by it is exact.
 NO_CLIPPING = 2.0**40
+#: What a mechanism's own rounding may take of the margin that clipping leaves below 1: the rest is
+#: for the rounding of sums.
+ROUNDING_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class TrainState:
         region: the ellipsoid that the next step clips to.
         spread: what the geometry remembers; None for a ball.
         step: t, steps taken.
+        chunk: samples worked on at a time: the physical batch, halved when memory runs out.
         sampler: draws the batches; secret.
         noise: draws the noise; secret.
     """
@@ -99,6 +104,7 @@ class TrainState:
     region: Ellipsoid
     spread: Spread | None
     step: int
+    chunk: int
     sampler: Sampler
     noise: NoiseSource
 
@@ -121,13 +127,14 @@ class TrainState:
         """Everything else as JSON values. The generators' states are secret."""
         return {
             "step": self.step,
+            "chunk": self.chunk,
             "kappa_star": self.spread.kappa_star if self.spread else 0.0,
             "sampler": self.sampler.state(),
             "noise": self.noise.state(),
         }
 
     def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over a saved state, all but the generators, in place.
+        """Take over a saved state, all but what only an exact repetition needs, in place.
 
         Raises:
             ModelError: it is of another model or optimizer.
@@ -145,7 +152,8 @@ class TrainState:
             self.spread.kappa_star = numbers["kappa_star"]
 
     def restore_generators(self, numbers: Mapping[str, Any]) -> None:
-        """Go on with the saved draws: only ever on the very same computation."""
+        """Go on with the saved draws and chunks: only ever on the very same computation."""
+        self.chunk = numbers["chunk"]
         self.sampler.restore(numbers["sampler"])
         self.noise.restore(numbers["noise"])
 
@@ -193,6 +201,9 @@ class Trainer:
         plan: what the run will do.
         sampler, noise: the run's two secrets.
         observer: sees losses and norms that are NOT private; for diagnostics only.
+
+    Raises:
+        ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
     """
 
     def __init__(
@@ -219,6 +230,7 @@ class Trainer:
         )
         layers = find_layers(model)
         theta = flatten_parameters(layers)
+        _check_rounding(mechanism, theta.numel(), plan.physical_batch)
         norms = compile_norms() if plan.compiled else total_squared_norms
         self._clipped_sum = ClippedSum(model, layers, plan.physical_batch, norms)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
@@ -232,7 +244,9 @@ class Trainer:
             v=torch.zeros_like(kept),
             noise=torch.zeros_like(theta) if track_noise else None,
         )
-        self.state = TrainState(theta, moments, region, spread, 0, sampler, noise)
+        self.state = TrainState(
+            theta, moments, region, spread, 0, plan.physical_batch, sampler, noise
+        )
         self._sum = torch.empty_like(theta)
         self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)
         self._compiled = (
@@ -280,20 +294,56 @@ class Trainer:
         self._metric.refresh()
         observer = self._observer
         watch = None if observer is None else _at_step(observer, self.state.step + 1)
-        total = None
-        for begin in range(0, len(rows), self.plan.physical_batch):
-            chunk = rows[begin : begin + self.plan.physical_batch]
-            x = self.data.standardised(self.data.train.images[chunk])
-            part = self._sum
-            self._clipped_sum.of(x, self.data.train.labels[chunk], self._metric, part, watch)
-            if len(rows) <= self.plan.physical_batch:
+        part, total, begin = self._sum, None, 0
+        while begin < len(rows):
+            end = begin + self.state.chunk
+            if not self._sum_chunk(rows[begin:end], watch):
+                self._halve_chunks()
+                continue
+            if begin == 0 and end >= len(rows):
                 return part
             # Chunks are added up in float64: float32 would round by more than the margin.
             if total is None:
                 total = torch.zeros_like(part, dtype=torch.float64)
             for block in self._blocks:  # whole, torch would make a float64 copy of the part
                 total[block].add_(part[block])
-        return self._sum.zero_() if total is None else total
+            begin = end
+        return part.zero_() if total is None else total
+
+    def _sum_chunk(self, rows: Tensor, watch: Callable[[Tensor, Tensor], None] | None) -> bool:
+        """Put a chunk's sum where sums go; False if memory ran out, and nothing has happened."""
+        try:
+            x = self.data.standardised(self.data.train.images[rows])
+            self._clipped_sum.of(x, self.data.train.labels[rows], self._metric, self._sum, watch)
+        except (RuntimeError, MemoryError) as failure:
+            if not out_of_memory(failure):
+                raise
+            return False
+        return True
+
+    def _halve_chunks(self) -> None:
+        """Work on fewer samples at a time, by public numbers: how many were drawn is private.
+
+        What samples are clipped to stays as it is, with more room than fewer terms need.
+
+        Raises:
+            RunError: there is only one at a time already.
+        """
+        if self.state.chunk == 1:
+            raise RunError(
+                "Memory ran out with a single sample at a time. Free some, or choose a smaller "
+                "--model or another --device."
+            )
+        self.state.chunk //= 2
+
+    def check_finite(self) -> None:
+        """Refuse parameters that are not finite. Synchronises with the device.
+
+        Raises:
+            DivergedError: they are not.
+        """
+        if not bool(torch.isfinite(self.state.theta).all()):
+            raise DivergedError(self.state.step)
 
     def public_values(self) -> dict[str, float]:
         """Post-noise quantities that cost no privacy, for logs. Synchronises with the device.
@@ -311,6 +361,17 @@ class Trainer:
             ratio = (region.centre / region.scale).double().norm().item()
             values |= {"share_h1": low, "share_h2": high, "centre_over_scale_norm": ratio}
         return values
+
+
+def _check_rounding(mechanism: GaussianMechanism, size: int, physical_batch: int) -> None:
+    """Refuse what would void the margin of the clipping. Raises ModelError."""
+    added, margin = mechanism.rounding(size), 1 - clip_limit(physical_batch)
+    if added > ROUNDING_SHARE * margin:
+        raise ModelError(
+            f"The model has {size:,} parameters: rounding their sums to the grid of --secure could "
+            f"add {added:.1g} to the sensitivity, and clipping leaves a margin of {margin:.1g} for "
+            "all rounding. Choose a smaller model, or leave --secure out."
+        )
 
 
 def _at_step(
@@ -393,6 +454,21 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Reduced:
+    """Memory ran out in the step just taken: fewer samples are worked on at a time from now on.
+
+    Attributes:
+        step: t.
+        seconds: of training so far.
+        chunk: how many.
+    """
+
+    step: int
+    seconds: float
+    chunk: int
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """The test set scored after some step, with post-noise values beside it.
 
@@ -417,7 +493,7 @@ def fit(
     stop: Callable[[], bool],
     pause: Callable[[int], bool] = lambda step: False,
     seconds: float = 0.0,
-) -> Iterator[Progress | Evaluated]:
+) -> Iterator[Progress | Reduced | Evaluated]:
     """Train to the plan's end, scoring the test set after each epoch and at the end.
 
     Args:
@@ -427,25 +503,27 @@ def fit(
         seconds: of training before, in a run that goes on.
 
     Raises:
-        ModelError: the parameters are no longer finite.
+        DivergedError: the parameters are no longer finite.
+        RunError: memory ran out with a single sample at a time.
     """
     plan, state = trainer.plan, trainer.state
+    chunk = state.chunk
     reported = mark = time.perf_counter()
     while state.step < plan.steps:
         trainer.step()
         stopping = stop()
         now = time.perf_counter()
+        if state.chunk < chunk:
+            chunk = state.chunk
+            yield Reduced(state.step, seconds + now - mark, chunk)
+            now, mark = time.perf_counter(), mark + time.perf_counter() - now
         if stopping or now - reported > PROGRESS_EVERY or pause(state.step):
             yield Progress(state.step, seconds + now - mark)
             reported = time.perf_counter()
             mark += reported - now  # what is done with an event is not training
         last = stopping or state.step == plan.steps
         if last or state.step % plan.steps_per_epoch == 0:
-            if not bool(torch.isfinite(state.theta).all()):
-                raise ModelError(
-                    f"Training diverged: after step {state.step} the parameters are no longer "
-                    "finite. Try a smaller --lr."
-                )
+            trainer.check_finite()
             seconds += time.perf_counter() - mark
             result = evaluate(trainer.model, trainer.data, trainer.data.test)
             epoch = state.step / plan.steps_per_epoch

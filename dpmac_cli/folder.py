@@ -2,11 +2,13 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,19 @@ CONFIG = "config.yaml"
 REPORT = "report.json"
 METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
+CARD = "model-card.md"
 DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
+CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
-FILES = (CONFIG, REPORT, METRICS, MODEL, DIAGNOSTICS)
+PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
+FILES = (*PUBLISHED, DIAGNOSTICS)
+#: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
+#: of the diagnostics would tell something of them.
+SUMS = "SHA256SUMS"
+#: The key of a line's own checksum, over the rest of it.
+LINE_SUM = "sha256"
+#: How the name of a file ends that is being written.
+PART = ".part"
 
 PUBLIC_MODE = 0o644
 PRIVATE_MODE = 0o600
@@ -38,7 +50,7 @@ def _naming(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
     """Write a file whole, or leave what was there. Raises OSError, naming the file."""
     with _naming(path):
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
@@ -57,16 +69,65 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
+def to_line(record: Mapping[str, Any]) -> str:
+    """One line of JSON, with a checksum of its own."""
+    summed = {**record, LINE_SUM: _line_sum(record)}
+    return json.dumps(summed, allow_nan=False) + "\n"
+
+
+def _line_sum(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()
+
+
 def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) -> None:
-    """Append one line of JSON. Raises OSError, naming the file."""
+    """Append one line of JSON, and have it on the disk. Raises OSError, naming the file."""
+    line = to_line(record)
     with _naming(path):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
-        with os.fdopen(handle, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
+        with os.fdopen(handle, "ab") as file:
+            size = file.tell()
+            cut = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+            file.write((b"\n" if cut else b"") + line.encode())
+            file.flush()
+            os.fsync(handle)
+
+
+def seal(where: Path, names: Iterable[str] = PUBLISHED) -> None:
+    """Write SHA256SUMS over those of some files that are there.
+
+    It comes last, and goes before any of them changes: a kill in between leaves files without
+    checksums, never with wrong ones. Raises OSError.
+    """
+    there = [name for name in names if (where / name).exists()]
+    text = "".join(f"{_sum(where / name)}  {name}\n" for name in there)
+    write_atomically(where / SUMS, text.encode())
+
+
+def unseal(where: Path) -> None:
+    """Remove SHA256SUMS, so that its files may change. Raises OSError."""
+    (where / SUMS).unlink(missing_ok=True)
+
+
+def vouched(where: Path, name: str) -> bool | None:
+    """Whether a file is as SHA256SUMS says; None where that says nothing of it. Raises OSError."""
+    if not (where / SUMS).exists():
+        return None
+    for line in (where / SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
+        found, _, named = line.partition("  ")
+        if named == name:
+            return (where / name).exists() and found == _sum(where / name)
+    return None
+
+
+def _sum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def reported_steps(run: Path) -> int:
     """The steps of the model that a run's report is about; 0 while there is no whole report."""
+    if not vouched(run, REPORT):
+        return 0
     try:
         return int(json.loads((run / REPORT).read_bytes())["hyperparameters"]["steps"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -100,6 +161,8 @@ def new_folder(root: Path, stem: str) -> Path:
 def locked(run: Path) -> Iterator[None]:
     """Hold a run's folder for oneself; the lock ends with the process, however that ends.
 
+    What a kill left half written is removed.
+
     Raises:
         InputError: another process holds it, or it cannot be written to.
     """
@@ -115,20 +178,42 @@ def locked(run: Path) -> Iterator[None]:
                 f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
                 "stop it."
             ) from None
+        for place in (run, run / CHECKPOINTS):
+            for part in place.glob(f".*{PART}"):
+                part.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut short by a kill is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
-    return lines
+@dataclass(frozen=True)
+class Lines:
+    """What a file of lines holds.
+
+    Attributes:
+        records: of the lines that are as they were written.
+        whole: whether all of them are.
+    """
+
+    records: list[dict[str, Any]]
+    whole: bool
+
+
+def read_lines(path: Path) -> Lines:
+    """The lines of a metrics file; what is damaged, or was cut short by a kill, is left out."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    records = [record for record in map(_record, lines[:-1]) if record is not None]
+    return Lines(records, whole=len(records) == len(lines) - 1 and not lines[-1])
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line holds; None if it is not as it was written."""
+    try:
+        record = json.loads(line)
+        found = record.pop(LINE_SUM)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return None
+    return record if found == _line_sum(record) else None
 
 
 def set_aside(run: Path) -> None:
@@ -136,17 +221,66 @@ def set_aside(run: Path) -> None:
 
     Configuration and metrics are copied, so that a kill in between leaves the run resumable.
     """
-    number = 1
-    while (run / f"branch-{number}").exists():
-        number += 1
-    aside = run / f"branch-{number}"
-    aside.mkdir()
+    aside = _numbered(run, "branch")
+    if (run / SUMS).exists():
+        os.replace(run / SUMS, aside / SUMS)
     for name in (CONFIG, METRICS):
         if (run / name).exists():
             shutil.copy2(run / name, aside / name)
-    for name in (REPORT, MODEL, DIAGNOSTICS):
+    for name in (REPORT, CARD, MODEL, DIAGNOSTICS):
         if (run / name).exists():
             os.replace(run / name, aside / name)
+
+
+def _numbered(run: Path, stem: str) -> Path:
+    """Make the first free of stem-1, stem-2, ... in a run."""
+    number = 1
+    while (run / f"{stem}-{number}").exists():
+        number += 1
+    made = run / f"{stem}-{number}"
+    made.mkdir()
+    return made
+
+
+def make_way(run: Path) -> None:
+    """Move a run into a folder within its own, until another has taken its place.
+
+    Files that are not a run's stay where they are. Raises OSError.
+    """
+    names = (*FILES, SUMS, CHECKPOINTS, *(path.name for path in _all_numbered(run, "branch")))
+    there = [name for name in names if (run / name).exists()]
+    if there:
+        aside = _numbered(run, "replaced")
+        for name in there:
+            os.replace(run / name, aside / name)
+
+
+def put_back(run: Path) -> None:
+    """Undo :func:`make_way`, whatever was begun in the run's place. Raises OSError."""
+    for aside in _all_numbered(run, "replaced")[-1:]:
+        for name in (*FILES, SUMS):
+            (run / name).unlink(missing_ok=True)
+        shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+        for path in aside.iterdir():
+            os.replace(path, run / path.name)
+        aside.rmdir()
+
+
+def replaced(run: Path) -> list[Path]:
+    """Where the runs are kept whose place this one is taking."""
+    return _all_numbered(run, "replaced")
+
+
+def drop_replaced(run: Path) -> None:
+    """Remove the runs whose place this one has taken. Raises OSError."""
+    for aside in replaced(run):
+        shutil.rmtree(aside)
+
+
+def _all_numbered(run: Path, stem: str) -> list[Path]:
+    """What :func:`_numbered` has made, oldest first."""
+    found = [path for path in run.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[len(stem) + 1 :]))
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:
@@ -157,7 +291,7 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--out {folder} is a file. Name a folder.")
-    if not folder.exists() or not any(entry.name != LOCK for entry in folder.iterdir()):
+    if not folder.exists() or all(map(_leftover, folder.iterdir())):
         return
     if not _holds_run(folder):
         raise InputError(
@@ -170,9 +304,16 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
         )
 
 
+def _leftover(path: Path) -> bool:
+    """Whether a run that was killed before it had begun may have left a file."""
+    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
+
+
 def _holds_run(folder: Path) -> bool:
     """Whether a folder is a run's: other tools, too, call a file config.yaml."""
     if any((folder / name).exists() for name in (REPORT, MODEL)):
+        return True
+    if any(map(_holds_run, replaced(folder))):
         return True
     try:
         return (folder / CONFIG).read_text(encoding="utf-8").startswith(HEADER)
@@ -181,13 +322,19 @@ def _holds_run(folder: Path) -> bool:
 
 
 def check_run_folder(run: Path) -> None:
-    """Refuse to go on in what is not a run's folder.
+    """Refuse to go on in what is not a run's folder, or not as dpmac left it.
 
     Raises:
-        InputError: it is not one.
+        InputError: it is not one, or its configuration was altered.
     """
-    if not (run / CONFIG).is_file():
+    if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
         raise InputError(f"--resume {run} is not a run folder: it holds no {CONFIG}.")
+    if (run / CONFIG).exists() and vouched(run, CONFIG) is False:
+        raise InputError(
+            f"{run / CONFIG} and its checksum in {SUMS} do not match: one was damaged or edited. "
+            f"Delete {CONFIG}, and it is written anew from the checkpoint. To change a setting, "
+            f"give it as a flag: dpmac train --resume {run} --lr 0.01"
+        )
 
 
 def make_folder(run: Path) -> Path:
@@ -203,14 +350,8 @@ def make_folder(run: Path) -> Path:
     return run
 
 
-def clear(run: Path) -> None:
-    """Remove the files of a run, and no others. Raises OSError."""
-    for name in FILES:
-        (run / name).unlink(missing_ok=True)
-
-
 def _unwritable(folder: Path, failure: OSError) -> str:
     return (
         f"The run folder {folder} cannot be written to ({failure.strerror or failure}). "
-        "Name another with --out."
+        "Make it writable, or name another with --out."
     )

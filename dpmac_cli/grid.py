@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,15 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 
 #: Settings of one run that are the study's own business.
-NOT_IN_A_STUDY = ("seed", "out", "force", "json", "quiet", "debug", "max_epsilon", "diagnostics")
-#: What a cell's columns may be, and what names them in a table.
-COLUMNS = ("sigma", "epsilon")
+NOT_IN_A_STUDY = (
+    *("seed", "secure", "out", "force", "json", "quiet", "debug"),
+    *("max_epsilon", "diagnostics"),
+)
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
+
+#: What tells a row from the others: names of flags and their values.
+Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Run:
 
     config: TrainConfig
     seed: int
-    labels: tuple[tuple[str, str], ...]
+    labels: Labels
     column: float
 
     @property
@@ -122,7 +126,7 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     column = "epsilon" if "epsilon" in given else "sigma"
     varied = [name for name, values in given.items() if len(values) > 1]
     axes = ["optimizer", *(name for name in varied if name not in ("optimizer", column))]
-    cells: dict[tuple[Any, ...], tuple[TrainConfig, tuple[tuple[str, str], ...]]] = {}
+    cells: dict[tuple[Labels, float], tuple[TrainConfig, Labels]] = {}
     errors: dict[str, None] = {}
     notes: dict[str, None] = {}
     for values in itertools.product(*given.values()):
@@ -158,7 +162,9 @@ def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
             yield name
 
 
-def _runs(cells: Any, column: str, seeds: tuple[int, ...], root: Path) -> Iterator[Run]:
+def _runs(
+    cells: Iterable[tuple[TrainConfig, Labels]], column: str, seeds: tuple[int, ...], root: Path
+) -> Iterator[Run]:
     for config, labels in cells:
         for seed in seeds:
             flags = {name: getattr(config, name) for name in SETTINGS}
@@ -169,7 +175,8 @@ def _runs(cells: Any, column: str, seeds: tuple[int, ...], root: Path) -> Iterat
 
 def address(config: TrainConfig, seed: int) -> str:
     """The folder of a run: the same settings and seed are the same run."""
-    settings = {name: value for name, value in config.recorded().items() if name != "device"}
+    aside = ("device", "secure")  # the second is the same in every study
+    settings = {name: value for name, value in config.recorded().items() if name not in aside}
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{config.dataset}-{config.optimizer}-{digest}"

@@ -7,19 +7,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import CTR
 from torch import Tensor
+
+from dpmac_cli.keystream import SPARE, KeyStream
 
 #: Names of the streams of random numbers in a run. Each has a generator of its own, so that no
 #: draw for one purpose can be read off the draws for another.
 STREAMS = ("init", "sampler", "noise")
-AES_BLOCK = 16
 #: The least u, in (0, 1]; 0.5 + LEAST_U is exact in float64.
 LEAST_U = 2.0**-53
 #: Pairs of normals made at a time, so that what they are made from stays in cache.
 NOISE_PAIRS = 1 << 17
+#: Normals that make one of :class:`SecureNoise`.
+SUMMANDS = 4
 
 
 def stream_seeds(seed: int | None, branch: int = 0) -> dict[str, np.random.SeedSequence]:
@@ -83,13 +83,12 @@ class SeededNoise:
     keeps 32 bits of a seed, so that 4 billion tries recover the noise.
 
     Args:
-        seed: its 256 bits become the key: the key stream is unpredictable to whoever lacks it.
+        seed: of the key stream.
     """
 
     def __init__(self, seed: np.random.SeedSequence) -> None:
-        self._key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
+        self._keys = KeyStream(seed)
         self._workspace = _Workspace(0, torch.float32)
-        self._go_to(0)
 
     def standard_normal(self, like: Tensor) -> Tensor:
         """Fresh independent N(0, 1) draws with the shape, dtype and device of ``like``."""
@@ -127,27 +126,17 @@ class SeededNoise:
         torch.sin(angle, out=out[pairs:]).mul_(radius)
 
     def _advance(self, work: "_Workspace", pairs: int) -> None:
-        """Fill in the next bytes of the key stream. What is left of a block is thrown away."""
+        """Fill in the next bytes of the key stream."""
         for part in (work.words, work.turns):
-            size = pairs * part.itemsize
-            blocks = -(-size // AES_BLOCK)
-            room = part.numpy().view(np.uint8).data[: blocks * AES_BLOCK + AES_BLOCK]
-            self._stream.update_into(work.zeros[: blocks * AES_BLOCK], room)
-            self._block += blocks
-
-    def _go_to(self, block: int) -> None:
-        counter = block.to_bytes(AES_BLOCK, "big")
-        self._stream = Cipher(AES256(self._key), CTR(counter)).encryptor()
-        self._block = block
+            self._keys.fill(part.numpy(), pairs)
 
     def state(self) -> dict[str, Any]:
         """Key and position as JSON values, as secret as the noise."""
-        return {"generator": "AES-256-CTR", "key": self._key.hex(), "block": self._block}
+        return self._keys.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self._key = bytes.fromhex(state["key"])
-        self._go_to(state["block"])
+        self._keys.restore(state)
 
 
 class _Workspace:
@@ -160,10 +149,8 @@ class _Workspace:
 
     def __init__(self, pairs: int, dtype: torch.dtype) -> None:
         turn = torch.int64 if dtype == torch.float64 else torch.int32
-        spare = 2 * AES_BLOCK  # the cipher asks for room that it does not use
-        self.words = torch.empty(pairs + spare // 8, dtype=torch.int64)
-        self.turns = torch.empty(pairs + spare // turn.itemsize, dtype=turn)
-        self.zeros = memoryview(bytes(8 * pairs + spare))
+        self.words = torch.empty(pairs + SPARE // 8, dtype=torch.int64)
+        self.turns = torch.empty(pairs + SPARE // turn.itemsize, dtype=turn)
         self.u = torch.empty(pairs, dtype=torch.float64)
         self.radius, self.angle = torch.empty(pairs, dtype=dtype), torch.empty(pairs, dtype=dtype)
 
@@ -192,6 +179,41 @@ class Bits:
         return torch.cat([angle.cos() * radius, angle.sin() * radius])[: like.numel()]
 
 
-def noise_source(seed: np.random.SeedSequence) -> NoiseSource:
+class SecureNoise:
+    """Half the sum of four normals, each from a stretch of the key stream of its own, in float64.
+
+    One normal gives away, by its last bits, what it was made from. A sum of four takes a search
+    over all that three of them may be made from (Holohan and Braghin 2021, arXiv 2107.10138). The
+    two normals of a pair are never in one sum: they go to different coordinates.
+
+    Args:
+        seed: of the key stream.
+    """
+
+    def __init__(self, seed: np.random.SeedSequence) -> None:
+        self._source = SeededNoise(seed)
+
+    def standard_normal(self, like: Tensor) -> Tensor:
+        """Fresh independent N(0, 1) draws with the shape, dtype and device of ``like``."""
+        wide = torch.empty_like(like, dtype=torch.float64)
+        total = self._source.standard_normal(wide)
+        for _ in range(SUMMANDS - 1):
+            total.add_(self._source.standard_normal(wide))
+        return total.mul_(SUMMANDS**-0.5).to(like.dtype)
+
+    def bits(self, like: Tensor) -> Bits:
+        """Refuses: compiled operations would make single normals of them. Raises ValueError."""
+        raise ValueError("noise that is a sum of normals has no bits to compile")
+
+    def state(self) -> dict[str, Any]:
+        """Key and position as JSON values, as secret as the noise."""
+        return self._source.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._source.restore(state)
+
+
+def noise_source(seed: np.random.SeedSequence, secure: bool = False) -> NoiseSource:
     """The source of a run's noise, for any device."""
-    return SeededNoise(seed)
+    return SecureNoise(seed) if secure else SeededNoise(seed)

@@ -1,5 +1,6 @@
 """Pictures for print: readable without colour, on white, as PNG or SVG. Loads matplotlib."""
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dpmac_cli import accounting
 from dpmac_cli.accounting import format_epsilon
 from dpmac_cli.errors import InputError
+from dpmac_cli.folder import write_atomically
 from dpmac_cli.pricing import Row, epsilon_by_delta, epsilon_by_steps
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ def draw_prices(rows: Sequence[Row], path: Path) -> None:
     figure.suptitle(
         f"{shown[0].sampler} sampling, {shown[0].adjacency} adjacency", fontsize="medium"
     )
-    figure.savefig(path, dpi=200)
+    _write(figure, path)
 
 
 def draw_comparison(comparison: "Comparison", path: Path) -> bool:
@@ -141,8 +143,15 @@ def draw_comparison(comparison: "Comparison", path: Path) -> bool:
     figure.suptitle(
         f"{comparison.dataset}, mean and standard deviation of {seeds} seeds", fontsize="medium"
     )
-    figure.savefig(path, dpi=200)
+    _write(figure, path)
     return True
+
+
+def _write(figure: "Figure", path: Path) -> None:
+    """Write a picture whole, or leave what was there. Raises OSError."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=200, format=path.suffix.lower().removeprefix("."))
+    write_atomically(path, picture.getvalue())
 
 
 def _curve(cell: "Cell") -> tuple[list[int], list[float], list[float]]:

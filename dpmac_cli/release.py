@@ -200,8 +200,10 @@ def _check_fit(
     dataset: str,
     facts: Mapping[str, Any],
 ) -> None:
-    wanted = {key: tuple(t.shape) for key, t in model.state_dict().items()}
-    found = {key: tuple(t.shape) for key, t in tensors.items()}
+    images, layers = "an image", model.state_dict()
+    wanted = {images: DATASETS[dataset].shape, **{k: tuple(t.shape) for k, t in layers.items()}}
+    given = tuple(facts["input"]["shape"])
+    found = {images: given, **{k: tuple(t.shape) for k, t in tensors.items()}}
     if wanted == found:
         return
     faults = [

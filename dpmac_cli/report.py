@@ -5,6 +5,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from statistics import NormalDist
 from typing import Any, Literal
 
 from dpmac_cli import accounting
@@ -19,12 +20,24 @@ PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetens
 State = Literal["finished", "interrupted", "budget-spent"]
 
 SEED_KEPT_NOWHERE = (
-    "Every seed came from the operating system, one for each purpose, and was kept nowhere."
+    "Every seed came from the operating system, one for each purpose, and was kept nowhere; the "
+    "keys made from them are in checkpoint/ alone, which is private."
 )
 SEED_GIVEN = (
-    "Noise was drawn with --seed, to be repeatable: whoever knows or guesses the seed can draw the "
-    "same and subtract it, so the guarantee holds only against those who do not."
+    "Trained with --seed, to be repeatable: nothing is promised against anyone who knows or "
+    "guesses the seed, for they can draw the same noise and subtract it. The guarantee holds only "
+    "against those who do not."
 )
+DRAWN = (
+    "Noise comes from the key stream of AES-256 and meets the clipped sum in floating point; "
+    "batches are drawn by SFC64, which is no cipher."
+)
+DRAWN_SECURELY = (
+    "With --secure: noise and batches come from the key stream of AES-256; noise is half the sum "
+    "of four float64 normals; clipped sum and noise were each rounded to multiples of 2^-40 of the "
+    "sensitivity before they were added."
+)
+DRAWN_BOTH_WAYS = "The last branch ran with --secure, an earlier one without."
 NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
@@ -38,6 +51,7 @@ class Outcome:
         post_noise: see :meth:`dpmac_cli.engine.Trainer.public_values`, at the end.
         seconds: of training; ``total_seconds`` of everything since it was last started.
         device: it ran on.
+        chunk: samples worked on at a time, at the end.
     """
 
     state: State
@@ -46,6 +60,7 @@ class Outcome:
     seconds: float
     total_seconds: float
     device: str
+    chunk: int
 
 
 @dataclass(frozen=True)
@@ -56,11 +71,13 @@ class Bill:
         events: what every branch took, the last one being the published model's own.
         planned: the last event as it was meant to be.
         seeded: whether any draw came from a seed that a person chose.
+        secure: whether every branch ran with --secure.
     """
 
     events: tuple[TrainingEvent, ...]
     planned: TrainingEvent
     seeded: bool
+    secure: bool = False
 
 
 def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
@@ -73,6 +90,7 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
     planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), config.delta)
     private = not config.no_dp
     sampling = accounting.SAMPLERS[config.sampler]
+    promise = accounting.statement(epsilon, config.delta, bill.events)
     return {
         "private": private,
         "epsilon": _finite(epsilon),
@@ -85,8 +103,9 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
         "events": [vars(event) for event in bill.events],
         "adjacency": sampling.adjacency if private else None,
         "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
-        "statement": accounting.statement(epsilon, config.delta, bill.events),
+        "statement": f"{SEED_GIVEN} {promise}" if private and bill.seeded else promise,
         "seed_policy": {"given": bill.seeded, "statement": _seed_policy(private, bill.seeded)},
+        "randomness": {"secure": bill.secure, "statement": _randomness(config, bill.secure)},
     }
 
 
@@ -94,6 +113,14 @@ def _seed_policy(private: bool, seeded: bool) -> str:
     if not private:
         return NO_SECRETS
     return SEED_GIVEN if seeded else SEED_KEPT_NOWHERE
+
+
+def _randomness(config: TrainConfig, secure: bool) -> str:
+    if config.no_dp:
+        return NO_SECRETS
+    if config.secure and not secure:
+        return DRAWN_BOTH_WAYS
+    return DRAWN_SECURELY if secure else DRAWN
 
 
 def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, Any]:
@@ -140,6 +167,7 @@ def build_report(
         "state": outcome.state,
         "test": {
             "accuracy": last["test_accuracy"],
+            "accuracy_interval": sampling_error(last["test_accuracy"], last["test_samples"]),
             "loss": last["test_loss"],
             "samples": last["test_samples"],
             "best_accuracy": best["test_accuracy"],
@@ -164,8 +192,18 @@ def build_report(
             "device": outcome.device,
             "system": platform.system(),
             "processor": platform.machine(),
+            "physical_batch": outcome.chunk,
         },
     }
+
+
+def sampling_error(accuracy: float, samples: int) -> list[float]:
+    """Wilson's 95% interval for the accuracy on records like these, from so many of them."""
+    z = NormalDist().inv_cdf(0.975)
+    scale = 1 + z**2 / samples
+    middle = (accuracy + z**2 / (2 * samples)) / scale
+    reach = z * math.sqrt(accuracy * (1 - accuracy) / samples + (z / (2 * samples)) ** 2) / scale
+    return [max(0.0, middle - reach), min(1.0, middle + reach)]
 
 
 def metrics_line(evaluated: Evaluated, epsilon: float, config: TrainConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """One training run, from a checked configuration to the files in its folder."""
 
-import json
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +18,13 @@ from dpmac_cli.accounting import (
 )
 from dpmac_cli.assembly import choose_device, device_name, environment, make_trainer
 from dpmac_cli.budget import affordable, settle_noise, training_event
+from dpmac_cli.card import model_card
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data
 from dpmac_cli.diagnostics import Diagnosis, Diagnostics
-from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
-from dpmac_cli.errors import InputError
+from dpmac_cli.engine import Evaluated, Progress, Reduced, Trainer, fit
+from dpmac_cli.errors import DivergedError, InputError
+from dpmac_cli.faults import explained
 from dpmac_cli.release import save_model
 from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
 
@@ -39,6 +41,7 @@ class Started:
         steps: that it will end at.
         cut_short: whether --max-epsilon allows fewer steps than were asked for.
         branch: why a resumed run does not go on exactly; None where it does, or is new.
+        notes: what the person who resumes it should know.
     """
 
     config: TrainConfig
@@ -48,6 +51,7 @@ class Started:
     steps: int
     cut_short: bool
     branch: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Finished:
     state: State
 
 
-RunEvent = Started | Update | Finished
+RunEvent = Started | Update | Reduced | Finished
 
 
 @dataclass
@@ -98,9 +102,12 @@ class Session:
         base: the step at which its current branch began; 0 for a run without branches.
         earlier: what other branches did with the records.
         seeded: whether any branch drew from a seed that a person chose.
+        secure: whether every branch ran with --secure.
         history: the lines of metrics.jsonl so far.
+        shown: steps of the lines that are in it, which may be ahead of a run that was killed.
         seconds: of training so far.
         branch: why it is a branch, if it has just become one.
+        notes: what the person who resumes it should know.
     """
 
     config: TrainConfig
@@ -111,9 +118,12 @@ class Session:
     base: int = 0
     earlier: tuple[TrainingEvent, ...] = ()
     seeded: bool = False
+    secure: bool = False
     history: list[dict[str, Any]] = field(default_factory=list)
+    shown: set[int] = field(default_factory=set)
     seconds: float = 0.0
     branch: str | None = None
+    notes: tuple[str, ...] = ()
 
     def event(self, steps: int) -> TrainingEvent:
         """What the current branch does by the time the run has taken ``steps`` in all."""
@@ -122,7 +132,7 @@ class Session:
     def bill(self) -> Bill:
         """What has been done with the records."""
         events = (*self.earlier, self.event(self.trainer.state.step))
-        return Bill(events, self.event(self.config.total_steps), self.seeded)
+        return Bill(events, self.event(self.config.total_steps), self.seeded, self.secure)
 
     def epsilon(self) -> float:
         """What has been spent."""
@@ -139,11 +149,19 @@ def train(
         stop: asked after every step; True ends the run early with everything written.
         data: already on the device; None to load it.
 
+    With ``force``, the run that was there is kept in a folder within until this one has ended.
+
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
         BudgetError: the budget allows no step, or no noise meets the target.
-        ModelError: the model mixes samples, or training diverged.
+        ModelError: the model mixes samples.
+        RunError: training diverged, memory ran out, or the device failed.
     """
+    with explained():
+        yield from _train(config, stop, data)
+
+
+def _train(config: TrainConfig, stop: Callable[[], bool], data: Data | None) -> Iterator[RunEvent]:
     device = choose_device(config.device)
     if config.out is not None:
         folder.check_chosen_folder(config.out, config.force)
@@ -152,13 +170,35 @@ def train(
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
     trainer = make_trainer(config, steps, device, diagnostics, data=data)
     where = _take_folder(config)
+    session = Session(
+        config,
+        trainer,
+        where,
+        steps,
+        diagnostics,
+        seeded=config.seed is not None,
+        secure=config.secure,
+    )
     with folder.locked(where):
-        if config.force:
-            folder.clear(where)
-            checkpoint.discard(where)
-        folder.write_atomically(where / folder.CONFIG, configuration.to_yaml(config).encode())
-        seeded = config.seed is not None
-        yield from _drive(Session(config, trainer, where, steps, diagnostics, seeded=seeded), stop)
+        if config.out is not None:  # another run may have ended in it meanwhile
+            folder.check_chosen_folder(where, config.force)
+        folder.make_way(where)
+        try:
+            _write_config(session)
+            _save(session)  # so that a run can be resumed from its first moment on
+        except BaseException:
+            folder.put_back(where)
+            raise
+        yield from _drive(session, stop)
+
+
+def _write_config(session: Session) -> None:
+    """Write config.yaml and its checksum, the only one while the run goes on."""
+    where = session.where
+    folder.unseal(where)
+    text = configuration.to_yaml(session.config)
+    folder.write_atomically(where / folder.CONFIG, text.encode())
+    folder.seal(where, (folder.CONFIG,))
 
 
 def resume(
@@ -172,7 +212,7 @@ def resume(
     With nothing changed, the run ends as if it had never stopped, bit for bit on the same machine.
     With anything changed (more epochs, another rate, another machine), sampler and noise are keyed
     anew, so that no draw ever meets two different gradients: the run is then a branch, and its
-    price covers every branch.
+    price covers every branch. Settings are those of the checkpoint; flags change them.
 
     Args:
         where: a run folder.
@@ -181,10 +221,11 @@ def resume(
 
     Raises:
         InputError: there is no such run, or the change cannot be made to it.
-            Or no checkpoint is whole.
+            Or no checkpoint is whole, or config.yaml was altered.
+        RunError: as in :func:`train`.
     """
     folder.check_run_folder(where)
-    with folder.locked(where):
+    with folder.locked(where), explained():
         yield from _drive(_resumed(where, flags, data), stop)
 
 
@@ -204,7 +245,8 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
             raise InputError(
                 f"--{name} cannot change in a run that goes on. Start a new run with it."
             )
-    config = configuration.resolve(typed, where / folder.CONFIG).config
+    resolved = configuration.change(record["config"], typed)
+    config = resolved.config
     device = choose_device(config.device)
     config = replace(config, device=str(device), out=where)
     changed = sorted(
@@ -217,14 +259,16 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
     if config.seed is not None:
         changed.append("seed")
     step = record["state"]["step"]
+    metrics = folder.read_lines(where / folder.METRICS)
     earlier = tuple(TrainingEvent(**event) for event in record["earlier"])
     branch = None
     base = record["base"]
     if changed:
         branch = f"{', '.join(changed)} changed"
-        earlier = (*earlier, _taken(where, saved))
+        earlier = (*earlier, _taken(saved, metrics))
         base = step
-    told = folder.reported_steps(where) >= step  # else its last files are yet to be written
+    told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
+    told = told and folder.reported_steps(where) >= step  # else files are yet to be written
     if config.total_steps < step or (config.total_steps == step and told and not changed):
         raise InputError(
             f"{where} is finished: it took {step} of {config.total_steps} steps. "
@@ -244,24 +288,30 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
         base,
         earlier,
         seeded=record["seeded"] or config.seed is not None,
-        history=[line for line in record["history"] if line["step"] <= step],
+        secure=record["secure"] and config.secure,
+        history=list(record["history"]),
+        shown={line["step"] for line in (metrics.records if branch is None else record["history"])},
         seconds=record["seconds"],
         branch=branch,
+        notes=(*resolved.notes, *_losses(saved, metrics, branched=branch is not None)),
     )
     if branch is None:
+        # Metrics stay as they are: lines past the checkpoint were shown, and a branch must count
+        # their steps; lines that are damaged, too, until all are written anew.
         trainer.state.restore_generators(record["state"])
-        # Lines past the checkpoint stay: they were shown, and a branch must count their steps.
-        lines = folder.read_lines(where / folder.METRICS)
     else:
         # First of all the bill of the other branches, in a checkpoint that replaces theirs.
         kept = _save(session)
         checkpoint.discard(where, but=kept)
         folder.set_aside(where)
-        folder.write_atomically(where / folder.CONFIG, configuration.to_yaml(config).encode())
-        lines = session.history
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    folder.write_atomically(where / folder.METRICS, text.encode())
+        _write_metrics(session)
+    _write_config(session)
     return session
+
+
+def _write_metrics(session: Session) -> None:
+    text = "".join(map(folder.to_line, session.history))
+    folder.write_atomically(session.where / folder.METRICS, text.encode())
 
 
 def goes_on_exactly(where: Path) -> bool:
@@ -274,12 +324,36 @@ def goes_on_exactly(where: Path) -> bool:
     return bool(record["environment"] == environment(device))
 
 
-def _taken(where: Path, saved: checkpoint.Checkpoint) -> TrainingEvent:
-    """What the branch that is being left did with the records, as far as anyone may have seen."""
+def _taken(saved: checkpoint.Checkpoint, metrics: folder.Lines) -> TrainingEvent:
+    """What the branch that is being left did with the records, as far as anyone may have seen.
+
+    Where what was seen can no longer be told, it is all that the branch was to do.
+    """
     record = saved.record
-    shown = [line["step"] for line in folder.read_lines(where / folder.METRICS)]
+    shown = [line["step"] for line in metrics.records]
     steps = max([record["state"]["step"], *shown]) - record["base"]
-    return replace(TrainingEvent(**record["event"]), steps=steps)
+    known = metrics.whole and not saved.damaged and _holds_history(saved, metrics)
+    return replace(TrainingEvent(**record["event"]), steps=steps if known else record["planned"])
+
+
+def _holds_history(saved: checkpoint.Checkpoint, metrics: folder.Lines) -> bool:
+    """Whether metrics.jsonl has the lines that were there when a checkpoint was written."""
+    return all(line in metrics.records for line in saved.record["history"])
+
+
+def _losses(saved: checkpoint.Checkpoint, metrics: folder.Lines, branched: bool) -> Iterator[str]:
+    """What was damaged, and what is done about it."""
+    for name in saved.damaged:
+        yield f"{name} is damaged; going on from step {saved.record['state']['step']}."
+    if not metrics.whole or not _holds_history(saved, metrics):
+        yield f"{folder.METRICS} is damaged; its lines are written again as training gets there."
+    elif not saved.damaged:
+        return
+    if branched:
+        yield (
+            f"What was shown can no longer be told, so that the branch that is left is paid for in "
+            f"full: {saved.record['planned']} steps."
+        )
 
 
 def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
@@ -289,8 +363,6 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     parameters = trainer.state.theta.numel()
     every_steps, every_seconds = config.checkpoint_interval
     planned = config.total_steps
-    if trainer.state.step == 0:  # so that a run can be resumed from its first moment on
-        _save(session)
     yield Started(
         config,
         where,
@@ -299,18 +371,23 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         session.steps,
         session.steps < planned,
         session.branch,
+        session.notes,
     )
-
-    last_shown = max([0, *(line["step"] for line in folder.read_lines(where / folder.METRICS))])
 
     def due(step: int) -> bool:
         return every_steps is not None and step % every_steps == 0
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, _divergence_shown(session):
         # Prices are composed beside the training, which they must not hold up.
         prices = pool.submit(_prices, session)
         for event in fit(trainer, stop, due, session.seconds):
             session.seconds = event.seconds
+            if isinstance(event, Reduced):
+                # At once: done again in other chunks, the step would round the same sum otherwise
+                # under the same noise.
+                _save(session)
+                yield event
+                continue
             scored = isinstance(event, Evaluated)
             schedule = prices.result() if scored else _if_ready(prices)
             epsilon = None if schedule is None else schedule.at(event.step - session.base)
@@ -320,8 +397,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
                 assert epsilon is not None  # noqa: S101  (the schedule was waited for)
                 line = metrics_line(event, epsilon, config)
                 session.history.append(line)
-                if event.step > last_shown:
-                    folder.append_line(where / folder.METRICS, line)
+                _show(session, line)
             now = time.perf_counter()
             if due(event.step) or (every_seconds is not None and now - saved >= every_seconds):
                 _save(session)
@@ -348,24 +424,52 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         session.seconds,
         time.perf_counter() - began,
         device_name(trainer.state.theta.device),
+        trainer.state.chunk,
     )
     bill = session.bill()
     facts = public_facts(config, bill, parameters)
     save_model(where / folder.MODEL, trainer.model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)
+    folder.write_atomically(where / folder.CARD, model_card(report, trainer.model).encode())
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
+    if trainer.state.step == session.steps:  # else lines may be ahead, or damaged, and must stay
+        _write_metrics(session)
+    folder.seal(where)
+    folder.drop_replaced(where)
     yield Finished(report, where, state)
 
 
+@contextlib.contextmanager
+def _divergence_shown(session: Session) -> Iterator[None]:
+    """That a run diverged was computed from its records, so a branch must count those steps."""
+    try:
+        yield
+    except DivergedError as failure:
+        epoch = failure.step / session.config.steps_per_epoch
+        _show(session, {"step": failure.step, "epoch": epoch, "diverged": True})
+        raise
+
+
+def _show(session: Session, line: Mapping[str, Any]) -> None:
+    """Add a line to metrics.jsonl, unless it was there before."""
+    if line["step"] not in session.shown:
+        folder.append_line(session.where / folder.METRICS, line)
+        session.shown.add(line["step"])
+
+
 def _save(session: Session) -> Path:
+    """Write a checkpoint. Raises OSError, and DivergedError: from there no run can go on."""
+    session.trainer.check_finite()
     state = session.trainer.state
     record = {
         "state": state.numbers(),
         "config": session.config.recorded(),
         "event": vars(session.event(state.step)),
         "base": session.base,
+        "planned": session.config.total_steps - session.base,
         "earlier": [vars(event) for event in session.earlier],
         "seeded": session.seeded,
+        "secure": session.secure,
         "history": session.history,
         "seconds": session.seconds,
         "environment": environment(state.theta.device),

@@ -7,10 +7,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.keystream import SPARE, KeyStream
 from dpmac_cli.noise import generator_state, restore_generator
 
 #: Indices of a step's records, increasing; shape (drawn,).
 Batch = NDArray[np.int64]
+#: The batch of each record, counted from 0; shape (n,).
+Slots = NDArray[np.int64]
 
 
 class Sampler(Protocol):
@@ -29,23 +32,65 @@ class Sampler(Protocol):
         ...
 
 
-class IndependentSampler:
-    """Draws each step's batch afresh.
+class Draws(Protocol):
+    """Choices among n records, each made afresh."""
+
+    def independently(self, rate: float) -> Batch:
+        """Each record with probability ``rate`` in (0, 1], whatever the others do."""
+        ...
+
+    def exactly(self, count: int) -> Batch:
+        """So many different records, every choice as likely as any other."""
+        ...
+
+    def bins(self, count: int) -> Slots:
+        """One of so many bins for each record, whatever the others do."""
+        ...
+
+    def shuffled(self, slots: Slots) -> Slots:
+        """The slots in an order of which each is as likely as any other."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The generator's whole state as JSON values, as secret as the draws."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        ...
+
+
+class SeededDraws:
+    """Choices by numpy's SFC64: fast, but no cipher.
 
     Args:
-        pick: a batch from a generator.
+        size: n.
         seed: the sampler's own secret, never shared with the noise.
     """
 
-    def __init__(
-        self, pick: Callable[[np.random.Generator], Batch], seed: np.random.SeedSequence
-    ) -> None:
-        self._pick = pick
+    def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
+        self._size = size
         self._generator = np.random.Generator(np.random.SFC64(seed))
 
-    def draw(self) -> Batch:
-        """The next step's records."""
-        return self._pick(self._generator)
+    def independently(self, rate: float) -> Batch:
+        """Each record with probability ``rate``.
+
+        How many are drawn is binomial, and which, any so many alike: the same as asking every
+        record, at the cost of the batch instead of the data set.
+        """
+        return self.exactly(int(self._generator.binomial(self._size, rate)))
+
+    def exactly(self, count: int) -> Batch:
+        """So many different records."""
+        return np.sort(self._generator.choice(self._size, count, replace=False, shuffle=False))
+
+    def bins(self, count: int) -> Slots:
+        """One of so many bins for each record."""
+        return self._generator.integers(0, count, self._size)
+
+    def shuffled(self, slots: Slots) -> Slots:
+        """The slots in any order."""
+        return self._generator.permutation(slots)
 
     def state(self) -> dict[str, Any]:
         """The generator's whole state."""
@@ -56,29 +101,107 @@ class IndependentSampler:
         restore_generator(self._generator, state)
 
 
+class SecureDraws:
+    """Choices by the key stream of a cipher, 64 bits a record.
+
+    Where words leave a choice open, all are drawn again. Which words do so is the same however the
+    records are named, so what is left is exactly even.
+
+    Args:
+        size: n.
+        seed: the sampler's own secret, never shared with the noise.
+    """
+
+    def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
+        self._size = size
+        self._keys = KeyStream(seed)
+        self._words = np.empty(size + SPARE // 8, np.uint64)
+
+    def independently(self, rate: float) -> Batch:
+        """Each record with probability ``rate``, rounded down to a multiple of 2^-64."""
+        last = int(math.ldexp(rate, 64)) - 1  # that is in: a rate of 1 takes every word there is
+        return np.flatnonzero(self._draw() <= np.uint64(last))
+
+    def exactly(self, count: int) -> Batch:
+        """The records of the least words."""
+        while True:
+            words = self._draw()
+            chosen = np.flatnonzero(words <= np.partition(words, count - 1)[count - 1])
+            if len(chosen) == count:  # else the last of them ties with another
+                return chosen
+
+    def bins(self, count: int) -> Slots:
+        """The bin of each record's word: each bin is as many words wide."""
+        width = np.uint64((2**64 - 1) // count)
+        while True:
+            slots = (self._draw() // width).astype(np.int64)
+            if slots.max() < count:  # else a word is beyond the last bin
+                return slots
+
+    def shuffled(self, slots: Slots) -> Slots:
+        """The slots in the order of the words."""
+        while True:
+            words = self._draw()
+            order = np.argsort(words)
+            ordered = words[order]
+            if (ordered[1:] > ordered[:-1]).all():  # else two tie
+                return slots[order]
+
+    def _draw(self) -> NDArray[np.uint64]:
+        """Fresh words, shape (n,); overwritten by the next."""
+        self._keys.fill(self._words, self._size)
+        return self._words[: self._size]
+
+    def state(self) -> dict[str, Any]:
+        """Key and position in the key stream."""
+        return self._keys.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._keys.restore(state)
+
+
+class IndependentSampler:
+    """Draws each step's batch afresh.
+
+    Args:
+        pick: a batch, by ``draws``.
+        draws: the sampler's own.
+    """
+
+    def __init__(self, pick: Callable[[], Batch], draws: Draws) -> None:
+        self._pick, self._draws = pick, draws
+
+    def draw(self) -> Batch:
+        """The next step's records."""
+        return self._pick()
+
+    def state(self) -> dict[str, Any]:
+        """The generator's whole state."""
+        return self._draws.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._draws.restore(state)
+
+
 class EpochSampler:
     """Deals all records out to the batches of an epoch, and then again.
 
     Args:
-        deal: the batch of each record in 0, 1, ... steps - 1, from a generator; shape (n,).
+        deal: the batch of each record in 0, 1, ... steps - 1, by ``draws``.
         steps: of an epoch.
-        seed: the sampler's own secret, never shared with the noise.
+        draws: the sampler's own.
     """
 
-    def __init__(
-        self,
-        deal: Callable[[np.random.Generator], NDArray[np.int64]],
-        steps: int,
-        seed: np.random.SeedSequence,
-    ) -> None:
-        self._deal, self._steps = deal, steps
-        self._generator = np.random.Generator(np.random.SFC64(seed))
+    def __init__(self, deal: Callable[[], Slots], steps: int, draws: Draws) -> None:
+        self._deal, self._steps, self._draws = deal, steps, draws
         self._begin(0)
 
     def _begin(self, step: int) -> None:
         """Deal, and go to a step of the epoch."""
-        self._before = generator_state(self._generator)
-        self._dealt = self._deal(self._generator)
+        self._before = self._draws.state()
+        self._dealt = self._deal()
         self._step = step
 
     def draw(self) -> Batch:
@@ -95,11 +218,13 @@ class EpochSampler:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Deal the same epoch again, and go on in it."""
         generator = {name: value for name, value in state.items() if name != "epoch_step"}
-        restore_generator(self._generator, generator)
+        self._draws.restore(generator)
         self._begin(state["epoch_step"])
 
 
-def make_sampler(name: str, size: int, batch: int, seed: np.random.SeedSequence) -> Sampler:
+def make_sampler(
+    name: str, size: int, batch: int, seed: np.random.SeedSequence, secure: bool = False
+) -> Sampler:
     """A sampler as :data:`dpmac_cli.accounting.SAMPLERS` prices it.
 
     Args:
@@ -107,24 +232,18 @@ def make_sampler(name: str, size: int, batch: int, seed: np.random.SeedSequence)
         size: n, the number of training records.
         batch: B, in [1, n]; the size that is drawn may differ, may be 0, and is private.
         seed: the sampler's own secret.
+        secure: whether a cipher draws.
     """
     steps = math.ceil(size / batch)
+    draws: Draws = SecureDraws(size, seed) if secure else SeededDraws(size, seed)
     match name:
         case "poisson":
-            # How many are drawn is binomial, and which, any so many alike: the same as asking every
-            # record, at the cost of the batch instead of the data set.
-            rate = batch / size
-            return IndependentSampler(lambda g: _any(g, size, g.binomial(size, rate)), seed)
+            return IndependentSampler(lambda: draws.independently(batch / size), draws)
         case "fixed-size":
-            return IndependentSampler(lambda g: _any(g, size, batch), seed)
+            return IndependentSampler(lambda: draws.exactly(batch), draws)
         case "balls-in-bins":
-            return EpochSampler(lambda g: g.integers(0, steps, size), steps, seed)
+            return EpochSampler(lambda: draws.bins(steps), steps, draws)
         case "shuffle":
             slots = np.arange(size) // batch
-            return EpochSampler(lambda g: g.permutation(slots), steps, seed)
+            return EpochSampler(lambda: draws.shuffled(slots), steps, draws)
     raise ValueError(f"there is no sampler {name}")
-
-
-def _any(generator: np.random.Generator, size: int, count: int) -> Batch:
-    """So many different records, every choice as likely as any other."""
-    return np.sort(generator.choice(size, count, replace=False, shuffle=False))

@@ -42,6 +42,6 @@ def score(path: Path, dataset: str | None, data_dir: Path | None, device: str) -
     where = choose_device(device)
     released = load_model(path, dataset, where)
     name = dataset or str(released.facts["dataset"]["name"])
-    data = load_data(name, data_folder(data_dir), where)
+    data = load_data(name, data_folder(data_dir), where).prepared_by(released.facts["input"])
     result = evaluate(released.model, data, data.test)
     return Scored(result, name, list(DATASETS[name].classes), released.path)

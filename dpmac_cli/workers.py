@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.multiprocessing as processes
 
-from dpmac_cli import folder, run
+from dpmac_cli import run
 from dpmac_cli.assembly import choose_device, data_folder, make_trainer
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, Split, load_data
 from dpmac_cli.engine import Evaluated
-from dpmac_cli.errors import DpmacError
+from dpmac_cli.errors import DpmacError, explain_os_error
+from dpmac_cli.faults import device_lost
 from dpmac_cli.grid import Grid
 
 #: How often a run is begun again whose process died.
@@ -61,12 +62,6 @@ class Ended:
 
 
 RunEvent = Moved | Ended
-
-
-def finished(config: TrainConfig) -> bool:
-    """Whether a run's folder holds its whole report."""
-    assert config.out is not None  # noqa: S101
-    return folder.reported_steps(config.out) >= config.total_steps
 
 
 def default_jobs(device: str) -> int:
@@ -243,15 +238,20 @@ def _work(
         place = (config.dataset, config.device)
         if place not in on_device:
             on_device[place] = _moved(data[config.dataset], device)
-        failure = None
+        failure, broken = None, False
         try:
             for event in _events(config, on_device[place], stop):
                 pipe.send(Moved(number, *event))
         except DpmacError as problem:
             failure = str(problem)
+            broken = problem.__cause__ is not None and device_lost(problem.__cause__)
+        except OSError as problem:
+            failure = explain_os_error(problem)
         except Exception as problem:  # noqa: BLE001  (whatever it is, the others go on)
             failure = f"{type(problem).__name__}: {problem}"
         pipe.send(Ended(number, failure))
+        if broken:
+            return  # and another process takes the other runs
 
 
 def _device(name: str, index: int) -> torch.device:
@@ -275,7 +275,7 @@ def _events(
     """Train a run, or go on with it where that gives the very same result."""
     assert config.out is not None  # noqa: S101
     steps, accuracy = config.total_steps, None
-    if (config.out / folder.CONFIG).is_file() and run.goes_on_exactly(config.out):
+    if run.goes_on_exactly(config.out):
         events = run.resume(config.out, {}, stop, data)
     else:
         events = run.train(config, stop, data)

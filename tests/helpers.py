@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpmac_cli.data import Data, Split
-from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.noise import Bits, NoiseSource, Normals, SeededNoise, stream_seeds
@@ -127,6 +127,18 @@ class Spy(GaussianMechanism):
         """The noisy sum of a step, in the space where its sensitivity is 1; shape (d,)."""
         region, private = self.regions[step], self.released[step]
         return (private.value - region.centre) / region.scale * self.expected_batch
+
+
+@dataclass(frozen=True)
+class SecureSpy(Spy, SecureMechanism):
+    """The same of a mechanism on a grid, with the noisy sums as they are there, in order."""
+
+    sums: list[Tensor] = field(default_factory=list)
+
+    def whitened(self, clipped: Tensor, b: Tensor, noise: Normals) -> Tensor:
+        total = super().whitened(clipped, b, noise)
+        self.sums.append(total.clone())
+        return total
 
 
 def make_trainer(

@@ -1,6 +1,7 @@
 """The walls of the house: who may import what, checked on the source."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,3 +116,12 @@ def test_nothing_prints_outside_the_command_line() -> None:
         ]
         names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
         assert not names & {"print", "input", "exit", "quit"}, path
+
+
+@pytest.mark.privacy
+def test_the_tests_that_the_privacy_page_names_exist_and_are_of_privacy() -> None:
+    root = PACKAGE.parent
+    named = set(re.findall(r"`(tests/[^`]+)`", (root / "docs" / "privacy.md").read_text()))
+    assert len(named) > 15
+    for name in named:
+        assert "mark.privacy" in (root / name).read_text(), name

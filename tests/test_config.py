@@ -35,6 +35,7 @@ VALUES: Mapping[str, Any] = {
     "max_epsilon": 4.0,
     "delta": 1e-6,
     "no_dp": True,
+    "secure": True,
     "optimizer": "dp-adam",
     "lr": 0.02,
     "clip_norm": 0.5,

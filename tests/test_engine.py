@@ -26,7 +26,7 @@ from dpmac_cli.engine import (
     evaluate,
     fit,
 )
-from dpmac_cli.errors import ModelError
+from dpmac_cli.errors import DivergedError
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import (
     CLASSES,
@@ -169,7 +169,7 @@ def test_pause_tells_progress_at_once_and_seconds_go_on() -> None:
 @every_optimizer
 def test_divergence_is_an_error(name: str) -> None:
     events = fit(make_trainer(name, plan=T, lr=math.inf), never)
-    with pytest.raises(ModelError, match=r"diverged: after step 5 .*--lr"):
+    with pytest.raises(DivergedError, match=r"diverged: after step 5 .*--lr"):
         list(events)
 
 

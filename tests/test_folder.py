@@ -3,13 +3,16 @@
 import json
 import math
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from dpmac_cli import folder
+from dpmac_cli import checkpoint, folder, run
 from dpmac_cli.errors import InputError
-from tests.digits_runs import contents
+from tests.digits_runs import contents, train_digits
 
 
 @pytest.mark.parametrize("failing", ["fsync", "chmod", "replace"])
@@ -114,14 +117,163 @@ def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
     assert contents(tmp_path) == {"file": b"mine"}
 
 
-def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
-    for name in (*folder.FILES, "notes.txt", "plot.png"):
+def test_force_moves_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
+    for name in (*folder.FILES, folder.SUMS, "notes.txt", "plot.png"):
         (tmp_path / name).write_text(name)
+    for name in (folder.CHECKPOINTS, "branch-1", "branch-of-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
     before = contents(tmp_path)
     with pytest.raises(InputError, match="add --force"):
         folder.check_chosen_folder(tmp_path, force=False)
     assert contents(tmp_path) == before
     folder.check_chosen_folder(tmp_path, force=True)
     assert contents(tmp_path) == before, "a check changes nothing"
-    folder.clear(tmp_path)
-    assert contents(tmp_path) == {"notes.txt": b"notes.txt", "plot.png": b"plot.png"}
+    folder.make_way(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"notes.txt", "plot.png", "branch-of-mine", "replaced-1"}
+    folder.check_chosen_folder(tmp_path, force=True)
+    (tmp_path / folder.CONFIG).write_text("begun")
+    (tmp_path / folder.CHECKPOINTS).mkdir()
+    (tmp_path / folder.CHECKPOINTS / "other").write_text("begun")
+    folder.put_back(tmp_path)
+    assert contents(tmp_path) == before
+    folder.make_way(tmp_path)
+    (tmp_path / "replaced-1000-words").mkdir()
+    folder.drop_replaced(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"notes.txt", "plot.png", "branch-of-mine", "replaced-1000-words"}
+
+
+#: Umasks that let everyone in, that are usual, and that let nobody else in.
+UMASKS = (0o000, 0o002, 0o022, 0o077)
+
+
+@pytest.fixture(params=UMASKS, ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.privacy
+@pytest.mark.usefixtures("umask")
+def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
+    first = train_digits(out="run", diagnostics=True, checkpoint_every="1")
+    (first.folder / checkpoint.FOLDER).chmod(0o755)  # as a copy may have left it
+    *_, last = run.resume(first.folder, {"steps": "5", "diagnostics": True})
+    assert isinstance(last, run.Finished)
+    private = {folder.LOCK, folder.DIAGNOSTICS}
+    found = 0
+    for path in last.folder.rglob("*"):
+        if path.name == checkpoint.FOLDER:
+            assert path.stat().st_mode & 0o777 == 0o700, path
+        elif path.name in private or path.parent.name == checkpoint.FOLDER:
+            assert path.stat().st_mode & 0o777 == 0o600, path
+            found += 1
+    assert found == 1 + 2 + 3  # the lock; diagnostics of two branches; two checkpoints and a note
+
+
+@pytest.mark.privacy
+@pytest.mark.usefixtures("umask")
+def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+    fsync = os.fsync
+
+    def watch(handle: int) -> None:
+        modes.append(os.fstat(handle).st_mode & 0o777)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    checkpoint.save(tmp_path, 3, {"theta": torch.ones(2)}, {"state": {}})
+    assert modes == [0o600, 0o600]
+
+
+def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
+    """What clears a run, sets a branch aside or names what was written must leave nothing out."""
+    finished = train_digits(out="run", diagnostics=True)
+    written = {path.name for path in finished.folder.iterdir()}
+    assert written == {*folder.FILES, folder.SUMS, folder.LOCK, checkpoint.FOLDER}
+    folder.set_aside(finished.folder)
+    aside = {path.name for path in (finished.folder / "branch-1").iterdir()}
+    assert aside == {*folder.FILES, folder.SUMS}
+    left = {path.name for path in finished.folder.iterdir()}
+    kept = {folder.CONFIG, folder.METRICS}
+    assert left == {*kept, folder.LOCK, checkpoint.FOLDER, "branch-1"}
+
+
+def test_what_a_kill_left_half_written_is_no_run_and_goes(tmp_path: Path) -> None:
+    (tmp_path / folder.CHECKPOINTS).mkdir()
+    for place in (tmp_path, tmp_path / folder.CHECKPOINTS):
+        (place / f".{folder.CONFIG}.x1y2{folder.PART}").write_text("half")
+    (tmp_path / ".mine").write_text("mine")
+    with folder.locked(tmp_path):
+        assert set(contents(tmp_path)) == {folder.LOCK, ".mine", folder.CHECKPOINTS}
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / f".{folder.CONFIG}.x1y2{folder.PART}").write_text("half")
+    folder.check_chosen_folder(tmp_path / "begun", force=False)
+
+
+# Checksums
+
+
+def test_sha256sum_checks_what_was_sealed(tmp_path: Path) -> None:
+    for name in (*folder.FILES, "plot.png"):
+        (tmp_path / name).write_text(f"{name} of a run")
+    folder.seal(tmp_path)
+    checked = subprocess.run(
+        ["sha256sum", "--check", "--strict", folder.SUMS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert checked.stdout.splitlines() == [f"{name}: OK" for name in folder.PUBLISHED]
+    for name in folder.PUBLISHED:
+        assert folder.vouched(tmp_path, name) is True
+        (tmp_path / name).write_text("other")
+        assert folder.vouched(tmp_path, name) is False
+        (tmp_path / name).unlink()
+        assert folder.vouched(tmp_path, name) is False
+    folder.unseal(tmp_path)
+    assert folder.vouched(tmp_path, folder.REPORT) is None
+
+
+@pytest.mark.privacy
+def test_nothing_is_told_of_diagnostics(tmp_path: Path) -> None:
+    """A checksum of a few numbers gives them away."""
+    for name in folder.FILES:
+        (tmp_path / name).write_text(name)
+    folder.seal(tmp_path)
+    assert folder.DIAGNOSTICS not in (tmp_path / folder.SUMS).read_text()
+
+
+def test_every_line_is_checked_by_itself(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    for number in range(5):
+        folder.append_line(file, {"n": number, "x": 0.1 * number})
+    written = folder.Lines([{"n": number, "x": 0.1 * number} for number in range(5)], whole=True)
+    assert folder.read_lines(file) == written
+    content = file.read_bytes()
+    for place in range(len(content)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        found = folder.read_lines(file)
+        if found != written:  # some bytes do not matter, such as a last digit beyond a float's
+            assert not found.whole
+            assert len(found.records) >= 3
+            assert all(record in written.records for record in found.records)
+    assert folder.read_lines(tmp_path / "nothing") == folder.Lines([], True)
+
+
+@pytest.mark.parametrize("cut", [1, 9, 60])
+def test_a_line_cut_short_is_left_out_and_spoils_no_other(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "lines"
+    for number in range(3):
+        folder.append_line(file, {"n": number})
+    file.write_bytes(file.read_bytes()[:-cut])
+    assert not folder.read_lines(file).whole
+    folder.append_line(file, {"n": 3})
+    kept = [0, 1, 2] if cut == 1 else [0, 1]
+    assert [record["n"] for record in folder.read_lines(file).records] == [*kept, 3]

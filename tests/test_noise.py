@@ -15,8 +15,11 @@ from scipy.stats import norm
 from dpmac_cli import assembly
 from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.config import resolve
-from dpmac_cli.noise import STREAMS, SeededNoise, noise_source, stream_seeds
+from dpmac_cli.noise import STREAMS, SecureNoise, SeededNoise, noise_source, stream_seeds
 from dpmac_cli.sampling import make_sampler
+
+either_source = pytest.mark.parametrize("secure", [False, True], ids=["seeded", "secure"])
+LIKE = torch.zeros(9)
 
 
 def words(seed: np.random.SeedSequence) -> tuple[int, ...]:
@@ -88,21 +91,25 @@ def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: 
 # Draws.
 
 
+@either_source
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 5)])
-def test_draws_are_like_what_they_are_for(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_draws_are_like_what_they_are_for(
+    dtype: torch.dtype, shape: tuple[int, ...], secure: bool
+) -> None:
     like = torch.full(shape, 3.0, dtype=dtype)
-    drawn = noise_source(stream_seeds(1)["noise"]).standard_normal(like)
+    drawn = noise_source(stream_seeds(1)["noise"], secure).standard_normal(like)
     assert (drawn.shape, drawn.dtype, drawn.device) == (like.shape, dtype, like.device)
     assert (like == 3).all()
 
 
 @pytest.mark.privacy
+@either_source
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype) -> None:
+def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, secure: bool) -> None:
     """Counts beyond 3, 4 and 5; short tails are what an adversary looks for."""
     count = 10_000_000
-    source = SeededNoise(np.random.SeedSequence(0))
+    source = noise_source(np.random.SeedSequence(0), secure)
     drawn = source.standard_normal(torch.empty(count, dtype=dtype)).abs()
     for reach in (3, 4, 5):
         expected = 2 * count * float(norm.sf(reach))
@@ -150,10 +157,44 @@ def test_the_key_stream_is_aes_256_in_counter_mode() -> None:
 
 
 @pytest.mark.privacy
-def test_neighbouring_draws_have_nothing_in_common() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_secure_draw_is_half_the_sum_of_four(dtype: torch.dtype) -> None:
+    """Of four stretches of the key stream, in float64; both normals of a pair are in no sum."""
+    seed = np.random.SeedSequence(7)
+    key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
+    cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+    source = SecureNoise(seed)
+    for count in (1, 5, 2, 64, 3):
+        pairs = (count + 1) // 2
+        total = np.zeros(count)
+        for _ in range(4):
+            words, turns = (
+                np.frombuffer(cipher.update(bytes(-(-8 * pairs // 16) * 16)), np.int64)[:pairs]
+                for _ in range(2)
+            )
+            radius = np.sqrt(-2 * np.log(words * 2.0**-64 + (0.5 + 2.0**-53)))
+            angle = turns * (2 * np.pi * 2.0**-64)
+            normals = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+            total += normals[:count]
+        drawn = source.standard_normal(torch.empty(count, dtype=dtype))
+        tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+        np.testing.assert_allclose(drawn, total / 2, rtol=0, atol=tolerance)
+        source.restore(source.state())
+
+
+@pytest.mark.privacy
+def test_secure_draws_cannot_be_compiled() -> None:
+    """What is compiled would make one normal of the bits, not four."""
+    with pytest.raises(ValueError, match="no bits to compile"):
+        SecureNoise(np.random.SeedSequence(7)).bits(torch.empty(4))
+
+
+@pytest.mark.privacy
+@either_source
+def test_neighbouring_draws_have_nothing_in_common(secure: bool) -> None:
     """The two normals of a pair share a radius: neither they nor their squares correlate."""
     count = 1_000_000
-    z = SeededNoise(np.random.SeedSequence(0)).standard_normal(torch.empty(2 * count))
+    z = noise_source(np.random.SeedSequence(0), secure).standard_normal(torch.empty(2 * count))
     for power in (1, 2, 3):
         x, y = (half.double() ** power for half in (z[:count], z[count:]))
         assert abs(correlation(x, y)) < 4 / count**0.5
@@ -162,8 +203,9 @@ def test_neighbouring_draws_have_nothing_in_common() -> None:
 
 
 @pytest.mark.privacy
-def test_no_draw_comes_twice() -> None:
-    source = SeededNoise(np.random.SeedSequence(0))
+@either_source
+def test_no_draw_comes_twice(secure: bool) -> None:
+    source = noise_source(np.random.SeedSequence(0), secure)
     x, y = (source.standard_normal(torch.zeros(1000)) for _ in range(2))
     assert abs(correlation(x, y)) < 0.15
 
@@ -175,13 +217,16 @@ def test_no_draw_comes_twice() -> None:
 @pytest.mark.parametrize(
     ("make", "use"),
     [
-        (SeededNoise, lambda source: source.standard_normal(torch.zeros(9)).tolist()),
         *(
-            (partial(make_sampler, name, 50, 15), lambda source: source.draw().tolist())
+            (partial(noise_source, secure=secure), lambda s: s.standard_normal(LIKE).tolist())
+            for secure in (False, True)
+        ),
+        *(
+            (partial(make_sampler, name, 50, 15, secure=secure), lambda s: s.draw().tolist())
             for name in SAMPLERS
+            for secure in (False, True)
         ),
     ],
-    ids=["noise", *SAMPLERS],
 )
 def test_state_is_the_whole_state(
     make: Callable[[np.random.SeedSequence], Any], use: Callable[[Any], list[float]], used: int

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.data import load_data
@@ -83,6 +85,27 @@ def test_weights_survive_unchanged(file: Path, run: Path) -> None:
     assert file.read_bytes() == (run / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("key", "value"), [("levels", 1), ("mean", [20.0]), ("std", [0.02])])
+def test_images_are_prepared_as_the_header_says(
+    run: Path, file: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object
+) -> None:
+    edited(lambda t, f: f["input"].update({key: value}))(run, file)
+    given = header(file)["input"]
+    test = load_data("digits", run, CPU).test
+    pixels = test.images.double() / given["levels"]
+    x = ((pixels - given["mean"][0]) / given["std"][0]).float()
+    with torch.no_grad():
+        logits = load_model(file, None, CPU).model(x)
+    loss = cross_entropy(logits, test.labels).item()
+    assert score(file, None, None, "cpu").result.loss == pytest.approx(loss, rel=1e-5)
+    before = score(run, None, None, "cpu").result.loss
+    assert loss != pytest.approx(before, rel=1e-2)
+    # Nor does what the catalog says by then have a part in it.
+    other = replace(DATASETS["digits"], mean=(0.7,), std=(0.1,))
+    monkeypatch.setitem(DATASETS, "digits", other)
+    assert score(run, None, None, "cpu").result.loss == before
+
+
 def test_a_model_for_other_images_says_what_does_not_fit(run: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load_model(run, "mnist", CPU)
@@ -91,6 +114,7 @@ def test_a_model_for_other_images_says_what_does_not_fit(run: Path) -> None:
         str(run / "model.safetensors"),
         "mlp-small, trained on digits",
         "does not fit mnist",
+        "an image: (1, 8, 8) in the file, (1, 28, 28) wanted",
         "1.weight: (64, 64) in the file, (64, 784) wanted",
     ):
         assert part in message
@@ -124,6 +148,12 @@ MISFITS: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
     "reshaped": (
         edited(lambda t, f: t.update({"3.bias": torch.zeros(7)})),
         r"3.bias: \(7,\) in the file, \(10,\) wanted",
+    ),
+    "other images": (
+        edited(
+            lambda t, f: f["input"].update(shape=[3, 8, 8], mean=[0.3] * 3, std=[0.4] * 3),
+        ),
+        r"does not fit digits: an image: \(3, 8, 8\) in the file, \(1, 8, 8\) wanted",
     ),
     "other data": (
         edited(lambda t, f: f["dataset"].update(name="cats")),

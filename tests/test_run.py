@@ -31,7 +31,14 @@ from tests.digits_runs import (
     weights,
 )
 
-PUBLIC_FILES = {"config.yaml", "metrics.jsonl", "model.safetensors", "report.json"}
+PUBLIC_FILES = {
+    "SHA256SUMS",
+    "config.yaml",
+    "metrics.jsonl",
+    "model-card.md",
+    "model.safetensors",
+    "report.json",
+}
 
 
 def published(where: Path) -> set[str]:
@@ -370,6 +377,7 @@ PUBLIC = {
     "hyperparameters.batch_size",
     "input.mean",
     "input.std",
+    "machine.physical_batch",
     "noise_norm",
     "post_noise.centre_over_scale_norm",
     "post_noise.noise_norm",
@@ -378,6 +386,7 @@ PUBLIC = {
     "privacy.accountant",
     "privacy.sampler",
     "privacy.sampling_rate",
+    "privacy.randomness.statement",
     "privacy.seed_policy.given",
     "privacy.seed_policy.statement",
     "privacy.statement",

@@ -2,27 +2,35 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
 from dpmac_cli import assembly
 from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.config import resolve
-from dpmac_cli.sampling import Sampler, make_sampler
+from dpmac_cli.keystream import KeyStream
+from dpmac_cli.sampling import Sampler, SecureDraws, make_sampler
 
 N, Q, STEPS = 400, 0.1, 2000
 ONCE_AN_EPOCH = tuple(name for name, sampling in SAMPLERS.items() if sampling.once_an_epoch)
 
 
-def sampler_of(name: str, size: int, batch: int, seed: int = 1) -> Sampler:
-    return make_sampler(name, size, batch, np.random.SeedSequence(seed))
+#: Drawn by numpy's generator, and by a cipher.
+either_way = pytest.mark.parametrize("secure", [False, True], ids=["numpy", "cipher"])
+each_way = pytest.fixture(scope="module", params=[False, True], ids=["numpy", "cipher"])
+
+
+def sampler_of(name: str, size: int, batch: int, secure: bool, seed: int = 1) -> Sampler:
+    return make_sampler(name, size, batch, np.random.SeedSequence(seed), secure)
 
 
 def inclusions(sampler: Sampler, size: int, steps: int) -> NDArray[np.bool_]:
@@ -59,10 +67,10 @@ def assert_even(counts: NDArray[np.int64], variance: float) -> None:
 # Poisson: everyone, in every step, by a coin of their own.
 
 
-@pytest.fixture(scope="module")
-def included() -> NDArray[np.bool_]:
+@each_way
+def included(request: pytest.FixtureRequest) -> NDArray[np.bool_]:
     """Who was in which step, shape (STEPS, N)."""
-    return inclusions(sampler_of("poisson", N, round(N * Q)), N, STEPS)
+    return inclusions(sampler_of("poisson", N, round(N * Q), request.param), N, STEPS)
 
 
 @pytest.mark.privacy
@@ -89,8 +97,9 @@ def test_inclusions_are_independent(included: NDArray[np.bool_], lag: int) -> No
         assert abs((one * other).mean()) < 4 / one.size**0.5
 
 
-def test_batches_may_be_empty() -> None:
-    sampler = sampler_of("poisson", 20, 1, seed=0)
+@either_way
+def test_batches_may_be_empty(secure: bool) -> None:
+    sampler = sampler_of("poisson", 20, 1, secure, seed=0)
     sizes = [len(sampler.draw()) for _ in range(500)]
     expected = 0.95**20
     assert abs(sizes.count(0) / 500 - expected) < 4 * (expected * (1 - expected) / 500) ** 0.5
@@ -103,10 +112,10 @@ BATCH, EPOCHS = 32, 400
 BINS = math.ceil(N / BATCH)
 
 
-@pytest.fixture(scope="module")
-def bins() -> NDArray[np.int64]:
+@each_way
+def bins(request: pytest.FixtureRequest) -> NDArray[np.int64]:
     """The batch of each record in each epoch, shape (EPOCHS, N)."""
-    return dealt(sampler_of("balls-in-bins", N, BATCH), N, BATCH, EPOCHS)
+    return dealt(sampler_of("balls-in-bins", N, BATCH, request.param), N, BATCH, EPOCHS)
 
 
 @pytest.mark.privacy
@@ -135,18 +144,20 @@ def test_balls_are_independent(bins: NDArray[np.int64], lag: int) -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("batch", [20, 64, N], ids=["even", "ragged", "all"])
-def test_a_shuffled_epoch_is_full_batches_and_a_rest(batch: int) -> None:
-    slots = dealt(sampler_of("shuffle", N, batch), N, batch, 20)
+@either_way
+def test_a_shuffled_epoch_is_full_batches_and_a_rest(batch: int, secure: bool) -> None:
+    slots = dealt(sampler_of("shuffle", N, batch, secure), N, batch, 20)
     full, rest = divmod(N, batch)
     for epoch in slots:
         assert np.bincount(epoch).tolist() == [batch] * full + [rest] * (rest > 0)
 
 
 @pytest.mark.privacy
-def test_every_order_is_as_likely_as_any_other() -> None:
+@either_way
+def test_every_order_is_as_likely_as_any_other(secure: bool) -> None:
     """All 90 ways to deal 6 records out two by two; and one epoch says nothing about the next."""
     epochs = 9000
-    slots = dealt(sampler_of("shuffle", 6, 2), 6, 2, epochs)
+    slots = dealt(sampler_of("shuffle", 6, 2, secure), 6, 2, epochs)
     ways = slots @ 3 ** np.arange(6)
     _, found = np.unique(ways, return_counts=True)
     assert len(found) == 90
@@ -157,9 +168,10 @@ def test_every_order_is_as_likely_as_any_other() -> None:
 
 
 @pytest.mark.privacy
-def test_everyone_turns_up_in_every_part_of_an_epoch() -> None:
+@either_way
+def test_everyone_turns_up_in_every_part_of_an_epoch(secure: bool) -> None:
     epochs = 2000
-    slots = dealt(sampler_of("shuffle", 50, 16), 50, 16, epochs)
+    slots = dealt(sampler_of("shuffle", 50, 16, secure), 50, 16, epochs)
     for slot, size in enumerate([16, 16, 16, 2]):
         rate = size / 50
         assert_even((slots == slot).sum(0), epochs * rate * (1 - rate))
@@ -167,24 +179,28 @@ def test_everyone_turns_up_in_every_part_of_an_epoch() -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", ONCE_AN_EPOCH)
-def test_each_epoch_is_dealt_anew(name: str) -> None:
-    epochs = dealt(sampler_of(name, 60, 20), 60, 20, 50)
+@either_way
+def test_each_epoch_is_dealt_anew(name: str, secure: bool) -> None:
+    epochs = dealt(sampler_of(name, 60, 20, secure), 60, 20, 50)
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 50
 
 
 # Fixed size: every step takes B different records, whoever was taken before.
 
 
-@pytest.fixture(scope="module")
-def taken() -> NDArray[np.bool_]:
+@each_way
+def taken(request: pytest.FixtureRequest) -> NDArray[np.bool_]:
     """Who was in which step, shape (STEPS, N)."""
-    return inclusions(sampler_of("fixed-size", N, round(N * Q)), N, STEPS)
+    return inclusions(sampler_of("fixed-size", N, round(N * Q), request.param), N, STEPS)
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(("size", "batch"), [(N, 40), (N, 1), (N, N - 1), (N, N), (50_000, 100)])
-def test_fixed_size_batches_hold_as_many_different_records(size: int, batch: int) -> None:
-    sampler = sampler_of("fixed-size", size, batch)
+@either_way
+def test_fixed_size_batches_hold_as_many_different_records(
+    size: int, batch: int, secure: bool
+) -> None:
+    sampler = sampler_of("fixed-size", size, batch, secure)
     for _ in range(20):
         drawn = sampler.draw()
         assert len(drawn) == batch
@@ -200,9 +216,10 @@ def test_everyone_is_taken_alike(taken: NDArray[np.bool_]) -> None:
 
 
 @pytest.mark.privacy
-def test_few_of_many_are_taken_alike() -> None:
+@either_way
+def test_few_of_many_are_taken_alike(secure: bool) -> None:
     """numpy has another algorithm for these."""
-    sampler = sampler_of("fixed-size", 20_000, 50)
+    sampler = sampler_of("fixed-size", 20_000, 50, secure)
     drawn = np.concatenate([sampler.draw() for _ in range(2000)])
     assert chisquare(np.bincount(drawn // 200, minlength=100)).pvalue > 0.001
     assert chisquare(np.bincount(drawn % 200, minlength=200)).pvalue > 0.001
@@ -231,15 +248,17 @@ def test_two_records_are_taken_together_as_chance_has_it(taken: NDArray[np.bool_
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_batch_of_all_draws_everyone(name: str) -> None:
-    sampler = sampler_of(name, 50, 50, seed=0)
+@either_way
+def test_a_batch_of_all_draws_everyone(name: str, secure: bool) -> None:
+    sampler = sampler_of(name, 50, 50, secure, seed=0)
     for _ in range(20):
         assert sampler.draw().tolist() == list(range(50))
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_draws_are_increasing_indices(name: str) -> None:
-    drawn = sampler_of(name, 1000, 300, seed=0).draw()
+@either_way
+def test_draws_are_increasing_indices(name: str, secure: bool) -> None:
+    drawn = sampler_of(name, 1000, 300, secure, seed=0).draw()
     assert drawn.dtype == np.int64
     assert (np.diff(drawn) > 0).all()
     assert drawn[0] >= 0
@@ -252,8 +271,9 @@ def batches(sampler: Sampler, count: int) -> list[list[int]]:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_seeds_repeat_and_differ(name: str) -> None:
-    one, again, other = (batches(sampler_of(name, 100, 20, seed), 12) for seed in (1, 1, 2))
+@either_way
+def test_seeds_repeat_and_differ(name: str, secure: bool) -> None:
+    one, again, other = (batches(sampler_of(name, 100, 20, secure, seed), 12) for seed in (1, 1, 2))
     assert one == again
     assert all(mine != theirs for mine, theirs in zip(one, other, strict=True))
     assert all(mine != following for mine, following in pairwise(one))
@@ -262,13 +282,14 @@ def test_seeds_repeat_and_differ(name: str) -> None:
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("done", range(11))  # an epoch has 4 steps: its begin, middle and end
-def test_a_restored_sampler_goes_on_exactly(name: str, done: int) -> None:
-    sampler = sampler_of(name, 50, 15)
+@either_way
+def test_a_restored_sampler_goes_on_exactly(name: str, done: int, secure: bool) -> None:
+    sampler = sampler_of(name, 50, 15, secure)
     batches(sampler, done)
     kept = json.dumps(sampler.state(), allow_nan=False)
     following = batches(sampler, 9)
     for seed, used in ((2, 0), (3, 5)):  # into a fresh one, and into one that was in use
-        other = sampler_of(name, 50, 15, seed)
+        other = sampler_of(name, 50, 15, secure, seed)
         batches(other, used)
         other.restore(json.loads(kept))
         assert json.dumps(other.state()) == kept
@@ -277,8 +298,9 @@ def test_a_restored_sampler_goes_on_exactly(name: str, done: int) -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_looking_at_the_state_changes_nothing(name: str) -> None:
-    watched, left_alone = sampler_of(name, 50, 15), sampler_of(name, 50, 15)
+@either_way
+def test_looking_at_the_state_changes_nothing(name: str, secure: bool) -> None:
+    watched, left_alone = sampler_of(name, 50, 15, secure), sampler_of(name, 50, 15, secure)
     seen: list[dict[str, Any]] = []
     for _ in range(10):
         seen.append(watched.state())
@@ -292,7 +314,89 @@ def has_repeats(states: Sequence[dict[str, Any]]) -> bool:
 
 def test_no_such_sampler() -> None:
     with pytest.raises(ValueError, match="no sampler sorted"):
-        sampler_of("sorted", 10, 2)
+        sampler_of("sorted", 10, 2, secure=False)
+
+
+# By a cipher: what each record's 64 bits decide.
+
+
+def deal_words(monkeypatch: pytest.MonkeyPatch, *rounds: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Have the key stream give these words, a round a draw; what is left of them is returned."""
+    left = iter(rounds)
+
+    def fill(self: KeyStream, out: NDArray[Any], count: int) -> None:
+        out[:count] = np.array(next(left), np.uint64)
+
+    monkeypatch.setattr(KeyStream, "fill", fill)
+    return left
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("size", "batch"), [(3, 1), (1437, 100), (60_000, 256), (50_000, 512), (7, 6), (10**9, 1)]
+)
+def test_no_record_is_drawn_more_often_than_is_priced(
+    size: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word just below q 2^64 is in and the next is not, q being the rate that is priced."""
+    priced = Fraction(batch / size)
+    most = math.floor(priced * 2**64)
+    draws = SecureDraws(3, np.random.SeedSequence(1))
+    deal_words(monkeypatch, [most - 1, most, most + 1], [0, 2**64 - 1, most - 1])
+    assert [draws.independently(batch / size).tolist() for _ in range(2)] == [[0], [0, 2]]
+    assert Fraction(most, 2**64) <= priced < Fraction(most + 1, 2**64)
+
+
+@pytest.mark.privacy
+def test_a_rate_of_one_draws_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = SecureDraws(2, np.random.SeedSequence(1))
+    deal_words(monkeypatch, [0, 2**64 - 1])
+    assert draws.independently(1.0).tolist() == [0, 1]
+
+
+@pytest.mark.privacy
+def test_words_that_leave_a_choice_open_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule for ties would favour the records that it names first."""
+    draws = SecureDraws(4, np.random.SeedSequence(1))
+    left = deal_words(monkeypatch, [7, 5, 7, 9], [7, 4, 5, 9], [1, 1, 5, 9])
+    assert draws.exactly(2).tolist() == [1, 2]
+    assert draws.exactly(2).tolist() == [0, 1], "a tie among the chosen leaves nothing open"
+    assert not list(left)
+
+    left = deal_words(monkeypatch, [7, 5, 8, 5], [7, 5, 8, 2])
+    assert draws.shuffled(np.arange(4)).tolist() == [3, 1, 0, 2]
+    assert not list(left)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("count", [1, 2, 3, 12, 235, 10**7])
+def test_bins_are_as_many_words_wide(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The few words beyond the last one are no bin's."""
+    draws, width = SecureDraws(4, np.random.SeedSequence(1)), (2**64 - 1) // count
+    beyond = count * width
+    left = deal_words(
+        monkeypatch,
+        [0, 0, 0, beyond],
+        [0, width - 1, beyond - 1, beyond - width],
+        [width % beyond] * 4,
+    )
+    assert draws.bins(count).tolist() == [0, 0, count - 1, count - 1]
+    assert draws.bins(count).tolist() == [1 % count] * 4
+    assert not list(left)
+
+
+@pytest.mark.privacy
+def test_a_word_is_used_once() -> None:
+    """Word for word the key stream, 64 bits a record, on and on."""
+    seed = np.random.SeedSequence(7)
+    key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
+    cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+    draws = SecureDraws(5, seed)
+    for _ in range(4):
+        words = np.frombuffer(cipher.update(bytes(48)), np.uint64)[:5]
+        expected = np.flatnonzero(words < np.uint64(2**63))
+        assert draws.independently(0.5).tolist() == expected.tolist()
+        draws.restore(json.loads(json.dumps(draws.state())))
 
 
 @pytest.mark.privacy

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.train import text_option
 from dpmac_cli.config import SETTINGS
 from dpmac_cli.errors import InputError
-from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, plan
+from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
 
@@ -70,13 +70,15 @@ def _carry_out(
 ) -> tuple[dict[int, str], bool]:
     """Run what is not finished. Why runs failed, by number, and whether anyone broke it off."""
     from dpmac_cli.cli.compare_display import choose_display  # noqa: PLC0415
-    from dpmac_cli.workers import Ended, Pool, default_jobs, finished, share_data  # noqa: PLC0415
+    from dpmac_cli.compare import finished_report  # noqa: PLC0415
+    from dpmac_cli.workers import Ended, Pool, default_jobs, share_data  # noqa: PLC0415
 
     configs = [run.config for run in grid.runs]
     folder.make_folder(out / RUNS)
     failures: dict[int, str] = {}
     with folder.locked(out), stop_request() as stop:
-        missing = [number for number, config in enumerate(configs) if not finished(config)]
+        missing = [n for n, run in enumerate(grid.runs) if finished_report(run) is None]
+        console.print_notes(_damages(grid.runs[number] for number in missing))
         display = choose_display(grid, missing, quiet, as_json)
         with contextlib.closing(display):
             if not missing:
@@ -90,6 +92,14 @@ def _carry_out(
         return failures, stop()
 
 
+def _damages(runs: Iterable[Run]) -> Iterator[str]:
+    """What is damaged of runs that were finished."""
+    for run in runs:
+        for name in folder.PUBLISHED:
+            if folder.vouched(run.folder, name) is False:
+                yield f"{run.folder / name} is damaged: the run goes on from its checkpoint."
+
+
 def _write_results(
     grid: Grid, out: Path, failures: Mapping[int, str], as_json: bool, quiet: bool
 ) -> None:
@@ -98,6 +108,7 @@ def _write_results(
     from dpmac_cli.compare import collect  # noqa: PLC0415
     from dpmac_cli.plots import draw_comparison  # noqa: PLC0415  (loads matplotlib)
 
+    folder.unseal(out)
     comparison = collect(grid, failures)
     document = folder.to_json(tables.as_values(comparison))
     for name, text in (
@@ -108,11 +119,12 @@ def _write_results(
     ):
         folder.write_atomically(out / name, text.encode())
     drawn = [PLOT] if draw_comparison(comparison, out / PLOT) else []
+    names = [JSON, CSV, MARKDOWN, LATEX, *drawn]
+    folder.seal(out, names)
     if as_json:
         console.print_result(document)
     elif not quiet:
-        names = ", ".join([JSON, CSV, MARKDOWN, LATEX, *drawn])
-        print_comparison(console.stdout(), comparison, f"{out}: {names}")
+        print_comparison(console.stdout(), comparison, f"{out}: {', '.join([*names, folder.SUMS])}")
     for number, why in failures.items():
         run = grid.runs[number]
         console.print_errors([f"{run.folder.name} (seed {run.seed}): {why}"], label="failed")

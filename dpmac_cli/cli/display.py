@@ -35,6 +35,10 @@ class Display(Protocol):
         """While training."""
         ...
 
+    def reduced(self, event: engine.Reduced) -> None:
+        """Memory ran out, and training goes on."""
+        ...
+
     def stopping(self) -> None:
         """Someone has asked the run to stop."""
         ...
@@ -55,6 +59,9 @@ class Silent:
         """Nothing."""
 
     def update(self, event: Update) -> None:
+        """Nothing."""
+
+    def reduced(self, event: engine.Reduced) -> None:
         """Nothing."""
 
     def stopping(self) -> None:
@@ -84,6 +91,13 @@ class Lines(Silent):
             self.console.print(_evaluated(event.event, event.epsilon))
             if event.not_private is not None:
                 self.console.print(_diagnosed(event.not_private))
+
+    def reduced(self, event: engine.Reduced) -> None:
+        """What is done about it."""
+        self.console.print(
+            f"memory ran out in step {event.step}: going on with {event.chunk} samples at a time",
+            style="yellow",
+        )
 
     def stopping(self) -> None:
         """What will happen now."""
@@ -203,6 +217,7 @@ def _heading(event: Started) -> list[Text]:
     if event.done:
         how = "exactly as it would have" if event.branch is None else f"as a branch: {event.branch}"
         lines.append(Text(f"going on after step {event.done}, {how}", style="yellow"))
+    lines += [Text(f"note: {note}", style="yellow") for note in event.notes]
     if config.diagnostics:
         lines.append(Text(f"--diagnostics: {DIAGNOSTICS_WARNING}", style="bold red"))
     lines.append(Text(f"writing {event.folder}", style="dim"))
@@ -259,7 +274,7 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(
             Text("with --seed: no privacy against anyone who knows the seed", style="yellow")
         )
-    names = [folder.MODEL, folder.REPORT, folder.METRICS, folder.CONFIG]
+    names = [folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS]
     if report["diagnostics"]:
         names.append(f"{folder.DIAGNOSTICS} (do not publish)")
     lines.append(Text(f"{event.folder}: {', '.join(names)}"))

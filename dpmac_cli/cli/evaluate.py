@@ -41,14 +41,15 @@ def evaluate(
     del debug
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.folder import to_json  # noqa: PLC0415
+    from dpmac_cli.folder import CARD, to_json  # noqa: PLC0415
     from dpmac_cli.scoring import score  # noqa: PLC0415
 
     scored = score(model, dataset, given.get("data_dir"), device)
-    result = scored.result
+    result, card = scored.result, scored.path.with_name(CARD)
     if json:
         body: dict[str, Any] = {
             "model": str(scored.path),
+            "card": str(card) if card.is_file() else None,
             "dataset": scored.dataset,
             "accuracy": result.accuracy,
             "loss": result.loss if math.isfinite(result.loss) else None,
@@ -67,3 +68,5 @@ def evaluate(
         f"{scored.path} on {scored.dataset}: accuracy {result.accuracy:.2%}, "
         f"loss {result.loss:.4f}, {result.samples:,} samples"
     )
+    if card.is_file():
+        out.print(f"what it is and what its privacy is worth: {card}")

@@ -13,13 +13,21 @@ from typing import Any
 import typer
 
 from dpmac_cli.cli import console
-from dpmac_cli.errors import BudgetError, DpmacError, InputError, ModelError
+from dpmac_cli.errors import (
+    BudgetError,
+    DpmacError,
+    InputError,
+    ModelError,
+    RunError,
+    explain_os_error,
+)
 
 DONE, BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
     (InputError, USAGE),
     (BudgetError, BUDGET),
     (ModelError, MISFIT),
+    (RunError, MISFIT),
 )
 
 
@@ -53,18 +61,13 @@ def _explanation(failure: Exception) -> tuple[tuple[str, ...], int]:
             messages = failure.errors if isinstance(failure, InputError) else (str(failure),)
             return messages, code
     if isinstance(failure, OSError):
-        return (f"{explain_os_error(failure)}.",), USAGE
+        return (explain_os_error(failure),), USAGE
     if isinstance(failure, DpmacError):
         return (str(failure),), USAGE
     return (
         f"dpmac failed where it should not have ({type(failure).__name__}: {failure}). "
         "Please report it with the output of the same command and --debug.",
     ), BUG
-
-
-def explain_os_error(failure: OSError) -> str:
-    """What could not be read or written, and why."""
-    return f"{failure.filename or 'standard output'}: {failure.strerror or failure}"
 
 
 @contextmanager

@@ -1,12 +1,16 @@
 """Showing a run as it happens, and what is left of one that fails on the way."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import typer
 
+from dpmac_cli import checkpoint, folder
 from dpmac_cli.cli import console
 from dpmac_cli.cli.display import Display
-from dpmac_cli.cli.failures import INTERRUPTED, USAGE, explain_os_error
+from dpmac_cli.cli.failures import INTERRUPTED
+from dpmac_cli.engine import Reduced
+from dpmac_cli.errors import DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.run import Finished, RunEvent, Started, Update
 
 
@@ -19,7 +23,8 @@ def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool
         stop: whether they have asked the run to stop.
 
     Raises:
-        typer.Exit: it could not go on, and the person knows why and how to.
+        typer.Exit: it was broken off, and the person knows how to go on.
+        DpmacError: it could not go on; the message says why, and how to.
     """
     where, told = None, False
     try:
@@ -33,17 +38,32 @@ def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool
                         told = True
                         display.stopping()
                     display.update(event)
+                case Reduced():
+                    display.reduced(event)
                 case Finished():
                     display.finished(event)
                     return event
-    except (KeyboardInterrupt, OSError) as failure:
+    except (KeyboardInterrupt, OSError, RunError) as failure:
         if where is None:
             raise
         display.close()
-        hint = f"To go on from the last checkpoint: dpmac train --resume {where}"
         if isinstance(failure, OSError):
-            console.print_errors([f"{explain_os_error(failure)}. {hint}"])
-            raise typer.Exit(USAGE) from None
-        console.print_errors([f"interrupted at once. {hint}"], label="stopped")
+            raise InputError(f"{explain_os_error(failure)} {_way_on(where)}") from failure
+        if isinstance(failure, RunError):
+            change = " --lr LESS" if isinstance(failure, DivergedError) else ""
+            raise RunError(f"{failure} {_way_on(where, change)}") from failure
+        console.print_errors([f"interrupted at once. {_way_on(where)}"], label="stopped")
         raise typer.Exit(INTERRUPTED) from None
     raise AssertionError("a run that neither finished nor failed")
+
+
+def _way_on(where: Path, change: str = "") -> str:
+    """What is kept of a run that failed, and the command that goes on with it."""
+    kept = "".join(
+        f" The run that was there before is in {old} until this one has ended."
+        for old in folder.replaced(where)
+    )
+    return (
+        f"To go on from the last checkpoint (step {checkpoint.last_step(where)}): dpmac train "
+        f"--resume {where}{change}{kept}"
+    )

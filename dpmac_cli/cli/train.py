@@ -10,19 +10,21 @@ import typer
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
-from dpmac_cli.config import KINDS, SETTINGS, Setting, TrainConfig, flag_name, resolve
+from dpmac_cli.config import KINDS, SETTINGS, Setting, TrainConfig, flag_name, parse, resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.folder import CONFIG, check_run_folder, to_json
+from dpmac_cli.folder import check_run_folder, to_json
 
 HELP = """Train a classifier under differential privacy.
 
 The data set brings the paper's settings as defaults. Flags win over --config FILE. One new folder
-holds what a run writes: config.yaml, report.json, metrics.jsonl and model.safetensors.
+holds what a run writes: model.safetensors, model-card.md, report.json, metrics.jsonl and
+config.yaml.
 
 Example: dpmac train --dataset mnist --sigma 0.8
 
 Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible or spent, 4 the
-model does not fit or diverged, 130 interrupted (the run so far is written).
+model does not fit or diverged, memory ran out or the device failed, 130 interrupted (the run so far
+is written).
 """
 
 ENDED_EARLY = {
@@ -35,23 +37,27 @@ ENDED_EARLY = {
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
     file, run = flags.pop("config"), flags.pop("resume")
+    quiet, json = flags["quiet"], flags["json"]
+    resolved = None
     if run is not None:
         _check_alone(file, flags)
         check_run_folder(run)
-    resolved = resolve(flags, run / CONFIG if run else file)
+        parse(flags)
+    else:
+        resolved = resolve(flags, file)
+        quiet, json = resolved.config.quiet, resolved.config.json
+        if not quiet:
+            console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
     from dpmac_cli.cli.display import choose_display  # noqa: PLC0415
     from dpmac_cli.cli.following import follow  # noqa: PLC0415
     from dpmac_cli.run import resume, train  # noqa: PLC0415
 
-    config = resolved.config
-    if not config.quiet:
-        console.print_notes(resolved.notes)
-    display = choose_display(config.quiet, config.json)
+    display = choose_display(quiet, json)
     with stop_request() as stop, contextlib.closing(display):
-        events = resume(run, flags, stop) if run else train(config, stop)
+        events = train(resolved.config, stop) if resolved else resume(run, flags, stop)
         finished = follow(events, display, stop)
-    if config.json:
+    if json:
         console.print_result(to_json(finished.report))
     if finished.state in ENDED_EARLY:
         why, change, code = ENDED_EARLY[finished.state]

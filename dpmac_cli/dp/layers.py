@@ -31,12 +31,17 @@ class Layer:
     stop: int
 
 
-def blocks(size: int, device: torch.device) -> list[slice]:
-    """Slices of about :data:`BLOCK` coordinates that cover 0 to ``size``; one but on a CPU.
+def blocks(size: int, device: torch.device, about: int | None = None) -> list[slice]:
+    """Slices that cover 0 to ``size``, on a CPU of about so many coordinates; elsewhere one.
 
     What is done to one block of several vectors after another finds them in the cache.
+
+    Args:
+        size: of the vectors.
+        device: that they are on.
+        about: coordinates of a block; None for :data:`BLOCK`.
     """
-    count = max(1, round(size / BLOCK)) if device.type == "cpu" else 1
+    count = max(1, round(size / (about or BLOCK))) if device.type == "cpu" else 1
     step = -(-size // count)
     return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
 

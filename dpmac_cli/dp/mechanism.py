@@ -1,11 +1,19 @@
 """From clipped sums to the only thing the rest of the program ever sees of the data."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dpmac_cli.dp.layers import blocks
 from dpmac_cli.noise import Normals
+
+#: The public grid of :class:`SecureMechanism`, in whitened space; a power of two, so that scaling
+#: by it is exact.
+GRID = 2.0**-40
+#: Coordinates that a CPU makes secure noise for at a time: what they are made from stays in cache.
+GRID_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -104,12 +112,50 @@ class GaussianMechanism:
             region: the ellipsoid that the sum was clipped to.
             noise: fresh draws, used here once.
         """
-        sigma, batch = self.noise_multiplier, self.expected_batch
         value, b = clipped, region.scale
-        if sigma > 0:
-            z = noise.standard_normal(torch.empty_like(value, dtype=b.dtype))
-            value.add_(z.mul_(b), alpha=sigma)
-        value.div_(batch)  # b w-tilde_t: line 10, kept in gradient space
+        self._add_noise(value, b, noise)
+        value.div_(self.expected_batch)  # b w-tilde_t: line 10, kept in gradient space
         if not region.is_ball:
             value.add_(region.centre)  # line 11
-        return PrivateMean(value.to(b.dtype), b, sigma / batch)
+        return PrivateMean(value.to(b.dtype), b, self.noise_multiplier / self.expected_batch)
+
+    def _add_noise(self, value: Tensor, b: Tensor, noise: Normals) -> None:
+        """Line 9, in place, as it is in gradient space: the sum and sigma b z."""
+        if self.noise_multiplier > 0:
+            z = noise.standard_normal(torch.empty_like(value, dtype=b.dtype))
+            value.add_(z.mul_(b), alpha=self.noise_multiplier)
+
+    def rounding(self, size: int) -> float:
+        """What the mechanism adds at most to a sensitivity of 1, in ``size`` coordinates."""
+        del size
+        return 0.0
+
+
+@dataclass(frozen=True)
+class SecureMechanism(GaussianMechanism):
+    """The same, on a fixed public grid: in whitened space sum and noise are rounded to it first.
+
+    Whatever the data, what is released lies on the grid, so that its low bits tell nothing of them
+    (Mironov 2012, arXiv 2207.13793). Adding rounded noise to a rounded sum is rounding the sum and
+    its noise together: post-processing of a Gaussian mechanism, whose sensitivity the rounding of
+    the sum raises by GRID sqrt(d) at most. Everything in float64, also for float32 sums.
+    """
+
+    def _add_noise(self, value: Tensor, b: Tensor, noise: Normals) -> None:
+        for part in blocks(len(value), value.device, GRID_BLOCK):
+            value[part] = self.whitened(value[part], b if b.ndim == 0 else b[part], noise)
+        value.mul_(b)
+
+    def whitened(self, clipped: Tensor, b: Tensor, noise: Normals) -> Tensor:
+        """The noisy sum on the grid; float64, shape of ``clipped``, which is consumed."""
+        total = clipped.double().div_(b).div_(GRID).round_()
+        if self.noise_multiplier > 0:
+            z = noise.standard_normal(torch.empty_like(total))
+            # Whole numbers both: their float64 sum depends on their exact sum alone, beyond 2^53
+            # too, where it is rounded. What came before that sum, no bit of it tells.
+            total.add_(z.mul_(self.noise_multiplier / GRID).round_())
+        return total.mul_(GRID).add_(0.0)  # or -0.0 would tell of two zeros from 0.0
+
+    def rounding(self, size: int) -> float:
+        """What the grid adds to the sensitivity: each coordinate moves by half of it, twice."""
+        return GRID * math.sqrt(size)

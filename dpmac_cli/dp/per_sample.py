@@ -198,8 +198,24 @@ class ClippedSum:
         losses, gradients = self._gradients(x, y)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
-        if observer is not None:
+        self._centred_sum(gradients, c, valid, metric, out)
+        if observer is not None:  # last of all: a chunk that fails may be tried again
             observer(losses.detach(), squared.value.clamp(min=0).sqrt())
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _centred_sum(
+        self,
+        gradients: list[PerSampleGradients],
+        c: Tensor,
+        valid: Tensor,
+        metric: Metric,
+        out: Tensor,
+    ) -> None:
+        """out = sum of c_i (g_i - m) over the samples that are valid."""
         # On CUDA, asking would wait for the device.
         kept = None if not valid.is_cuda and bool(valid.all()) else valid
         if metric.region.is_ball:
@@ -215,11 +231,6 @@ class ClippedSum:
         else:
             self._sum(gradients, c.to(out.dtype), kept, out)
             out.addcmul_(metric.region.centre, -total.to(out.dtype))
-
-    def close(self) -> None:
-        """Take the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
 
     def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
         """Per-sample losses, shape (samples,), and every layer's per-sample gradients."""

@@ -73,6 +73,16 @@ def test_a_table_for_people(run: Path) -> None:
     assert f"{body['per_class']['3']:.2%}" in rows[3]
 
 
+def test_the_card_is_named_where_there_is_one(run: Path, tmp_path: Path) -> None:
+    card = run / "model-card.md"
+    assert f"what it is and what its privacy is worth: {card}\n" in evaluate(run).stdout
+    assert evaluation(run)["card"] == str(card)
+    alone = tmp_path / "model.safetensors"
+    alone.write_bytes((run / "model.safetensors").read_bytes())
+    assert "model-card" not in evaluate(alone).stdout
+    assert evaluation(alone)["card"] is None
+
+
 def test_a_model_that_does_not_fit_is_exit_code_4(run: Path) -> None:
     result = evaluate(run, "--dataset", "mnist")
     assert result.exit_code == 4

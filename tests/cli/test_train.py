@@ -90,7 +90,10 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert all("epsilon" in line and "test accuracy" in line for line in epochs)
     assert lines[-3].endswith("on 360 samples")
     assert lines[-2].startswith("privacy epsilon 1.6")
-    assert "runs/digits-dp-adam-1" in lines[-1]
+    assert lines[-1] == (
+        "runs/digits-dp-adam-1: model.safetensors, model-card.md, report.json, metrics.jsonl, "
+        "config.yaml"
+    )
 
 
 @pytest.mark.privacy
@@ -282,6 +285,6 @@ def test_a_full_disk_names_the_file_and_the_way_on(
         result = dpmac(*DIGITS, "--out", "run")
     assert result.exit_code == 2
     assert f"{name}: No space left on device" in result.stderr
-    assert "To go on from the last checkpoint: dpmac train --resume run" in result.stderr
+    assert re.search(r"last checkpoint \(step [03]\): dpmac train --resume run", result.stderr)
     assert dpmac("train", "--resume", "run").exit_code == 0
     assert json.loads(Path("run/report.json").read_text())["state"] == "finished"

@@ -1,0 +1,181 @@
+"""Kills runs at random instants and resumes them: do they end as if nothing had happened?
+
+    python benchmarks/kills.py --kills 100 --out docs/data/kills.json
+
+Each optimizer trains the digits once undisturbed. Then the same command is killed by SIGKILL after
+a random time, from before it has made its folder to after its report, and resumed, and killed
+again; where nothing can be resumed yet, it is begun again. Once a few kills have struck, it may
+end, and weights, metrics (but for seconds) and epsilon are compared bit by bit with the
+undisturbed run's.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+OPTIMIZERS = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
+SETTINGS = ("--dataset", "digits", "--sigma", "6", "--epochs", "100", "--seed", "7")
+#: Often, so that kills strike while a file is written.
+OFTEN = ("--checkpoint-every", "3")
+#: Kills of one run before it may end.
+KILLS_A_RUN = 4
+#: Share of the kills that strike at any time; the others strike once the folder is there.
+ANY_TIME = 0.25
+AFTER = "after the last file"
+
+
+def command(*args: str) -> subprocess.Popen[str]:
+    """Type a command."""
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", "dpmac_cli", "train", *args, *OFTEN],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def begun(optimizer: str, out: Path) -> tuple[str, ...]:
+    """The command that begins a run, whatever a kill has left in its place."""
+    return (*SETTINGS, "--optimizer", optimizer, "--out", str(out), "--force")
+
+
+def result(out: Path) -> dict[str, Any]:
+    """What a run has come to."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    report = json.loads((out / "report.json").read_bytes())
+    return {
+        "weights": safetensors.torch.load_file(out / "model.safetensors"),
+        "metrics": [
+            {k: v for k, v in line.items() if k not in ("seconds", "sha256")} for line in lines
+        ],
+        "epsilon": report["privacy"]["epsilon"],
+        "events": report["privacy"]["events"],
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Bit by bit."""
+    first, second = one["weights"], other["weights"]
+    return (
+        first.keys() == second.keys()
+        and all(torch.equal(first[name], second[name]) for name in first)
+        and all(one[key] == other[key] for key in ("metrics", "epsilon", "events"))
+    )
+
+
+def stage(out: Path) -> str:
+    """How far a run had come when it was killed."""
+    if not out.exists():
+        return "before the folder"
+    if (out / "SHA256SUMS").exists() and "report.json" in (out / "SHA256SUMS").read_text():
+        return AFTER
+    if (out / "report.json").exists() or (out / "model.safetensors").exists():
+        return "among the last files"
+    steps = [int(path.stem[5:]) for path in out.glob("checkpoint/step-*.safetensors")]
+    if not steps:
+        return "before the first checkpoint"
+    return "while training" if max(steps) else "before the second checkpoint"
+
+
+def strike(running: subprocess.Popen[str], out: Path, wait: float, any_time: bool) -> None:
+    """Kill a command some time after it was typed, or after it first wrote; it may end before."""
+    before = {path.name for path in out.glob("checkpoint/*")}
+    while not any_time and running.poll() is None:
+        if {path.name for path in out.glob("checkpoint/*")} != before:
+            break
+        time.sleep(0.005)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        running.wait(wait)
+    running.kill()
+
+
+def disturbed(
+    optimizer: str, out: Path, whole: float, trained: float, rng: random.Random
+) -> Counter[str]:
+    """Kill and resume a run until it may end; at which stages it was killed."""
+    stages: Counter[str] = Counter()
+    while True:
+        saved = any(out.glob("checkpoint/step-*.safetensors"))
+        running = command(*(("--resume", str(out)) if saved else begun(optimizer, out)))
+        if sum(stages.values()) < KILLS_A_RUN and not stages[AFTER]:
+            any_time = rng.random() < ANY_TIME
+            strike(running, out, rng.uniform(0, 1.1 * (whole if any_time else trained)), any_time)
+        _, said = running.communicate()
+        if running.returncode < 0:
+            stages[stage(out)] += 1
+        elif running.returncode == 0 or "is finished" in said:
+            return stages
+        else:
+            raise RuntimeError(f"{running.args} ended with {running.returncode}: {said}")
+
+
+def study(optimizer: str, kills: int, rng: random.Random) -> dict[str, Any]:
+    """Kill runs of one optimizer so many times."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        started = time.monotonic()
+        running = command(*begun(optimizer, root / "whole"))
+        while not (root / "whole" / "checkpoint").exists() and running.poll() is None:
+            time.sleep(0.005)
+        set_up = time.monotonic() - started
+        _, said = running.communicate()
+        if running.returncode != 0:
+            raise RuntimeError(said)
+        whole = time.monotonic() - started
+        expected = result(root / "whole")
+        stages: Counter[str] = Counter()
+        runs = right = 0
+        while sum(stages.values()) < kills:
+            out = root / f"run-{runs}"
+            stages += disturbed(optimizer, out, whole, whole - set_up, rng)
+            runs += 1
+            right += same(result(out), expected)
+    return {
+        "optimizer": optimizer,
+        "kills": sum(stages.values()),
+        "stages": dict(stages),
+        "runs": runs,
+        "identical": right,
+    }
+
+
+def main() -> None:
+    """Run the study, print a table and write it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)  # noqa: S311
+    each = -(-options.kills // len(OPTIMIZERS))
+    rows = []
+    for optimizer in OPTIMIZERS:
+        rows.append(study(optimizer, each, rng))
+        print(  # noqa: T201
+            "{optimizer:14} {kills:3} kills  {identical}/{runs} runs identical  {stages}".format(
+                **rows[-1]
+            ),
+            flush=True,
+        )
+    total = {key: sum(row[key] for row in rows) for key in ("kills", "runs", "identical")}
+    print("{kills} kills, {identical} of {runs} runs identical".format(**total))  # noqa: T201
+    if options.out:
+        document = {"torch": torch.__version__, "seed": options.seed, **total, "rows": rows}
+        options.out.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

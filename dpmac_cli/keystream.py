@@ -1,0 +1,56 @@
+"""Random bits from a cipher: nobody without the key can tell them from chance."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+from numpy.typing import NDArray
+
+AES_BLOCK = 16
+#: Bytes that the cipher asks for and may not use, behind what is filled.
+SPARE = 2 * AES_BLOCK
+
+
+class KeyStream:
+    """The key stream of AES-256 in counter mode. None of it is used twice.
+
+    Args:
+        seed: its 256 bits become the key: the key stream is unpredictable to whoever lacks it.
+    """
+
+    def __init__(self, seed: np.random.SeedSequence) -> None:
+        self._key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
+        self._zeros = memoryview(b"")
+        self._go_to(0)
+
+    def fill(self, out: NDArray[Any], count: int) -> None:
+        """Overwrite the first numbers by the next bytes. What is left of a block is thrown away.
+
+        Args:
+            out: shape (numbers,), contiguous; :data:`SPARE` bytes longer than what is filled, and
+                those are spoilt.
+            count: of the numbers to fill.
+        """
+        blocks = -(-count * out.itemsize // AES_BLOCK)
+        size = blocks * AES_BLOCK
+        if len(self._zeros) < size:
+            self._zeros = memoryview(bytes(size))
+        self._stream.update_into(self._zeros[:size], out.view(np.uint8).data[: size + AES_BLOCK])
+        self._block += blocks
+
+    def _go_to(self, block: int) -> None:
+        counter = block.to_bytes(AES_BLOCK, "big")
+        self._stream = Cipher(AES256(self._key), CTR(counter)).encryptor()
+        self._block = block
+
+    def state(self) -> dict[str, Any]:
+        """Key and position as JSON values, as secret as what is made of the bits."""
+        return {"generator": "AES-256-CTR", "key": self._key.hex(), "block": self._block}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._key = bytes.fromhex(state["key"])
+        self._go_to(state["block"])

@@ -1,0 +1,229 @@
+"""What a run must keep to itself, recorded as it trains, and a search of what it publishes."""
+
+import json
+import math
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dpmac_cli import checkpoint, folder
+from dpmac_cli.dp import per_sample
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.engine import Trainer
+from dpmac_cli.noise import Normals, stream_seeds
+
+#: What is not published: private by its name and by its mode.
+PRIVATE = (checkpoint.FOLDER, folder.DIAGNOSTICS)
+#: Bytes of two neighbouring numbers: so many never agree by chance.
+PAIRS = (8, 16)
+NUMBER = re.compile(rb"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?(?!\w|\.[0-9])")
+#: Things that one would recognise: no file holds them by accident.
+PERSON, HOST, PROCESS = "a.person.of.note", "a-machine-of-note", 918_273_647
+
+
+@dataclass
+class Secrets:
+    """What to look for, and what each is.
+
+    Attributes:
+        texts: to be found anywhere in a file.
+        windows: raw bytes, as many as :data:`PAIRS` says, to be found anywhere in a file.
+        numbers: to be found as a number that stands alone in text.
+    """
+
+    texts: dict[bytes, str] = field(default_factory=dict)
+    windows: dict[bytes, str] = field(default_factory=dict)
+    numbers: dict[float, str] = field(default_factory=dict)
+
+    def text(self, text: str, what: str) -> None:
+        """Look for a text, as it is and as JSON would have it."""
+        for form in (text.encode(), json.dumps(text)[1:-1].encode()):
+            self.texts.setdefault(form, what)
+
+    def word(self, word: int, what: str) -> None:
+        """Look for a large whole number in every form."""
+        size = max(4, -(-word.bit_length() // 8))
+        for text in (str(word), f"{word:,}", f"{word:x}", f"{word:X}"):
+            self.text(text, what)
+        for raw in (word.to_bytes(size, "little"), word.to_bytes(size, "big")):
+            self.texts.setdefault(raw, what)
+
+    def vector(self, values: Tensor | np.ndarray[Any, Any], what: str) -> None:
+        """Look for neighbouring values of a vector, as raw bytes of any float, in either order.
+
+        Also for each value as a number. Neighbours that are alike, as zeros are, tell nothing.
+        """
+        array = np.asarray(values).ravel()
+        kinds = "fd" if array.dtype.kind == "f" else "iq"
+        distinct = (array[1:] != array[:-1]) & (array[1:] != 0) & (array[:-1] != 0)
+        for kind in kinds:
+            for order in "<>":
+                raw = array.astype(f"{order}{kind}").view(np.uint8).reshape(len(array), -1)
+                for pair in np.hstack([raw[:-1], raw[1:]])[distinct]:
+                    self.windows[pair.tobytes()] = what
+        if array.dtype.kind == "f":
+            self.numbers.update((float(value), what) for value in array if value not in (0, 1))
+
+    def scalar(self, value: float, what: str) -> None:
+        """Look for an aggregate, as it is and rounded."""
+        if math.isfinite(value) and value not in (0, 1):
+            self.numbers[value] = what
+            self.numbers[float(f"{value:.6g}")] = what
+
+    def found(self, where: Path) -> list[str]:
+        """What of it the files of a run folder hold, that are not private."""
+        return [
+            f"{path.relative_to(where)}: {what}"
+            for path in published(where)
+            for what in sorted(self._in(path.read_bytes()))
+        ]
+
+    def _in(self, content: bytes) -> set[str]:
+        texts = {what for text, what in self.texts.items() if text in content}
+        there = {content[i : i + size] for size in PAIRS for i in range(len(content) - size + 1)}
+        windows = {self.windows[window] for window in there & self.windows.keys()}
+        written = {float(number) for number in NUMBER.findall(content)}
+        rounded = {float(f"{number:.6g}") for number in written}
+        numbers = {self.numbers[n] for n in (written | rounded) & self.numbers.keys()}
+        return texts | windows | numbers
+
+
+def published(where: Path) -> Iterator[Path]:
+    """Every file of a run folder that is not private, in branches too."""
+    for path in sorted(where.rglob("*")):
+        if path.is_file() and not set(path.relative_to(where).parts) & set(PRIVATE):
+            yield path
+
+
+def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int | None) -> Secrets:
+    """Have everything that training keeps to itself recorded, from now on.
+
+    Args:
+        monkeypatch: undoes it.
+        tmp_path: the test's folder: no file may name it.
+        seed: that a person chose, if any.
+    """
+    secrets = Secrets()
+    if seed is not None:
+        secrets.word(seed, "the seed")
+    _record_surroundings(secrets, monkeypatch, tmp_path)
+    _record_generators(secrets, monkeypatch)
+    _record_values(secrets, monkeypatch)
+    return secrets
+
+
+def _record_surroundings(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, PERSON)
+    home = tmp_path / "home" / PERSON
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HOSTNAME", HOST)
+    monkeypatch.setattr(socket, "gethostname", lambda: HOST)
+    monkeypatch.setattr(platform, "node", lambda: HOST)
+    monkeypatch.setattr(os, "getpid", lambda: PROCESS)
+    secrets.text(PERSON, "the user")
+    secrets.text(HOST, "the host")
+    if len(real := platform.uname().node) > 5:  # shorter ones turn up by chance
+        secrets.text(real, "the host")
+    secrets.word(PROCESS, "the process id")
+    package = Path(folder.__file__).parent.parent
+    for path in (tmp_path, home, package, Path(os.__file__).parent, Path(torch.__file__).parent):
+        secrets.text(str(path), "an absolute path")
+
+
+def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(*args: Any) -> dict[str, np.random.SeedSequence]:
+        streams = stream_seeds(*args)
+        for name, stream in streams.items():
+            what = f"the {name} generator's seed"
+            if isinstance(stream.entropy, int):
+                secrets.word(stream.entropy, what)
+            for words in (stream.pool, stream.generate_state(8, np.uint32)):
+                secrets.vector(words.astype(np.int64), what)
+                secrets.text(words.astype("<u4").tobytes().hex(), what)
+        return streams
+
+    monkeypatch.setattr("dpmac_cli.assembly.stream_seeds", recorded)
+    clipped_batch = Trainer._clipped_batch
+
+    def drawn(trainer: Trainer, batch: Any) -> Tensor:
+        """Before a step's noise: where both generators are, and who was drawn."""
+        for what in ("sampler", "noise"):
+            for secret in _leaves(getattr(trainer.state, what).state()):
+                if isinstance(secret, str) and re.fullmatch("[0-9a-f]{32,}", secret):
+                    secrets.text(secret, f"the {what}'s state")
+                    secrets.word(int(secret, 16), f"the {what}'s state")
+                elif isinstance(secret, int) and secret >= 2**32:
+                    secrets.word(secret, f"the {what}'s state")
+        if len(batch) != trainer.mechanism.expected_batch:  # which is public
+            secrets.numbers[float(len(batch))] = "the size of a batch"
+        secrets.vector(batch, "the records of a batch")
+        return clipped_batch(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "_clipped_batch", drawn)
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    if isinstance(state, dict | list):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _leaves(part)
+    else:
+        yield state
+
+
+def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed from the records before noise is added."""
+    gradients, weights = per_sample.ClippedSum._gradients, per_sample.clip_weights
+
+    def watched(clipped_sum: Any, x: Tensor, y: Tensor) -> Any:
+        losses, forms = gradients(clipped_sum, x, y)
+        aggregates(losses.detach(), "losses")
+        return losses, forms
+
+    def aggregates(values: Tensor, what: str) -> None:
+        secrets.vector(values, f"per-sample {what}")
+        for how in (torch.mean, torch.sum, torch.max, torch.min, torch.median, torch.std):
+            secrets.scalar(float(how(values)), f"{how.__name__} of {what}")
+
+    def clip_weights(squared: Any, *args: Any) -> Any:
+        aggregates(squared.value, "squared norms")
+        aggregates(squared.value.clamp(min=0).sqrt(), "norms")
+        c, valid = weights(squared, *args)
+        aggregates(c, "clipping factors")
+        return c, valid
+
+    release: Callable[..., Any] = GaussianMechanism.release
+
+    def released(mechanism: GaussianMechanism, clipped: Tensor, region: Any, noise: Any) -> Any:
+        secrets.vector(clipped, "an un-noised sum")
+        secrets.vector(clipped / mechanism.expected_batch, "an un-noised mean")
+        secrets.scalar(float(clipped.norm()), "the norm of an un-noised sum")
+        return release(mechanism, clipped, region, _Overheard(noise, secrets))
+
+    monkeypatch.setattr(per_sample.ClippedSum, "_gradients", watched)
+    monkeypatch.setattr(per_sample, "clip_weights", clip_weights)
+    monkeypatch.setattr(GaussianMechanism, "release", released)
+
+
+@dataclass
+class _Overheard:
+    """A source of noise, and someone who writes it down."""
+
+    noise: Normals
+    secrets: Secrets
+
+    def standard_normal(self, like: Tensor) -> Tensor:
+        drawn = self.noise.standard_normal(like)
+        self.secrets.vector(drawn, "the noise")
+        self.secrets.scalar(float(drawn.norm()), "the norm of the noise")
+        return drawn

@@ -1,0 +1,241 @@
+"""The model card: true, complete, and with a code block that works as it stands."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import binomtest
+from torch import Tensor
+
+from dpmac_cli import folder, run
+from dpmac_cli.accounting import SAMPLERS, format_epsilon
+from dpmac_cli.card import model_card
+from dpmac_cli.catalog import DATASETS, MODELS
+from dpmac_cli.config import resolve
+from dpmac_cli.data import load_data
+from dpmac_cli.models import build_model
+from dpmac_cli.release import load_model, save_model
+from dpmac_cli.report import public_facts, sampling_error
+from dpmac_cli.run import Finished
+from tests.digits_runs import SEED, digits_config, train_digits, train_events
+from tests.test_report import bill
+
+CPU = torch.device("cpu")
+
+
+def card(where: Path) -> str:
+    return (where / "model-card.md").read_text(encoding="utf-8")
+
+
+def code(text: str) -> str:
+    """The one code block of a card."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+def cells(text: str) -> dict[str, str]:
+    """The rows of its tables of two columns."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return train_digits(out=tmp_path_factory.mktemp("card") / "run", epochs=2)
+
+
+# The code block
+
+
+def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finished) -> None:
+    test = load_data("digits", finished.folder, CPU).test
+    torch.save({"images": test.images, "labels": test.labels}, finished.folder / "test.pt")
+    script = code(card(finished.folder)) + (
+        "\nimport sys\n"
+        "test = torch.load('test.pt')\n"
+        "right = classify(test['images']) == test['labels']\n"
+        "assert not [name for name in sys.modules if name.startswith('dpmac')]\n"
+        "print(int(right.sum()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=finished.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (finished.folder / "test.pt").unlink()
+    assert done.stderr == ""
+    assert int(done.stdout) / 360 == finished.report["test"]["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset"), [*((name, "cifar10") for name in MODELS), ("cnn", "mnist")]
+)
+def test_the_code_block_of_every_network_computes_what_the_network_does(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, dataset: str
+) -> None:
+    config = resolve({"dataset": dataset, "model": model}).config
+    torch.manual_seed(0)
+    network = build_model(model, config.facts, seed=1).eval()
+    facts = public_facts(config, bill(steps=1), 0)
+    pixels = torch.randint(0, 256, (20, *config.facts.shape), dtype=torch.uint8)
+    x = load_data("digits", tmp_path, CPU).prepared_by(facts["input"]).standardised(pixels)
+    with torch.no_grad():  # untrained, it would call everything the same
+        list(network.parameters())[-1].sub_(network(x).mean(0))
+    wanted: Tensor = network(x).argmax(1)
+    assert len(set(wanted.tolist())) > 3
+    save_model(tmp_path / folder.MODEL, network, facts)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code(model_card({**finished.report, **facts}, network)), names)
+    assert torch.equal(names["classify"](pixels), wanted)
+    assert torch.equal(load_model(tmp_path, None, CPU).model(x).argmax(1), wanted)
+
+
+# What it says
+
+
+@pytest.mark.privacy
+def test_it_says_what_the_report_says(finished: Finished) -> None:
+    text, report = card(finished.folder), finished.report
+    assert text == model_card(report, load_model(finished.folder, None, CPU).model)
+    price = report["privacy"]
+    epsilon = format_epsilon(price["epsilon"])
+    assert text.startswith(f"# mlp-small on digits, epsilon {epsilon} at delta 1e-05\n")
+    assert price["statement"] in text
+    said = cells(text)
+    assert said["network"] == "mlp-small, 4,810 parameters"
+    assert said["trained on"] == "digits, 1,437 records"
+    assert said["its checksum"] == f"SHA-256 `{DATASETS['digits'].sha256}`"
+    assert said["training"] == "dp-macadam, steps: 24 (epochs: 2), expected batch 128, finished"
+    accuracy = report["test"]["accuracy"]
+    low, high = report["test"]["accuracy_interval"]
+    assert said["test accuracy"] == (
+        f"{accuracy:.2%} of 360 test records (95% interval for records like these: "
+        f"{low:.2%} to {high:.2%})"
+    )
+    assert said["classes"] == "`0`, `1`, `2`, `3`, `4`, `5`, `6`, `7`, `8`, `9`"
+    assert (said["epsilon"], said["delta"]) == (epsilon, "1e-05")
+    assert said["adjacency"].startswith("add-or-remove-one: leaving out or adding any one")
+    assert said["accountant"] == price["accountant"]
+    assert "kept nowhere" in said["seeds"]
+    assert "| this model | 24 | poisson | 0.0890745 | 6 |" in text
+
+
+@pytest.mark.privacy
+def test_it_says_what_is_not_covered(finished: Finished) -> None:
+    rest = card(finished.folder).split("## Not covered")[1]
+    for said in (
+        "Other runs on the same records: a search for better settings",
+        "The test records. The accuracy was measured on them without noise. Where settings, steps",
+        "Times in `report.json` and `metrics.jsonl`: they are measured, with no noise added.",
+        "the folder `checkpoint/`, which must never be published",
+        "The number of training records, 1,437, is public.",
+    ):
+        assert said in rest
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_it_names_the_samplers_own_adjacency(sampler: str) -> None:
+    finished = train_digits(sampler=sampler, steps=1)
+    adjacency = SAMPLERS[sampler].adjacency
+    text = card(finished.folder)
+    assert f"under {adjacency} adjacency" in text
+    assert cells(text)["adjacency"].startswith(f"{adjacency}: ")
+    assert f"| this model | 1 | {sampler} |" in text
+
+
+@pytest.mark.privacy
+def test_a_seed_is_admitted_in_card_report_and_header() -> None:
+    finished = train_digits(seed=SEED)
+    said = "nothing is promised against anyone who knows or guesses the seed"
+    text = card(finished.folder)
+    title, _, lead, *_ = text.splitlines()
+    assert title.endswith("at delta 1e-05 only against those who do not know its seed")
+    assert said in lead
+    assert said in cells(text)["seeds"]
+    header = load_model(finished.folder, None, CPU).facts
+    for facts in (finished.report, header):
+        assert said in facts["privacy"]["statement"]
+        assert said in facts["privacy"]["seed_policy"]["statement"]
+
+
+@pytest.mark.privacy
+def test_a_branch_of_a_seeded_run_is_seeded() -> None:
+    first = train_digits(seed=SEED, out="run")
+    *_, last = run.resume(first.folder, {"steps": "5"})
+    assert isinstance(last, Finished)
+    assert "only against those who do not know its seed" in card(last.folder).splitlines()[0]
+
+
+@pytest.mark.privacy
+def test_without_a_seed_it_claims_no_less() -> None:
+    assert "nothing is promised" not in card(train_digits().folder)
+
+
+@pytest.mark.privacy
+def test_a_baseline_says_so_in_its_first_line() -> None:
+    text = card(train_digits(no_dp=True, seed=SEED).folder)
+    title, _, lead, *_ = text.splitlines()
+    assert title == "# mlp-small on digits, trained without privacy"
+    assert lead.startswith("**No privacy: no noise was added.")
+    assert "Everything: this is a baseline." in text.split("## Not covered")[1]
+    assert "differential privacy" not in text
+    assert "epsilon" not in text
+
+
+@pytest.mark.privacy
+def test_noise_without_a_finite_price_promises_nothing() -> None:
+    finished = train_digits(delta="1e-300")
+    title, _, lead, *_ = card(finished.folder).splitlines()
+    assert title.endswith("trained with noise for which no epsilon could be shown")
+    assert lead.startswith("No finite epsilon could be shown")
+    assert cells(card(finished.folder))["epsilon"] == "infinite"
+
+
+@pytest.mark.privacy
+def test_diagnostics_are_named_and_not_private() -> None:
+    text = card(train_digits(diagnostics=True).folder)
+    assert f"**`{folder.DIAGNOSTICS}` was written beside this model. NOT PRIVATE: these" in text
+    assert folder.DIAGNOSTICS not in card(train_digits().folder)
+
+
+@pytest.mark.privacy
+def test_every_branch_is_listed() -> None:
+    first = train_digits(out="run", steps=5)
+    before = card(first.folder)
+    *_, last = run.resume(first.folder, {"steps": "9", "sigma": "8"})
+    assert isinstance(last, Finished)
+    text = card(last.folder)
+    assert "| branch 1 | 5 | poisson | 0.0890745 | 6 |" in text
+    assert "| this model | 4 | poisson | 0.0890745 | 8 |" in text
+    assert cells(text)["epsilon"] == format_epsilon(last.report["privacy"]["epsilon"])
+    assert (last.folder / "branch-1" / "model-card.md").read_text() == before
+
+
+def test_a_run_that_ended_early_says_so() -> None:
+    _, stopped = train_events(digits_config(), lambda: True)
+    said = cells(card(stopped.folder))["training"]
+    assert said == "dp-macadam, steps: 1 (epochs: 0.08333), expected batch 128, interrupted"
+    spent = train_digits(epochs=2, max_epsilon=0.2)
+    assert cells(card(spent.folder))["training"].endswith("budget-spent")
+
+
+def test_a_data_set_without_a_checksum_has_none(finished: Finished) -> None:
+    report = json.loads(json.dumps(finished.report))
+    report["dataset"]["sha256"] = None
+    text = model_card(report, build_model("mlp-small", DATASETS["digits"], seed=0))
+    assert cells(text)["its checksum"] == "none is kept of this data set"
+
+
+@pytest.mark.parametrize(("right", "samples"), [(0, 5), (5, 5), (37, 360), (9_312, 10_000)])
+def test_the_interval_is_wilsons(right: int, samples: int) -> None:
+    wanted = binomtest(right, samples).proportion_ci(method="wilson")
+    assert sampling_error(right / samples, samples) == pytest.approx([wanted.low, wanted.high])

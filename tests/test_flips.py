@@ -1,0 +1,184 @@
+"""A byte that changes in any file of a run is noticed, or makes no difference."""
+
+import functools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpmac_cli import assembly, checkpoint, compare, folder, run, scoring, workers
+from dpmac_cli.data import Data, load_data
+from dpmac_cli.errors import InputError
+from dpmac_cli.grid import Run, plan
+from dpmac_cli.run import Finished, RunEvent, Started
+from dpmac_cli.scoring import score
+from tests.digits_runs import digits_config, same_weights
+
+PLACES = 50
+STOPPED, STEPS = 14, 16
+NEWEST, BEFORE = "checkpoint/step-000000014.safetensors", "checkpoint/step-000000012.safetensors"
+FILES = (*folder.PUBLISHED, folder.SUMS, NEWEST, BEFORE, f"checkpoint/{checkpoint.NOTE}")
+#: What a run is compared by, beside its weights.
+Result = dict[str, Any]
+
+
+@functools.cache
+def digits() -> Data:
+    return load_data("digits", Path(), torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data set, which takes longer to read than these runs to train."""
+    for module in (assembly, scoring):
+        monkeypatch.setattr(module, "load_data", lambda *args: digits())
+
+
+def after(steps: int) -> Callable[[], bool]:
+    asked = iter(range(1, 10**9))
+    return lambda: next(asked) >= steps
+
+
+def finish(events: Iterator[RunEvent]) -> tuple[Started, Finished]:
+    first, *_, last = events
+    assert isinstance(first, Started)
+    assert isinstance(last, Finished)
+    return first, last
+
+
+def result(where: Path) -> Result:
+    report = json.loads((where / folder.REPORT).read_bytes())
+    lines = folder.read_lines(where / folder.METRICS)
+    assert lines.whole
+    return {
+        "privacy": report["privacy"],
+        "test": report["test"],
+        "metrics": [
+            {key: value for key, value in line.items() if key != "seconds"}
+            for line in lines.records
+            if line["step"] != STOPPED
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped on the way, and the same run undisturbed."""
+    root = tmp_path_factory.mktemp("flips")
+    torch.set_num_threads(1)
+    settings: Any = {"steps": STEPS, "seed": 7, "checkpoint_every": "6"}
+    finish(run.train(digits_config(out=root / "whole", **settings)))
+    finish(run.train(digits_config(out=root / "stopped", **settings), after(STOPPED)))
+    return root
+
+
+def count_of(file: Path) -> int:
+    """How many bytes of a file are tried."""
+    return min(PLACES, len(file.read_bytes()))
+
+
+def flipped(source: Path, name: str, seed: int) -> Iterator[Path]:
+    """Copies of a folder, in each of which one byte of one file is another."""
+    draw = random.Random(seed)
+    content = (source / name).read_bytes()
+    for place in sorted(draw.sample(range(len(content)), min(PLACES, len(content)))):
+        shutil.rmtree("copy", ignore_errors=True)
+        shutil.copytree(source, "copy")
+        changed = bytes([content[place] ^ draw.randrange(1, 256)])
+        (Path("copy") / name).write_bytes(content[:place] + changed + content[place + 1 :])
+        yield Path("copy")
+
+
+def test_the_files_of_a_run_are_these(runs: Path) -> None:
+    found = {str(p.relative_to(runs / "stopped")) for p in (runs / "stopped").rglob("*")}
+    assert found == {*FILES, folder.LOCK, folder.CHECKPOINTS}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_changes_no_score(name: str, runs: Path) -> None:
+    expected = score(runs / "stopped", None, None, "cpu").result
+    right = refused = 0
+    for where in flipped(runs / "stopped", name, seed=1):
+        try:
+            found = score(where, None, None, "cpu").result
+        except InputError as failure:
+            refused += folder.MODEL in str(failure)
+        else:
+            right += (found.loss, found.accuracy) == (expected.loss, expected.accuracy)
+    assert right + refused == count_of(runs / "stopped" / name)
+    assert (refused > PLACES / 2) == (name == folder.MODEL)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
+    expected = result(runs / "whole")
+    refused = noted = 0
+    for where in flipped(runs / "stopped", name, seed=2):
+        try:
+            started, finished = finish(run.resume(where, {}))
+        except InputError as failure:
+            refused += f"{folder.CONFIG} and its checksum in {folder.SUMS}" in str(failure)
+            (where / folder.CONFIG).unlink()  # as the message says
+            started, finished = finish(run.resume(where, {}))
+        noted += any("is damaged" in note for note in started.notes)
+        assert same_weights(finished.folder, runs / "whole")
+        assert result(finished.folder) == expected
+        assert all(folder.vouched(where, published) for published in folder.PUBLISHED)
+    count = count_of(runs / "stopped" / name)
+    # A checksum file has a line for each of four files, of which the configuration's counts.
+    assert refused == {folder.CONFIG: count}.get(name, refused if name == folder.SUMS else 0)
+    assert noted == {NEWEST: noted, folder.METRICS: noted}.get(name, 0)
+    assert noted > count / 2 or name not in (NEWEST, folder.METRICS)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", [folder.METRICS, NEWEST])
+def test_a_flipped_byte_makes_no_branch_cheaper(name: str, runs: Path) -> None:
+    for where in flipped(runs / "stopped", name, seed=3):
+        started, finished = finish(run.resume(where, {"lr": "0.01"}))
+        left, _ = finished.report["privacy"]["events"]
+        found = folder.read_lines(where / "branch-1" / folder.METRICS)
+        known = found.whole and [line["step"] for line in found.records] == [12, STOPPED]
+        known = known and not any("step-" in note for note in started.notes)
+        assert left["steps"] in (STOPPED, STEPS)
+        assert left["steps"] == STEPS or known
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run of a comparison."""
+    root = tmp_path_factory.mktemp("study")
+    flags = {"dataset": "digits", "optimizers": "dp-adam", "sigma": "6", "steps": "14"}
+    [planned] = plan({**flags, "seeds": "1", "device": "cpu"}, None, root).runs
+    assert list(workers._events(planned.config, digits(), lambda: False))
+    assert compare.finished_report(planned) is not None
+    return planned
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", [*folder.PUBLISHED, folder.SUMS])
+def test_a_flipped_byte_changes_no_table(name: str, study: Run) -> None:
+    expected = result(study.folder)
+    shutil.copytree(study.folder, "before")
+    again = 0
+    for where in flipped(Path("before"), name, seed=4):
+        shutil.rmtree(study.folder)
+        shutil.copytree(where, study.folder)
+        report = compare.finished_report(study)
+        if report is None:
+            again += 1
+            assert list(workers._events(study.config, digits(), lambda: False))
+        assert result(study.folder) == expected
+    shutil.rmtree(study.folder)
+    shutil.copytree("before", study.folder)
+    assert again == {folder.REPORT: PLACES, folder.METRICS: PLACES}.get(
+        name, again if name == folder.SUMS else 0
+    )
+    assert again > 0 or name not in (folder.SUMS, folder.METRICS)

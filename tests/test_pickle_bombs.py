@@ -1,0 +1,253 @@
+"""No file that one may be handed makes dpmac run code: every door, with a bomb before it."""
+
+import gzip
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torchvision import datasets
+from typer.testing import CliRunner
+
+from dpmac_cli import checkpoint, folder, run
+from dpmac_cli.catalog import DATASETS
+from dpmac_cli.cli.app import app
+from dpmac_cli.data import load_data
+from dpmac_cli.errors import InputError
+from tests.digits_runs import train_digits
+
+CPU = torch.device("cpu")
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self._mark),)
+
+
+def plain(bomb: Bomb) -> bytes:
+    return pickle.dumps({"data": bomb, "labels": [bomb], "fine_labels": [bomb]})
+
+
+def torchs(bomb: Bomb) -> bytes:
+    file = io.BytesIO()
+    torch.save({"theta": bomb}, file)
+    return file.getvalue()
+
+
+def old_torchs(bomb: Bomb) -> bytes:
+    file = io.BytesIO()
+    torch.save({"theta": bomb}, file, _use_new_zipfile_serialization=False)
+    return file.getvalue()
+
+
+def numpys(bomb: Bomb) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, theta=np.array([bomb], dtype=object))
+    return file.getvalue()
+
+
+def numpys_alone(bomb: Bomb) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array([bomb], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+BOMBS: Mapping[str, Callable[[Bomb], bytes]] = {
+    "pickle": plain,
+    "pt": torchs,
+    "old pt": old_torchs,
+    "npz": numpys,
+    "npy": numpys_alone,
+}
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Iterator[Path]:
+    """What a bomb leaves behind, and at the end of each test must not have."""
+    mark = tmp_path / "exploded"
+    yield mark
+    assert not mark.exists()
+
+
+@pytest.fixture(params=list(BOMBS))
+def bomb(request: pytest.FixtureRequest, mark: Path) -> bytes:
+    return BOMBS[request.param](Bomb(mark))
+
+
+def explode(name: str, content: bytes) -> None:
+    """Read a bomb as nobody should."""
+    file = io.BytesIO(content)
+    if name == "pickle":
+        pickle.load(file)
+    elif name.endswith("pt"):
+        torch.load(file, weights_only=False)
+    else:
+        loaded = np.load(file, allow_pickle=True)
+        loaded["theta"] if name == "npz" else None
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_the_bombs_are_live(mark: Path, name: str) -> None:
+    explode(name, BOMBS[name](Bomb(mark)))
+    assert mark.exists()
+    mark.rmdir()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.npz"])
+def test_a_model_file(tmp_path: Path, bomb: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(bomb)
+    result = CliRunner().invoke(app, ["eval", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert f"{name} is not a whole safetensors file" in result.stderr.replace("\n", " ")
+
+
+@pytest.mark.privacy
+def test_a_checkpoint(bomb: bytes) -> None:
+    where = train_digits(out="run").folder
+    for file in (where / checkpoint.FOLDER).glob("step-*"):
+        file.write_bytes(bomb)
+    with pytest.raises(InputError, match="No checkpoint in"):
+        list(run.resume(where, {"steps": "9"}))
+
+
+@pytest.mark.privacy
+def test_a_report_and_a_study(bomb: bytes) -> None:
+    Path(folder.REPORT).write_bytes(bomb)
+    assert CliRunner().invoke(app, ["account", folder.REPORT]).exit_code == 2
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_settings(tmp_path: Path, mark: Path, command: str) -> None:
+    text = f"dataset: !!python/object/apply:os.mkdir ['{mark}']\n"
+    yaml.unsafe_load(text)
+    assert mark.exists()
+    mark.rmdir()
+    (tmp_path / "bomb.yaml").write_text(text)
+    result = CliRunner().invoke(app, [command, "--config", str(tmp_path / "bomb.yaml")])
+    assert result.exit_code == 2
+    for how in BOMBS.values():
+        (tmp_path / "bomb.yaml").write_bytes(how(Bomb(mark)))
+        assert CliRunner().invoke(app, [command, "--config", "bomb.yaml"]).exit_code == 2
+
+
+CIFARS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", CIFARS)
+def test_the_pickles_of_cifar_are_read_only_if_they_are_the_published_ones(
+    tmp_path: Path, mark: Path, name: str
+) -> None:
+    kind = CIFARS[name]
+    where = tmp_path / kind.base_folder
+    where.mkdir()
+    for file, _ in (*kind.train_list, *kind.test_list, (kind.meta["filename"], None)):
+        (where / file).write_bytes(plain(Bomb(mark)))
+    with pytest.raises(InputError, match="is damaged: a file is cut short, altered"):
+        load_data(name, tmp_path, CPU)
+
+
+@pytest.mark.privacy
+@pytest.mark.real_data
+@pytest.mark.parametrize("altered", ["data_batch_1", "data_batch_5", "test_batch", "batches.meta"])
+def test_one_altered_pickle_of_cifar_is_not_read(
+    tmp_path: Path, mark: Path, real_data_dir: Path, altered: str
+) -> None:
+    where = tmp_path / datasets.CIFAR10.base_folder
+    where.mkdir()
+    for file in (real_data_dir / where.name).iterdir():
+        (where / file.name).symlink_to(file)
+    (where / altered).unlink()
+    (where / altered).write_bytes(plain(Bomb(mark)))
+    with pytest.raises(InputError, match="is damaged: a file is cut short, altered"):
+        load_data("cifar10", tmp_path, CPU, download=False)
+
+
+LIKE_MNIST = {
+    "mnist": datasets.MNIST,
+    "fashion-mnist": datasets.FashionMNIST,
+    "kmnist": datasets.KMNIST,
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", LIKE_MNIST)
+def test_raw_files_and_old_caches_of_mnist_and_its_kin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: bytes, name: str
+) -> None:
+    kind = LIKE_MNIST[name]
+    raw, processed = (tmp_path / kind.__name__ / part for part in ("raw", "processed"))
+    for where in (raw, processed):
+        where.mkdir(parents=True)
+    for archive, _ in kind.resources:
+        (raw / Path(archive).stem).write_bytes(bomb)
+        (raw / archive).write_bytes(gzip.compress(bomb))
+    for file in ("training.pt", "test.pt"):
+        (processed / file).write_bytes(bomb)
+    calls = forbid_unpickling(monkeypatch)
+    with pytest.raises(InputError, match="is damaged: a file is cut short, altered"):
+        load_data(name, tmp_path, CPU)
+    assert calls == []
+
+
+@pytest.mark.privacy
+def test_the_files_of_svhn(tmp_path: Path, bomb: bytes) -> None:
+    for split in ("train", "test"):
+        (tmp_path / datasets.SVHN.split_list[split][1]).write_bytes(bomb)
+    with pytest.raises(InputError, match="is damaged: a file is cut short, altered"):
+        load_data("svhn", tmp_path, CPU)
+
+
+@pytest.mark.privacy
+def test_a_file_is_no_data_set(bomb: bytes) -> None:
+    Path("data.npz").write_bytes(bomb)
+    result = CliRunner().invoke(app, ["train", "--dataset", "data.npz"])
+    assert result.exit_code == 2
+    assert not set(DATASETS) & {"data.npz"}
+
+
+def forbid_unpickling(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have whatever unpickles fail. The attempts: a failure may be taken for a damaged file's."""
+    calls: list[str] = []
+
+    def forbid(module: ModuleType, name: str) -> None:
+        def fail(*args: object, **kwargs: object) -> NoReturn:
+            calls.append(f"{module.__name__}.{name}")
+            raise AssertionError(f"{calls[-1]} was called")
+
+        monkeypatch.setattr(module, name, fail)
+
+    for name in ("load", "loads", "Unpickler"):
+        forbid(pickle, name)
+    forbid(torch, "load")
+    forbid(np, "load")
+    return calls
+
+
+@pytest.mark.privacy
+def test_nothing_is_unpickled_from_the_first_step_to_the_last_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train_digits(steps=1)  # whatever a first use of a library loads is its own affair
+    calls = forbid_unpickling(monkeypatch)
+    where = train_digits(out="run").folder
+    for _ in run.resume(where, {"steps": "5"}):
+        pass
+    for args in (["eval", "run"], ["account", "run"], ["train", "--resume", "run", "--steps", "7"]):
+        result = CliRunner().invoke(app, args)
+        assert (result.exit_code, result.exception) == (0, None), result.output
+    assert calls == []

@@ -1,0 +1,250 @@
+"""What a run publishes is searched for what it must keep to itself."""
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from dpmac_cli import folder, run
+from dpmac_cli.run import Finished
+from tests import secret_search as search
+from tests.conftest import OPTIMIZER_NAMES
+from tests.digits_runs import SEED, digits_config
+from tests.secret_search import Secrets
+
+#: Batches of a size that no public number is near to: a draw deviates by 19 on average.
+BATCH = 700
+PUBLIC_FILES = {
+    "config.yaml",
+    "metrics.jsonl",
+    "model-card.md",
+    "model.safetensors",
+    "report.json",
+}
+
+
+def finish(events: Any) -> Finished:
+    *_, last = events
+    assert isinstance(last, Finished)
+    return last
+
+
+def once() -> Callable[[], bool]:
+    """A stop request that comes in the second step."""
+    asked = iter([False])
+    return lambda: next(asked, True)
+
+
+def names(where: Path) -> set[str]:
+    return {str(path.relative_to(where)) for path in search.published(where)} - {folder.LOCK}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("seed", [None, SEED], ids=["unseeded", "seeded"])
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_no_secret_is_in_any_published_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str, seed: int | None
+) -> None:
+    """Stopped, gone on with exactly, and branched: whatever any of them wrote."""
+    secrets = search.record(monkeypatch, tmp_path, seed)
+    config = digits_config(
+        optimizer=optimizer, seed=seed, batch_size=BATCH, steps=4, out=tmp_path / "run"
+    )
+    where = finish(run.train(config, once())).folder
+    assert names(where) == PUBLIC_FILES
+    assert secrets.found(where) == []
+    whole = finish(run.resume(where, {}))
+    assert len(whole.report["privacy"]["events"]) == 1
+    assert secrets.found(where) == []
+    branched = finish(run.resume(where, {"steps": "6"}))
+    assert len(branched.report["privacy"]["events"]) == 2
+    assert names(where) == PUBLIC_FILES | {f"branch-1/{name}" for name in PUBLIC_FILES}
+    assert secrets.found(where) == []
+    assert_recorded(secrets, seeded=seed is not None)
+
+
+def assert_recorded(secrets: Secrets, seeded: bool) -> None:
+    """There was something to look for, of every kind."""
+    kinds = {*secrets.texts.values(), *secrets.windows.values(), *secrets.numbers.values()}
+    assert kinds >= {
+        "the user",
+        "the host",
+        "an absolute path",
+        "the process id",
+        "the init generator's seed",
+        "the sampler generator's seed",
+        "the noise generator's seed",
+        "the sampler's state",
+        "the noise's state",
+        "the size of a batch",
+        "the records of a batch",
+        "per-sample losses",
+        "mean of losses",
+        "per-sample squared norms",
+        "per-sample norms",
+        "mean of norms",
+        "per-sample clipping factors",
+        "an un-noised sum",
+        "an un-noised mean",
+        "the norm of an un-noised sum",
+        "the noise",
+        "the norm of the noise",
+    }
+    assert ("the seed" in kinds) is seeded
+    assert len(secrets.windows) > 20_000
+
+
+@pytest.mark.privacy
+def test_no_secret_is_in_what_a_baseline_publishes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    secrets = search.record(monkeypatch, tmp_path, SEED)
+    config = digits_config(no_dp=True, seed=SEED, steps=2, out=tmp_path / "run", diagnostics=True)
+    where = finish(run.train(config)).folder
+    assert names(where) == PUBLIC_FILES
+    assert secrets.found(where) == []
+
+
+# Would it be found?
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Secrets]:
+    """A run without a secret in its files, and the secrets."""
+    tmp_path = tmp_path_factory.mktemp("searched")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        secrets = search.record(monkeypatch, tmp_path, SEED)
+        config = digits_config(seed=SEED, batch_size=BATCH, steps=2, out=tmp_path / "run")
+        where = finish(run.train(config)).folder
+    assert secrets.found(where) == []
+    return where, secrets
+
+
+def first(found: Mapping[Any, str], what: str) -> Any:
+    return next(key for key, kind in found.items() if kind == what)
+
+
+def as_json(key: str, value: Any) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps({**json.loads(content), key: value}, indent=2).encode()
+
+
+def as_tensor(values: Any) -> Callable[[bytes], bytes]:
+    def write(content: bytes) -> bytes:
+        tensors = safetensors.torch.load(content)
+        return safetensors.torch.save({**tensors, "extra": torch.tensor(values)})
+
+    return write
+
+
+def appended(more: bytes) -> Callable[[bytes], bytes]:
+    return lambda content: content + more
+
+
+LEAKS: Mapping[str, tuple[str, str, Callable[[Secrets], Callable[[bytes], bytes]]]] = {
+    "seed in the report": (folder.REPORT, "the seed", lambda s: as_json("seed", SEED)),
+    "seed in hex": (folder.CONFIG, "the seed", lambda s: appended(f"# {SEED:x}\n".encode())),
+    "seed as a number with commas": (
+        folder.CARD,
+        "the seed",
+        lambda s: appended(f"{SEED:,}".encode()),
+    ),
+    "seed as raw bytes": (folder.MODEL, "the seed", lambda s: as_tensor([SEED])),
+    "seed as raw bytes, big end first": (
+        folder.MODEL,
+        "the seed",
+        lambda s: appended(struct.pack(">q", SEED)),
+    ),
+    "key of the noise": (
+        folder.METRICS,
+        "the noise's state",
+        lambda s: appended(first(s.texts, "the noise's state")),
+    ),
+    "state of the sampler": (
+        folder.MODEL,
+        "the sampler's state",
+        lambda s: appended(first(s.texts, "the sampler's state")),
+    ),
+    "size of a batch": (
+        folder.REPORT,
+        "the size of a batch",
+        lambda s: as_json("drawn", int(first(s.numbers, "the size of a batch"))),
+    ),
+    "size of a batch in words": (
+        folder.CARD,
+        "the size of a batch",
+        lambda s: appended(b"drew %d records" % first(s.numbers, "the size of a batch")),
+    ),
+    "a mean loss": (
+        folder.REPORT,
+        "mean of losses",
+        lambda s: as_json("loss", first(s.numbers, "mean of losses")),
+    ),
+    "a mean loss, rounded": (
+        folder.METRICS,
+        "mean of losses",
+        lambda s: appended(b'{"loss": %.6g}' % first(s.numbers, "mean of losses")),
+    ),
+    "one loss": (
+        folder.REPORT,
+        "per-sample losses",
+        lambda s: as_json("loss", first(s.numbers, "per-sample losses")),
+    ),
+    "one norm": (
+        folder.REPORT,
+        "per-sample norms",
+        lambda s: as_json("norm", first(s.numbers, "per-sample norms")),
+    ),
+    "part of an un-noised sum": (
+        folder.MODEL,
+        "an un-noised sum",
+        lambda s: appended(first(s.windows, "an un-noised sum")),
+    ),
+    "who was drawn": (
+        folder.MODEL,
+        "the records of a batch",
+        lambda s: appended(first(s.windows, "the records of a batch")),
+    ),
+    "process id": (folder.REPORT, "the process id", lambda s: as_json("pid", search.PROCESS)),
+    "user": (folder.CARD, "the user", lambda s: appended(f"by {search.PERSON}".encode())),
+    "host": (folder.REPORT, "the host", lambda s: as_json("host", search.HOST)),
+    "path": (
+        folder.CONFIG,
+        "an absolute path",
+        lambda s: appended(first(s.texts, "an absolute path")),
+    ),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("name", "what", "leak"), LEAKS.values(), ids=LEAKS.keys())
+def test_a_leak_would_be_found(
+    searched: tuple[Path, Secrets],
+    name: str,
+    what: str,
+    leak: Callable[[Secrets], Callable[[bytes], bytes]],
+) -> None:
+    where, secrets = searched
+    file = where / name
+    before = file.read_bytes()
+    try:
+        file.write_bytes(leak(secrets)(before))
+        assert f"{name}: {what}" in secrets.found(where)
+    finally:
+        file.write_bytes(before)
+
+
+@pytest.mark.privacy
+def test_a_new_file_is_searched_too(searched: tuple[Path, Secrets]) -> None:
+    where, secrets = searched
+    (where / "branch-1").mkdir()
+    file = where / "branch-1" / "notes"
+    file.write_text(str(SEED))
+    assert secrets.found(where) == ["branch-1/notes: the seed"]
+    file.unlink()
+    assert replace(secrets, texts={}).found(where) == []

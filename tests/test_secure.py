@@ -1,0 +1,313 @@
+"""``--secure`` from the command line to the report: what it chooses, refuses, resumes and says."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from dpmac_cli import assembly, checkpoint, folder, run
+from dpmac_cli.accounting import SAMPLERS
+from dpmac_cli.cli.app import app
+from dpmac_cli.config import TrainConfig, resolve
+from dpmac_cli.dp import mechanism
+from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
+from dpmac_cli.errors import InputError
+from dpmac_cli.keystream import KeyStream
+from dpmac_cli.noise import SecureNoise, SeededNoise
+from dpmac_cli.release import load_model
+from dpmac_cli.report import DRAWN, DRAWN_BOTH_WAYS, DRAWN_SECURELY, NO_SECRETS
+from dpmac_cli.run import Finished, RunEvent, Started
+from tests.conftest import OPTIMIZER_NAMES
+from tests.digits_runs import contents, digits_config, same_weights, train_digits, weights
+
+TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--secure")
+
+
+def dpmac(*args: str) -> Result:
+    """Type a command, in this process."""
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def finish(events: Iterator[RunEvent]) -> Finished:
+    *_, last = events
+    assert isinstance(last, Finished)
+    return last
+
+
+def secrets(where: Path) -> Mapping[str, Any]:
+    """The states of the two generators, of a run's newest checkpoint."""
+    state = checkpoint.newest(where).record["state"]
+    return {name: state[name] for name in ("sampler", "noise")}
+
+
+def randomness(finished: Finished) -> Mapping[str, Any]:
+    entry: Mapping[str, Any] = finished.report["privacy"]["randomness"]
+    return entry
+
+
+# What it chooses.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_secure_draws_all_of_a_run_from_keys_of_their_own(
+    sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled: list[tuple[str, int]] = []
+    fill = KeyStream.fill
+
+    def kept(self: KeyStream, out: Any, count: int) -> None:
+        filled.append((str(self.state()["key"]), count))
+        fill(self, out, count)
+
+    monkeypatch.setattr(KeyStream, "fill", kept)
+    config = resolve({"dataset": "digits", "secure": True, "sampler": sampler}).config
+    trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
+    state = trainer.state
+    assert type(trainer.mechanism) is SecureMechanism
+    assert type(state.noise) is SecureNoise
+    noise, draws = state.noise.state(), state.sampler.state()
+    assert noise["generator"] == draws["generator"] == "AES-256-CTR"
+    assert noise["key"] != draws["key"]
+    trainer.step()
+    pairs = (state.theta.numel() + 1) // 2
+    assert filled.count((draws["key"], 1437)) == len(filled) - 8
+    assert filled.count((noise["key"], pairs)) == 8
+
+
+def test_without_secure_nothing_is_changed() -> None:
+    config = resolve({"dataset": "digits"}).config
+    trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
+    assert type(trainer.mechanism) is GaussianMechanism
+    assert type(trainer.state.noise) is SeededNoise
+    assert trainer.state.sampler.state()["bit_generator"] == "SFC64"
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_each_optimizer_trains_securely(optimizer: str) -> None:
+    plain = train_digits(optimizer=optimizer, epochs=3)
+    finished = train_digits(optimizer=optimizer, epochs=3, secure=True)
+    assert finished.report["privacy"]["epsilon"] == plain.report["privacy"]["epsilon"]
+    accuracy = [f.report["test"]["accuracy"] for f in (plain, finished)]
+    assert abs(accuracy[0] - accuracy[1]) < 0.5
+    assert all(torch.isfinite(tensor).all() for tensor in weights(finished.folder).values())
+
+
+# Processes.
+
+
+def drawn(where: Path) -> Mapping[str, Tensor]:
+    """What a run would draw next, noise and batch as numbers."""
+    config = resolve({}, where / folder.CONFIG).config
+    state = assembly.make_trainer(config, 1, torch.device("cpu")).state
+    state.restore_generators(checkpoint.newest(where).record["state"])
+    chosen = torch.zeros(1437)
+    chosen[torch.from_numpy(state.sampler.draw())] = 1.0
+    return {"noise": state.noise.standard_normal(torch.zeros(1437)), "sampler": chosen}
+
+
+#: An ordinary run and a secure one, without a seed, in folders that begin as told.
+TWO_RUNS = """
+import sys
+from dpmac_cli.cli.app import app
+
+flags = ["train", "--dataset", "digits", "--sigma", "6", "--steps", "3", "--quiet"]
+for kind in ("plain", "secure"):
+    more = ["--secure"] if kind == "secure" else []
+    app([*flags, *more, "--out", f"{sys.argv[1]}-{kind}"], standalone_mode=False)
+"""
+
+
+@pytest.mark.privacy
+def test_processes_started_in_the_same_instant_have_nothing_in_common() -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RUNS, name], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        for name in ("a", "b")
+    ]
+    assert [process.wait() for process in processes] == [0, 0]
+    runs = [Path(f"{name}-{kind}") for name in ("a", "b") for kind in ("plain", "secure")]
+    for one, other in combinations(runs, 2):
+        assert not same_weights(one, other)
+        mine, theirs = drawn(one), drawn(other)
+        for name in ("noise", "sampler"):
+            assert secrets(one)[name] != secrets(other)[name]
+            correlation = torch.corrcoef(torch.stack([mine[name], theirs[name]]))[0, 1]
+            assert abs(correlation) < 5 / 1437**0.5
+    keys = [state.get("key") for run in runs for state in secrets(run).values()]
+    assert len(set(keys) - {None}) == 6, "the samplers of ordinary runs have none"
+
+
+# Resuming.
+
+
+def after(steps: int) -> Any:
+    """A stop request that comes during the given step."""
+    asked = iter(range(1, 10**9))
+    return lambda: next(asked) >= steps
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("optimizer", "sampler"),
+    [
+        *((optimizer, "poisson") for optimizer in OPTIMIZER_NAMES),
+        *(("dp-macadam", sampler) for sampler in SAMPLERS if sampler != "poisson"),
+    ],
+)
+def test_a_stopped_run_ends_bit_identical(optimizer: str, sampler: str) -> None:
+    """A copy of the run, made before its first step, takes the same steps with stops between."""
+    config = digits_config(
+        secure=True, optimizer=optimizer, sampler=sampler, steps=15, physical_batch=50, out="run"
+    )
+    events = run.train(config)
+    assert isinstance(next(events), Started)
+    shutil.copytree("run", "copy")
+    whole = finish(events)
+    copy = Path("copy")
+    for step in (1, 4, 12, 13):  # an epoch has 12
+        done = int(checkpoint.newest(copy).record["state"]["step"])
+        stopped = finish(run.resume(copy, {}, after(step - done)))
+        assert (stopped.state, stopped.report["privacy"]["steps"]) == ("interrupted", step)
+    last = finish(run.resume(copy, {}))
+    assert same_weights(last.folder, whole.folder)
+    assert last.report["privacy"] == whole.report["privacy"]
+    assert len(last.report["privacy"]["events"]) == 1
+    assert secrets(copy) == secrets(Path("run"))
+
+
+def test_the_command_line_trains_stops_and_goes_on() -> None:
+    first = dpmac(*TRAIN, "--checkpoint-every", "4", "--out", "run")
+    assert (first.exit_code, first.stderr) == (0, "")
+    where = Path("run")
+    ended = (where / folder.MODEL).read_bytes()
+    assert (where / folder.CONFIG).read_text().count("secure: true") == 1
+    (where / checkpoint.FOLDER / "step-000000009.safetensors").unlink()  # as if killed before
+    again = dpmac("train", "--resume", "run")
+    assert again.exit_code == 0
+    assert (where / folder.MODEL).read_bytes() == ended
+    report = json.loads((where / folder.REPORT).read_text())
+    assert report["privacy"]["randomness"] == {"secure": True, "statement": DRAWN_SECURELY}
+    assert report["privacy"]["seed_policy"]["given"] is False
+
+
+@pytest.mark.privacy
+def test_a_change_of_secure_is_a_branch_and_is_told() -> None:
+    """Never one generator's state in the other, nor a promise for steps that were not so drawn."""
+    first = finish(run.train(digits_config(steps=5, out="run")))
+    assert randomness(first) == {"secure": False, "statement": DRAWN}
+    second = finish(run.resume(Path("run"), {"secure": True, "steps": "9"}))
+    assert len(second.report["privacy"]["events"]) == 2
+    assert randomness(second) == {"secure": False, "statement": DRAWN_BOTH_WAYS}
+    third = finish(run.resume(Path("run"), {"steps": "12"}))
+    assert randomness(third) == {"secure": False, "statement": DRAWN_BOTH_WAYS}
+    assert secrets(Path("run"))["sampler"]["generator"] == "AES-256-CTR"
+
+
+# What it says.
+
+
+@pytest.mark.privacy
+def test_the_report_and_the_model_say_how_it_was_drawn() -> None:
+    said = {}
+    kinds: Mapping[str, dict[str, Any]]
+    kinds = {"plain": {}, "secure": {"secure": True}, "none": {"no_dp": True}}
+    for name, flags in kinds.items():
+        finished = train_digits(out=name, **flags)
+        said[name] = randomness(finished)
+        facts = load_model(finished.folder, None, torch.device("cpu")).facts
+        assert facts["privacy"]["randomness"] == said[name]
+    assert said == {
+        "plain": {"secure": False, "statement": DRAWN},
+        "secure": {"secure": True, "statement": DRAWN_SECURELY},
+        "none": {"secure": False, "statement": NO_SECRETS},
+    }
+    assert f"2^{int(np.log2(mechanism.GRID))} " in DRAWN_SECURELY
+
+
+# What it refuses.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        (("--seed", "5"), "whoever chose a seed knows the draws"),
+        (("--compile",), "compiled steps add their noise in another way"),
+        (("--no-dp",), "without noise there is nothing to make secure"),
+    ],
+    ids=["seed", "compile", "no-dp"],
+)
+def test_what_contradicts_secure_is_refused(flag: tuple[str, ...], why: str) -> None:
+    """Typed both, or one of them in a file: neither is dropped unasked."""
+    keys = {"--seed": "seed: 5", "--compile": "compile: true", "--no-dp": "no-dp: true"}
+    Path("secure.yaml").write_text("dataset: digits\nsecure: true\n")
+    Path("other.yaml").write_text(f"dataset: digits\n{keys[flag[0]]}\n")
+    before = contents(Path())
+    base = ("train", "--steps", "3")
+    for typed in (
+        ("--dataset", "digits", "--secure", *flag),
+        ("--config", "secure.yaml", *flag),
+        ("--config", "other.yaml", "--secure"),
+    ):
+        result = dpmac(*base, *typed)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        message = " ".join(result.stderr.split())
+        assert f"contradict each other: {why}" in message
+        assert message.endswith("Give one.")
+        assert flag[0].strip("-") in message
+        assert "secure" in message
+        assert "Traceback" not in message
+    assert contents(Path()) == before
+
+
+@pytest.mark.privacy
+def test_a_secure_run_does_not_go_on_with_a_seed() -> None:
+    train_digits(out="run", secure=True)
+    before = contents(Path())
+    with pytest.raises(InputError, match=r"--seed and secure in the checkpoint contradict"):
+        finish(run.resume(Path("run"), {"seed": "5", "steps": "9"}))
+    assert contents(Path()) == before
+
+
+def test_a_study_is_seeded_and_so_not_secure() -> None:
+    result = dpmac("compare", "--dataset", "digits", "--secure", "--dry-run")
+    assert result.exit_code == 2
+    assert "--secure" in result.stderr
+    Path("study.yaml").write_text("dataset: digits\nsigma: 1.0\nsecure: true\n")
+    result = dpmac("compare", "--config", "study.yaml", "--dry-run")
+    assert result.exit_code == 2
+    assert "secure in study.yaml is not a setting" in " ".join(result.stderr.split())
+
+
+@pytest.mark.privacy
+def test_a_model_too_large_for_the_grid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mechanism, "GRID", 2.0**-20)
+    before = contents(Path())
+    result = dpmac(*TRAIN)
+    assert result.exit_code == 4
+    message = " ".join(result.stderr.split())
+    assert "The model has 4,810 parameters" in message
+    assert "leave --secure out" in message
+    assert contents(Path()) == before
+
+
+def test_secure_is_kept_in_the_configuration() -> None:
+    config: TrainConfig = resolve({"dataset": "digits", "secure": True}).config
+    assert config.secure is True
+    assert config.recorded()["secure"] is True
+    assert resolve({"dataset": "digits"}).config.recorded()["secure"] is False
