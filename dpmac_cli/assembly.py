@@ -50,8 +50,9 @@ def make_trainer(
 ) -> Trainer:
     """Data, model, optimizer and secrets of a run or a branch, ready for its first step."""
     seeds = stream_seeds(config.seed, branch)
-    data = data or load_data(config.dataset, data_folder(config.data_dir), device)
-    model = build_model(config.model, config.facts, _word(seeds["init"])).to(device)
+    data = data or load_data(config.data, data_folder(config.data_dir), device)
+    facts, word = config.facts, _word(seeds["init"])
+    model = build_model(config.model, facts, word, fix_norm=config.fix_norm).to(device)
     mechanism = SecureMechanism if config.secure else GaussianMechanism
     return Trainer(
         model,

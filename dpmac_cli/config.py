@@ -7,7 +7,7 @@ the same name with hyphens. Nothing here imports torch.
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -18,9 +18,12 @@ from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.catalog import DATASETS, MODELS, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
 from dpmac_cli.errors import InputError
+from dpmac_cli.source import STANDARDS, Found, Source
 
 DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
 INTERVAL = (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
+_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
+RANGE = (rf"{_NUMBER},{_NUMBER}", "two numbers, such as 0,1")
 KAPPAS = ("paper", "exact", "tracked")
 PHIS = ("paper", "tracked")
 
@@ -73,6 +76,7 @@ class Setting:
         bounds: of a number.
         choices: of a name.
         pattern: of other text, and what it stands for in words.
+        besides: what may be given besides the choices: a test, and what it is in words.
         recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
     """
 
@@ -81,6 +85,7 @@ class Setting:
     bounds: Bounds | None = None
     choices: tuple[str, ...] = ()
     pattern: tuple[str, str] | None = None
+    besides: tuple[Callable[[str], bool], str] | None = None
     recorded: bool = True
 
 
@@ -89,6 +94,13 @@ def _setting(default: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 TASK, PRIVACY, OPTIMIZER, RUN, OUTPUT = "Task", "Privacy", "Optimizer", "Run", "Output"
+DATA = "Your own data"
+#: What may be given in place of a name of the catalogue.
+OWN_DATA = (
+    lambda text: "/" in text or text.endswith(".npz") or Path(text).exists(),
+    "a folder with a folder of images a class, or an .npz",
+)
+OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 PER_DATASET = "[default: the data set's]"
 
 
@@ -100,8 +112,40 @@ class TrainConfig:
     which also checks everything; ``sigma`` stays None while ``epsilon`` asks for calibration.
     """
 
-    dataset: str = _setting("mnist", "What to train on.", TASK, choices=tuple(DATASETS))
-    model: str = _setting(None, f"Network. {PER_DATASET}", TASK, choices=tuple(MODELS))
+    dataset: str = _setting(
+        "mnist", "What to train on.", TASK, choices=tuple(DATASETS), besides=OWN_DATA
+    )
+    model: str = _setting(
+        None, f"Network. {PER_DATASET}", TASK, choices=tuple(MODELS), besides=OWN_MODEL
+    )
+    fix_norm: bool = _setting(
+        False, "In a network of your own, put group norm in the place of batch norm.", TASK
+    )
+    test_fraction: float = _setting(
+        0.2,
+        "Share of your own data to hold out where it has no test set.",
+        DATA,
+        bounds=PROBABILITY,
+    )
+    split_seed: int = _setting(0, "Decides which share; public.", DATA, bounds=Bounds(0, 2**32 - 1))
+    image_size: int | None = _setting(
+        None, "Height and width to resize your own images to.", DATA, bounds=Bounds(1, 1024)
+    )
+    standardise: str = _setting(
+        "half",
+        "Public constants for your own images: half maps them to [-1, 1].",
+        DATA,
+        choices=tuple(STANDARDS),
+    )
+    feature_range: str | None = _setting(
+        None,
+        "Public range, LOW,HIGH, that columns of your own numbers are clipped to.",
+        DATA,
+        pattern=RANGE,
+    )
+    skip_bad: bool = _setting(
+        False, "Leave out files that are no images, instead of refusing them.", DATA
+    )
     epochs: int | None = _setting(
         None, f"Passes of ceil(n/B) steps. {PER_DATASET}", TASK, bounds=COUNT
     )
@@ -200,9 +244,56 @@ class TrainConfig:
     debug: bool = _setting(False, "Show tracebacks.", OUTPUT, recorded=False)
 
     @property
+    def source(self) -> Source | None:
+        """Where a person's own data is; None for a data set of the catalogue."""
+        if self.dataset in DATASETS:
+            return None
+        ends = None
+        if self.feature_range is not None:
+            low, high = self.feature_range.split(",")
+            ends = float(low), float(high)
+        return Source(
+            Path(self.dataset),
+            self.test_fraction,
+            self.split_seed,
+            self.image_size,
+            self.standardise,
+            ends,
+            self.skip_bad,
+        )
+
+    @property
+    def data(self) -> str | Source:
+        """What :func:`dpmac_cli.data.load_data` takes."""
+        return self.source or self.dataset
+
+    @property
+    def found(self) -> Found:
+        """The data set and its public facts.
+
+        Raises:
+            InputError: it is a person's own, and cannot be used.
+        """
+        if self.source is None:
+            return Found(DATASETS[self.dataset], held_out=False, skipped=())
+        from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
+
+        return inspect(self.source)
+
+    @property
     def facts(self) -> Dataset:
-        """Public facts of the data set."""
-        return DATASETS[self.dataset]
+        """Public facts of the data set. Raises InputError as :attr:`found` does."""
+        return self.found.facts
+
+    @property
+    def dataset_name(self) -> str:
+        """What the data set is called, without the folders above it."""
+        return self.dataset if self.source is None else self.source.path.resolve().stem
+
+    @property
+    def model_name(self) -> str:
+        """What the network is called, without the folders above it."""
+        return self.model.rpartition("/")[2] if ":" in self.model else self.model
 
     @property
     def method(self) -> Optimizer:
@@ -241,6 +332,10 @@ class TrainConfig:
             kept.pop("sigma")
         if "sigma" in kept:
             kept.pop("epsilon", None)
+        if self.source is None:
+            kept = {name: value for name, value in kept.items() if SETTINGS[name].panel != DATA}
+        if ":" not in self.model:
+            kept.pop("fix_norm")
         return {flag_name(name): value for name, value in kept.items()}
 
 
@@ -322,12 +417,35 @@ def _resolved(flags: Mapping[str, Any], given: dict[str, _Given], errors: list[s
     given |= typed
     _refuse_incompatibles(given, errors)
     values = _parse_all(given, errors)
-    config = _with_defaults(values)
-    if "dataset" in values or "dataset" not in given:  # else the defaults are another data set's
-        _check_together(config, errors)
+    if "dataset" in given and "dataset" not in values:  # the defaults would be another data set's
+        raise InputError(errors)
+    try:
+        config = _with_defaults(values)
+    except InputError as failure:
+        raise InputError([*errors, *failure.errors]) from failure
+    _check_together(config, errors)
     if errors:
         raise InputError(errors)
     return Resolved(config, tuple(_notes(config, typed)))
+
+
+def data_settings(file: Path, dataset: str | None) -> TrainConfig:
+    """A configuration that has of a run's config.yaml only how its data is read.
+
+    Args:
+        file: the run's.
+        dataset: another place where that data is now; None for the one in the file.
+
+    Raises:
+        InputError: the file, or the data, cannot be used.
+    """
+    errors: list[str] = []
+    given = {
+        name: entry
+        for name, entry in _read_file(file, errors).items()
+        if name == "dataset" or SETTINGS[name].panel == DATA
+    }
+    return _resolved({"dataset": dataset}, given, errors).config
 
 
 def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -525,10 +643,13 @@ def _fault_of_text(name: str, text: str, origin: str) -> str | None:
     setting = SETTINGS[name]
     if KINDS[name] is Path and not text:
         return f"{origin} must not be empty. Name a folder, or leave it out."
+    if setting.besides and setting.besides[0](text):
+        return None
     if setting.choices and text not in setting.choices:
+        more = f"; or {setting.besides[1]}" if setting.besides else ""
         return (
             f"{origin}: there is no {flag_name(name)} '{text}'."
-            f"{near(text, setting.choices)} Known: {', '.join(setting.choices)}."
+            f"{near(text, setting.choices)} Known: {', '.join(setting.choices)}{more}."
         )
     if setting.pattern and not re.fullmatch(setting.pattern[0], text):
         return f"{origin} must be {setting.pattern[1]}, not '{text}'."
@@ -587,6 +708,10 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
 
 def _check_together(config: TrainConfig, errors: list[str]) -> None:
     """Faults that lie between settings."""
+    if config.source and config.source.feature_range:
+        low, high = config.source.feature_range
+        if low >= high:
+            errors.append(f"--feature-range {config.feature_range}: the first must be the smaller.")
     if config.h1 > config.h2:
         errors.append(f"--h1 ({config.h1:g}) must not be above --h2 ({config.h2:g}).")
     if config.batch_size > config.facts.train_size:
@@ -609,6 +734,15 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
     for name in tunable:
         if name != "optimizer" and name in typed and name not in used:
             yield f"{typed[name].origin} has no effect with {config.optimizer}."
+    for name in (name for name in typed if SETTINGS[name].panel == DATA and config.source is None):
+        yield f"{typed[name].origin} has no effect with {config.dataset}."
+    if "fix_norm" in typed and ":" not in config.model:
+        yield f"{typed['fix_norm'].origin} has no effect with {config.model}."
+    if config.found.skipped:
+        yield (
+            f"{len(config.found.skipped)} files of {config.dataset} are left out: "
+            f"{config.found.skipped[0]}."
+        )
     if not config.no_dp:
         yield from delta_note(config.delta, config.facts.train_size)
 

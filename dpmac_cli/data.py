@@ -14,6 +14,9 @@ from torch import Tensor
 
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.errors import InputError
+from dpmac_cli.own_data import inspect
+from dpmac_cli.own_data import load as load_own
+from dpmac_cli.source import Source
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Split:
     """Images and labels on the device.
 
     Attributes:
-        images: uint8, shape (records, channels, height, width).
+        images: uint8, shape (records, channels, height, width); rows of numbers are float32, of
+            shape (records, columns, 1, 1).
         labels: int64, shape (records,).
     """
 
@@ -66,21 +70,27 @@ class Data:
 Loader = Callable[[Path, bool], tuple[Split, Split]]
 
 
-def load_data(name: str, data_dir: Path, device: torch.device, *, download: bool = True) -> Data:
-    """Load a named data set onto a device.
+def load_data(
+    chosen: str | Source, data_dir: Path, device: torch.device, *, download: bool = True
+) -> Data:
+    """Load a data set onto a device.
 
     Args:
-        name: a key of :data:`dpmac_cli.catalog.DATASETS`.
-        data_dir: where files lie, or are downloaded to.
+        chosen: a key of :data:`dpmac_cli.catalog.DATASETS`, or a person's own data.
+        data_dir: where the catalogue's files lie, or are downloaded to.
         device: where the tensors go.
         download: whether missing files may be downloaded.
 
     Raises:
         InputError: the files are missing and cannot be downloaded, damaged, or of another kind.
     """
-    facts = DATASETS[name]
-    train, test = LOADERS[name](data_dir, download)
-    _check(name, train, test, data_dir)
+    if isinstance(chosen, Source):
+        facts = inspect(chosen).facts
+        train, test = (Split(torch.from_numpy(x), torch.from_numpy(y)) for x, y in load_own(chosen))
+    else:
+        facts = DATASETS[chosen]
+        train, test = LOADERS[chosen](data_dir, download)
+        _check(chosen, train, test, data_dir)
     return Data(
         Split(train.images.to(device), train.labels.to(device)),
         Split(test.images.to(device), test.labels.to(device)),

@@ -179,4 +179,4 @@ def address(config: TrainConfig, seed: int) -> str:
     settings = {name: value for name, value in config.recorded().items() if name not in aside}
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{config.dataset}-{config.optimizer}-{digest}"
+    return f"{config.dataset_name}-{config.optimizer}-{digest}"

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import checkpoint, folder
-from dpmac_cli.catalog import DATASETS, MODELS
+from dpmac_cli.catalog import DATASETS, MODELS, Dataset
 from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import build_model
+from dpmac_cli.models import BUILDERS, build_model
 from dpmac_cli.report import SCHEMA_VERSION
 
 #: The key of the public facts in the file's header.
@@ -54,31 +54,74 @@ def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
     folder.write_atomically(path, safetensors.torch.save(tensors, header))
 
 
-def load_model(path: Path, dataset: str | None, device: torch.device) -> Released:
+def load_model(
+    path: Path,
+    dataset: str | None,
+    device: torch.device,
+    *,
+    own: Dataset | None = None,
+    factory: str | None = None,
+) -> Released:
     """Load a published model from its file or its run folder, for a data set.
 
     Args:
         path: a run folder or a model file.
         dataset: to score on; None for the one it was trained on.
         device: where it goes.
+        own: facts of ``dataset`` where that is a person's own data.
+        factory: where a network of a person's own is. What a file names is never imported.
 
     Raises:
-        InputError: there is no such file, it is not a dpmac model, or it is damaged.
+        InputError: there is no such file, it is not a dpmac model, or it is damaged; or no factory.
         ModelError: the model does not fit the data set.
     """
     file = _find(path)
     tensors, facts = _read(file)
-    name = dataset or facts["dataset"]["name"]
-    if name not in DATASETS:
+    name = dataset or str(facts["dataset"]["name"])
+    itself = dataset is None and facts["dataset"]["own"]
+    described = own or (_described(facts) if itself else DATASETS.get(name))
+    if described is None:
         raise ModelError(f"{file} was trained on {name}, which this version does not know.")
-    if facts["model"]["name"] not in MODELS:
+    named = facts["model"]["name"]
+    if ":" in named and factory is None:
         raise ModelError(
-            f"{file} holds a model '{facts['model']['name']}', which this version does not know."
+            f"{file} holds a network of one's own, {named}, and what a file names is never "
+            "imported. Say where it is: --model FILE.py:FACTORY"
         )
-    model = build_model(facts["model"]["name"], DATASETS[name], seed=0)
-    _check_fit(file, tensors, model, name, facts)
+    if ":" not in named and named not in MODELS:
+        raise ModelError(f"{file} holds a model '{named}', which this version does not know.")
+    built = factory if factory is not None and ":" in named else named
+    if built in MODELS:
+        with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
+            _check_fit(file, tensors, BUILDERS[built](described), name, described, facts)
+    model = build_model(built, described, seed=0, fix_norm=facts["model"]["fix_norm"])
+    _check_fit(file, tensors, model, name, described, facts)
     model.load_state_dict(tensors)
     return Released(model.to(device).eval(), facts, file)
+
+
+def read_facts(path: Path) -> tuple[Path, Mapping[str, Any]]:
+    """The file that a path means, and what was published with it. Raises InputError."""
+    file = _find(path)
+    return file, _read(file)[1]
+
+
+def _described(facts: Mapping[str, Any]) -> Dataset:
+    """The data set that a model was trained on, as far as a network depends on it."""
+    given, dataset = facts["input"], facts["dataset"]
+    channels, height, width = given["shape"]
+    return Dataset(
+        train_size=dataset["train_size"],
+        test_size=dataset["test_size"],
+        shape=(channels, height, width),
+        classes=tuple(facts["classes"]),
+        levels=given["levels"],
+        mean=tuple(given["mean"]),
+        std=tuple(given["std"]),
+        sha256=None,
+        defaults=DATASETS["mnist"].defaults,
+        about="",
+    )
 
 
 def _find(path: Path) -> Path:
@@ -116,6 +159,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{file} is damaged: its contents do not match its checksum. Copy it anew from where "
             "it came from, or train again."
         )
+    facts["dataset"].setdefault("own", False)  # files of the first versions say nothing of it
+    facts["model"].setdefault("fix_norm", False)
     _check_input(file, facts)
     _check_weights(file, tensors)
     return tensors, facts
@@ -148,7 +193,7 @@ def _facts(file: Path, header: Mapping[str, str]) -> dict[str, Any]:
                 f"knows {SCHEMA_VERSION}). Upgrade dpmac."
             )
         texts = (facts["dataset"]["name"], facts["model"]["name"], facts[CHECKSUM])
-        if not all(isinstance(text, str) for text in texts):
+        if not all(isinstance(text, str) for text in (*texts, *facts["classes"])):
             raise TypeError(f"texts {texts}")
     except BROKEN as failure:
         raise InputError(
@@ -198,10 +243,11 @@ def _check_fit(
     tensors: Mapping[str, Tensor],
     model: nn.Module,
     dataset: str,
+    described: Dataset,
     facts: Mapping[str, Any],
 ) -> None:
     images, layers = "an image", model.state_dict()
-    wanted = {images: DATASETS[dataset].shape, **{k: tuple(t.shape) for k, t in layers.items()}}
+    wanted = {images: tuple(described.shape), **{k: tuple(t.shape) for k, t in layers.items()}}
     given = tuple(facts["input"]["shape"])
     found = {images: given, **{k: tuple(t.shape) for k, t in tensors.items()}}
     if wanted == found:

@@ -481,7 +481,7 @@ def _take_folder(config: TrainConfig) -> Path:
     if config.out is not None:
         return folder.make_folder(config.out)
     suffix = "-no-dp" if config.no_dp else ""
-    return folder.new_folder(Path("runs"), f"{config.dataset}-{config.optimizer}{suffix}")
+    return folder.new_folder(Path("runs"), f"{config.dataset_name}-{config.optimizer}{suffix}")
 
 
 def _prices(session: Session) -> EpsilonSchedule:

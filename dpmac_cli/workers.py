@@ -22,6 +22,7 @@ from dpmac_cli.engine import Evaluated
 from dpmac_cli.errors import DpmacError, explain_os_error
 from dpmac_cli.faults import device_lost
 from dpmac_cli.grid import Grid
+from dpmac_cli.source import Source
 
 #: How often a run is begun again whose process died.
 ATTEMPTS = 3
@@ -71,15 +72,15 @@ def default_jobs(device: str) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share_data(configs: Sequence[TrainConfig]) -> dict[str, Data]:
+def share_data(configs: Sequence[TrainConfig]) -> dict[str | Source, Data]:
     """Every data set once, in memory that processes share."""
     shared = {}
     for config in configs:
-        if config.dataset not in shared:
-            data = load_data(config.dataset, data_folder(config.data_dir), torch.device("cpu"))
+        if config.data not in shared:
+            data = load_data(config.data, data_folder(config.data_dir), torch.device("cpu"))
             for tensor in (*vars(data.train).values(), *vars(data.test).values()):
                 tensor.share_memory_()
-            shared[config.dataset] = data
+            shared[config.data] = data
     return shared
 
 
@@ -100,9 +101,9 @@ def seconds_a_step(grid: Grid) -> dict[int, float]:
         torch.set_num_threads(threads)
 
 
-def _step_time(config: TrainConfig, data: Mapping[str, Data]) -> float:
+def _step_time(config: TrainConfig, data: Mapping[str | Source, Data]) -> float:
     device = choose_device(config.device)
-    trainer = make_trainer(config, 1, device, data=_moved(data[config.dataset], device))
+    trainer = make_trainer(config, 1, device, data=_moved(data[config.data], device))
     trainer.step()
     begin = time.perf_counter()
     for _ in range(TIMED_STEPS):
@@ -134,7 +135,7 @@ class Pool:
 
     configs: Sequence[TrainConfig]
     jobs: int
-    data: Mapping[str, Data]
+    data: Mapping[str | Source, Data]
     stop: Callable[[], bool]
     _waiting: deque[int] = field(default_factory=deque)
     _attempts: dict[int, int] = field(default_factory=dict)
@@ -217,7 +218,7 @@ class Pool:
 def _work(
     pipe: Connection,
     asked: Event,
-    data: Mapping[str, Data],
+    data: Mapping[str | Source, Data],
     index: int,
     threads: int,
     parent: int,
@@ -230,14 +231,14 @@ def _work(
     def stop() -> bool:
         return asked.is_set() or os.getppid() != parent
 
-    on_device: dict[tuple[str, str], Data] = {}
+    on_device: dict[tuple[str | Source, str], Data] = {}
     while not stop() and (task := pipe.recv()) is not None:
         number, config = task
         device = _device(config.device, index)
         config = replace(config, device=str(device))
-        place = (config.dataset, config.device)
+        place = (config.data, config.device)
         if place not in on_device:
-            on_device[place] = _moved(data[config.dataset], device)
+            on_device[place] = _moved(data[config.data], device)
         failure, broken = None, False
         try:
             for event in _events(config, on_device[place], stop):

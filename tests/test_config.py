@@ -26,6 +26,13 @@ from tests.conftest import OPTIMIZER_NAMES
 VALUES: Mapping[str, Any] = {
     "dataset": "digits",
     "model": "mlp-small",
+    "fix_norm": True,
+    "test_fraction": 0.3,
+    "split_seed": 4,
+    "image_size": 40,
+    "standardise": "imagenet",
+    "feature_range": "-1,2.5",
+    "skip_bad": True,
     "epochs": 3,
     "steps": 7,
     "batch_size": 64,
@@ -333,6 +340,9 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "h2": ("0", "-1"),
     "physical_batch": ("0", "-1", "1000000001"),
     "seed": ("-1",),
+    "test_fraction": ("0", "1", "-0.5"),
+    "split_seed": ("-1", "4294967296"),
+    "image_size": ("0", "1025"),
 }
 
 

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data import Found, Source, inspect, load
+from dpmac_cli.own_data import inspect, load
+from dpmac_cli.source import Found, Source
 
 CLASSES = ("cat", "dog", "eel")
 

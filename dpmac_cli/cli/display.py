@@ -192,8 +192,8 @@ def _heading(event: Started) -> list[Text]:
     lines = [
         Text.assemble(
             (config.optimizer, "bold"),
-            f" on {config.dataset}: {config.facts.train_size:,} records, {config.model} with "
-            f"{event.parameters:,} parameters, {config.device}",
+            f" on {config.dataset_name}: {config.facts.train_size:,} records, "
+            f"{config.model_name} with {event.parameters:,} parameters, {config.device}",
         )
     ]
     if config.no_dp:

@@ -9,7 +9,7 @@ import typer
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.config import parse
+from dpmac_cli.config import OWN_DATA, parse
 
 HELP = """Score every test sample with a trained model.
 
@@ -27,7 +27,17 @@ def evaluate(
     dataset: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(DATASETS), help="What to score on. [default: what it was trained on]"
+            metavar="NAME|PATH",
+            help=f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. "
+            "[default: what it was trained on]",
+        ),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="FILE.py:FACTORY",
+            help="Where a network of your own is. What a model file names is never imported.",
         ),
     ] = None,
     data_dir: Annotated[
@@ -44,7 +54,7 @@ def evaluate(
     from dpmac_cli.folder import CARD, to_json  # noqa: PLC0415
     from dpmac_cli.scoring import score  # noqa: PLC0415
 
-    scored = score(model, dataset, given.get("data_dir"), device)
+    scored = score(model, dataset, given.get("data_dir"), device, network)
     result, card = scored.result, scored.path.with_name(CARD)
     if json:
         body: dict[str, Any] = {

@@ -108,7 +108,8 @@ def _help(name: str, setting: Setting) -> str:
     """What it is, what it may be, and what it is when not given."""
     parts = [setting.help]
     if setting.choices:
-        parts.append(f"One of {', '.join(setting.choices)}.")
+        more = f"; or {setting.besides[1]}" if setting.besides else ""
+        parts.append(f"One of {', '.join(setting.choices)}{more}.")
     default = getattr(TrainConfig, name)
     if default is not None:
         parts.append(f"[default: {default}]")

@@ -9,10 +9,11 @@ import functools
 
 from dpmac_cli.errors import InputError
 from dpmac_cli.own_data.array_file import ArrayFile
-from dpmac_cli.own_data.common import Arrays, Found, Source
+from dpmac_cli.own_data.common import Arrays
 from dpmac_cli.own_data.image_folder import ImageFolder
+from dpmac_cli.source import Found, Source
 
-__all__ = ["Found", "Source", "inspect", "load"]
+__all__ = ["inspect", "load"]
 
 
 def inspect(source: Source) -> Found:

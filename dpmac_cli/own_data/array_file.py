@@ -1,15 +1,18 @@
 """Arrays of an .npz: images, or rows of numbers."""
 
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, Found, Source, constants, facts_of, split
+from dpmac_cli.own_data.common import Arrays, constants, facts_of, split
+from dpmac_cli.source import Found, Source
 
 ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high")
 
@@ -80,11 +83,12 @@ def _spread(values: Any, columns: int) -> NDArray[np.float64]:
 def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     """The arrays of a file by name. Nothing that is pickled is read."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            for name in file.files:
-                if name in ARRAYS:
-                    yield name, file[name]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, KeyError) as failure:
+        with zipfile.ZipFile(path) as archive:
+            for name in ARRAYS:
+                if f"{name}.npy" in archive.namelist():
+                    with archive.open(f"{name}.npy") as file:
+                        yield name, npy.read_array(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
         raise InputError(
             f"{path} cannot be read as an .npz of plain arrays ({failure}). Write it with "
             "numpy.savez(file, x=..., y=...)."

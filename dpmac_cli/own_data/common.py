@@ -1,8 +1,6 @@
 """What folders of images and files of arrays have in common."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,54 +8,12 @@ from numpy.typing import NDArray
 
 from dpmac_cli.catalog import PAPER_RATES, Dataset, Defaults
 from dpmac_cli.errors import InputError
+from dpmac_cli.source import STANDARDS, Source
 
-#: Public constants that images in [0, 1] may be standardised with: means and deviations.
-STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "half": ((0.5,), (0.5,)),  # [0, 1] to [-1, 1]
-    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
 #: Faults of one kind that are named; the rest are counted.
 NAMED = 5
 #: The least height and width that the convolutional network can halve twice.
 LEAST_CNN = 8
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where data lies, and how it is to be read. All of it is public.
-
-    Attributes:
-        path: a folder, or an .npz.
-        test_fraction: of the records to hold out, where there is no test set.
-        split_seed: of that choice.
-        image_size: height and width to resize images to; None to leave them as they are.
-        standardise: a key of :data:`STANDARDS`.
-        feature_range: what every column of a table is clipped to; None where the file says.
-        skip_bad: leave out files that are no images, instead of refusing them.
-    """
-
-    path: Path
-    test_fraction: float = 0.2
-    split_seed: int = 0
-    image_size: int | None = None
-    standardise: str = "half"
-    feature_range: tuple[float, float] | None = None
-    skip_bad: bool = False
-
-
-@dataclass(frozen=True)
-class Found:
-    """What there is.
-
-    Attributes:
-        facts: as of a data set of the catalogue.
-        held_out: whether the test records were split off the private ones.
-        skipped: files left out.
-    """
-
-    facts: Dataset
-    held_out: bool
-    skipped: tuple[str, ...]
 
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, Found, Source, constants, facts_of, refuse, split
+from dpmac_cli.own_data.common import Arrays, constants, facts_of, refuse, split
+from dpmac_cli.source import Found, Source
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 TRAIN, TEST = "train", "test"
