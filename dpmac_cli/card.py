@@ -30,7 +30,7 @@ def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
 
     Args:
         report: see :func:`dpmac_cli.report.build_report`.
-        model: of :func:`dpmac_cli.models.build_model`: a sequence of plain layers.
+        model: of :func:`dpmac_cli.models.build_model`.
     """
     parts = (
         f"# {_title(report)}",
@@ -97,19 +97,11 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _code(report: Mapping[str, Any], model: nn.Module) -> str:
-    """Lines that work as they stand, beside the model file, without dpmac."""
+    """Lines that work as they stand, beside the model file; with plain layers, without dpmac."""
     given = report["input"]
-    layers = "\n".join(f"    nn.{layer}," for layer in model.children())
     return f"""\
 ```python
-import torch
-from safetensors.torch import load_file
-from torch import nn
-
-model = nn.Sequential(
-{layers}
-)
-model.load_state_dict(load_file("{folder.MODEL}"))
+{_network(report, model)}
 model.eval()
 
 mean = torch.tensor({given["mean"]}).view(-1, 1, 1)
@@ -122,8 +114,56 @@ def classify(pixels):
 ```"""
 
 
+def _network(report: Mapping[str, Any], model: nn.Module) -> str:
+    """Lines that make the network and load its weights."""
+    facts = report["model"]
+    if facts["built_by"] is not None:
+        place, _, call = facts["built_by"].rpartition(":")
+        name = call.partition("(")[0]
+        fixed = "\nmodel, _ = without_batch_norm(model)" if facts["fix_norm"] else ""
+        helper = "from dpmac_cli.factories import without_batch_norm\n" if fixed else ""
+        return f"""\
+import torch
+{helper}from {place.removesuffix(".py")} import {name}
+from safetensors.torch import load_file
+
+model = {call}{fixed}
+model.load_state_dict(load_file("{folder.MODEL}"))"""
+    if not _plain(model):
+        return f"""\
+from pathlib import Path
+
+import torch
+from dpmac_cli.release import load_model
+
+model = load_model(Path("{folder.MODEL}"), None, torch.device("cpu")).model"""
+    layers = "\n".join(f"    nn.{layer}," for layer in model.children())
+    return f"""\
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+model = nn.Sequential(
+{layers}
+)
+model.load_state_dict(load_file("{folder.MODEL}"))"""
+
+
+def _plain(model: nn.Module) -> bool:
+    """Whether a network is a sequence of torch's own layers."""
+    return type(model) is nn.Sequential and all(
+        type(layer).__module__.startswith("torch.nn.") and not list(layer.children())
+        for layer in model.children()
+    )
+
+
 def _how_to_load(report: Mapping[str, Any]) -> str:
     shape = ", ".join(map(str, report["input"]["shape"]))
+    if report["input"]["levels"] == 1:
+        return (
+            f"`pixels` are rows of numbers, shape (rows, {shape}), each clipped to mean ± std "
+            "of its column. The answer counts the classes above from 0."
+        )
     return (
         f"`pixels` are whole numbers from 0 to {report['input']['levels']}, shape (images, "
         f"{shape}): channels, height, width. The answer counts the classes above from 0."
@@ -166,8 +206,10 @@ def _events(events: list[Mapping[str, Any]]) -> str:
 def _not_covered(report: Mapping[str, Any]) -> str:
     if not report["privacy"]["private"]:
         return "Everything: this is a baseline. Do not publish it if the training records matter."
+    dataset = report["dataset"]
+    held_out = (f"{dataset['test_note']}",) if dataset["held_out"] else ()
     size = f"The number of training records, {report['dataset']['train_size']:,}, is public."
-    return "\n".join(f"- {line}" for line in (*NOT_COVERED, size))
+    return "\n".join(f"- {line}" for line in (*NOT_COVERED, *held_out, size))
 
 
 def _table(rows: Iterable[tuple[str, ...]], heading: tuple[str, ...] = ("", "")) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Optimizer
 from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
 from dpmac_cli.dp.rules import Adam, AdamBC, Rule, sgd
+from dpmac_cli.dropout import LayerDraws
 from dpmac_cli.errors import DivergedError, ModelError, RunError
 from dpmac_cli.faults import out_of_memory
 from dpmac_cli.noise import NoiseSource
@@ -97,6 +99,7 @@ class TrainState:
         chunk: samples worked on at a time: the physical batch, halved when memory runs out.
         sampler: draws the batches; secret.
         noise: draws the noise; secret.
+        layers: what layers draw, such as dropout; None for a model none of whose layers draw.
     """
 
     theta: Tensor
@@ -107,6 +110,7 @@ class TrainState:
     chunk: int
     sampler: Sampler
     noise: NoiseSource
+    layers: LayerDraws | None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name. All of them are post-noise."""
@@ -131,6 +135,7 @@ class TrainState:
             "kappa_star": self.spread.kappa_star if self.spread else 0.0,
             "sampler": self.sampler.state(),
             "noise": self.noise.state(),
+            "layers": None if self.layers is None else self.layers.state(),
         }
 
     def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
@@ -156,6 +161,8 @@ class TrainState:
         self.chunk = numbers["chunk"]
         self.sampler.restore(numbers["sampler"])
         self.noise.restore(numbers["noise"])
+        if self.layers is not None:
+            self.layers.restore(numbers["layers"])
 
 
 def build_geometry(optimizer: Optimizer, hyper: Hyperparameters, private: bool = True) -> Geometry:
@@ -201,6 +208,7 @@ class Trainer:
         plan: what the run will do.
         sampler, noise: the run's two secrets.
         observer: sees losses and norms that are NOT private; for diagnostics only.
+        layers: see :class:`TrainState`.
 
     Raises:
         ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
@@ -217,6 +225,7 @@ class Trainer:
         sampler: Sampler,
         noise: NoiseSource,
         observer: Callable[[int, Tensor, Tensor], None] | None = None,
+        layers: LayerDraws | None = None,
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("a run without privacy clips nothing, so noise would have no scale")
@@ -228,11 +237,11 @@ class Trainer:
             mechanism,
             plan,
         )
-        layers = find_layers(model)
-        theta = flatten_parameters(layers)
+        found = find_layers(model)
+        theta = flatten_parameters(found)
         _check_rounding(mechanism, theta.numel(), plan.physical_batch)
         norms = compile_norms() if plan.compiled else total_squared_norms
-        self._clipped_sum = ClippedSum(model, layers, plan.physical_batch, norms)
+        self._clipped_sum = ClippedSum(model, found, plan.physical_batch, norms)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         self._rule, track_noise = build_rule(optimizer, hyper, mechanism)
         region, spread = self._geometry.start(theta)
@@ -245,7 +254,7 @@ class Trainer:
             noise=torch.zeros_like(theta) if track_noise else None,
         )
         self.state = TrainState(
-            theta, moments, region, spread, 0, plan.physical_batch, sampler, noise
+            theta, moments, region, spread, 0, plan.physical_batch, sampler, noise, layers
         )
         self._sum = torch.empty_like(theta)
         self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)
@@ -260,7 +269,8 @@ class Trainer:
     def step(self) -> None:
         """One step of Algorithm 1. An empty batch is a step like any other: noise alone."""
         state, geometry = self.state, self._geometry
-        clipped = self._clipped_batch(state.sampler.draw())  # lines 3 to 8
+        with nullcontext() if state.layers is None else state.layers.of(state.step):
+            clipped = self._clipped_batch(state.sampler.draw())  # lines 3 to 8
         state.step += 1
         state.moments.begin(state.step)
         geometry.begin(state.step, state.spread)

@@ -31,7 +31,7 @@ def build(spec: str, dataset: Dataset) -> nn.Module:
         ModelError: it fails, or gives something else than a module.
     """
     factory = _find(spec)
-    arguments = (dataset.shape, len(dataset.classes)) if _takes_two(factory) else ()
+    arguments = _arguments(factory, dataset)
     try:
         model = factory(*arguments)
     except Exception as failure:
@@ -45,6 +45,16 @@ def build(spec: str, dataset: Dataset) -> nn.Module:
             f"--model {spec}: the factory gave a {type(model).__name__}, not a torch.nn.Module."
         )
     return model
+
+
+def built_by(spec: str, dataset: Dataset) -> str:
+    """How a factory is called, as code: "net.py:Net((1, 28, 28), 10)", without folders."""
+    arguments = _arguments(_find(spec), dataset)
+    return f"{spec.rpartition('/')[2]}({', '.join(map(repr, arguments))})"
+
+
+def _arguments(factory: Callable[..., Any], dataset: Dataset) -> tuple[Any, ...]:
+    return (dataset.shape, len(dataset.classes)) if _takes_two(factory) else ()
 
 
 def _takes_two(factory: Callable[..., Any]) -> bool:

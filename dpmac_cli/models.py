@@ -32,6 +32,11 @@ def _mlp(hidden: int) -> Callable[[Dataset], nn.Module]:
 
 def _cnn(dataset: Dataset) -> nn.Module:
     channels, height, width = dataset.shape
+    if min(height, width) < 4:
+        raise ModelError(
+            f"The network cnn needs images of at least 4 by 4 pixels, and the shape of these is "
+            f"{dataset.shape}. Try --model mlp."
+        )
 
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]

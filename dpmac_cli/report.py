@@ -13,6 +13,7 @@ from dpmac_cli.accounting import TrainingEvent
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.engine import Evaluated
+from dpmac_cli.factories import built_by
 
 SCHEMA_VERSION = 1
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
@@ -38,6 +39,10 @@ DRAWN_SECURELY = (
     "sensitivity before they were added."
 )
 DRAWN_BOTH_WAYS = "The last branch ran with --secure, an earlier one without."
+HELD_OUT = (
+    "The test records were split off the private ones. They are private themselves, and nothing "
+    "that is measured on them is covered."
+)
 NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
@@ -136,12 +141,14 @@ def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, 
             "sha256": facts.sha256,
             "own": config.source is not None,
             "held_out": config.found.held_out,
+            "test_note": HELD_OUT if config.found.held_out else None,
             "skipped": len(config.found.skipped),
         },
         "model": {
             "name": config.model_name,
             "parameters": parameters,
             "fix_norm": config.fix_norm,
+            "built_by": built_by(config.model, config.facts) if ":" in config.model else None,
         },
         "input": {
             "shape": list(facts.shape),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.linalg import vector_norm
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import group_norm, layer_norm, unfold
 from torch.nn.grad import conv2d_weight
 
@@ -266,7 +267,8 @@ class ByVmap:
             return gradients
 
         delta = self.delta[rows]
-        gradients = vmap(one)(tuple(x[rows] for x in self.inputs), delta)
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+            gradients = vmap(one)(tuple(x[rows] for x in self.inputs), delta)
         return torch.cat([gradients[name].reshape(len(delta), -1) for name in trained], 1)
 
 

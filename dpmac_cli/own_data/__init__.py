@@ -6,6 +6,7 @@ wrong with the files is said of all of them at once.
 """
 
 import functools
+from pathlib import Path
 
 from dpmac_cli.errors import InputError
 from dpmac_cli.own_data.array_file import ArrayFile
@@ -22,7 +23,7 @@ def inspect(source: Source) -> Found:
     Raises:
         InputError: with every fault found.
     """
-    return _reader(source).found
+    return _reader_of(source).found
 
 
 def load(source: Source) -> tuple[Arrays, Arrays]:
@@ -34,11 +35,19 @@ def load(source: Source) -> tuple[Arrays, Arrays]:
     Raises:
         InputError: naming the files that cannot be read.
     """
-    return _reader(source).load()
+    return _reader_of(source).load()
+
+
+def _reader_of(source: Source) -> ImageFolder | ArrayFile:
+    """Looking at many files takes seconds: what was found is kept while folders stay the same."""
+    path = source.path.resolve()
+    places = [path, *path.glob("*/"), *path.glob("*/*/")] if path.exists() else []
+    return _reader(source, path, max((place.stat().st_mtime_ns for place in places), default=0))
 
 
 @functools.lru_cache(maxsize=8)
-def _reader(source: Source) -> "ImageFolder | ArrayFile":
+def _reader(source: Source, path: Path, changed: int) -> "ImageFolder | ArrayFile":
+    del path, changed
     if source.path.is_dir():
         return ImageFolder(source)
     if source.path.suffix == ".npz" and source.path.is_file():

@@ -1,0 +1,35 @@
+"""What layers such as dropout draw. It tells nothing of the records, but a run must repeat it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class LayerDraws:
+    """Seeds torch's global generators for each step, and gives them back as they were.
+
+    Args:
+        seed: of the run's layers.
+    """
+
+    def __init__(self, seed: np.random.SeedSequence) -> None:
+        self._base = int(seed.generate_state(1, np.uint64)[0])
+
+    @contextmanager
+    def of(self, step: int) -> Iterator[None]:
+        """The draws of a step; the same for the same run and step."""
+        word = np.random.SeedSequence([self._base, step]).generate_state(1, np.uint64)[0]
+        with torch.random.fork_rng():
+            torch.manual_seed(int(word))
+            yield
+
+    def state(self) -> dict[str, Any]:
+        """What all draws come from, as JSON values."""
+        return {"base": self._base}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Draw as a saved run would."""
+        self._base = int(state["base"])

@@ -1,0 +1,270 @@
+"""A person's own data and network, from the command line to the last score."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits, load_wine
+from typer.testing import CliRunner, Result
+
+from dpmac_cli.cli.app import app
+
+SHORT = ("--steps", "4", "--batch-size", "64", "--sigma", "4", "--device", "cpu")
+
+#: Three networks as an outsider would write them.
+NETWORKS = {
+    "conv": """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.stem = nn.Conv2d(shape[0], 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.down = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x):
+        x = self.norm(self.stem(x)).relu()
+        x = x + 0.5 * x.tanh()
+        return self.head(self.down(x).relu().mean((2, 3)))
+""",
+    "transformer": """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, shape, classes, width=16):
+        super().__init__()
+        self.embed = nn.Linear(shape[0] * shape[2], width)
+        self.place = nn.Parameter(torch.zeros(shape[1], width))
+        self.attend = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        rows = self.embed(x.transpose(1, 2).flatten(2)) + self.place
+        rows = self.norm1(rows + self.attend(rows, rows, rows, need_weights=False)[0])
+        rows = self.norm2(rows + self.mix(rows))
+        return self.head(rows.mean(1))
+""",
+    "recurrent": """
+import torch
+from torch import nn
+
+class Gate(nn.Module):
+    def __init__(self, inputs, hidden):
+        super().__init__()
+        self.inner = nn.Linear(inputs, 2 * hidden)
+        self.scale = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x):
+        value, gate = self.inner(x).chunk(2, -1)
+        return self.scale * value * gate.sigmoid()
+
+def make(shape, classes):
+    pixels = shape[0] * shape[1] * shape[2]
+    return nn.Sequential(nn.Flatten(), Gate(pixels, 24), nn.Dropout(0.1), Gate(24, 24),
+                         nn.Linear(24, classes))
+""",
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = set(sys.modules)
+    yield
+    for name in set(sys.modules) - names:
+        if name.startswith(("dpmac_model_", "net_")):
+            del sys.modules[name]
+
+
+def dpmac(*args: str) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def done(*args: str) -> str:
+    """Type a command that must succeed."""
+    result = dpmac(*args)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*args: str, code: int = 2) -> str:
+    """Type a command that must be refused, and read why."""
+    result = dpmac(*args)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
+
+
+def report_of(run: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(run) / "report.json").read_text())
+    return found
+
+
+def photos(root: str, *, split: bool = True, records: int = 300) -> str:
+    """Digits as pictures in folders."""
+    bunch = load_digits()
+    for i, (image, digit) in enumerate(zip(bunch.images[:records], bunch.target, strict=False)):
+        part = ("test" if i % 5 == 0 else "train") if split else "."
+        where = Path(root) / part / f"digit-{digit}"
+        where.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 15).astype(np.uint8)).save(where / f"{i}.png")
+    return root
+
+
+def wine(file: str) -> str:
+    bunch = load_wine()
+    low, high = np.floor(bunch.data.min(0)), np.ceil(bunch.data.max(0))
+    np.savez(file, x=bunch.data, y=bunch.target, low=low, high=high, classes=bunch.target_names)
+    return file
+
+
+def test_a_folder_of_pictures(tmp_path: Path) -> None:
+    data = photos(str(tmp_path / "photos"))
+    done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)
+    report = report_of("run")
+    assert report["dataset"] == {
+        "name": "photos",
+        "train_size": 240,
+        "test_size": 60,
+        "sha256": None,
+        "own": True,
+        "held_out": False,
+        "test_note": None,
+        "skipped": 0,
+    }
+    assert report["classes"] == [f"digit-{i}" for i in range(10)]
+    assert report["privacy"]["sampling_rate"] == 64 / 240
+    for path in ("run", "run/model.safetensors"):
+        scored = json.loads(done("eval", path, "--json"))
+        assert scored["accuracy"] == report["test"]["accuracy"]
+        assert scored["dataset"] == "photos"
+    for name in ("report.json", "model-card.md", "model.safetensors"):
+        assert str(tmp_path).encode() not in Path("run", name).read_bytes()
+
+
+def test_a_model_alone_and_its_data_named_anew(tmp_path: Path) -> None:
+    done("train", "--dataset", photos("photos"), "--model", "mlp-small", "--out", "run", *SHORT)
+    Path("run/model.safetensors").rename("alone.safetensors")
+    assert "Name it with --dataset" in refused("eval", "alone.safetensors")
+    os.rename("photos", "pictures")
+    scored = json.loads(done("eval", "alone.safetensors", "--dataset", "pictures", "--json"))
+    assert scored["accuracy"] == report_of("run")["test"]["accuracy"]
+    other = photos("other", split=False)
+    assert "has no test set of its own" in refused("eval", "alone.safetensors", "--dataset", other)
+    os.rename("pictures/test/digit-3", "pictures/test/digit-x")
+    os.rename("pictures/train/digit-3", "pictures/train/digit-x")
+    said = refused("eval", "alone.safetensors", "--dataset", "pictures", code=4)
+    assert "digit-x" in said
+
+
+@pytest.mark.privacy
+def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
+    data = photos("photos", split=False)
+    options = ("--test-fraction", "0.25", "--split-seed", "9", "--model", "mlp-small")
+    done("train", "--dataset", data, *options, "--out", "run", *SHORT)
+    report = report_of("run")
+    assert (report["dataset"]["train_size"], report["dataset"]["test_size"]) == (225, 75)
+    assert report["dataset"]["held_out"] is True
+    assert "split off the private ones" in report["dataset"]["test_note"]
+    assert report["dataset"]["test_note"] in Path("run/model-card.md").read_text()
+    scored = json.loads(done("eval", "run", "--json"))
+    assert (scored["accuracy"], scored["samples"]) == (report["test"]["accuracy"], 75)
+
+
+def test_rows_of_numbers(tmp_path: Path) -> None:
+    done("train", "--dataset", wine("wine.npz"), "--out", "run", "--seed", "3", *SHORT)
+    report = report_of("run")
+    assert report["model"]["name"] == "mlp"
+    assert report["classes"] == ["class_0", "class_1", "class_2"]
+    assert len(report["input"]["mean"]) == 13
+    scored = json.loads(done("eval", "run", "--json"))
+    assert scored["accuracy"] == report["test"]["accuracy"]
+    said = refused(
+        "train", "--dataset", "wine.npz", "--model", "cnn", "--out", "no", *SHORT, code=4
+    )
+    assert "13, 1, 1" in said
+    assert not Path("no").exists()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_an_outsiders_network_trains_resumes_and_is_scored(name: str) -> None:
+    Path(f"net_{name}.py").write_text(NETWORKS[name])
+    factory = f"net_{name}.py:{'make' if name == 'recurrent' else 'Net'}"
+    data = photos("photos")
+    common = ("--dataset", data, "--model", factory, "--seed", "1", "--lr", "0.01", *SHORT)
+    done("train", *common, "--out", "whole", "--optimizer", "dp-adam")
+    done("train", *common, "--out", "half", "--optimizer", "dp-adam", "--checkpoint-every", "2")
+    half = Path("half")
+    for file in ("report.json", "model.safetensors", "SHA256SUMS", "model-card.md"):
+        (half / file).unlink()
+    (half / "checkpoint" / "step-000000004.safetensors").unlink()
+    done("train", "--resume", "half")
+    one, other = (
+        safetensors.torch.load_file(f"{run}/model.safetensors") for run in ("whole", "half")
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert "never imported" in refused("eval", "whole", code=4)
+    scored = json.loads(done("eval", "whole", "--model", factory, "--json"))
+    assert scored["accuracy"] == report_of("whole")["test"]["accuracy"]
+    code = Path("whole/model-card.md").read_text().split("```python\n")[1].split("```")[0]
+    check = f"{code}\nprint(classify(torch.zeros(2, 1, 8, 8)).shape)\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", check],
+        cwd="whole",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.strip() == "torch.Size([2])", ran.stderr
+
+
+def test_own_data_in_a_comparison() -> None:
+    wine("wine.npz")
+    flags = ("--optimizers", "dp-sgd,dp-adam", "--seeds", "2", "--jobs", "2", "--out", "study")
+    output = done("compare", "--dataset", "wine.npz", *flags, *SHORT)
+    assert "dp-adam" in output
+    again = done("compare", "--dataset", "wine.npz", *flags, *SHORT)
+    assert "4 of them found finished" in again
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--dataset", "nowhere"), "there is no dataset 'nowhere'"),
+        (("--dataset", "no/where"), "is neither a folder"),
+        (("--dataset", "photos", "--model", "lenet"), "there is no model 'lenet'"),
+        (("--dataset", "photos", "--model", "gone.py:Net"), "there is no file gone.py"),
+        (("--dataset", "photos", "--image-size", "0"), "--image-size must be"),
+        (("--dataset", "wine.npz", "--feature-range", "2,1"), "the first must be the smaller"),
+        (("--dataset", "wine.npz", "--feature-range", "wide"), "two numbers, such as 0,1"),
+        (("--dataset", "photos", "--batch-size", "9999"), "must not be above the size of photos"),
+    ],
+)
+def test_bad_input_is_explained(args: tuple[str, ...], said: str) -> None:
+    photos("photos", records=60)
+    wine("wine.npz")
+    assert said in refused("train", *args, "--steps", "1", "--sigma", "4", "--out", "run")
+    assert not Path("run").exists()
+
+
+def test_settings_for_own_data_do_nothing_to_a_published_set() -> None:
+    output = done("train", "--dataset", "digits", "--image-size", "9", "--out", "run", *SHORT)
+    assert "--image-size has no effect with digits" in output
+    assert "image-size" not in Path("run/config.yaml").read_text()
