@@ -35,8 +35,9 @@ SETTINGS = ("--dataset", "digits", "--sigma", "6", "--epochs", "40", "--seed", "
 OFTEN = ("--checkpoint-every", "3")
 #: Kills of one run before it may end.
 KILLS_A_RUN = 4
-#: Share of the kills that strike at any time; the others strike once the folder is there.
-ANY_TIME = 0.25
+#: Share of the kills that strike while a command is yet to save anything, and at any time; the
+#: others strike after it has.
+EARLY, ANY_TIME = 0.2, 0.2
 AFTER = "after the last file"
 
 
@@ -108,17 +109,19 @@ def strike(running: ForkProcess, out: Path, wait: float, any_time: bool) -> None
 
 
 def disturbed(
-    optimizer: str, out: Path, whole: float, trained: float, rng: random.Random
+    optimizer: str, out: Path, set_up: float, whole: float, rng: random.Random
 ) -> Counter[str]:
     """Kill and resume a run until it may end; at which stages it was killed."""
     stages: Counter[str] = Counter()
+    trained = whole - set_up
     while True:
         saved = any(out.glob("checkpoint/step-*.safetensors"))
         said = out.with_suffix(".said")
         running = command(said, *(("--resume", str(out)) if saved else begun(optimizer, out)))
         if sum(stages.values()) < KILLS_A_RUN and not stages[AFTER]:
-            any_time = rng.random() < ANY_TIME
-            strike(running, out, rng.uniform(0, 1.1 * (whole if any_time else trained)), any_time)
+            kind = rng.random()
+            longest = set_up if kind < EARLY else whole if kind < EARLY + ANY_TIME else trained
+            strike(running, out, rng.uniform(0, 1.1 * longest), kind < EARLY + ANY_TIME)
         running.join()
         code = running.exitcode or 0
         if code < 0:
@@ -145,7 +148,7 @@ def study(optimizer: str, kills: int, rng: random.Random) -> dict[str, Any]:
         runs = right = 0
         while sum(stages.values()) < kills:
             out = root / f"run-{runs}"
-            stages += disturbed(optimizer, out, whole, whole - set_up, rng)
+            stages += disturbed(optimizer, out, set_up, whole, rng)
             runs += 1
             right += same(result(out), expected)
     return {
