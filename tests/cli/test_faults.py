@@ -5,7 +5,9 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from dpmac_cli import assembly, checkpoint, engine, faults, folder, run
+from dpmac_cli import assembly, checkpoint, engine, faults, folder, run, workers
 from dpmac_cli.cli.app import app
 from dpmac_cli.dp.per_sample import ClippedSum
 from dpmac_cli.engine import Trainer
@@ -386,7 +388,7 @@ def test_a_replaced_run_is_kept_until_the_other_has_ended(
 @pytest.mark.privacy
 def test_an_edited_configuration_is_refused_and_written_anew(whole: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        at_step(6, lambda: os.kill(os.getpid(), 2), patch)
+        at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
         assert dpmac(*RUN).exit_code == 130
     config = Path("run/config.yaml")
     written = config.read_text()
@@ -416,7 +418,7 @@ def test_a_damaged_file_of_a_finished_run_is_written_anew(whole: Path) -> None:
 
 def test_what_is_damaged_is_said() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        at_step(6, lambda: os.kill(os.getpid(), 2), patch)
+        at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
         assert dpmac(*RUN).exit_code == 130
     newest = max(Path("run/checkpoint").glob("step-*"))
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -453,3 +455,63 @@ def test_a_comparison_says_what_is_damaged_and_goes_on() -> None:
     assert result.exit_code == 0
     assert f"note: {report} is damaged: the run goes on from its checkpoint." in result.stderr
     assert json.loads(Path("study/compare.json").read_text())["rows"][0]["mean"] == rows[0]["mean"]
+
+
+@pytest.mark.privacy
+def test_a_run_killed_again_and_again_ends_bit_identical() -> None:
+    settings = ("train", "--dataset", "digits", "--sigma", "6", "--epochs", "60", "--seed", "7")
+    often = ("--checkpoint-every", "5")
+    assert dpmac(*settings, "--out", "whole").exit_code == 0
+    command: tuple[str, ...] = (*settings, "--out", "run", *often)
+    for reached in (20, 300):
+        running = subprocess.Popen(
+            [sys.executable, "-m", "dpmac_cli", *command],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        deadline = time.monotonic() + 60
+        while (checkpoint.last_step(Path("run")) or 0) < reached:
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        running.kill()
+        running.wait()
+        assert not Path("run/report.json").exists()
+        command = ("train", "--resume", "run", *often)
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert same_weights(Path("run"), Path("whole"))
+    ends = [json.loads(Path(name, "report.json").read_text()) for name in ("run", "whole")]
+    assert ends[0]["privacy"] == ends[1]["privacy"]
+    assert ends[0]["test"] == ends[1]["test"]
+
+
+def test_a_worker_whose_device_failed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it did with another run would fail as well: the device is lost to its process."""
+
+    def lost(*args: object, **kwargs: object) -> None:
+        with faults.explained():
+            raise LOST[0]
+
+    class Pipe:
+        """A run to do, and then another."""
+
+        def __init__(self) -> None:
+            self.sent: list[Any] = []
+            self.tasks = iter([(0, digits_config(out="a")), (1, digits_config(out="b")), None])
+
+        def recv(self) -> Any:
+            return next(self.tasks)
+
+        def send(self, event: Any) -> None:
+            self.sent.append(event)
+
+    pipe = Pipe()
+    monkeypatch.setattr(workers, "_events", lost)
+    monkeypatch.setattr(workers, "_moved", lambda data, device: data)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    asked: Any = type("Never", (), {"is_set": lambda self: False})()
+    data: Any = {"digits": None}
+    workers._work(pipe, asked, data, 0, 1, os.getppid())  # type: ignore[arg-type]
+    [ended] = pipe.sent
+    assert ended.number == 0
+    assert ended.failure.startswith("The device failed (CUDA error: unspecified launch failure)")
