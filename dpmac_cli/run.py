@@ -406,8 +406,10 @@ def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Re
             now = time.perf_counter()
             late = every_seconds is not None and now - saved >= every_seconds
             if reduced or (settled and (late or due(event.step))):
-                _save(session)
+                kept = _save(session)
                 saved = now
+                if reduced:  # nor may one from before serve, where chunks were larger
+                    checkpoint.discard(where, but=kept)
             _show(session)
             if reduced:
                 chunk = trainer.state.chunk
