@@ -118,19 +118,18 @@ def too_many(
 ) -> list[int]:
     """Have memory run out in chunks of more samples than ``most`` of the chunk's number.
 
-    The sizes of the others are in what is returned. A chunk fails after half its work is done.
+    The sizes of the others are in what is returned. A chunk fails when all its work is done.
     """
-    whole, tried, sizes = trainer._clipped_sum.of, itertools.count(), []
+    whole, tried, sizes = trainer._clipped_sum._centred_sum, itertools.count(), []
 
-    def of(x: Tensor, y: Tensor, metric: Metric, out: Tensor, observer: Any = None) -> None:
-        if len(x) > most(next(tried)):
-            whole(x, y, metric, out)
+    def centred_sum(gradients: Any, c: Tensor, valid: Tensor, metric: Metric, out: Tensor) -> None:
+        whole(gradients, c, valid, metric, out)
+        if len(c) > most(next(tried)):
             out.fill_(torch.nan)
             raise fault()
-        whole(x, y, metric, out, observer)
-        sizes.append(len(x))
+        sizes.append(len(c))
 
-    trainer._clipped_sum.of = of  # type: ignore[method-assign]
+    trainer._clipped_sum._centred_sum = centred_sum  # type: ignore[method-assign]
     return sizes
 
 
@@ -195,6 +194,15 @@ def test_smaller_chunks_are_clipped_as_the_configured_ones() -> None:
     assert trainer.state.chunk == 1
     norm = trainer._clipped_batch(np.array([0])).double().norm().item() / 1e-3
     assert norm == pytest.approx(clip_limit(1 << 17), rel=1e-6) == pytest.approx(1 - 128 * 4e-4)
+
+
+@pytest.mark.privacy
+def test_many_small_chunks_round_no_more_than_a_few_large_ones() -> None:
+    trainer = make_trainer("dp-sgd", dtype=torch.float32)
+    single = trainer._clipped_batch(np.array([3])).double()
+    trainer.state.chunk = 1
+    found = trainer._clipped_batch(np.full(3001, 3)).double() / 3001
+    assert (found - single).norm() <= 1e-7 * single.norm()
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error() -> None:
