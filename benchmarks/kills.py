@@ -10,41 +10,48 @@ undisturbed run's.
 """
 
 import argparse
-import contextlib
 import json
+import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 
+import dpmac_cli.run  # noqa: F401  (once, for all processes)
+from dpmac_cli.__main__ import main
+
 OPTIMIZERS = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
-SETTINGS = ("--dataset", "digits", "--sigma", "6", "--epochs", "100", "--seed", "7")
+SETTINGS = ("--dataset", "digits", "--sigma", "6", "--epochs", "40", "--seed", "7")
 #: Often, so that kills strike while a file is written.
 OFTEN = ("--checkpoint-every", "3")
 #: Kills of one run before it may end.
 KILLS_A_RUN = 4
-#: Share of the kills that strike at any time; the others strike once the folder is there.
-ANY_TIME = 0.25
+#: Share of the kills that strike while a command is yet to save anything, and at any time; the
+#: others strike after it has.
+EARLY, ANY_TIME = 0.2, 0.2
 AFTER = "after the last file"
 
 
-def command(*args: str) -> subprocess.Popen[str]:
-    """Type a command."""
-    return subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", "dpmac_cli", "train", *args, *OFTEN],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def command(said: Path, *args: str) -> ForkProcess:
+    """Type a command, in a process of its own; what it says goes to a file."""
+    process = multiprocessing.get_context("fork").Process(target=_typed, args=(said, args))
+    process.start()
+    return process
+
+
+def _typed(said: Path, args: Sequence[str]) -> None:
+    sys.argv = ["dpmac", "train", *args, *OFTEN]
+    with said.open("w") as sys.stderr, open(os.devnull, "w") as sys.stdout:
+        main()
 
 
 def begun(optimizer: str, out: Path) -> tuple[str, ...]:
@@ -90,36 +97,39 @@ def stage(out: Path) -> str:
     return "while training" if max(steps) else "before the second checkpoint"
 
 
-def strike(running: subprocess.Popen[str], out: Path, wait: float, any_time: bool) -> None:
+def strike(running: ForkProcess, out: Path, wait: float, any_time: bool) -> None:
     """Kill a command some time after it was typed, or after it first wrote; it may end before."""
     before = {path.name for path in out.glob("checkpoint/*")}
-    while not any_time and running.poll() is None:
+    while not any_time and running.is_alive():
         if {path.name for path in out.glob("checkpoint/*")} != before:
             break
         time.sleep(0.005)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        running.wait(wait)
+    running.join(wait)
     running.kill()
 
 
 def disturbed(
-    optimizer: str, out: Path, whole: float, trained: float, rng: random.Random
+    optimizer: str, out: Path, set_up: float, whole: float, rng: random.Random
 ) -> Counter[str]:
     """Kill and resume a run until it may end; at which stages it was killed."""
     stages: Counter[str] = Counter()
+    trained = whole - set_up
     while True:
         saved = any(out.glob("checkpoint/step-*.safetensors"))
-        running = command(*(("--resume", str(out)) if saved else begun(optimizer, out)))
+        said = out.with_suffix(".said")
+        running = command(said, *(("--resume", str(out)) if saved else begun(optimizer, out)))
         if sum(stages.values()) < KILLS_A_RUN and not stages[AFTER]:
-            any_time = rng.random() < ANY_TIME
-            strike(running, out, rng.uniform(0, 1.1 * (whole if any_time else trained)), any_time)
-        _, said = running.communicate()
-        if running.returncode < 0:
+            kind = rng.random()
+            longest = set_up if kind < EARLY else whole if kind < EARLY + ANY_TIME else trained
+            strike(running, out, rng.uniform(0, 1.1 * longest), kind < EARLY + ANY_TIME)
+        running.join()
+        code = running.exitcode or 0
+        if code < 0:
             stages[stage(out)] += 1
-        elif running.returncode == 0 or "is finished" in said:
+        elif code == 0 or "is finished" in said.read_text():
             return stages
         else:
-            raise RuntimeError(f"{running.args} ended with {running.returncode}: {said}")
+            raise RuntimeError(f"exit code {code}: {said.read_text()}")
 
 
 def study(optimizer: str, kills: int, rng: random.Random) -> dict[str, Any]:
@@ -127,20 +137,18 @@ def study(optimizer: str, kills: int, rng: random.Random) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         started = time.monotonic()
-        running = command(*begun(optimizer, root / "whole"))
-        while not (root / "whole" / "checkpoint").exists() and running.poll() is None:
+        running = command(root / "whole.said", *begun(optimizer, root / "whole"))
+        while not (root / "whole" / "checkpoint").exists() and running.is_alive():
             time.sleep(0.005)
         set_up = time.monotonic() - started
-        _, said = running.communicate()
-        if running.returncode != 0:
-            raise RuntimeError(said)
+        running.join()
         whole = time.monotonic() - started
         expected = result(root / "whole")
         stages: Counter[str] = Counter()
         runs = right = 0
         while sum(stages.values()) < kills:
             out = root / f"run-{runs}"
-            stages += disturbed(optimizer, out, whole, whole - set_up, rng)
+            stages += disturbed(optimizer, out, set_up, whole, rng)
             runs += 1
             right += same(result(out), expected)
     return {
@@ -152,13 +160,14 @@ def study(optimizer: str, kills: int, rng: random.Random) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def study_all() -> None:
     """Run the study, print a table and write it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     rng = random.Random(options.seed)  # noqa: S311
     each = -(-options.kills // len(OPTIMIZERS))
     rows = []
@@ -178,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    study_all()

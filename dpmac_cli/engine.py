@@ -464,21 +464,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """Memory ran out in the step just taken: fewer samples are worked on at a time from now on.
-
-    Attributes:
-        step: t.
-        seconds: of training so far.
-        chunk: how many.
-    """
-
-    step: int
-    seconds: float
-    chunk: int
-
-
-@dataclass(frozen=True)
 class Evaluated:
     """The test set scored after some step, with post-noise values beside it.
 
@@ -503,8 +488,10 @@ def fit(
     stop: Callable[[], bool],
     pause: Callable[[int], bool] = lambda step: False,
     seconds: float = 0.0,
-) -> Iterator[Progress | Reduced | Evaluated]:
+) -> Iterator[Progress | Evaluated]:
     """Train to the plan's end, scoring the test set after each epoch and at the end.
+
+    A step in which memory ran out yields a Progress, too.
 
     Args:
         trainer: a trainer, fresh or part way.
@@ -523,11 +510,8 @@ def fit(
         trainer.step()
         stopping = stop()
         now = time.perf_counter()
-        if state.chunk < chunk:
-            chunk = state.chunk
-            yield Reduced(state.step, seconds + now - mark, chunk)
-            now, mark = time.perf_counter(), mark + time.perf_counter() - now
-        if stopping or now - reported > PROGRESS_EVERY or pause(state.step):
+        reduced, chunk = state.chunk < chunk, state.chunk
+        if stopping or reduced or now - reported > PROGRESS_EVERY or pause(state.step):
             yield Progress(state.step, seconds + now - mark)
             reported = time.perf_counter()
             mark += reported - now  # what is done with an event is not training

@@ -257,10 +257,10 @@ def make_way(run: Path) -> None:
 
 def put_back(run: Path) -> None:
     """Undo :func:`make_way`, whatever was begun in the run's place. Raises OSError."""
-    for aside in _all_numbered(run, "replaced")[-1:]:
-        for name in (*FILES, SUMS):
-            (run / name).unlink(missing_ok=True)
-        shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+    for name in (*FILES, SUMS):
+        (run / name).unlink(missing_ok=True)
+    shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+    for aside in replaced(run)[-1:]:
         for path in aside.iterdir():
             os.replace(path, run / path.name)
         aside.rmdir()

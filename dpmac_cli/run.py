@@ -22,7 +22,7 @@ from dpmac_cli.card import model_card
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data
 from dpmac_cli.diagnostics import Diagnosis, Diagnostics
-from dpmac_cli.engine import Evaluated, Progress, Reduced, Trainer, fit
+from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.faults import explained
 from dpmac_cli.release import save_model
@@ -87,6 +87,18 @@ class Finished:
     state: State
 
 
+@dataclass(frozen=True)
+class Reduced:
+    """Memory ran out in the step just taken: fewer samples are worked on at a time from now on.
+
+    Attributes:
+        step: t. chunk: how many.
+    """
+
+    step: int
+    chunk: int
+
+
 RunEvent = Started | Update | Reduced | Finished
 
 
@@ -124,6 +136,10 @@ class Session:
     seconds: float = 0.0
     branch: str | None = None
     notes: tuple[str, ...] = ()
+
+    def scores_at(self, step: int) -> bool:
+        """Whether the test set is scored after a step."""
+        return step % self.config.steps_per_epoch == 0 or step == self.steps
 
     def event(self, steps: int) -> TrainingEvent:
         """What the current branch does by the time the run has taken ``steps`` in all."""
@@ -332,20 +348,15 @@ def _taken(saved: checkpoint.Checkpoint, metrics: folder.Lines) -> TrainingEvent
     record = saved.record
     shown = [line["step"] for line in metrics.records]
     steps = max([record["state"]["step"], *shown]) - record["base"]
-    known = metrics.whole and not saved.damaged and _holds_history(saved, metrics)
+    known = metrics.whole and not saved.damaged
     return replace(TrainingEvent(**record["event"]), steps=steps if known else record["planned"])
-
-
-def _holds_history(saved: checkpoint.Checkpoint, metrics: folder.Lines) -> bool:
-    """Whether metrics.jsonl has the lines that were there when a checkpoint was written."""
-    return all(line in metrics.records for line in saved.record["history"])
 
 
 def _losses(saved: checkpoint.Checkpoint, metrics: folder.Lines, branched: bool) -> Iterator[str]:
     """What was damaged, and what is done about it."""
     for name in saved.damaged:
         yield f"{name} is damaged; going on from step {saved.record['state']['step']}."
-    if not metrics.whole or not _holds_history(saved, metrics):
+    if not metrics.whole:
         yield f"{folder.METRICS} is damaged; its lines are written again as training gets there."
     elif not saved.damaged:
         return
@@ -358,36 +369,38 @@ def _losses(saved: checkpoint.Checkpoint, metrics: folder.Lines, branched: bool)
 
 def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a session to its end and write its files."""
-    began = saved = time.perf_counter()
-    config, trainer, where = session.config, session.trainer, session.where
-    parameters = trainer.state.theta.numel()
-    every_steps, every_seconds = config.checkpoint_interval
-    planned = config.total_steps
+    began = time.perf_counter()
     yield Started(
-        config,
-        where,
-        parameters,
-        trainer.state.step,
+        session.config,
+        session.where,
+        session.trainer.state.theta.numel(),
+        session.trainer.state.step,
         session.steps,
-        session.steps < planned,
+        session.steps < session.config.total_steps,
         session.branch,
         session.notes,
     )
+    with _divergence_shown(session):
+        yield from _updates(session, stop)
+    _save(session)
+    yield _publish(session, time.perf_counter() - began)
+
+
+def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
+    """Train a session, and save and show how far it is."""
+    config, trainer, where = session.config, session.trainer, session.where
+    every_steps, every_seconds = config.checkpoint_interval
+    saved, chunk = time.perf_counter(), trainer.state.chunk
 
     def due(step: int) -> bool:
         return every_steps is not None and step % every_steps == 0
 
-    with ThreadPoolExecutor(1) as pool, _divergence_shown(session):
+    _show(session)
+    with ThreadPoolExecutor(1) as pool:
         # Prices are composed beside the training, which they must not hold up.
         prices = pool.submit(_prices, session)
         for event in fit(trainer, stop, due, session.seconds):
             session.seconds = event.seconds
-            if isinstance(event, Reduced):
-                # At once: done again in other chunks, the step would round the same sum otherwise
-                # under the same noise.
-                _save(session)
-                yield event
-                continue
             scored = isinstance(event, Evaluated)
             schedule = prices.result() if scored else _if_ready(prices)
             epsilon = None if schedule is None else schedule.at(event.step - session.base)
@@ -395,13 +408,23 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
                 if event.last:  # as in the report: a run may end between the schedule's points
                     epsilon = session.epsilon()
                 assert epsilon is not None  # noqa: S101  (the schedule was waited for)
-                line = metrics_line(event, epsilon, config)
-                session.history.append(line)
-                _show(session, line)
+                session.history.append(metrics_line(event, epsilon, config))
+            # A step that is yet to be scored would never be, if a run went on from after it.
+            settled = scored or not session.scores_at(event.step)
+            # And one done again in chunks of another size would round the same sum differently,
+            # under the same noise: nothing of it may be seen before this is saved.
+            reduced = settled and trainer.state.chunk < chunk
             now = time.perf_counter()
-            if due(event.step) or (every_seconds is not None and now - saved >= every_seconds):
-                _save(session)
+            late = every_seconds is not None and now - saved >= every_seconds
+            if reduced or (settled and (late or due(event.step))):
+                kept = _save(session)
                 saved = now
+                if reduced:  # nor may one from before serve, where chunks were larger
+                    checkpoint.discard(where, but=kept)
+            _show(session)
+            if reduced:
+                chunk = trainer.state.chunk
+                yield Reduced(event.step, chunk)
             yield Update(
                 event,
                 epsilon,
@@ -410,24 +433,27 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
                 if scored and session.diagnostics
                 else None,
             )
-    _save(session)
 
+
+def _publish(session: Session, total_seconds: float) -> Finished:
+    """Write the files that a run ends with, their checksums last."""
+    config, trainer, where = session.config, session.trainer, session.where
     state: State = "finished"
     if trainer.state.step < session.steps:
         state = "interrupted"
-    elif session.steps < planned:
+    elif session.steps < config.total_steps:
         state = "budget-spent"
     outcome = Outcome(
         state,
         session.history,
         trainer.public_values(),
         session.seconds,
-        time.perf_counter() - began,
+        total_seconds,
         device_name(trainer.state.theta.device),
         trainer.state.chunk,
     )
     bill = session.bill()
-    facts = public_facts(config, bill, parameters)
+    facts = public_facts(config, bill, trainer.state.theta.numel())
     save_model(where / folder.MODEL, trainer.model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)
     folder.write_atomically(where / folder.CARD, model_card(report, trainer.model).encode())
@@ -436,7 +462,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         _write_metrics(session)
     folder.seal(where)
     folder.drop_replaced(where)
-    yield Finished(report, where, state)
+    return Finished(report, where, state)
 
 
 @contextlib.contextmanager
@@ -446,15 +472,17 @@ def _divergence_shown(session: Session) -> Iterator[None]:
         yield
     except DivergedError as failure:
         epoch = failure.step / session.config.steps_per_epoch
-        _show(session, {"step": failure.step, "epoch": epoch, "diverged": True})
+        session.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
+        _show(session)
         raise
 
 
-def _show(session: Session, line: Mapping[str, Any]) -> None:
-    """Add a line to metrics.jsonl, unless it was there before."""
-    if line["step"] not in session.shown:
-        folder.append_line(session.where / folder.METRICS, line)
-        session.shown.add(line["step"])
+def _show(session: Session) -> None:
+    """Add to metrics.jsonl the lines that are not there yet."""
+    for line in session.history:
+        if line["step"] not in session.shown:
+            folder.append_line(session.where / folder.METRICS, line)
+            session.shown.add(line["step"])
 
 
 def _save(session: Session) -> Path:

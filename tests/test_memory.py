@@ -1,19 +1,36 @@
 """Memory: a few vectors as long as theta, and nothing that grows with the batch beyond a chunk."""
 
 import gc
+import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.engine import Plan
+from dpmac_cli.dp.per_sample import Metric, clip_limit
+from dpmac_cli.engine import Plan, Trainer, fit
+from dpmac_cli.errors import RunError
 from tests.conftest import OPTIMIZER_NAMES
-from tests.helpers import CLASSES, SIDE, make_trainer, tiny_data
+from tests.helpers import (
+    CLASSES,
+    SIDE,
+    Batches,
+    KeptNoise,
+    Spy,
+    make_trainer,
+    tiny_data,
+    walk,
+)
 
 WIDTH = 2000
 PLAN = Plan(steps=100, steps_per_epoch=10, physical_batch=1000)
@@ -85,3 +102,176 @@ def test_the_batch_costs_nothing_beyond_its_chunk(name: str) -> None:
     plan = replace(PLAN, physical_batch=16)
     small, large = (peak_of(name, batch, plan) for batch in (64, 400))
     assert large <= small + MIB
+
+
+# Memory that runs out.
+
+FAULTS: tuple[Callable[[], BaseException], ...] = (
+    lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    lambda: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    MemoryError,
+)
+
+
+def too_many(
+    trainer: Trainer, most: Callable[[int], int], fault: Callable[[], BaseException] = FAULTS[0]
+) -> list[int]:
+    """Have memory run out in chunks of more samples than ``most`` of the chunk's number.
+
+    The sizes of the others are in what is returned. A chunk fails when all its work is done.
+    """
+    whole, tried, sizes = trainer._clipped_sum._centred_sum, itertools.count(), []
+
+    def centred_sum(gradients: Any, c: Tensor, valid: Tensor, metric: Metric, out: Tensor) -> None:
+        whole(gradients, c, valid, metric, out)
+        if len(c) > most(next(tried)):
+            out.fill_(torch.nan)
+            raise fault()
+        sizes.append(len(c))
+
+    trainer._clipped_sum._centred_sum = centred_sum  # type: ignore[method-assign]
+    return sizes
+
+
+def chunked(name: str, records: int = 600, **kwargs: Any) -> Trainer:
+    """Batches of all 600 records in chunks of at most 256, in float32."""
+    data = tiny_data(torch.float32, records=records)
+    batches = Batches(range(records))
+    plan = replace(PLAN, physical_batch=256)
+    mechanism = GaussianMechanism(1.0, records)
+    return make_trainer(
+        name, mechanism, plan=plan, dtype=torch.float32, data=data, sampler=batches, **kwargs
+    )
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("fault", FAULTS, ids=["cuda", "cpu", "python"])
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_when_memory_runs_out_chunks_are_halved_and_the_sum_is_the_same(
+    name: str, fault: Callable[[], BaseException]
+) -> None:
+    rows = np.arange(600)
+    for most in (lambda n: 100, lambda n: 256 if n < 1 else 100, lambda n: 256 if n < 2 else 7):
+        trainer, undisturbed = chunked(name), chunked(name)
+        walk(trainer, 2)  # so that the ellipsoid has a centre
+        walk(undisturbed, 2)
+        sizes = too_many(trainer, most, fault)
+        found = trainer._clipped_batch(rows).double()
+        expected = undisturbed._clipped_batch(rows).double()
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+        assert sum(sizes) == 600
+        assert trainer.state.chunk == max(sizes[-2:]) in (64, 4)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_when_memory_runs_out_every_sample_counts_once_and_noise_is_added_once(name: str) -> None:
+    noise, other, spy = KeptNoise(), KeptNoise(), Spy(1.0, 600)
+    trainer, undisturbed = chunked(name, noise=noise), chunked(name, noise=other)
+    seen: list[int] = []
+    trainer._observer = lambda step, losses, norms: seen.append(len(losses))
+    trainer.mechanism = spy
+    sizes = too_many(trainer, lambda n: 256 if n < 4 else 20)
+    found, expected = walk(trainer, 4), walk(undisturbed, 4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert sum(sizes) == sum(seen) == 4 * 600
+    assert len(noise.drawn) == len(other.drawn) == len(spy.released) == 4
+    assert all(torch.equal(a, b) for a, b in zip(noise.drawn, other.drawn, strict=True))
+
+
+@pytest.mark.privacy
+def test_smaller_chunks_are_clipped_as_the_configured_ones() -> None:
+    """The room for rounding is that of the physical batch, which was to be summed at once."""
+    trainer = make_trainer(
+        "dp-sgd",
+        plan=replace(PLAN, physical_batch=1 << 17),
+        dtype=torch.float32,
+        clip_norm=1e-3,
+        sampler=Batches([0, 1, 2, 3]),
+    )
+    too_many(trainer, lambda n: 1)
+    trainer.step()
+    assert trainer.state.chunk == 1
+    norm = trainer._clipped_batch(np.array([0])).double().norm().item() / 1e-3
+    assert norm == pytest.approx(clip_limit(1 << 17), rel=1e-6) == pytest.approx(1 - 128 * 4e-4)
+
+
+@pytest.mark.privacy
+def test_many_small_chunks_round_no_more_than_a_few_large_ones() -> None:
+    trainer = make_trainer("dp-sgd", dtype=torch.float32)
+    single = trainer._clipped_batch(np.array([3])).double()
+    trainer.state.chunk = 1
+    found = trainer._clipped_batch(np.full(3001, 3)).double() / 3001
+    assert (found - single).norm() <= 1e-7 * single.norm()
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error() -> None:
+    trainer = chunked("dp-macadam")
+    too_many(trainer, lambda n: 0)
+    with pytest.raises(RunError, match="single sample"):
+        trainer.step()
+    assert trainer.state.step == 0
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("shapes do not fit"), ZeroDivisionError()])
+def test_what_has_nothing_to_do_with_memory_is_not_tried_again(failure: Exception) -> None:
+    trainer = chunked("dp-adam")
+    too_many(trainer, lambda n: 0, lambda: failure)
+    with pytest.raises(type(failure)):
+        trainer.step()
+    assert trainer.state.chunk == 256
+
+
+def test_a_step_in_which_memory_ran_out_is_told_at_once() -> None:
+    trainer = chunked("dp-adam")
+    too_many(trainer, lambda n: 256 if n < 4 else 100)
+    steps = fit(trainer, lambda: False)
+    assert next(event.step for event in steps if trainer.state.chunk == 64) == 2
+
+
+LIMITED = """
+import resource
+from dataclasses import replace
+import numpy as np
+import torch
+from torch import nn
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data
+
+torch.set_num_threads(1)
+wide = 20_000
+trainer = make_trainer(
+    "dp-macadam",
+    GaussianMechanism(1.0, 2048),
+    plan=replace(PLAN, physical_batch=2048),
+    data=tiny_data(torch.float32, records=2048),
+    model=nn.Sequential(
+        nn.Flatten(), nn.Linear(SIDE**2, wide), nn.Tanh(), nn.Linear(wide, CLASSES)
+    ),
+    dtype=torch.float32,
+)
+rows = np.arange(2048)
+whole = trainer._clipped_batch(rows).double().clone()
+# What a few hundred samples need: the activations of all 2,048, and as many gradients, fill 160 MiB
+# each.
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
+found = trainer._clipped_batch(rows).double()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+assert ((found - whole).norm() <= 1e-6 * whole.norm()).item()
+print(trainer.state.chunk)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on address space")
+def test_a_limit_of_the_system_is_lived_with() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert 1 < int(done.stdout) < 4096

@@ -21,6 +21,7 @@ from tests.secret_search import Secrets
 #: Batches of a size that no public number is near to: a draw deviates by 19 on average.
 BATCH = 700
 PUBLIC_FILES = {
+    folder.SUMS,
     "config.yaml",
     "metrics.jsonl",
     "model-card.md",
@@ -52,10 +53,21 @@ def test_no_secret_is_in_any_published_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str, seed: int | None
 ) -> None:
     """Stopped, gone on with exactly, and branched: whatever any of them wrote."""
+    look_through(monkeypatch, tmp_path, seed, optimizer=optimizer)
+
+
+@pytest.mark.privacy
+def test_no_secret_of_a_secure_run_is_in_any_published_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    look_through(monkeypatch, tmp_path, None, secure=True)
+
+
+def look_through(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int | None, **flags: Any
+) -> None:
     secrets = search.record(monkeypatch, tmp_path, seed)
-    config = digits_config(
-        optimizer=optimizer, seed=seed, batch_size=BATCH, steps=4, out=tmp_path / "run"
-    )
+    config = digits_config(seed=seed, batch_size=BATCH, steps=4, out=tmp_path / "run", **flags)
     where = finish(run.train(config, once())).folder
     assert names(where) == PUBLIC_FILES
     assert secrets.found(where) == []

@@ -311,3 +311,76 @@ def test_the_record_is_json() -> None:
     saved = checkpoint.newest(first.folder)
     assert json.loads(json.dumps(saved.record)) == saved.record
     assert saved.tensors.keys() >= {"theta", "m", "v", "centre", "inverse", "factor", "s"}
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing handles it, and nothing is written after it."""
+
+
+@pytest.mark.parametrize("when", [12, 21], ids=["an epoch's end", "the last step"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_run_killed_about_a_checkpoint_keeps_every_line(
+    when: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is saved once it is scored: saved before, it would go on without its score."""
+    settings = {"checkpoint_every": "3"}
+    whole = finish(run.train(start(**settings)))
+    save = checkpoint.save
+
+    def killed(run: Path, step: int, *rest: Any) -> Path:
+        if step == when and where == "before":
+            raise Killed
+        path = save(run, step, *rest)
+        if step == when:
+            raise Killed
+        return path
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", killed)
+        with pytest.raises(Killed):
+            finish(run.train(start(out="killed", **settings)))
+    last = finish(run.resume(Path("killed"), {}))
+    assert weights(last.folder) == weights(whole.folder)
+    assert last.report["test"] == whole.report["test"]
+    lines = [
+        [{**line, "seconds": 0} for line in folder.read_lines(end.folder / folder.METRICS).records]
+        for end in (last, whole)
+    ]
+    assert lines[0] == lines[1]
+    assert [line["step"] for line in lines[0]] == [12, 21]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["discard", "set_aside", "_write_metrics", "_write_config"])
+def test_a_branch_killed_as_it_begins_goes_on_as_that_branch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings and its bill are those of its checkpoint, whatever config.yaml still says."""
+    first = finish(run.train(start(out="run"), after(6)))
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        for module in (checkpoint, folder, run):
+            if hasattr(module, name):
+                patch.setattr(module, name, killed)
+        with pytest.raises(Killed):
+            finish(run.resume(first.folder, {"lr": "0.02"}))
+    last = finish(run.resume(first.folder, {}))
+    assert [event["steps"] for event in last.report["privacy"]["events"]] == [6, 15]
+    assert last.report["hyperparameters"]["lr"] == 0.02
+    assert "lr: 0.02\n" in (last.folder / folder.CONFIG).read_text()
+    assert all(folder.vouched(last.folder, published) for published in folder.PUBLISHED)
+
+
+@pytest.mark.privacy
+def test_lines_ahead_of_a_run_that_is_stopped_again_stay() -> None:
+    """Step 12 was shown; the run is killed, resumed from step 8, and stopped at step 9."""
+    config = start(out="run", checkpoint_every="8")
+    kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
+    stopped = finish(run.resume(Path("run"), {}, after(1)))
+    lines = folder.read_lines(stopped.folder / folder.METRICS)
+    assert {line["step"] for line in lines.records} == {9, 12}
+    last = finish(run.resume(stopped.folder, {"lr": "0.02"}))
+    assert last.report["privacy"]["events"][0]["steps"] == 12

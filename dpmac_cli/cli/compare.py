@@ -93,9 +93,9 @@ def _carry_out(
 
 
 def _damages(runs: Iterable[Run]) -> Iterator[str]:
-    """What is damaged of runs that were finished."""
+    """What is damaged of runs that had ended."""
     for run in runs:
-        for name in folder.PUBLISHED:
+        for name in (folder.REPORT, folder.METRICS, folder.MODEL):
             if folder.vouched(run.folder, name) is False:
                 yield f"{run.folder / name} is damaged: the run goes on from its checkpoint."
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from dpmac_cli import accounting, engine, folder
 from dpmac_cli.cli.console import expendable
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
-from dpmac_cli.run import Finished, Started, Update
+from dpmac_cli.run import Finished, Reduced, Started, Update
 
 #: Columns from which on the bar has room for the speed.
 WIDE = 100
@@ -35,7 +35,7 @@ class Display(Protocol):
         """While training."""
         ...
 
-    def reduced(self, event: engine.Reduced) -> None:
+    def reduced(self, event: Reduced) -> None:
         """Memory ran out, and training goes on."""
         ...
 
@@ -61,7 +61,7 @@ class Silent:
     def update(self, event: Update) -> None:
         """Nothing."""
 
-    def reduced(self, event: engine.Reduced) -> None:
+    def reduced(self, event: Reduced) -> None:
         """Nothing."""
 
     def stopping(self) -> None:
@@ -92,7 +92,7 @@ class Lines(Silent):
             if event.not_private is not None:
                 self.console.print(_diagnosed(event.not_private))
 
-    def reduced(self, event: engine.Reduced) -> None:
+    def reduced(self, event: Reduced) -> None:
         """What is done about it."""
         self.console.print(
             f"memory ran out in step {event.step}: going on with {event.chunk} samples at a time",

@@ -9,9 +9,8 @@ from dpmac_cli import checkpoint, folder
 from dpmac_cli.cli import console
 from dpmac_cli.cli.display import Display
 from dpmac_cli.cli.failures import INTERRUPTED
-from dpmac_cli.engine import Reduced
 from dpmac_cli.errors import DivergedError, InputError, RunError, explain_os_error
-from dpmac_cli.run import Finished, RunEvent, Started, Update
+from dpmac_cli.run import Finished, Reduced, RunEvent, Started, Update
 
 
 def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool]) -> Finished:

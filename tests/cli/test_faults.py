@@ -1,0 +1,520 @@
+"""What a machine may do to a run: full disks, lost devices, jumping clocks, other processes."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from dpmac_cli import assembly, checkpoint, engine, faults, folder, run, workers
+from dpmac_cli.cli.app import app
+from dpmac_cli.dp.per_sample import ClippedSum
+from dpmac_cli.engine import Trainer
+from dpmac_cli.scoring import score
+from tests.digits_runs import contents, digits_config, same_weights, train_digits
+
+LONG = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--seed", "7")
+RUN = (*LONG, "--checkpoint-every", "2", "--out", "run")
+
+
+def dpmac(*args: str) -> Result:
+    """Type a command, in this process."""
+    return CliRunner().invoke(app, args, env={"COLUMNS": "400", "NO_COLOR": "1"})
+
+
+def failed(result: Result, code: int, *said: str) -> str:
+    """What a command said that had to fail."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    for words in said:
+        assert words in result.stderr
+    return result.stderr
+
+
+def at_step(step: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have something happen before a step."""
+    take = Trainer.step
+
+    def taken(trainer: Trainer) -> None:
+        if trainer.state.step == step - 1:
+            do()
+        take(trainer)
+
+    monkeypatch.setattr(Trainer, "step", taken)
+
+
+@pytest.fixture
+def whole() -> Path:
+    """The run, undisturbed."""
+    return train_digits(steps=9, seed=7, out="whole").folder
+
+
+# Disks
+
+
+@contextmanager
+def file_size_limit() -> Iterator[Callable[[int], None]]:
+    """A way to let the system refuse what is written past so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [100, 3000], ids=["config", "checkpoint"])
+@pytest.mark.parametrize("old", [False, True], ids=["new", "forced"])
+def test_a_full_disk_at_the_start_loses_nothing(size: int, old: bool) -> None:
+    if old:
+        assert dpmac(*RUN).exit_code == 0
+    before = contents(Path()) if old else {}
+    with file_size_limit() as limit:
+        limit(size)
+        result = dpmac(*RUN, "--force")
+    failed(result, 2, "run/", "File too large. Free some space.")
+    after = contents(Path())
+    assert after == before or after.keys() <= {"run", "run/.lock"}
+    assert dpmac(*RUN, "--force").exit_code == 0
+    assert score(Path("run"), None, None, "cpu").result.samples == 360
+
+
+def test_a_full_disk_at_a_checkpoint_loses_the_steps_since_the_last(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with file_size_limit() as limit, monkeypatch.context() as patch:
+        at_step(4, lambda: limit(3000), patch)
+        result = dpmac(*RUN)
+    failed(
+        result,
+        2,
+        "step-000000004.safetensors: File too large. Free some space.",
+        "To go on from the last checkpoint (step 2): dpmac train --resume run",
+    )
+    assert not list(Path("run").rglob(f"*{folder.PART}"))
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert same_weights(Path("run"), whole)
+
+
+@pytest.mark.parametrize("last", ["save_model", "build_report"])
+def test_a_full_disk_at_the_end_loses_nothing(
+    last: str, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with file_size_limit() as limit, monkeypatch.context() as patch:
+        do = getattr(run, last)
+
+        def full(*args: Any) -> Any:
+            limit(1000)
+            return do(*args)
+
+        patch.setattr(run, last, full)
+        result = dpmac(*RUN)
+    failed(result, 2, "Free some space.", "(step 9): dpmac train --resume run")
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert same_weights(Path("run"), whole)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """As a user whom the modes of files bind, which they do not do root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path) -> None:
+    assert dpmac(*RUN).exit_code == 0
+    places = (tmp_path, tmp_path / "run", tmp_path / "run" / folder.CHECKPOINTS)
+    before = contents(tmp_path)
+    for place in places:
+        place.chmod(0o555)
+    try:
+        with unprivileged():
+            results = [
+                dpmac(*LONG, "--out", "other"),
+                dpmac(*LONG),
+                dpmac(*RUN, "--force"),
+                dpmac("train", "--resume", "run", "--steps", "20"),
+            ]
+    finally:
+        for place in places:
+            place.chmod(0o755)
+    for result in results:
+        failed(result, 2, "cannot be written to (Permission denied). Make it writable")
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_that_may_no_longer_be_written_to_is_named(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = whole.absolute()
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.chdir(name)
+        Path(name).chmod(0o777)
+        _lose_the_right_to_write(expected, monkeypatch)
+
+
+def _lose_the_right_to_write(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with unprivileged(), monkeypatch.context() as patch:
+        at_step(4, lambda: Path("run/checkpoint").chmod(0o500), patch)
+        result = dpmac(*RUN)
+    failed(result, 2, "step-000000004.safetensors: Permission denied. Make it writable.")
+    assert "(step 2): dpmac train --resume run" in result.stderr
+    Path("run/checkpoint").chmod(0o700)
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert same_weights(Path("run"), whole)
+
+
+# Devices
+
+
+LOST = [
+    torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with ..."),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+]
+
+
+@pytest.mark.parametrize("failure", LOST, ids=lambda failure: type(failure).__name__)
+def test_a_lost_device_names_the_last_checkpoint(
+    failure: Exception, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise failure
+
+    with monkeypatch.context() as patch:
+        at_step(6, fail, patch)
+        result = dpmac(*RUN)
+    said = failed(result, 4, f"The device failed ({str(failure).splitlines()[0]}).")
+    assert "To go on from the last checkpoint (step 4): dpmac train --resume run" in said
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert same_weights(Path("run"), whole)
+
+
+def test_what_is_a_bug_is_not_laid_on_the_device() -> None:
+    assert not faults.device_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not faults.out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1"), faults.explained():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+# Memory
+
+
+def short_of_memory(most: int, from_step: int, patch: pytest.MonkeyPatch) -> None:
+    """Have memory run out in chunks of more than so many samples, from a step on."""
+    sum_of, steps = ClippedSum.of, {"taken": 0}
+    take = Trainer.step
+
+    def of(self: ClippedSum, x: Any, *args: Any) -> None:
+        if len(x) > most and steps["taken"] >= from_step - 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        sum_of(self, x, *args)
+
+    def taken(trainer: Trainer) -> None:
+        steps["taken"] = trainer.state.step
+        take(trainer)
+
+    patch.setattr(ClippedSum, "of", of)
+    patch.setattr(Trainer, "step", taken)
+
+
+@pytest.mark.privacy
+def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    often, rarely = (*LONG, "--out"), ("--checkpoint-every", "100")
+    with monkeypatch.context() as patch:
+        short_of_memory(40, 6, patch)
+        shown = dpmac(*often, "short", *rarely)
+    assert shown.exit_code == 0
+    assert shown.output.count("memory ran out in step 6: going on with 32 samples at a time") == 1
+    report = json.loads(Path("short/report.json").read_text())
+    assert report["machine"]["physical_batch"] == 32
+    assert digits_config(Path("short/config.yaml")).physical_batch == 1024
+
+    # Killed right after that was told, and resumed where memory is plenty.
+    with monkeypatch.context() as patch:
+        short_of_memory(40, 6, patch)
+        config = digits_config(steps=9, seed=7, out="killed", checkpoint_every="100")
+        events = run.train(config)
+        assert any(isinstance(event, run.Reduced) for event in events)
+        events.close()  # type: ignore[attr-defined]
+    # None from before is left, from which the step could be done again in larger chunks.
+    assert [path.name for path in Path("killed/checkpoint").glob("step-*")] == [
+        "step-000000006.safetensors"
+    ]
+    assert dpmac("train", "--resume", "killed").exit_code == 0
+    assert same_weights(Path("killed"), Path("short"))
+    report = json.loads(Path("killed/report.json").read_text())
+    assert report["machine"]["physical_batch"] == 32
+    # A branch begins with the physical batch that was asked for.
+    assert dpmac("train", "--resume", "killed", "--steps", "12").exit_code == 0
+    report = json.loads(Path("killed/report.json").read_text())
+    assert report["machine"]["physical_batch"] == 1024
+
+
+def test_a_sample_that_does_not_fit_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        short_of_memory(0, 6, patch)
+        result = dpmac(*RUN)
+    failed(result, 4, "Memory ran out with a single sample at a time.", "(step 4): dpmac train")
+
+
+def test_memory_that_runs_out_elsewhere_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
+
+    monkeypatch.setattr(run, "make_trainer", fail)
+    failed(dpmac(*RUN), 4, "Memory ran out (DefaultCPUAllocator", "smaller --model")
+    assert not Path("run").exists()
+
+
+# Divergence
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("every", ["2", "100"], ids=["at a checkpoint", "at a score"])
+def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
+    every: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        take = Trainer.step
+
+        def taken(trainer: Trainer) -> None:
+            take(trainer)
+            if trainer.state.step == 6:
+                trainer.state.theta.fill_(torch.inf)
+
+        patch.setattr(Trainer, "step", taken)
+        result = dpmac(*LONG, "--out", "run", "--checkpoint-every", every)
+    step, kept = (6, 4) if every == "2" else (9, 0)
+    said = failed(result, 4, f"Training diverged: after step {step} the parameters")
+    assert f"last checkpoint (step {kept}): dpmac train --resume run --lr LESS" in said
+    assert not Path("run/report.json").exists()
+    [line] = folder.read_lines(Path("run/metrics.jsonl")).records
+    assert line == {"step": step, "epoch": step / 12, "diverged": True}
+    assert all(t.isfinite().all() for t in checkpoint.newest(Path("run")).tensors.values())
+    assert dpmac("train", "--resume", "run", "--lr", "0.001").exit_code == 0
+    events = json.loads(Path("run/report.json").read_text())["privacy"]["events"]
+    assert [event["steps"] for event in events] == [step, 9 - kept]
+
+
+# Clocks
+
+
+@pytest.mark.parametrize("jump", [-1e7, 1e7], ids=["back", "forth"])
+def test_a_clock_that_jumps_is_not_believed(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real() + jump * next(asked))
+    began = time.monotonic()
+    monkeypatch.setattr(engine, "PROGRESS_EVERY", -1.0)
+    saved: list[int] = []
+    save = checkpoint.save
+
+    def noted(where: Path, step: int, *rest: Any) -> Path:
+        saved.append(step)
+        return save(where, step, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", noted)
+    result = dpmac(*LONG, "--checkpoint-every", "0.001s", "--out", "run")
+    taken = time.monotonic() - began
+    assert result.exit_code == 0
+    assert set(saved) == set(range(10))
+    saved.clear()
+    assert dpmac(*LONG, "--checkpoint-every", "60s", "--out", "rarely").exit_code == 0
+    assert set(saved) == {0, 9}
+    timings = json.loads(Path("run/report.json").read_text())["timings"]
+    assert 0 < timings["training_seconds"] <= timings["total_seconds"] <= taken
+    assert timings["steps_per_second"] > 0
+
+
+# Other processes
+
+
+def test_a_run_that_ended_meanwhile_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began in the same folder while this one still read its data."""
+    make = assembly.make_trainer
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Trainer:
+        monkeypatch.setattr(run, "make_trainer", make)
+        train_digits(steps=3, seed=1, out="run")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(run, "make_trainer", meanwhile)
+    failed(dpmac(*RUN), 2, "--out run already holds a run")
+    assert json.loads(Path("run/report.json").read_text())["hyperparameters"]["steps"] == 3
+
+
+# Replacing a run
+
+
+def test_a_replaced_run_is_kept_until_the_other_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert dpmac(*RUN, "--lr", "0.001").exit_code == 0
+    before = {name: c for name, c in contents(Path("run")).items() if name != folder.LOCK}
+
+    def fail() -> None:
+        raise LOST[0]
+
+    with monkeypatch.context() as patch:
+        at_step(6, fail, patch)
+        said = failed(dpmac(*RUN, "--force"), 4, "The device failed")
+    assert "The run that was there before is in run/replaced-1 until this one has ended." in said
+    assert contents(Path("run/replaced-1")) == before
+    assert score(Path("run/replaced-1"), None, None, "cpu").result.samples == 360
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert not Path("run/replaced-1").exists()
+    assert not same_weights(Path("run"), train_digits(steps=9, seed=7, lr="0.001").folder)
+
+
+# Altered files
+
+
+@pytest.mark.privacy
+def test_an_edited_configuration_is_refused_and_written_anew(whole: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
+        assert dpmac(*RUN).exit_code == 130
+    config = Path("run/config.yaml")
+    written = config.read_text()
+    config.write_text(written.replace("sigma: 6", "sigma: 60"))
+    assert config.read_text() != written
+    before = contents(Path("run"))
+    said = failed(dpmac("train", "--resume", "run"), 2, "run/config.yaml and its checksum")
+    assert "damaged or edited. Delete config.yaml" in said
+    assert "give it as a flag: dpmac train --resume run --lr 0.01" in said
+    assert contents(Path("run")) == before
+    config.unlink()
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert config.read_text() == written
+    assert same_weights(Path("run"), whole)
+
+
+def test_a_damaged_file_of_a_finished_run_is_written_anew(whole: Path) -> None:
+    for name in (folder.REPORT, folder.MODEL, folder.METRICS):
+        shutil.copytree(whole, "copy")
+        content = (whole / name).read_bytes()
+        Path("copy", name).write_bytes(content[:-30])
+        assert dpmac("train", "--resume", "copy").exit_code == 0
+        assert same_weights(Path("copy"), whole)
+        shutil.rmtree("copy")
+    failed(dpmac("train", "--resume", "whole"), 2, "is finished")
+
+
+def test_what_is_damaged_is_said() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(6, lambda: os.kill(os.getpid(), signal.SIGINT), patch)
+        assert dpmac(*RUN).exit_code == 130
+    newest = max(Path("run/checkpoint").glob("step-*"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with Path("run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 9')
+    result = dpmac("train", "--resume", "run", "--lr", "0.001")
+    assert result.exit_code == 0
+    shown = re.findall("note: (.*)", result.stdout)
+    assert shown[0].startswith("step-000000006.safetensors (")
+    assert shown[0].endswith("is damaged; going on from step 4.")
+    assert shown[1].startswith("metrics.jsonl is damaged")
+    assert "paid for in full: 9 steps" in shown[2]
+
+
+def test_a_comparison_says_what_is_damaged_and_goes_on() -> None:
+    study = ("compare", "--dataset", "digits", "--sigma", "6", "--steps", "3", "--out", "study")
+    flags = ("--optimizers", "dp-sgd", "--seeds", "1", "--device", "cpu", "--jobs", "1")
+    assert dpmac(*study, *flags).exit_code == 0
+    check = ["sha256sum", "--check", "--strict", folder.SUMS]
+    checked = subprocess.run(check, cwd="study", capture_output=True, text=True, check=True)
+    assert [line.split(":")[0] for line in checked.stdout.splitlines()] == [
+        "compare.json",
+        "compare.csv",
+        "compare.md",
+        "compare.tex",
+        "compare.png",
+    ]
+    rows = json.loads(Path("study/compare.json").read_text())["rows"]
+    [report] = Path("study/runs").glob("*/report.json")
+    text = report.read_text()
+    report.write_text(re.sub('"accuracy": 0', '"accuracy": 1', text))
+    assert report.read_text() != text
+    result = dpmac(*study, *flags)
+    assert result.exit_code == 0
+    assert f"note: {report} is damaged: the run goes on from its checkpoint." in result.stderr
+    assert json.loads(Path("study/compare.json").read_text())["rows"][0]["mean"] == rows[0]["mean"]
+
+
+@pytest.mark.privacy
+def test_a_run_killed_again_and_again_ends_bit_identical() -> None:
+    settings = ("train", "--dataset", "digits", "--sigma", "6", "--epochs", "60", "--seed", "7")
+    often = ("--checkpoint-every", "5")
+    assert dpmac(*settings, "--out", "whole").exit_code == 0
+    command: tuple[str, ...] = (*settings, "--out", "run", *often)
+    for reached in (20, 300):
+        running = subprocess.Popen(
+            [sys.executable, "-m", "dpmac_cli", *command],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        deadline = time.monotonic() + 60
+        while (checkpoint.last_step(Path("run")) or 0) < reached:
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        running.kill()
+        running.wait()
+        assert not Path("run/report.json").exists()
+        command = ("train", "--resume", "run", *often)
+    assert dpmac("train", "--resume", "run").exit_code == 0
+    assert same_weights(Path("run"), Path("whole"))
+    ends = [json.loads(Path(name, "report.json").read_text()) for name in ("run", "whole")]
+    assert ends[0]["privacy"] == ends[1]["privacy"]
+    assert ends[0]["test"] == ends[1]["test"]
+
+
+def test_a_worker_whose_device_failed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it did with another run would fail as well: the device is lost to its process."""
+
+    def lost(*args: object, **kwargs: object) -> None:
+        with faults.explained():
+            raise LOST[0]
+
+    class Pipe:
+        """A run to do, and then another."""
+
+        def __init__(self) -> None:
+            self.sent: list[Any] = []
+            self.tasks = iter([(0, digits_config(out="a")), (1, digits_config(out="b")), None])
+
+        def recv(self) -> Any:
+            return next(self.tasks)
+
+        def send(self, event: Any) -> None:
+            self.sent.append(event)
+
+    pipe = Pipe()
+    monkeypatch.setattr(workers, "_events", lost)
+    monkeypatch.setattr(workers, "_moved", lambda data, device: data)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    asked: Any = type("Never", (), {"is_set": lambda self: False})()
+    data: Any = {"digits": None}
+    workers._work(pipe, asked, data, 0, 1, os.getppid())  # type: ignore[arg-type]
+    [ended] = pipe.sent
+    assert ended.number == 0
+    assert ended.failure.startswith("The device failed (CUDA error: unspecified launch failure)")
