@@ -395,7 +395,6 @@ def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Re
     def due(step: int) -> bool:
         return every_steps is not None and step % every_steps == 0
 
-    _show(session)
     with ThreadPoolExecutor(1) as pool:
         # Prices are composed beside the training, which they must not hold up.
         prices = pool.submit(_prices, session)
