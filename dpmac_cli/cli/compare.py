@@ -74,6 +74,8 @@ def _carry_out(
     from dpmac_cli.workers import Ended, Pool, default_jobs, share_data  # noqa: PLC0415
 
     configs = [run.config for run in grid.runs]
+    # Before anything is written: where there are no data, there is no study.
+    data = share_data([run.config for run in grid.runs if finished_report(run) is None])
     folder.make_folder(out / RUNS)
     failures: dict[int, str] = {}
     with folder.locked(out), stop_request() as stop:
@@ -83,7 +85,6 @@ def _carry_out(
         with contextlib.closing(display):
             if not missing:
                 return failures, False
-            data = share_data([configs[number] for number in missing])
             count = jobs or default_jobs(configs[0].device)
             for event in Pool(configs, count, data, stop).events(missing):
                 display.show(event)
