@@ -12,7 +12,7 @@ from dpmac_cli import folder
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.train import text_option
-from dpmac_cli.config import SETTINGS
+from dpmac_cli.config import SETTINGS, parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
 
@@ -37,7 +37,8 @@ DEFAULT_OUT = Path("runs") / "compare"
 @explained
 def compare(**flags: Any) -> None:
     """Run the command; ``flags`` are the studied fields of TrainConfig and the options below."""
-    out, file, jobs = flags.pop("out") or DEFAULT_OUT, flags.pop("config"), flags.pop("jobs")
+    out: Path = parse({"out": flags.pop("out")}).get("out", DEFAULT_OUT)
+    file, jobs = flags.pop("config"), flags.pop("jobs")
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
     flags.pop("debug")
     if jobs is not None and not 1 <= jobs <= 1024:
@@ -47,6 +48,7 @@ def compare(**flags: Any) -> None:
     if dry_run:
         _show_plan(grid)
         return
+    _check_folder(out)
     failures, interrupted = _carry_out(grid, out, jobs, quiet, as_json)
     _write_results(grid, out, failures, as_json, quiet)
     if interrupted:
@@ -54,6 +56,14 @@ def compare(**flags: Any) -> None:
         raise typer.Exit(INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder whose files are not a study's; changes nothing. Raises InputError."""
+    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
+        raise InputError(
+            f"--out {out} holds files that are not a study's. Name a new or an empty folder."
+        )
 
 
 def _show_plan(grid: Grid) -> None:
@@ -157,7 +167,7 @@ def command() -> Callable[..., None]:
             for name, setting in SETTINGS.items()
             if name not in (*NOT_IN_A_STUDY, "optimizer")
         ),
-        option("out", Path | None, f"Folder of the study. [default: {DEFAULT_OUT}]", "Output"),
+        option("out", str | None, f"Folder of the study. [default: {DEFAULT_OUT}]", "Output"),
         option("json", bool, "Print compare.json.", "Output", False),
         option("quiet", bool, "Print nothing but errors.", "Output", False),
         option("debug", bool, "Show tracebacks.", "Output", False),
