@@ -1,6 +1,6 @@
 """Types thousands of commands, right and wrong, among whole and damaged files: what comes of it?
 
-    python -m benchmarks.fuzz --cases 2000 --processes 50 --seed 0 --out docs/data/fuzz.json
+    PYTHONPATH=. python benchmarks/fuzz.py --cases 2000 --processes 50 --out docs/data/fuzz.json
 
 Most are typed in one process, where data are read once, runs are asked to stop after a few steps
 and comparisons train in place; some as processes of their own, with a time limit. Each must end
@@ -123,6 +123,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         make_world(Path(name, "world"))
         for kind, count in (("in one process", options.cases), ("as processes", options.processes)):
+            if not count:
+                continue
             apart = kind == "as processes"
             tally = Tally(apart, Path(name), keep)
             with nullcontext() if apart else quickened():

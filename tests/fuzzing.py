@@ -355,9 +355,11 @@ def _incidental(name: str, case: Case, after: Tree) -> bool:
 
 
 def _begun(case: Case, outcome: Outcome) -> bool:
-    """Whether a run was under way, or a study whose tables could not be written in the end."""
-    tables = {f"{STUDY}/{table}" for table in TABLES}
-    return BEGUN in outcome.stderr or any(damage.path in tables for damage in case.damages)
+    """Whether a run was under way, or met a folder where a table or a checkpoint is to be."""
+    folders = [damage.path for damage in case.damages if damage.kind == "folder"]
+    return BEGUN in outcome.stderr or any(
+        f"/{folder.CHECKPOINTS}/" in path or Path(path).name in TABLES for path in folders
+    )
 
 
 def given(case: Case, flag: str) -> str | None:
@@ -450,7 +452,7 @@ ODD = (
     *("file.txt", "empty", "foreign", RUN, STOPPED, STUDY, "nowhere/deep", "\udcff", "--sigma"),
 )
 odd = st.sampled_from(ODD) | st.text(
-    st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=8
+    st.characters(codec="utf-8", exclude_characters="\0"), max_size=8
 )
 
 #: Where runs may be sought and put.

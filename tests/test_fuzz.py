@@ -1,4 +1,4 @@
-"""A few of the cases that ``python -m benchmarks.fuzz`` tries by the thousand, and their judge."""
+"""A few of the cases that ``benchmarks/fuzz.py`` tries by the thousand, and their judge."""
 
 import shutil
 from collections import Counter

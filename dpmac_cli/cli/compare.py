@@ -41,8 +41,15 @@ def compare(**flags: Any) -> None:
     file, jobs = flags.pop("config"), flags.pop("jobs")
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
     flags.pop("debug")
+    errors = []
     if jobs is not None and not 1 <= jobs <= 1024:
-        raise InputError(f"--jobs must be from 1 to 1,024, not {jobs}.")
+        errors.append(f"--jobs must be from 1 to 1,024, not {jobs}.")
+    if dry_run and as_json:
+        errors.append(
+            "--dry-run and --json contradict each other: a plan has no results. Give one."
+        )
+    if errors:
+        raise InputError(errors)
     grid = plan(flags, file, out / RUNS)
     console.print_notes(grid.notes)
     if dry_run:

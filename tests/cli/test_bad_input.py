@@ -109,6 +109,7 @@ BAD = [
     Bad("eval model.safetensors --dataset mnist", 4, ["model.safetensors", "mnist"]),
     # Studies
     Bad(f"{STUDY} --out ''", 2, ["--out must not be empty"]),
+    Bad(f"{STUDY} --dry-run --json --jobs 0", 2, ["--dry-run and --json", "--jobs must be"]),
     Bad(f"{STUDY} --out foreign", 2, ["--out foreign", "not a study's"]),
     Bad(f"{STUDY} --out run", 2, ["--out run", "not a study's"]),
     Bad("compare --dataset mnist --data-dir empty --out new", 2, ["empty/MNIST/raw"]),
