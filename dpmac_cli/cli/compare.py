@@ -45,9 +45,7 @@ def compare(**flags: Any) -> None:
     if jobs is not None and not 1 <= jobs <= 1024:
         errors.append(f"--jobs must be from 1 to 1,024, not {jobs}.")
     if dry_run and as_json:
-        errors.append(
-            "--dry-run and --json contradict each other: a plan has no results. Give one."
-        )
+        errors.append("--dry-run and --json contradict each other: a plan has no table. Give one.")
     if errors:
         raise InputError(errors)
     grid = plan(flags, file, out / RUNS)
