@@ -21,6 +21,7 @@ from tests.secret_search import Secrets
 #: Batches of a size that no public number is near to: a draw deviates by 19 on average.
 BATCH = 700
 PUBLIC_FILES = {
+    "SHA256SUMS",
     "config.yaml",
     "metrics.jsonl",
     "model-card.md",
