@@ -83,7 +83,7 @@ class Mutant:
         except (OSError, ValueError) as failure:
             yield str(failure)
         for test in self.tests:
-            file, _, name = test.partition("::")
+            file, _, name = test.partition("[")[0].partition("::")
             if not (ROOT / file).is_file():
                 yield f"there is no {file}"
             elif f"def {name}" not in (ROOT / file).read_text(encoding="utf-8"):
