@@ -11,11 +11,12 @@ mended.
 """
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +34,18 @@ PACKAGE = "dpmac_cli"
 TABLE = Path(__file__).with_suffix(".toml")
 #: Seconds that tests may take: a bug may have them go on for ever.
 LIMIT = 1800
+#: Loaded before any test is run. None starts a thread.
+LIBRARIES = (
+    *("pytest", "numpy", "scipy.stats", "sklearn.datasets", "torch", "torchvision"),
+    *(
+        "torch.func",
+        "dp_accounting.pld.pld_privacy_accountant",
+        "safetensors.torch",
+        "typer.testing",
+    ),
+    *("dp_accounting.rdp.rdp_privacy_accountant", "matplotlib.pyplot", "rich.live"),
+)
+FORKS = multiprocessing.get_context("fork")
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
 PASSED, FAILED = 0, 1  # exit codes of pytest
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
@@ -139,22 +152,44 @@ def copy_tree(where: Path) -> Path:
     return Path(shutil.copytree(ROOT, where / "tree", ignore=ignored))
 
 
-def pytest(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
-    """Run tests of a tree up to the first failure: pytest's exit code, and what it printed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    command += ["-m", marker, f"--basetemp={tree.parent / 'files'}", *tests]
+def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
+    """Run tests of a tree up to the first failure: pytest's exit code, and what it printed.
+
+    In a process forked from this one, which has loaded the libraries, but nothing of the package.
+
+    Raises:
+        TimeoutError: they go on for ever.
+    """
+    arguments = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", marker]
+    arguments += [f"--rootdir={tree}", f"--basetemp={tree.parent / 'files'}", *tests]
+    said = tree.parent / "said"
+    process = FORKS.Process(target=_run_tests, args=(tree, arguments, said))
+    process.start()
+    process.join(LIMIT)
+    if process.is_alive():
+        process.kill()
+        raise TimeoutError(f"its tests take longer than {LIMIT} seconds")
+    return process.exitcode or 0, said.read_text(encoding="utf-8")
+
+
+def _run_tests(tree: Path, arguments: list[str], said: Path) -> None:
+    """What the forked process does."""
+    with said.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
     # No compiled file: one of the very same second and size would be taken for the mutant's.
+    sys.dont_write_bytecode = True
     settings = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
-    done = subprocess.run(  # noqa: S603
-        command,
-        cwd=tree,
-        env={"OMP_NUM_THREADS": "1", **os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    os.environ.update(settings)
+    sys.exit(int(importlib.import_module("pytest").main(arguments)))
+
+
+def load_libraries() -> None:
+    """What every run of the tests loads: here, once for all."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
 
 
 def examine(mutant: Mutant, tree: Path) -> Verdict:
@@ -168,8 +203,8 @@ def examine(mutant: Mutant, tree: Path) -> Verdict:
     source = file.read_text(encoding="utf-8")
     try:
         file.write_text(mutant.applied(source), encoding="utf-8")
-        code, said = pytest(tree, mutant.tests, mutant.marker)
-    except (ValueError, subprocess.TimeoutExpired) as failure:
+        code, said = run_tests(tree, mutant.tests, mutant.marker)
+    except (ValueError, TimeoutError) as failure:
         return verdict(BROKEN, why=str(failure))
     finally:
         file.write_text(source, encoding="utf-8")
@@ -184,7 +219,7 @@ def check_baseline(mutants: Sequence[Mutant], tree: Path) -> None:
     """Run all their tests without a mutant. Ends the program if they do not pass."""
     for marker in sorted({mutant.marker for mutant in mutants}):
         wanted = {test for m in mutants if m.marker == marker for test in m.tests}
-        code, said = pytest(tree, sorted(wanted), marker)
+        code, said = run_tests(tree, sorted(wanted), marker)
         if code != PASSED:
             wrong = "\n".join(FAILED_LINE.findall(said)) or said[-1000:]
             sys.exit(f"Without a mutant, tests do not pass:\n{wrong}")
@@ -246,6 +281,7 @@ def main() -> None:
         check(mutants)
     chosen = [m for m in mutants if options.only in m.name or options.only in m.file]
     verdicts = earlier(options.out) if options.only else {}
+    load_libraries()
     print("| mutant | cost | file | killed by | s |\n|---|---|---|---|---|", flush=True)  # noqa: T201
     unkilled = 0
     for verdict in examine_all(chosen, options.jobs):
