@@ -13,10 +13,10 @@ from torch import Tensor
 from dpmac_cli import assembly, checkpoint, folder, run
 from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
 from dpmac_cli.dp.per_sample import ClippedSum
-from dpmac_cli.engine import Evaluated, Reduced, Trainer
+from dpmac_cli.engine import Evaluated, Trainer
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.noise import noise_source as seeded_source
-from dpmac_cli.run import Finished, RunEvent, Started, Update
+from dpmac_cli.run import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.sampling import EpochSampler, IndependentSampler
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import RATE, SIGMA, digits_config
