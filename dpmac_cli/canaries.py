@@ -22,10 +22,12 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.noise import generator_state, restore_generator
 from dpmac_cli.sampling import Batch
 
-#: How far beyond the clipping bound every other canary's gradient ends.
+#: The reach of every other canary's gradient; that of the clipping is 1.
 FAR = 100.0
 #: The median of |z| for a standard normal z.
 MEDIAN = 0.6744897501960817
+#: What a loss that is no number counts as.
+WORST = 1e300
 #: Below, the noise that is seen counts as this, so that scores stay finite.
 LEAST_NOISE = 1e-6
 
@@ -132,7 +134,7 @@ class GradientCanaries(Canaries):
         heads = self._generator.integers(0, 2, len(self.scores))
         signs = torch.from_numpy(2.0 * heads - 1).to(self.scores.device)
         _, b = Spikes(self._coordinates, signs).where(region)
-        return Spikes(self._coordinates, signs * self._reach * b * (1 + centre_norm))
+        return Spikes(self._coordinates, signs * b * (self._reach + centre_norm))
 
     def expect(self, spikes: Spikes, c: Tensor, region: Ellipsoid) -> None:
         """Take note of what each adds to the whitened sum at its coordinate, if it is drawn."""
@@ -220,4 +222,4 @@ class ImageCanaries(Canaries):
 
     def judge(self, losses: Tensor) -> None:
         """The lower the loss of the trained model, the likelier is a canary in."""
-        self.scores.copy_(-losses.double().nan_to_num(nan=math.inf, posinf=1e300, neginf=-1e300))
+        self.scores.copy_(-losses.double().nan_to_num(nan=WORST, posinf=WORST))
