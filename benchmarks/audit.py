@@ -9,6 +9,7 @@ file are left out, so the study may take several sittings.
 
 import argparse
 import contextlib
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -77,18 +78,16 @@ BUGS: Mapping[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 def grid(common: Setting, canaries: Mapping[str, int], seeds: Iterable[int]) -> Iterable[Setting]:
     """Honest runs of every optimizer, and two of them with each bug; images for these two."""
-    for seed in seeds:
-        for bug in BUGS:
-            for optimizer in OPTIMIZERS if bug == "none" else ATTACKED:
-                for kind in canaries if optimizer in ATTACKED else ("gradients",):
-                    yield {
-                        **common,
-                        "optimizer": optimizer,
-                        "canaries": canaries[kind],
-                        "canary_kind": kind,
-                        "seed": seed,
-                        "bug": bug,
-                    }
+    for seed, kind, bug in itertools.product(seeds, canaries, BUGS):
+        for optimizer in OPTIMIZERS if (kind, bug) == ("gradients", "none") else ATTACKED:
+            yield {
+                **common,
+                "optimizer": optimizer,
+                "canaries": canaries[kind],
+                "canary_kind": kind,
+                "seed": seed,
+                "bug": bug,
+            }
 
 
 GRIDS: Mapping[str, Callable[[], Iterable[Setting]]] = {

@@ -28,8 +28,8 @@ HOLDS = (
     "more."
 )
 BROKEN = (
-    "The attack contradicts the claim: at this confidence the true epsilon is above it. That is a "
-    "bug in what trained this run. Publish no model that the same build has trained."
+    "The attack contradicts the claim, as of 20 sound runs one may by chance. Train and attack "
+    "again: if that says the same, what trains has a bug, and none of its models may be published."
 )
 
 
@@ -118,7 +118,7 @@ def _judge(found: Audit, run: Path, json: bool) -> None:
         claimed = math.inf if found.claimed is None else found.claimed
         out.print(f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}")
         out.print(
-            f"attack: {found.right:,} of {found.guesses:,} guesses right, about "
+            f"attack: {found.right:,} of {found.guesses:,} guesses right, "
             f"{len(found.coins):,} canaries ({found.kind})"
         )
         out.print(
