@@ -38,6 +38,10 @@ DRAWN_SECURELY = (
     "sensitivity before they were added."
 )
 DRAWN_BOTH_WAYS = "The last branch ran with --secure, an earlier one without."
+AUDIT_RUN = (
+    "An audit run: records made up for an attack were trained on beside the data set's. The model "
+    "is unfit for release."
+)
 NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
@@ -144,6 +148,19 @@ def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, 
         },
         "classes": list(facts.classes),
         "privacy": privacy(config, bill),
+        "audit": _audit(config),
+    }
+
+
+def _audit(config: TrainConfig) -> dict[str, Any] | None:
+    """What is public beforehand of an audit; None for any other run."""
+    if config.canaries is None:
+        return None
+    return {
+        "canaries": config.canaries,
+        "kind": config.canary_kind,
+        "guesses": config.guesses,
+        "statement": AUDIT_RUN,
     }
 
 
