@@ -448,6 +448,10 @@ def format_epsilon(epsilon: float) -> str:
     return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
 
 
+PLD_ENDS = (
+    "Privacy loss distributions end near a delta of 1e-14: ask for a larger delta, or price by "
+    "RDP, which reaches further (dpmac account --accountant rdp)."
+)
 NO_PRIVACY = "No privacy: no noise was added."
 
 
@@ -458,8 +462,7 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
     if not math.isfinite(epsilon):
         return (
             f"No finite epsilon could be shown at delta {delta:g}: gradients were clipped and "
-            "noise was added, but nothing can be promised. Ask for a larger delta; privacy loss "
-            "distributions end near 1e-14."
+            f"noise was added, but nothing can be promised. {PLD_ENDS}"
         )
     price = format_epsilon(epsilon)
     adjacency = events[0].sampling.adjacency

@@ -2,13 +2,16 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from dpmac_cli import config as configuration
+from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, load_data
 from dpmac_cli.diagnostics import Diagnostics
@@ -54,6 +57,9 @@ def make_trainer(
     data = data or load_data(config.data, data_folder(config.data_dir), device)
     facts, word = config.facts, _word(seeds["init"])
     model = build_model(config.model, facts, word, fix_norm=config.fix_norm).to(device)
+    canaries = _canaries(config, model, data, seeds)
+    if isinstance(canaries, ImageCanaries):
+        data = canaries.data
     mechanism = SecureMechanism if config.secure else GaussianMechanism
     return Trainer(
         model,
@@ -77,16 +83,35 @@ def make_trainer(
         ),
         make_sampler(
             config.sampler,
-            config.facts.train_size,
+            config.facts.train_size + (config.canaries or 0),
             config.batch_size,
             seeds["sampler"],
             config.secure,
+            config.sampling_rate,
         ),
         noise_source(seeds["noise"], config.secure),
         diagnostics.observe if diagnostics else None,
+        canaries,
         # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
         LayerDraws(seeds["layers"]) if ":" in config.model else None,
     )
+
+
+def _canaries(
+    config: TrainConfig,
+    model: nn.Module,
+    data: Data,
+    seeds: Mapping[str, np.random.SeedSequence],
+) -> Canaries | None:
+    """What an audit run adds to the records; None in any other."""
+    facts, count, device = config.facts, config.canaries, data.gain.device
+    if count is None:
+        return None
+    given = (count, seeds["canaries"], seeds["coins"], device)
+    if config.canary_kind == "images":
+        return ImageCanaries(data, facts.levels, len(facts.classes), *given)
+    parameters = sum(p.numel() for p in model.parameters())
+    return GradientCanaries(parameters, config.sampling_rate, len(data.train), *given)
 
 
 def data_folder(chosen: Path | None) -> Path:

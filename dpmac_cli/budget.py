@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from dpmac_cli.accounting import TrainingEvent, format_epsilon, total_epsilon
-from dpmac_cli.calibration import affordable_steps, calibrate_noise
+from dpmac_cli.calibration import affordable_steps, calibrate_noise, check_within_reach
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.errors import BudgetError
 
@@ -44,6 +44,8 @@ def affordable(
     count = affordable_steps(event, config.delta, config.max_epsilon, earlier)
     if count == 0 and event.steps > 0:
         first = total_epsilon((*earlier, replace(event, steps=1)), config.delta)
+        if config.sigma:
+            check_within_reach(first, config.delta)
         raise BudgetError(
             f"--max-epsilon {config.max_epsilon:g} allows no step: with the next one the run costs "
             f"{format_epsilon(first)} at sigma {config.sigma:g}. Raise --sigma or --max-epsilon."

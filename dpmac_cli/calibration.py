@@ -11,6 +11,7 @@ from dataclasses import replace
 from dpmac_cli.accounting import (
     COARSE,
     FINE,
+    PLD_ENDS,
     SIGMA_MAX,
     SIGMA_MIN,
     TrainingEvent,
@@ -47,7 +48,7 @@ def calibrate_noise(
         accountant: see :func:`dpmac_cli.accounting.total_epsilon`.
 
     Raises:
-        BudgetError: no noise multiplier up to 10,000 meets the target.
+        BudgetError: no noise multiplier up to 10,000 meets the target, or none has a price.
     """
     name = choose_accountant([_with_noise(event, LEAST_TICKS)], accountant)
     if event.steps == 0:
@@ -57,6 +58,7 @@ def calibrate_noise(
         return lambda ticks: total_epsilon((_with_noise(event, ticks),), delta, name, widest)
 
     least = price(FINE)(MOST_TICKS)
+    check_within_reach(least, delta)
     if least > target:
         raise BudgetError(
             f"No noise up to sigma {SIGMA_MAX:g} brings training ({event.steps} steps at sampling "
@@ -69,6 +71,12 @@ def calibrate_noise(
         return _smallest(price(FINE), target, bound, spread=1.1) / SIGMA_TICKS
     rough = _smallest(price(COARSE), target, bound, spread=1.5)
     return _smallest(price(FINE), target, rough, spread=1.01) / SIGMA_TICKS
+
+
+def check_within_reach(least: float, delta: float) -> None:
+    """Refuse a delta at which no price, the least neither, can be shown. Raises BudgetError."""
+    if math.isinf(least):
+        raise BudgetError(f"No finite epsilon can be shown at delta {delta:g}. {PLD_ENDS}")
 
 
 def least_delta(
@@ -193,6 +201,7 @@ def longest_run(
     def price(steps: int) -> float:
         return total_epsilon((replace(event, steps=steps),), delta, accountant)
 
+    check_within_reach(price(1), delta)
     if price(1) > budget:
         raise BudgetError(
             f"Not one step at noise multiplier {event.noise_multiplier:g} and sampling rate "
@@ -271,6 +280,8 @@ def largest_batch(
     def fits(steps_per_epoch: int) -> bool:
         return price(math.ceil(dataset_size / steps_per_epoch)) <= budget
 
+    if math.isinf(price(dataset_size)):
+        check_within_reach(price(1), delta)
     # Few steps an epoch, where the price need not fall with them, are tried one by one.
     stretch = next((k for k in range(1, min(FEW, dataset_size)) if fits(k)), 0)
     if not stretch:

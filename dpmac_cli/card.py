@@ -69,6 +69,8 @@ def _lead(report: Mapping[str, Any]) -> Iterator[str]:
         yield price["statement"]
     else:
         yield f"**{NO_PRIVACY} Anything about a training record may be read off this model.**"
+    if report["audit"]:
+        yield f"**{report['audit']['statement']}**"
     if report["diagnostics"]:
         yield f"**`{folder.DIAGNOSTICS}` was written beside this model. {report['diagnostics']}**"
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
@@ -181,14 +181,14 @@ def finished_report(run: Run) -> dict[str, Any] | None:
     return report if report.get("state") == "finished" else None
 
 
-def _events(runs: Iterable[Run]) -> list[TrainingEvent]:
-    """What all runs together did, those without privacy left out; an event a kind."""
-    steps: dict[TrainingEvent, int] = {}
+def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
+    """What all runs together did, those without privacy left out.
+
+    An event a run: each begins epochs of its own, so that their steps may not be added up.
+    """
     for run in runs:
         if not run.config.no_dp:
-            kind = training_event(run.config, 0)
-            steps[kind] = steps.get(kind, 0) + run.config.total_steps
-    return [replace(kind, steps=count) for kind, count in steps.items()]
+            yield training_event(run.config, run.config.total_steps)
 
 
 def _judged(cells: Sequence[Cell]) -> list[Cell]:

@@ -26,6 +26,9 @@ _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
 RANGE = (rf"{_NUMBER},{_NUMBER}", "two numbers, such as 0,1")
 KAPPAS = ("paper", "exact", "tracked")
 PHIS = ("paper", "tracked")
+CANARY_KINDS = ("gradients", "images")
+#: Fewer guesses, all of them right, could not show an epsilon above 1.8.
+FEW_GUESSES = 20
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ OWN_DATA = (
     "a folder with a folder of images a class, or an .npz",
 )
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
+AUDIT = "Audit"
 PER_DATASET = "[default: the data set's]"
 
 
@@ -204,6 +208,27 @@ class TrainConfig:
         "paper", "What DP-MacAdamBC takes for the noise's share.", OPTIMIZER, choices=PHIS
     )
 
+    canaries: int | None = _setting(
+        None,
+        "Attack this run's own guarantee by so many made-up records: 1,000 or more. The model is "
+        "then for the audit only.",
+        AUDIT,
+        bounds=Bounds(2, 10**6),
+    )
+    canary_kind: str | None = _setting(
+        None,
+        "What they are: gradients, for the strongest attack, or images. [default: gradients]",
+        AUDIT,
+        choices=CANARY_KINDS,
+    )
+    guesses: int | None = _setting(
+        None,
+        "How many the attack guesses, half of them in, half out. [default: a tenth of the "
+        f"canaries, and {FEW_GUESSES} at least]",
+        AUDIT,
+        bounds=Bounds(1, 10**6),
+    )
+
     physical_batch: int = _setting(
         None, f"Samples worked on at a time. {PER_DATASET}", RUN, bounds=COUNT
     )
@@ -302,8 +327,8 @@ class TrainConfig:
 
     @property
     def sampling_rate(self) -> float:
-        """q = B/n."""
-        return self.batch_size / self.facts.train_size
+        """q = B/n; with K canaries B/(n + K/2), where how many of them are in is secret."""
+        return self.batch_size / (self.facts.train_size + (self.canaries or 0) / 2)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -358,6 +383,8 @@ INCOMPATIBLE = {
     ("seed", "secure"): "whoever chose a seed knows the draws that --secure keeps from everyone",
     ("compile", "secure"): "compiled steps add their noise in another way, off the grid",
     ("no_dp", "secure"): "without noise there is nothing to make secure",
+    ("no_dp", "canaries"): "without a claim there is nothing to audit",
+    ("compile", "canaries"): "compiled steps do not hand out what the attack looks at",
 }
 
 
@@ -703,6 +730,9 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
         rest["sigma"] = 0.0
     elif plain.epsilon is None:
         rest["sigma"] = defaults.sigma
+    if plain.canaries is not None:
+        rest["canary_kind"] = CANARY_KINDS[0]
+        rest["guesses"] = max(plain.canaries // 10, min(plain.canaries, FEW_GUESSES))
     return TrainConfig(**{**rest, **values})
 
 
@@ -719,12 +749,31 @@ def _check_together(config: TrainConfig, errors: list[str]) -> None:
             f"--batch-size ({config.batch_size}) must not be above the size of {config.dataset}, "
             f"{config.facts.train_size}."
         )
+    errors.extend(_audit_faults(config))
     if not STEPS.holds(config.total_steps):
         errors.append(
             f"--epochs {config.epochs} is {config.total_steps:,} steps in all at a --batch-size of "
             f"{config.batch_size:,}; a run takes at most {STEPS.high:,}. Choose fewer epochs or "
             "larger batches."
         )
+
+
+def _audit_faults(config: TrainConfig) -> Iterable[str]:
+    """Faults between the settings of an audit and others."""
+    if config.canaries is None:
+        for name in ("canary_kind", "guesses"):
+            if getattr(config, name) is not None:
+                yield f"--{flag_name(name)} is of an audit: add --canaries, or leave it out."
+        return
+    if config.sampler != "poisson":
+        yield (
+            f"--canaries: only poisson sampling can be audited, not {config.sampler}. Leave out "
+            "--sampler or --canaries."
+        )
+    if config.canary_kind == "images" and config.source is not None:
+        yield "--canary-kind images is for the data sets of the catalogue: leave it out."
+    if (config.guesses or 0) > config.canaries:
+        yield f"--guesses ({config.guesses:,}) must not be above --canaries ({config.canaries:,})."
 
 
 def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:

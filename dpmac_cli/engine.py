@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries
 from dpmac_cli.data import Data, Split
 from dpmac_cli.dp.fused import compile_norms, compile_terms, compile_update
 from dpmac_cli.dp.geometry import (
@@ -99,6 +100,7 @@ class TrainState:
         chunk: samples worked on at a time: the physical batch, halved when memory runs out.
         sampler: draws the batches; secret.
         noise: draws the noise; secret.
+        canaries: of an audit run; their coins are secret.
         layers: what layers draw, such as dropout; None for a model none of whose layers draw.
     """
 
@@ -110,10 +112,11 @@ class TrainState:
     chunk: int
     sampler: Sampler
     noise: NoiseSource
-    layers: LayerDraws | None
+    canaries: Canaries | None = None
+    layers: LayerDraws | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name. All of them are post-noise."""
+        """Every tensor by name. All of them are post-noise, but for the canaries' coins."""
         named = {
             "theta": self.theta,
             "m": self.moments.m,
@@ -125,6 +128,8 @@ class TrainState:
         }
         if self.spread is not None:
             named |= {"s": self.spread.s, "psi": self.spread.psi}
+        if self.canaries is not None:
+            named |= self.canaries.tensors()
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def numbers(self) -> dict[str, Any]:
@@ -135,6 +140,7 @@ class TrainState:
             "kappa_star": self.spread.kappa_star if self.spread else 0.0,
             "sampler": self.sampler.state(),
             "noise": self.noise.state(),
+            "canaries": self.canaries.state() if self.canaries else None,
             "layers": None if self.layers is None else self.layers.state(),
         }
 
@@ -161,6 +167,8 @@ class TrainState:
         self.chunk = numbers["chunk"]
         self.sampler.restore(numbers["sampler"])
         self.noise.restore(numbers["noise"])
+        if self.canaries is not None:
+            self.canaries.restore(numbers["canaries"])
         if self.layers is not None:
             self.layers.restore(numbers["layers"])
 
@@ -208,6 +216,7 @@ class Trainer:
         plan: what the run will do.
         sampler, noise: the run's two secrets.
         observer: sees losses and norms that are NOT private; for diagnostics only.
+        canaries: of an audit run. ``sampler`` draws from them too; images are in ``data`` already.
         layers: see :class:`TrainState`.
 
     Raises:
@@ -225,6 +234,7 @@ class Trainer:
         sampler: Sampler,
         noise: NoiseSource,
         observer: Callable[[int, Tensor, Tensor], None] | None = None,
+        canaries: Canaries | None = None,
         layers: LayerDraws | None = None,
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
@@ -254,7 +264,16 @@ class Trainer:
             noise=torch.zeros_like(theta) if track_noise else None,
         )
         self.state = TrainState(
-            theta, moments, region, spread, 0, plan.physical_batch, sampler, noise, layers
+            theta,
+            moments,
+            region,
+            spread,
+            0,
+            plan.physical_batch,
+            sampler,
+            noise,
+            canaries,
+            layers,
         )
         self._sum = torch.empty_like(theta)
         self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)
@@ -265,18 +284,21 @@ class Trainer:
         )
         self._blocks = blocks(theta.numel(), theta.device)
         self._observer = observer
+        self._spiking = canaries if isinstance(canaries, GradientCanaries) else None
 
     def step(self) -> None:
         """One step of Algorithm 1. An empty batch is a step like any other: noise alone."""
         state, geometry = self.state, self._geometry
         with nullcontext() if state.layers is None else state.layers.of(state.step):
-            clipped = self._clipped_batch(state.sampler.draw())  # lines 3 to 8
+            clipped = self._clipped_draw(state.sampler.draw())  # lines 3 to 8
         state.step += 1
         state.moments.begin(state.step)
         geometry.begin(state.step, state.spread)
         sums = self._updates(clipped)
         if state.spread is not None:
             state.region.factor.copy_(torch.stack(sums).sum())
+        if self._spiking is not None:
+            self._spiking.judge()
 
     def _updates(self, clipped: Tensor) -> list[Tensor]:
         """Lines 9 to 20, block by block or compiled; the parts of the sum in line 20."""
@@ -295,8 +317,34 @@ class Trainer:
         region, moments = state.region.part(block), state.moments.part(block)
         spread = None if state.spread is None else state.spread.part(block)
         private = self.mechanism.release(clipped, region, state.noise)  # lines 9 to 11
+        if self._spiking is not None:
+            self._spiking.hear(private, region, block, self.mechanism.expected_batch)
         self._rule(state.theta[block], self.hyper.lr, private, moments)  # lines 12 to 15
         return self._geometry.estimate(private, moments, region, spread)  # lines 16 to 20
+
+    def _clipped_draw(self, drawn: NDArray[np.int64]) -> Tensor:
+        """The sum of clipped, centred gradients of all that was drawn, canaries too; shape (d,)."""
+        canaries = self.state.canaries
+        if canaries is None:
+            return self._clipped_batch(drawn)
+        records, met = canaries.part(drawn)
+        clipped = self._clipped_batch(records)
+        return clipped if self._spiking is None else self._spiked(clipped, met, self._spiking)
+
+    def _spiked(
+        self, clipped: Tensor, met: NDArray[np.int64], canaries: GradientCanaries
+    ) -> Tensor:
+        """Add the clipped, centred gradients of some canaries to a sum."""
+        region = self.state.region
+        spikes = canaries.spikes(region, self._clipped_sum.centre_norm(self._metric))
+        c = self._clipped_sum.weights(spikes, self._metric)
+        canaries.expect(spikes, c, region)
+        if len(met) == 0:
+            return clipped
+        # In float64: the margin of the clipping is for the rounding of the other samples' sum.
+        total, which = clipped.double(), torch.from_numpy(met).to(clipped.device)
+        spikes.some(which).add_to(total, c[which], region)
+        return total
 
     def _clipped_batch(self, drawn: NDArray[np.int64]) -> Tensor:
         """The sum of clipped, centred gradients of a batch, shape (d,), chunk by chunk."""
@@ -345,6 +393,13 @@ class Trainer:
                 "--model or another --device."
             )
         self.state.chunk //= 2
+
+    def audited(self) -> Canaries | None:
+        """The canaries of an audit run that is over, scored."""
+        canaries = self.state.canaries
+        if isinstance(canaries, ImageCanaries):
+            canaries.judge(losses_of(self.model, self.data, canaries.split))
+        return canaries
 
     def check_finite(self) -> None:
         """Refuse parameters that are not finite. Synchronises with the device.
@@ -453,6 +508,20 @@ def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
     model.train(training)
     assert confusion is not None, "an empty split"  # noqa: S101
     return Evaluation(loss / len(split), confusion.cpu())
+
+
+@torch.no_grad()
+def losses_of(model: nn.Module, data: Data, split: Split) -> Tensor:
+    """The cross entropy of each sample of a split, shape (samples,)."""
+    training = model.training
+    model.eval()
+    losses = []
+    for begin in range(0, len(split), EVALUATION_BATCH):
+        part = slice(begin, begin + EVALUATION_BATCH)
+        logits = model(data.standardised(split.images[part]))
+        losses.append(cross_entropy(logits, split.labels[part], reduction="none"))
+    model.train(training)
+    return torch.cat(losses)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,13 @@ REPORT = "report.json"
 METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
 CARD = "model-card.md"
+AUDIT = "audit.json"
 DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
 CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
 PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
-FILES = (*PUBLISHED, DIAGNOSTICS)
+SEALED = (*PUBLISHED, AUDIT)
+FILES = (*SEALED, DIAGNOSTICS)
 #: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
 #: of the diagnostics would tell something of them.
 SUMS = "SHA256SUMS"
@@ -92,7 +94,7 @@ def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) 
             os.fsync(handle)
 
 
-def seal(where: Path, names: Iterable[str] = PUBLISHED) -> None:
+def seal(where: Path, names: Iterable[str] = SEALED) -> None:
     """Write SHA256SUMS over those of some files that are there.
 
     It comes last, and goes before any of them changes: a kill in between leaves files without

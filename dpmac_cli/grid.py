@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from dpmac_cli.errors import InputError
 #: Settings of one run that are the study's own business.
 NOT_IN_A_STUDY = (
     *("seed", "secure", "out", "force", "json", "quiet", "debug"),
-    *("max_epsilon", "diagnostics"),
+    *("max_epsilon", "diagnostics", "canaries", "canary_kind", "guesses"),
 )
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
@@ -114,15 +115,21 @@ def _seeds(texts: Sequence[str]) -> tuple[int, ...]:
         raise InputError(
             f"--seeds: '{','.join(texts)}' is neither how many (5) nor which (3,7,8)."
         ) from None
-    seeds = tuple(range(numbers[0])) if len(numbers) == 1 else tuple(dict.fromkeys(numbers))
+    alone = len(numbers) == 1
+    seeds = range(min(numbers[0], MOST_SEEDS + 1)) if alone else tuple(dict.fromkeys(numbers))
     if not 1 <= len(seeds) <= MOST_SEEDS or min(seeds) < 0:
         raise InputError(
             f"--seeds must be a number from 1 to {MOST_SEEDS:,}, or seeds that are not negative."
         )
-    return seeds
+    return tuple(seeds)
 
 
 def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
+    count = math.prod(map(len, given.values())) * len(seeds)
+    if count > MOST_RUNS:  # before any is looked at, which takes its time
+        raise InputError(
+            f"{count:,} combinations of values and seeds; a study takes at most {MOST_RUNS:,}."
+        )
     column = "epsilon" if "epsilon" in given else "sigma"
     varied = [name for name, values in given.items() if len(values) > 1]
     axes = ["optimizer", *(name for name in varied if name not in ("optimizer", column))]
@@ -145,8 +152,6 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         shown = tuple((flag_name(name), label) for name, label in labels.items())
         cells.setdefault((shown, getattr(config, column)), (config, shown))
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
-    if len(cells) * len(seeds) > MOST_RUNS:
-        errors[f"{len(cells) * len(seeds):,} runs; a study takes at most {MOST_RUNS:,}."] = None
     if errors:
         raise InputError(tuple(errors))
     runs = tuple(_runs(cells.values(), column, seeds, root))

@@ -12,8 +12,8 @@ from torch import Tensor
 from dpmac_cli.keystream import SPARE, KeyStream
 
 #: Names of the streams of random numbers in a run. Each has a generator of its own, so that no
-#: draw for one purpose can be read off the draws for another.
-STREAMS = ("init", "sampler", "noise", "layers")
+#: draw for one purpose can be read off the draws for another. A stream's place is part of its seed.
+STREAMS = ("init", "sampler", "noise", "canaries", "coins", "layers")
 #: The least u, in (0, 1]; 0.5 + LEAST_U is exact in float64.
 LEAST_U = 2.0**-53
 #: Pairs of normals made at a time, so that what they are made from stays in cache.

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -27,16 +27,14 @@ DASHES = ("-", "--", "-.", ":")
 MOST_LINES = len(COLOURS) * len(DASHES)
 
 
-def check_picture(path: Path) -> None:
-    """Refuse a file that no picture can be written to, before anything is worked out.
-
-    Raises:
-        InputError: its name does not end in .png or .svg, or its folder does not exist.
-    """
+def faults_of_picture(path: Path) -> Iterator[str]:
+    """Why no picture can be written to a file, to be known before anything is worked out."""
     if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"--plot {path} must end in {' or '.join(SUFFIXES)}.")
+        yield f"--plot {path} must end in {' or '.join(SUFFIXES)}."
+    if path.is_dir():
+        yield f"--plot {path} is a folder. Name a file."
     if not path.parent.is_dir():
-        raise InputError(f"--plot {path}: the folder {path.parent} does not exist. Make it first.")
+        yield f"--plot {path}: the folder {path.parent} does not exist. Make it first."
 
 
 def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:

@@ -32,6 +32,7 @@ from dpmac_cli.config import COUNT, POSITIVE, PROBABILITY, Bounds, delta_note, n
 from dpmac_cli.errors import BudgetError, InputError
 
 DEFAULT_DATASET, DEFAULT_DELTA = "mnist", 1e-5
+MOST_ROWS = 1000
 SOLVABLE = ("sigma", "steps", "batch-size", "delta")
 #: How a number is read, its bounds, and whether several may be given with commas between.
 NUMBERS: Mapping[str, tuple[type, Bounds, bool]] = {
@@ -118,16 +119,17 @@ class Row:
     events: tuple[TrainingEvent, ...]
 
 
-def ask(flags: Mapping[str, str | None]) -> Question:
+def ask(flags: Mapping[str, str | None], found: Sequence[str] = ()) -> Question:
     """Turn what was typed into one checked question.
 
     Args:
         flags: text by flag name ("batch-size"); None where not given.
+        found: faults that were found before.
 
     Raises:
         InputError: with every fault found.
     """
-    errors: list[str] = []
+    errors = list(found)
     values = parse(flags, errors)
     solve = _what_to_solve(values, errors)
     named: str = values.get("dataset", "" if "dataset-size" in values else DEFAULT_DATASET)
@@ -147,6 +149,10 @@ def ask(flags: Mapping[str, str | None]) -> Question:
     errors += _misfits(sizes, batches, values.get("epochs", ()))
     sampler = values.get("sampler", "poisson")
     accountants = accountants_for(sampler, values.get("accountant"), errors)
+    several = (values.get("sigma"), lengths, values.get("epsilon"), accountants)
+    rows = math.prod(len(given) for given in several if given)
+    if rows > MOST_ROWS:
+        errors.append(f"{rows:,} prices; a table has at most {MOST_ROWS:,}. Give fewer values.")
     if errors:
         raise InputError(errors)
     (delta,) = values.get("delta", (0.0 if solve == "delta" else DEFAULT_DELTA,))

@@ -40,17 +40,19 @@ TOLERANCE = 1e-3
 BESIDE_A_RUN = ("delta", "accountant", "runs")
 
 
-def recount(path: Path, flags: Mapping[str, str | None]) -> Recount:
+def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = ()) -> Recount:
     """Price a run again from its report.
 
     Args:
         path: a run folder, or a report.
         flags: as for :func:`dpmac_cli.pricing.ask`; only :data:`BESIDE_A_RUN` may be given.
+        found: faults that were found before.
 
     Raises:
         InputError: there is no report of ours, or a flag contradicts it.
     """
-    errors = [
+    errors = list(found)
+    errors += [
         f"--{name} contradicts {path}, which says what was done: leave it out."
         for name, text in flags.items()
         if text is not None and name not in BESIDE_A_RUN

@@ -43,6 +43,10 @@ HELD_OUT = (
     "The test records were split off the private ones. They are private themselves, and nothing "
     "that is measured on them is covered."
 )
+AUDIT_RUN = (
+    "An audit run: records made up for an attack were trained on beside the data set's. The model "
+    "is unfit for release."
+)
 NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
@@ -158,6 +162,19 @@ def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, 
         },
         "classes": list(facts.classes),
         "privacy": privacy(config, bill),
+        "audit": _audit(config),
+    }
+
+
+def _audit(config: TrainConfig) -> dict[str, Any] | None:
+    """What is public beforehand of an audit; None for any other run."""
+    if config.canaries is None:
+        return None
+    return {
+        "canaries": config.canaries,
+        "kind": config.canary_kind,
+        "guesses": config.guesses,
+        "statement": AUDIT_RUN,
     }
 
 

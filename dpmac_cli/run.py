@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli import checkpoint, folder
+from dpmac_cli import audit, checkpoint, folder
 from dpmac_cli import config as configuration
 from dpmac_cli.accounting import (
     EpsilonSchedule,
@@ -246,7 +246,10 @@ def resume(
 
 
 #: Settings that make another run, not another branch of the same.
-FIXED = ("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon")
+FIXED = (
+    *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon"),
+    *("canaries", "canary_kind", "guesses"),
+)
 #: Settings that change nothing about what is computed.
 ASIDE = ("device", "diagnostics")
 
@@ -279,6 +282,11 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
     earlier = tuple(TrainingEvent(**event) for event in record["earlier"])
     branch = None
     base = record["base"]
+    if changed and config.canaries is not None:
+        raise InputError(
+            f"{where} is an audit run, which can only go on as it was ({', '.join(changed)} "
+            "changed): an audit is of one guarantee, and guesses one set of coins. Start a new run."
+        )
     if changed:
         branch = f"{', '.join(changed)} changed"
         earlier = (*earlier, _taken(saved, metrics))
@@ -395,7 +403,6 @@ def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Re
     def due(step: int) -> bool:
         return every_steps is not None and step % every_steps == 0
 
-    _show(session)
     with ThreadPoolExecutor(1) as pool:
         # Prices are composed beside the training, which they must not hold up.
         prices = pool.submit(_prices, session)
@@ -458,11 +465,31 @@ def _publish(session: Session, total_seconds: float) -> Finished:
     report = build_report(config, facts, trainer.state.step, outcome)
     folder.write_atomically(where / folder.CARD, model_card(report, trainer.model).encode())
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
+    if state != "interrupted":
+        _write_audit(session, report)
     if trainer.state.step == session.steps:  # else lines may be ahead, or damaged, and must stay
         _write_metrics(session)
     folder.seal(where)
     folder.drop_replaced(where)
     return Finished(report, where, state)
+
+
+def _write_audit(session: Session, report: Mapping[str, Any]) -> None:
+    """Write audit.json, coins and all: only when the run is over, and cannot go on."""
+    canaries = session.trainer.audited()
+    if canaries is None:
+        return
+    price, settings = report["privacy"], report["audit"]
+    found = audit.Audit(
+        price["epsilon"],
+        price["delta"],
+        settings["kind"],
+        settings["guesses"],
+        tuple(canaries.scores.tolist()),
+        tuple(canaries.coins.tolist()),
+    )
+    text = folder.to_json(found.as_json())
+    folder.write_atomically(session.where / folder.AUDIT, text.encode())
 
 
 @contextlib.contextmanager

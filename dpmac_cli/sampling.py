@@ -223,7 +223,12 @@ class EpochSampler:
 
 
 def make_sampler(
-    name: str, size: int, batch: int, seed: np.random.SeedSequence, secure: bool = False
+    name: str,
+    size: int,
+    batch: int,
+    seed: np.random.SeedSequence,
+    secure: bool = False,
+    rate: float | None = None,
 ) -> Sampler:
     """A sampler as :data:`dpmac_cli.accounting.SAMPLERS` prices it.
 
@@ -233,12 +238,14 @@ def make_sampler(
         batch: B, in [1, n]; the size that is drawn may differ, may be 0, and is private.
         seed: the sampler's own secret.
         secure: whether a cipher draws.
+        rate: q of "poisson", in (0, 1]; None for B/n.
     """
     steps = math.ceil(size / batch)
     draws: Draws = SecureDraws(size, seed) if secure else SeededDraws(size, seed)
     match name:
         case "poisson":
-            return IndependentSampler(lambda: draws.independently(batch / size), draws)
+            q = batch / size if rate is None else rate
+            return IndependentSampler(lambda: draws.independently(q), draws)
         case "fixed-size":
             return IndependentSampler(lambda: draws.exactly(batch), draws)
         case "balls-in-bins":

@@ -58,11 +58,17 @@ def warnings(comparison: Comparison) -> list[str]:
     runs = sum(len(cell.accuracies) + len(cell.failures) for cell in comparison.cells)
     if runs < 2:
         return [seeds]
-    return [
-        seeds,
+    bill = (
         f"An epsilon above is the price of one run fixed in advance. All {runs} runs trained on "
         "the same records: publishing what was learnt from all of them, such as which is best, "
-        f"costs epsilon {format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all.",
+        f"costs epsilon {format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all."
+    )
+    if len(comparison.cells) == 1:
+        return [seeds, bill]
+    return [
+        seeds,
+        f"{bill} That is for runs drawn independently. Runs of the same seed share batches and "
+        "noise: from two of their models the noise can be subtracted, so publish no two of them.",
     ]
 
 

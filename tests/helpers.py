@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dpmac_cli.canaries import Canaries
 from dpmac_cli.data import Data, Split
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -152,6 +153,7 @@ def make_trainer(
     model: nn.Module | None = None,
     sampler: Sampler | None = None,
     noise: NoiseSource | None = None,
+    canaries: Canaries | None = None,
     **hyper: Any,
 ) -> Trainer:
     """A trainer of the tiny task, fresh; ``hyper`` changes some of :data:`HYPER`."""
@@ -168,6 +170,7 @@ def make_trainer(
         plan,
         sampler or make_sampler("poisson", records, batch, seeds["sampler"]),
         noise or SeededNoise(seeds["noise"]),
+        canaries=canaries,
     )
 
 

@@ -3,13 +3,16 @@
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from dpmac_cli.compare import Cell, holm, paired_p_value, standing_of
+from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
+from dpmac_cli.compare import Cell, collect, holm, paired_p_value, standing_of
+from dpmac_cli.grid import plan
 
 
 def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
@@ -87,3 +90,15 @@ def test_one_seed_tells_nothing() -> None:
     assert standing_of([cell(0.9), cell(0.1)]) == ["", ""]
     assert standing_of([cell(0.9, 0.91), cell(0.1)]) == ["", ""]
     assert standing_of([]) == []
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_study_costs_what_all_of_its_runs_cost(sampler: str, tmp_path: Path) -> None:
+    """Each run deals anew: of 13 steps, an epoch being 12, every one pays for two epochs begun."""
+    flags = {"dataset": "digits", "optimizers": "dp-sgd", "sampler": sampler}
+    study = plan({**flags, "sigma": "6,8", "steps": "13", "seeds": "3"}, None, tmp_path)
+    rate, steps = (1.0, 2) if SAMPLERS[sampler].once_an_epoch else (128 / 1437, 13)
+    kind = sampler if rate < 1 else "poisson"
+    events = tuple(TrainingEvent(rate, sigma, 3 * steps, kind) for sigma in (6.0, 8.0))
+    assert collect(study, {}).bill == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)

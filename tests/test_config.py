@@ -55,6 +55,9 @@ VALUES: Mapping[str, Any] = {
     "kappa": "tracked",
     "sampler": "balls-in-bins",
     "phi": "tracked",
+    "canaries": 100,
+    "canary_kind": "images",
+    "guesses": 30,
     "physical_batch": 32,
     "compile": True,
     "device": "cpu",
@@ -66,6 +69,11 @@ VALUES: Mapping[str, Any] = {
     "json": True,
     "quiet": True,
     "debug": True,
+}
+#: What some mean nothing without.
+BESIDE: Mapping[str, Mapping[str, Any]] = {
+    "canary_kind": {"canaries": 100},
+    "guesses": {"canaries": 100},
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
 
@@ -107,7 +115,8 @@ def test_the_values_above_cover_every_setting() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_flag_is_a_key_of_the_file(file: Path, name: str, separator: str) -> None:
     value = str(VALUES[name]) if KINDS[name] is Path else VALUES[name]
-    config = from_file(file, {name.replace("_", separator): value}).config
+    beside = BESIDE.get(name, {})
+    config = from_file(file, {name.replace("_", separator): value, **beside}).config
     assert getattr(config, name) == VALUES[name]
 
 
@@ -115,7 +124,10 @@ def test_every_flag_is_a_key_of_the_file(file: Path, name: str, separator: str) 
 def test_a_flag_says_the_same_as_the_file(file: Path, name: str) -> None:
     value = str(VALUES[name]) if KINDS[name] is Path else VALUES[name]
     typed = value if KINDS[name] is bool else str(value)
-    assert from_file(file, {name: value}).config == resolve({name: typed}).config
+    beside = BESIDE.get(name, {})
+    assert (
+        from_file(file, {name: value, **beside}).config == resolve({name: typed, **beside}).config
+    )
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
@@ -338,6 +350,8 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "gamma_prime": ("0", "-1e-8"),
     "h1": ("0", "-1"),
     "h2": ("0", "-1"),
+    "canaries": ("0", "1", "1000001"),
+    "guesses": ("0", "-1", "1000001"),
     "physical_batch": ("0", "-1", "1000000001"),
     "seed": ("-1",),
     "test_fraction": ("0", "1", "-0.5"),

@@ -143,7 +143,7 @@ def test_every_fault_is_named_once() -> None:
         assert word in text
 
 
-@pytest.mark.parametrize("seeds", ["0", "-1", "x", "1.5", "", "1001", "-3,4"])
+@pytest.mark.parametrize("seeds", ["0", "-1", "x", "1.5", "", "1001", "-3,4", "9" * 30])
 def test_wrong_seeds_are_refused(seeds: str) -> None:
     [fault] = faults(optimizers="dp-sgd", seeds=seeds)
     assert "--seeds" in fault
@@ -153,6 +153,12 @@ def test_a_study_has_an_end() -> None:
     many = ",".join(str(1 + n / 1000) for n in range(200))
     [fault] = faults(optimizers="dp-sgd", sigma=many, seeds="100")
     assert "10,000" in fault
+
+
+def test_too_large_a_study_is_refused_before_it_is_worked_out() -> None:
+    many = ",".join(map(str, range(1, 2000)))
+    [fault] = faults(optimizers="all", sigma=many, lr=many, h1=many, h2=many, seeds="1")
+    assert "combinations" in fault
 
 
 def test_sigma_and_epsilon_contradict() -> None:

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from dpmac_cli import plots
 from dpmac_cli.accounting import TrainingEvent
 from dpmac_cli.errors import InputError
-from dpmac_cli.plots import MOST_LINES, check_picture, draw_prices, line_style
+from dpmac_cli.plots import MOST_LINES, draw_prices, faults_of_picture, line_style
 from dpmac_cli.pricing import Question, Row, answer, price
 
 DELTA = 1e-5
@@ -91,13 +91,20 @@ def test_an_svg_is_whole() -> None:
 
 @pytest.mark.parametrize("name", ["price.pdf", "price", "price.png.txt", "", "no/price.png", "no/"])
 def test_a_file_that_cannot_be_a_picture_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match="--plot"):
-        check_picture(Path(name))
+    faults = list(faults_of_picture(Path(name)))
+    assert faults
+    assert all(fault.startswith("--plot") for fault in faults)
 
 
 def test_a_file_that_can_be_one_is_not() -> None:
     for name in ("price.png", "PRICE.SVG", "./price.svg"):
-        check_picture(Path(name))
+        assert not list(faults_of_picture(Path(name)))
+
+
+def test_a_folder_is_no_picture() -> None:
+    Path("price.png").mkdir()
+    [fault] = faults_of_picture(Path("price.png"))
+    assert "price.png is a folder" in fault
 
 
 def test_a_file_that_cannot_be_written_is_an_os_error() -> None:

@@ -110,6 +110,8 @@ REFUSED = [
     Refused("--sigma 1 --sampler possion", ["Did you mean poisson"]),
     Refused("--sigma 1 --accountant rpd", ["Did you mean rdp"]),
     Refused("--sigma 1 --solve stesp", ["Did you mean steps"]),
+    # Too many
+    Refused(f"--sigma {','.join(['1'] * 40)} --steps {','.join(['1'] * 40)}", ["1,600 prices"]),
     # All at once
     Refused(
         "--sigma -1,x --epochs 1.5 --steps 2 --delta 7 --sampler none --accountant none --runs 0",

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dpmac_cli import assembly, checkpoint, folder, run
 from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
-from dpmac_cli.engine import Evaluated
-from dpmac_cli.errors import InputError
+from dpmac_cli.dp.per_sample import ClippedSum
+from dpmac_cli.engine import Evaluated, Trainer
+from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.noise import noise_source as seeded_source
-from dpmac_cli.run import Finished, RunEvent, Started, Update
+from dpmac_cli.run import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.sampling import EpochSampler, IndependentSampler
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import RATE, SIGMA, digits_config
@@ -213,6 +214,66 @@ def test_steps_shown_after_the_checkpoint_are_paid_for_even_after_two_kills() ->
 
 
 @pytest.mark.privacy
+def test_that_a_run_diverged_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told after step 12, past the last checkpoint, and is computed from the records."""
+
+    def check_finite(trainer: Trainer) -> None:
+        if trainer.state.step >= 12:
+            raise DivergedError(trainer.state.step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "check_finite", check_finite)
+        with pytest.raises(DivergedError, match="after step 12"):
+            finish(run.train(start(out="run", checkpoint_every="10")))
+    finished = finish(run.resume(Path("run"), {"lr": "0.0001"}))
+    assert [event["steps"] for event in finished.report["privacy"]["events"]] == [12, STEPS - 10]
+
+
+@pytest.mark.privacy
+def test_no_checkpoint_of_the_branch_that_is_left_stays() -> None:
+    """Its bill lacks the new branch, which would be free if the run went back to it."""
+    first = finish(run.train(start(out="run"), after(6)))
+    kill(run.resume(first.folder, {"lr": "0.01"}), lambda event: isinstance(event, Started))
+    (left,) = (first.folder / checkpoint.FOLDER).glob("step-*")
+    assert len(checkpoint.newest(first.folder).record["earlier"]) == 1
+    left.write_bytes(b"")
+    with pytest.raises(InputError, match="cannot be resumed"):
+        finish(run.resume(first.folder, {}))
+
+
+@pytest.mark.privacy
+def test_a_budget_covers_the_branches_before() -> None:
+    first = finish(run.train(start(out="run")))
+    spent = first.report["privacy"]["epsilon"]
+    budget = round(1.2 * spent, 4)
+    last = finish(run.resume(first.folder, {"steps": "60", "max_epsilon": str(budget)}))
+    assert last.state == "budget-spent"
+    assert spent < last.report["privacy"]["epsilon"] <= budget
+
+
+@pytest.mark.privacy
+def test_halved_chunks_are_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken again in whole chunks, the step would round another sum under the same noise."""
+    calls, of = iter(range(1, 10**9)), ClippedSum.of
+
+    def scarce(clipped_sum: ClippedSum, x: Tensor, *args: Any) -> None:
+        if next(calls) > 10 and len(x) > 50:
+            raise MemoryError
+        of(clipped_sum, x, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClippedSum, "of", scarce)
+        events = run.train(start(out="run", physical_batch=100, checkpoint_every="20"))
+        reduced = next(event for event in events if isinstance(event, Reduced))
+        events.close()  # type: ignore[attr-defined]
+    state = checkpoint.newest(Path("run")).record["state"]
+    assert 1 < reduced.step < 20
+    assert (state["step"], state["chunk"]) == (reduced.step, 50)
+    finished = finish(run.resume(Path("run"), {}))
+    assert finished.report["machine"]["physical_batch"] == 50
+
+
+@pytest.mark.privacy
 def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = finish(run.train(start(out="run"), after(5)))
     monkeypatch.setattr(run, "environment", lambda device: {"threads": 77})
@@ -292,7 +353,9 @@ def test_a_run_killed_before_its_first_step_ends_bit_identical() -> None:
     assert weights(finish(run.resume(Path("run"), {})).folder) == weights(whole.folder)
 
 
+@pytest.mark.privacy
 def test_a_folder_in_use_is_refused() -> None:
+    """Two branches at a time would draw alike, and neither would pay for the other."""
     events = run.train(start(out="run"))
     next(events)
     with pytest.raises(InputError, match="in use by another dpmac process"):

@@ -99,11 +99,15 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     for text in (as_markdown(WHOLE), as_latex(WHOLE), json.dumps(as_values(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
         assert "All 10 runs" in text
+        assert "publish no two of them" in text  # what one seed draws for one, it draws for all
         assert "know the seeds" in text
         assert "paired t-test" in text
     one = comparison(cell("dp-sgd", 1.0, 0.9))
     assert "know the seeds" in as_markdown(one)
     assert "in all" not in as_markdown(one)
+    alike = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9, 0.9)))
+    assert "in all" in alike
+    assert "publish no two" not in alike
     baseline = comparison(cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), bill=0.0)
     assert "seeds named" not in as_markdown(baseline)
     assert "no privacy" in as_markdown(baseline)

@@ -17,9 +17,9 @@ from dpmac_cli.accounting import ACCOUNTANTS, NO_PRIVACY, SAMPLERS, format_epsil
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import USAGE, explained
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import BudgetError
 from dpmac_cli.folder import to_json
-from dpmac_cli.pricing import Row
+from dpmac_cli.pricing import Question, Row
 from dpmac_cli.recount import Recount, recount
 
 HELP = """Price training before it happens: its cost, the noise for a budget, the longest run.
@@ -136,14 +136,15 @@ def account(
         "sampler": sampler,
         "accountant": accountant,
     }
-    if json and csv:
-        raise InputError("--json and --csv contradict each other: give one.")
+    errors = ["--json and --csv contradict each other: give one."] if json and csv else []
     if plot is not None:
-        from dpmac_cli.plots import check_picture  # noqa: PLC0415
+        from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415
 
-        check_picture(plot)
-    again = None if run is None else recount(run, flags)
-    rows, out_of_reach = _answers(flags) if again is None else (again.rows, None)
+        errors += faults_of_picture(plot)
+    again = None if run is None else recount(run, flags, errors)
+    rows, out_of_reach = (
+        _answers(pricing.ask(flags, errors)) if again is None else (again.rows, None)
+    )
     console.print_notes(pricing.notes(rows))
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
@@ -162,11 +163,11 @@ def account(
         raise out_of_reach
 
 
-def _answers(flags: Mapping[str, str | None]) -> tuple[list[Row], BudgetError | None]:
+def _answers(question: Question) -> tuple[list[Row], BudgetError | None]:
     """What can be answered, and what is out of reach beside it. Raises what leaves no answer."""
     rows: list[Row] = []
     try:
-        for row in pricing.answer(pricing.ask(flags)):
+        for row in pricing.answer(question):
             rows.append(row)
     except BudgetError as failure:
         if not rows:

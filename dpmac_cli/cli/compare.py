@@ -12,7 +12,7 @@ from dpmac_cli import folder
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.train import text_option
-from dpmac_cli.config import SETTINGS
+from dpmac_cli.config import SETTINGS, parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
 
@@ -37,16 +37,23 @@ DEFAULT_OUT = Path("runs") / "compare"
 @explained
 def compare(**flags: Any) -> None:
     """Run the command; ``flags`` are the studied fields of TrainConfig and the options below."""
-    out, file, jobs = flags.pop("out") or DEFAULT_OUT, flags.pop("config"), flags.pop("jobs")
+    out: Path = parse({"out": flags.pop("out")}).get("out", DEFAULT_OUT)
+    file, jobs = flags.pop("config"), flags.pop("jobs")
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
     flags.pop("debug")
+    errors = []
     if jobs is not None and not 1 <= jobs <= 1024:
-        raise InputError(f"--jobs must be from 1 to 1,024, not {jobs}.")
+        errors.append(f"--jobs must be from 1 to 1,024, not {jobs}.")
+    if dry_run and as_json:
+        errors.append("--dry-run and --json contradict each other: a plan has no table. Give one.")
+    if errors:
+        raise InputError(errors)
     grid = plan(flags, file, out / RUNS)
     console.print_notes(grid.notes)
     if dry_run:
         _show_plan(grid)
         return
+    _check_folder(out)
     failures, interrupted = _carry_out(grid, out, jobs, quiet, as_json)
     _write_results(grid, out, failures, as_json, quiet)
     if interrupted:
@@ -54,6 +61,14 @@ def compare(**flags: Any) -> None:
         raise typer.Exit(INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder whose files are not a study's; changes nothing. Raises InputError."""
+    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
+        raise InputError(
+            f"--out {out} holds files that are not a study's. Name a new or an empty folder."
+        )
 
 
 def _show_plan(grid: Grid) -> None:
@@ -74,6 +89,8 @@ def _carry_out(
     from dpmac_cli.workers import Ended, Pool, default_jobs, share_data  # noqa: PLC0415
 
     configs = [run.config for run in grid.runs]
+    # Before anything is written: where there are no data, there is no study.
+    data = share_data([run.config for run in grid.runs if finished_report(run) is None])
     folder.make_folder(out / RUNS)
     failures: dict[int, str] = {}
     with folder.locked(out), stop_request() as stop:
@@ -83,7 +100,6 @@ def _carry_out(
         with contextlib.closing(display):
             if not missing:
                 return failures, False
-            data = share_data([configs[number] for number in missing])
             count = jobs or default_jobs(configs[0].device)
             for event in Pool(configs, count, data, stop).events(missing):
                 display.show(event)
@@ -156,7 +172,7 @@ def command() -> Callable[..., None]:
             for name, setting in SETTINGS.items()
             if name not in (*NOT_IN_A_STUDY, "optimizer")
         ),
-        option("out", Path | None, f"Folder of the study. [default: {DEFAULT_OUT}]", "Output"),
+        option("out", str | None, f"Folder of the study. [default: {DEFAULT_OUT}]", "Output"),
         option("json", bool, "Print compare.json.", "Output", False),
         option("quiet", bool, "Print nothing but errors.", "Output", False),
         option("debug", bool, "Show tracebacks.", "Output", False),

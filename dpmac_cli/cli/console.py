@@ -1,5 +1,6 @@
 """Words on the terminal: results, errors and notes. Loads no torch."""
 
+import io
 import os
 import sys
 from collections.abc import Iterable
@@ -70,6 +71,13 @@ def discard_output(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def print_anything() -> None:
+    """Have the standard streams escape what they cannot encode: file names may be no text."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def stdout() -> Console:

@@ -12,6 +12,7 @@ from rich.text import Text
 from dpmac_cli import accounting, engine, folder
 from dpmac_cli.cli.console import expendable
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
+from dpmac_cli.report import AUDIT_RUN
 from dpmac_cli.run import Finished, Reduced, Started, Update
 
 #: Columns from which on the bar has room for the speed.
@@ -206,6 +207,14 @@ def _heading(event: Started) -> list[Text]:
                 f"{config.delta:g}"
             )
         )
+    if config.canaries is not None:
+        lines.append(
+            Text(
+                f"AUDIT: {config.canaries:,} canaries ({config.canary_kind}), about half of them "
+                "trained on; the model will be unfit for release",
+                style="bold red",
+            )
+        )
     if event.cut_short:
         lines.append(
             Text(
@@ -275,6 +284,11 @@ def _summary(event: Finished) -> list[Text]:
             Text("with --seed: no privacy against anyone who knows the seed", style="yellow")
         )
     names = [folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS]
+    if report["audit"]:
+        lines.append(Text(AUDIT_RUN, style="bold red"))
+        if event.state != "interrupted":
+            names.append(folder.AUDIT)
+            lines.append(Text(f"what the attack found: dpmac eval {event.folder} --audit"))
     if report["diagnostics"]:
         names.append(f"{folder.DIAGNOSTICS} (do not publish)")
     lines.append(Text(f"{event.folder}: {', '.join(names)}"))

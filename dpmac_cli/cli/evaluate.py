@@ -6,17 +6,31 @@ from typing import Annotated, Any
 
 import typer
 
+from dpmac_cli.accounting import format_epsilon
+from dpmac_cli.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained
+from dpmac_cli.cli.failures import MISFIT, explained
 from dpmac_cli.config import OWN_DATA, parse
+from dpmac_cli.errors import InputError
+from dpmac_cli.folder import to_json
 
-HELP = """Score every test sample with a trained model.
+HELP = """Score every test sample with a trained model, or an attack on a run's guarantee.
 
 Example: dpmac eval runs/mnist-dp-macadam-1
 
-Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data.
+Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data, or the
+audit shows a claim to be false.
 """
+
+HOLDS = (
+    "The attack does not contradict the claim. That does not prove it: a better attack might find "
+    "more."
+)
+BROKEN = (
+    "The attack contradicts the claim, as of 20 sound runs one may by chance. Train and attack "
+    "again: if that says the same, what trains has a bug, and none of its models may be published."
+)
 
 
 @explained
@@ -44,14 +58,25 @@ def evaluate(
         str | None, typer.Option(metavar="PATH", help="Where data sets lie (or DPMAC_DATA_DIR).")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    audit: Annotated[
+        bool,
+        typer.Option(
+            "--audit",
+            help="Of a run with --canaries: what the attack proves, beside what the run claims.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Load a model, score the test set, print the result."""
     del debug
+    if audit:
+        _check_alone(dataset, data_dir)
+        _judge(read_audit(model), model, json)
+        return
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.folder import CARD, to_json  # noqa: PLC0415
+    from dpmac_cli.folder import CARD  # noqa: PLC0415
     from dpmac_cli.scoring import score  # noqa: PLC0415
 
     scored = score(model, dataset, given.get("data_dir"), device, network)
@@ -80,3 +105,36 @@ def evaluate(
     )
     if card.is_file():
         out.print(f"what it is and what its privacy is worth: {card}")
+
+
+def _check_alone(dataset: str | None, data_dir: str | None) -> None:
+    """An audit reads what its run has written, and nothing else."""
+    errors = [
+        f"--audit scores guesses, not test samples: leave out --{name}."
+        for name, given in (("dataset", dataset), ("data-dir", data_dir))
+        if given is not None
+    ]
+    if errors:
+        raise InputError(errors)
+
+
+def _judge(found: Audit, run: Path, json: bool) -> None:
+    """Print what an audit proves; exit code 4 if it is that the claim is false."""
+    if json:
+        body = {"run": str(run), **found.verdict()}
+        console.print_result(to_json(body))
+    else:
+        out = console.stdout()
+        claimed = math.inf if found.claimed is None else found.claimed
+        out.print(f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}")
+        out.print(
+            f"attack: {found.right:,} of {found.guesses:,} guesses right, "
+            f"{len(found.coins):,} canaries ({found.kind})"
+        )
+        out.print(
+            f"proven: epsilon at least {found.lower_bound:.3f} (lower bound at "
+            f"{CONFIDENCE:.0%} confidence)"
+        )
+        out.print(HOLDS if found.holds else BROKEN)
+    if not found.holds:
+        raise typer.Exit(MISFIT)

@@ -36,6 +36,7 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
+        console.print_anything()
         try:
             command(*args, **kwargs)
         except (typer.Exit, typer.Abort):

@@ -23,6 +23,7 @@ from dpmac_cli.dp.gradients import (
 )
 from dpmac_cli.dp.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.spikes import Spikes
 from dpmac_cli.errors import ModelError
 
 #: Up to 1024 samples are clipped to this norm instead of 1, see :func:`clip_limit`. The gap is 2.5
@@ -201,6 +202,15 @@ class ClippedSum:
         self._centred_sum(gradients, c, valid, metric, out)
         if observer is not None:  # last of all: a chunk that fails may be tried again
             observer(losses.detach(), squared.value.clamp(min=0).sqrt())
+
+    def weights(self, spikes: Spikes, metric: Metric) -> Tensor:
+        """c_i of gradients along one coordinate each, float64, shape (spikes,)."""
+        squared = spikes.squared_norms(metric.region, metric.centre_norm(self._layers))
+        return clip_weights(squared, self._limit)[0]
+
+    def centre_norm(self, metric: Metric) -> Tensor:
+        """||m/b||, float64, shape ()."""
+        return metric.centre_norm(self._layers)
 
     def close(self) -> None:
         """Take the hooks off the model."""

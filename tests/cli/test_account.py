@@ -227,6 +227,7 @@ def test_a_delta_too_small_to_be_shown_promises_nothing() -> None:
     assert row["epsilon"] is None
     assert "differential privacy" not in row["statement"]
     assert "larger delta" in row["statement"]
+    assert "--accountant rdp" in row["statement"]
 
 
 @pytest.mark.parametrize("line", [SMALL, "--sigma 6 --dataset-size 40 --batch-size 40 --steps 1"])
@@ -360,6 +361,17 @@ def test_a_delta_that_no_noise_can_show_is_out_of_reach(
     assert f"delta {delta}" in result.stderr
 
 
+@pytest.mark.parametrize("solve", ["sigma", "steps", "batch-size"])
+def test_where_privacy_losses_end_the_way_on_is_said(solve: str) -> None:
+    sigma = "" if solve == "sigma" else "--sigma 2"
+    line = f"--dataset digits --epsilon 30 {sigma} --solve {solve} --delta 1e-16"
+    result = account(line)
+    assert result.exit_code == 3
+    assert "1e-14" in result.stderr
+    assert "--accountant rdp" in result.stderr
+    assert answered(f"{line} --accountant rdp")[0]["epsilon"] <= 30
+
+
 # Several runs
 
 
@@ -412,6 +424,9 @@ BAD = [
     Bad("--sigma 1 --plot x.pdf", ["--plot x.pdf", ".png or .svg"]),
     Bad("--sigma 1 --plot nowhere/x.png", ["--plot nowhere/x.png", "nowhere does not exist"]),
     Bad("--sigma 1 --plot ''", ["--plot"]),
+    Bad("--sigma x --json --csv --plot x.pdf", ["'x' is not", "--json and --csv", "--plot x.pdf"]),
+    Bad("text.json --sigma 1 --json --csv --plot x.pdf", ["--sigma con", "--csv con", "x.pdf"]),
+    Bad("--sigma 1 --plot folder/report.json", ["--plot folder/report.json is a folder"]),
     Bad("--sigma 0 --steps 3 --plot x.png", ["no row has a finite epsilon"]),
     Bad("--sigma 1 --steps 0 --plot x.png", ["no row has a finite epsilon"]),
     Bad("nowhere", ["nowhere does not exist"]),

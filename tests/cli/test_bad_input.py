@@ -28,6 +28,7 @@ class Bad(NamedTuple):
 
 
 TRAIN = "train --dataset digits --steps 3"
+STUDY = "compare --dataset digits --steps 3 --optimizers dp-sgd --seeds 1"
 
 BAD = [
     # Commands and options
@@ -106,8 +107,16 @@ BAD = [
     Bad("eval model.safetensors --data-dir ''", 2, ["--data-dir must not be empty"]),
     Bad("eval model.safetensors --device cuda:99", 2, ["--device", "cuda:99"]),
     Bad("eval model.safetensors --dataset mnist", 4, ["model.safetensors", "mnist"]),
+    # Studies
+    Bad(f"{STUDY} --out ''", 2, ["--out must not be empty"]),
+    Bad(f"{STUDY} --dry-run --json --jobs 0", 2, ["--dry-run and --json", "--jobs must be"]),
+    Bad(f"{STUDY} --out foreign", 2, ["--out foreign", "not a study's"]),
+    Bad(f"{STUDY} --out run", 2, ["--out run", "not a study's"]),
+    Bad("compare --dataset mnist --data-dir empty --out new", 2, ["empty/MNIST/raw"]),
     # Privacy budgets
     Bad(f"{TRAIN} --max-epsilon 0.001", 3, ["--max-epsilon", "allows no step"]),
+    Bad(f"{TRAIN} --max-epsilon 5 --delta 1e-16", 3, ["1e-14", "larger delta"]),
+    Bad(f"{TRAIN} --epsilon 5 --delta 1e-16", 3, ["1e-14", "larger delta"]),
     Bad(
         "train --dataset digits --steps 5000 --epsilon 1e-6", 3, ["epsilon 1e-06", "larger epsilon"]
     ),

@@ -40,6 +40,13 @@ def test_help_lists_every_flag() -> None:
     )
 
 
+def test_a_name_that_the_terminal_cannot_show_is_escaped(run: Path) -> None:
+    Path("modèle").symlink_to(run)
+    result = CliRunner(charset="ascii").invoke(app, ["eval", "modèle"])
+    assert result.exit_code == 0, result.output
+    assert r"mod\xe8le" in result.stdout
+
+
 @pytest.mark.parametrize("name", [".", "model.safetensors"])
 def test_json_agrees_with_the_report(run: Path, name: str) -> None:
     body = evaluation(run / name)

@@ -291,6 +291,7 @@ def test_conv2d_of_any_shape(
 
 
 @pytest.mark.privacy
+@few_examples
 @given(
     groups=st.integers(1, 3),
     width=st.integers(1, 3),
@@ -654,6 +655,7 @@ def test_an_output_that_is_no_tensor_is_refused() -> None:
         add_anything(FirstOf())
 
 
+@pytest.mark.privacy
 def test_a_shared_parameter_is_refused() -> None:
     pair = Pair(lambda pair, x: pair.second(pair.first(x)))
     pair.second.weight = pair.first.weight
@@ -661,6 +663,7 @@ def test_a_shared_parameter_is_refused() -> None:
         find_layers(pair)
 
 
+@pytest.mark.privacy
 def test_a_shared_module_is_refused() -> None:
     shared = nn.Linear(4, 4)
     with pytest.raises(ModelError, match=r"1\.\w+ is shared"):

@@ -15,8 +15,10 @@ from dpmac_cli.dp import per_sample
 from dpmac_cli.dp.fused import Norms
 from dpmac_cli.dp.gradients import OuterProducts, SquaredNorms, total_squared_norms
 from dpmac_cli.dp.layers import find_layers
-from dpmac_cli.dp.mechanism import Ellipsoid, ball, ellipsoid
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.dp.per_sample import SLACK_SHARE, Metric, _sum_rounded_up, clip_weights
+from dpmac_cli.noise import Normals
+from tests.helpers import Batches, in_chunks_of, make_trainer
 
 from .reference import Subject, prepare, whiten
 
@@ -287,3 +289,37 @@ def test_the_margin_covers_the_rounding_of_the_sum(kind: str, size: int, trials:
             moved = everyone - subject.add(x[others], y[others], region).double()
             worst = max(worst, float((moved / region.scale).norm()))
     assert worst <= 1
+
+
+@pytest.mark.privacy
+def test_more_samples_than_the_margin_covers_are_refused() -> None:
+    subject = prepare(nn.Linear(3, 2), capacity=4)
+    x, y = torch.randn(5, 3), torch.zeros(5, dtype=torch.long)
+    region = ball(1.0, subject.theta)
+    assert subject.add(x[:4], y[:4], region).any()
+    with pytest.raises(ValueError, match="5 samples, but the capacity is 4"):
+        subject.add(x, y, region)
+
+
+@pytest.mark.privacy
+def test_chunks_are_added_up_in_float64() -> None:
+    """In float32 each of many chunks would round the sum anew, by more than the margin in all."""
+
+    class Kept(GaussianMechanism):
+        def release(self, clipped: Tensor, region: Ellipsoid, noise: Normals) -> PrivateMean:
+            kept.append(clipped.clone())
+            return super().release(clipped, region, noise)
+
+    def clipped_sum(*rows: int) -> Tensor:
+        plan, sampler = in_chunks_of(1), Batches(rows)
+        trainer = make_trainer(
+            "dp-sgd", Kept(0.0, 8), plan=plan, dtype=torch.float32, sampler=sampler
+        )
+        trainer.step()
+        return kept.pop()
+
+    kept: list[Tensor] = []
+    alone = torch.stack([clipped_sum(row) for row in range(40)])
+    total = clipped_sum(*range(40))
+    assert (alone.dtype, total.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(total, alone.double().sum(0), rtol=1e-13, atol=1e-13)

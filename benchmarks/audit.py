@@ -1,0 +1,127 @@
+"""Does the audit find bugs, and leave honest runs alone? An attack on builds with known bugs.
+
+Trains audit runs, some of them with a bug put in from outside, and appends a line of JSON each:
+what was claimed, what the attack proves, and how many guesses were right. Settings already in the
+file are left out, so the study may take several sittings.
+
+    python benchmarks/audit.py mnist docs/data/audit.jsonl
+"""
+
+import argparse
+import contextlib
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from sittings import Setting, carry_on
+
+from dpmac_cli import run
+from dpmac_cli.audit import read_audit
+from dpmac_cli.config import resolve
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.dp.per_sample import SquaredNorms, clip_weights
+
+ATTACKED = ("dp-sgd", "dp-macadam")
+#: What every run of a grid has in common, and the canaries of each kind.
+MNIST = {"dataset": "mnist", "sigma": 1.0}
+DIGITS = {"dataset": "digits", "sigma": 1.0, "batch_size": 10, "steps": 1200}
+
+
+class Halved:
+    """Half of the noise that it is handed on as."""
+
+    def __init__(self, noise: Any) -> None:
+        self._noise = noise
+
+    def standard_normal(self, like: torch.Tensor) -> torch.Tensor:
+        """Half of a standard normal draw."""
+        drawn: torch.Tensor = self._noise.standard_normal(like)
+        return drawn.mul_(0.5)
+
+
+@contextlib.contextmanager
+def half_the_noise() -> Iterator[None]:
+    """Every draw of noise counts half."""
+    release = GaussianMechanism.release
+
+    def released(mechanism: GaussianMechanism, clipped: Any, region: Any, noise: Any) -> Any:
+        return release(mechanism, clipped, region, Halved(noise))
+
+    with patch.object(GaussianMechanism, "release", released):
+        yield
+
+
+@contextlib.contextmanager
+def no_clipping() -> Iterator[None]:
+    """Every weight is 1."""
+
+    def ones(squared: SquaredNorms, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        c, valid = clip_weights(squared, *args)
+        return torch.ones_like(c) * valid, valid
+
+    with patch("dpmac_cli.dp.per_sample.clip_weights", ones):
+        yield
+
+
+BUGS: Mapping[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "none": contextlib.nullcontext,
+    "half the noise": half_the_noise,
+    "no clipping": no_clipping,
+}
+
+
+def grid(common: Setting, canaries: Mapping[str, int], seeds: Iterable[int]) -> Iterable[Setting]:
+    """Honest runs of every optimizer, and two of them with each bug; images for these two."""
+    for seed, kind, bug in itertools.product(seeds, canaries, BUGS):
+        for optimizer in OPTIMIZERS if (kind, bug) == ("gradients", "none") else ATTACKED:
+            yield {
+                **common,
+                "optimizer": optimizer,
+                "canaries": canaries[kind],
+                "canary_kind": kind,
+                "seed": seed,
+                "bug": bug,
+            }
+
+
+GRIDS: Mapping[str, Callable[[], Iterable[Setting]]] = {
+    "mnist": lambda: grid(MNIST, {"gradients": 5000, "images": 1000}, (0,)),
+    "digits": lambda: grid(DIGITS, {"gradients": 2000}, range(10)),
+}
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Train one setting, bug and all: what it claims, and what the attack proves."""
+    flags = {name: value for name, value in setting.items() if name != "bug"}
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name, BUGS[setting["bug"]]():
+        out = Path(name) / "run"
+        config = resolve({**flags, "device": "cpu", "out": out}).config
+        *_, last = run.train(config)
+        found = read_audit(out)
+    assert isinstance(last, run.Finished)  # noqa: S101
+    return {
+        **found.verdict(),
+        "accuracy": last.report["test"]["accuracy"],
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> None:
+    """Run what is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("grid", choices=GRIDS)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th setting from the I-th")
+    options = parser.parse_args()
+    carry_on(GRIDS[options.grid](), measure, options.file, options.part)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Puts privacy bugs into the code, one at a time: does a test find each of them?
+
+    python benchmarks/mutants.py --out docs/data/mutants.json     # all of them: half an hour
+    python benchmarks/mutants.py --only chunks                    # some, by name or file
+    python benchmarks/mutants.py --check                          # do they still apply? a second
+
+The bugs are those of mutants.toml. Each is put into a copy of the tree, and the tests that must
+fail are run there. They are run once without any bug before, and must pass. Exit code 1 if a bug
+goes unnoticed, or no longer applies to the code: then a test is missing, or the table is to be
+mended.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "dpmac_cli"
+TABLE = Path(__file__).with_suffix(".toml")
+#: Seconds that tests may take: a bug may have them go on for ever.
+LIMIT = 1800
+#: Loaded before any test is run. None starts a thread.
+LIBRARIES = (
+    *("pytest", "numpy", "scipy.stats", "sklearn.datasets", "torch", "torchvision"),
+    *(
+        "torch.func",
+        "dp_accounting.pld.pld_privacy_accountant",
+        "safetensors.torch",
+        "typer.testing",
+    ),
+    *("dp_accounting.rdp.rdp_privacy_accountant", "matplotlib.pyplot", "rich.live"),
+)
+FORKS = multiprocessing.get_context("fork")
+KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
+PASSED, FAILED = 0, 1  # exit codes of pytest
+FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
+FAILURE = re.compile(r"^FAILED (\S+::.*?)(?: - (.*))?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug.
+
+    Attributes:
+        name: what is done wrong.
+        cost: what it would cost.
+        file: in the package, that it is put into.
+        old: text that occurs there exactly once.
+        new: what takes its place.
+        tests: files or node ids of pytest, of which some must fail.
+        marker: of the tests that count; "" for all.
+    """
+
+    name: str
+    cost: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    marker: str = "privacy"
+
+    def applied(self, source: str) -> str:
+        """The source with the bug in it.
+
+        Raises:
+            ValueError: its text does not occur exactly once, or what comes out is not Python.
+        """
+        if (count := source.count(self.old)) != 1:
+            raise ValueError(f"its old text occurs {count} times in {self.file}")
+        mutated = source.replace(self.old, self.new)
+        try:
+            compile(mutated, self.file, "exec")
+        except SyntaxError as failure:
+            raise ValueError(f"{self.file} would not compile ({failure})") from failure
+        return mutated
+
+    def faults(self) -> Iterator[str]:
+        """Why it cannot be put into the code as it is now, or which of its tests are not there."""
+        try:
+            self.applied(source_of(self, ROOT).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as failure:
+            yield str(failure)
+        for test in self.tests:
+            file, _, name = test.partition("[")[0].partition("::")
+            if not (ROOT / file).is_file():
+                yield f"there is no {file}"
+            elif f"def {name}" not in (ROOT / file).read_text(encoding="utf-8"):
+                yield f"there is no {test}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant.
+
+    Attributes:
+        name, cost, file: of the mutant.
+        result: "killed" by a test that failed, "survived", or "broken": neither could be told.
+        by: the first test that failed. why: what it said, or what is broken.
+        seconds: that it took.
+    """
+
+    name: str
+    cost: str
+    file: str
+    result: str
+    by: str
+    why: str
+    seconds: float
+
+
+def read_table() -> list[Mutant]:
+    """Every mutant, in the table's order. Ends the program if two have the same name."""
+    with TABLE.open("rb") as file:
+        rows = tomllib.load(file)["mutant"]
+    mutants = [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+    twice = [name for name, count in Counter(m.name for m in mutants).items() if count > 1]
+    if twice:
+        sys.exit(f"Two mutants have one name: {', '.join(twice)}.")
+    return mutants
+
+
+def check(mutants: Sequence[Mutant]) -> None:
+    """End the program, with exit code 1 if any mutant does not apply."""
+    faults = [f"{mutant.name}: {fault}" for mutant in mutants for fault in mutant.faults()]
+    print("\n".join(faults) or f"{len(mutants)} mutants apply.")  # noqa: T201
+    sys.exit(bool(faults))
+
+
+def source_of(mutant: Mutant, root: Path) -> Path:
+    """The file that a mutant is put into, in some tree."""
+    return root / PACKAGE / mutant.file
+
+
+def copy_tree(where: Path) -> Path:
+    """The tree without what is hidden or compiled."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
+    return Path(shutil.copytree(ROOT, where / "tree", ignore=ignored))
+
+
+def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
+    """Run tests of a tree up to the first failure: pytest's exit code, and what it printed.
+
+    In a process forked from this one, which has loaded the libraries, but nothing of the package.
+
+    Raises:
+        TimeoutError: they go on for ever.
+    """
+    arguments = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", marker]
+    arguments += [f"--rootdir={tree}", f"--basetemp={tree.parent / 'files'}", *tests]
+    said = tree.parent / "said"
+    process = FORKS.Process(target=_run_tests, args=(tree, arguments, said))
+    process.start()
+    process.join(LIMIT)
+    if process.is_alive():
+        process.kill()
+        raise TimeoutError(f"its tests take longer than {LIMIT} seconds")
+    return process.exitcode or 0, said.read_text(encoding="utf-8")
+
+
+def _run_tests(tree: Path, arguments: list[str], said: Path) -> None:
+    """What the forked process does."""
+    with said.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    # No compiled file: one of the very same second and size would be taken for the mutant's.
+    sys.dont_write_bytecode = True
+    settings = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
+    os.environ.update(settings)
+    sys.exit(int(importlib.import_module("pytest").main(arguments)))
+
+
+def load_libraries() -> None:
+    """What every run of the tests loads: here, once for all."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+
+
+def examine(mutant: Mutant, tree: Path) -> Verdict:
+    """Put a mutant into a tree, run its tests, and take it out again."""
+
+    def verdict(result: str, by: str = "", why: str = "") -> Verdict:
+        seconds = round(time.monotonic() - began, 1)
+        return Verdict(mutant.name, mutant.cost, mutant.file, result, by, why, seconds)
+
+    began, file = time.monotonic(), source_of(mutant, tree)
+    source = file.read_text(encoding="utf-8")
+    try:
+        file.write_text(mutant.applied(source), encoding="utf-8")
+        code, said = run_tests(tree, mutant.tests, mutant.marker)
+    except (ValueError, TimeoutError) as failure:
+        return verdict(BROKEN, why=str(failure))
+    finally:
+        file.write_text(source, encoding="utf-8")
+    if code == PASSED:
+        return verdict(SURVIVED)
+    if code != FAILED or (found := FAILURE.search(said)) is None:
+        return verdict(BROKEN, why=said[-500:])
+    return verdict(KILLED, found[1], found[2] or "")
+
+
+def check_baseline(mutants: Sequence[Mutant], tree: Path) -> None:
+    """Run all their tests without a mutant. Ends the program if they do not pass."""
+    for marker in sorted({mutant.marker for mutant in mutants}):
+        wanted = {test for m in mutants if m.marker == marker for test in m.tests}
+        code, said = run_tests(tree, sorted(wanted), marker)
+        if code != PASSED:
+            wrong = "\n".join(FAILED_LINE.findall(said)) or said[-1000:]
+            sys.exit(f"Without a mutant, tests do not pass:\n{wrong}")
+
+
+def examine_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
+    """Examine mutants, some at a time, each in a tree that no other uses meanwhile."""
+    trees: SimpleQueue[Path] = SimpleQueue()
+    with ExitStack() as stack:
+        for _ in range(jobs):
+            trees.put(copy_tree(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+
+        def work(mutant: Mutant) -> Verdict:
+            tree = trees.get()
+            try:
+                return examine(mutant, tree)
+            finally:
+                trees.put(tree)
+
+        tree = trees.get()
+        check_baseline(mutants, tree)
+        trees.put(tree)
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from pool.map(work, mutants)
+
+
+def as_row(verdict: Verdict) -> str:
+    """A row of the table, as Markdown."""
+    by = f"`{verdict.by.partition('[')[0]}`" if verdict.by else f"**{verdict.result}**"
+    return f"| {verdict.name} | {verdict.cost} | `{verdict.file}` | {by} | {verdict.seconds:.0f} |"
+
+
+def write(out: Path, verdicts: Mapping[str, Verdict]) -> None:
+    """Write the verdicts as JSON, a row each."""
+    killed = sum(verdict.result == KILLED for verdict in verdicts.values())
+    rows = [asdict(verdict) for verdict in verdicts.values()]
+    document = {"mutants": len(rows), "killed": killed, "rows": rows}
+    out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def earlier(out: Path | None) -> dict[str, Verdict]:
+    """The verdicts that a file holds, by name."""
+    if out is None or not out.exists():
+        return {}
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    return {row["name"]: Verdict(**row) for row in rows}
+
+
+def main() -> None:
+    """Examine the mutants, print a table and write it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--check", action="store_true", help="only whether each still applies")
+    parser.add_argument("--only", default="", help="mutants whose name or file this is a part of")
+    parser.add_argument("--out", type=Path, help="with --only, its other rows stay as they are")
+    options = parser.parse_args()
+    mutants = read_table()
+    if options.check:
+        check(mutants)
+    chosen = [m for m in mutants if options.only in m.name or options.only in m.file]
+    verdicts = earlier(options.out) if options.only else {}
+    load_libraries()
+    print("| mutant | cost | file | killed by | s |\n|---|---|---|---|---|", flush=True)  # noqa: T201
+    unkilled = 0
+    for verdict in examine_all(chosen, options.jobs):
+        print(as_row(verdict), flush=True)  # noqa: T201
+        verdicts[verdict.name] = verdict
+        unkilled += verdict.result != KILLED
+        if options.out:
+            kept = {m.name: verdicts[m.name] for m in mutants if m.name in verdicts}
+            write(options.out, kept)
+    print(f"\n{len(chosen) - unkilled} of {len(chosen)} killed.")  # noqa: T201
+    sys.exit(unkilled > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The lower bound on epsilon: true as often as it says, near the truth, read from whole files."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+from dpmac_cli import folder
+from dpmac_cli.audit import Audit, chance, lower_bound, read_audit
+from dpmac_cli.errors import InputError
+
+DELTA = 1e-5
+
+
+def odds(epsilon: float) -> float:
+    return 1 / (1 + math.exp(-epsilon))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 30), st.integers(0, 40), st.sampled_from([0.0, DELTA, 1e-3]))
+def test_more_right_guesses_prove_more(guesses: int, others: int, delta: float) -> None:
+    m = guesses + others
+    bounds = [lower_bound(m, guesses, right, delta) for right in range(guesses + 1)]
+    assert bounds == sorted(bounds)
+    assert bounds[0] == 0
+    assert all(0 <= bound < math.inf for bound in bounds)
+
+
+@pytest.mark.parametrize("guesses", [1, 2, 7, 20, 101, 1000])
+def test_without_delta_all_right_is_a_power(guesses: int) -> None:
+    """p^r = 5%."""
+    p = 0.05 ** (1 / guesses)
+    expected = max(0.0, math.log(p / (1 - p)))
+    assert lower_bound(guesses, guesses, guesses, 0.0) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("guesses", "right"), [(0, 0), (1, 0), (1, 1), (7, 0), (7, 3), (100, 50)])
+def test_guesses_no_better_than_chance_prove_nothing(guesses: int, right: int) -> None:
+    assert lower_bound(100, guesses, right, DELTA) == 0
+
+
+@pytest.mark.privacy
+def test_the_bound_ends_where_the_theorem_does() -> None:
+    """As the theorem is written: each term by itself, at the bound and a little above it."""
+    m, r, v, delta = 60, 41, 33, 1e-3
+
+    def by_hand(epsilon: float) -> float:
+        p = odds(epsilon)
+        mass = [math.comb(r, k) * p**k * (1 - p) ** (r - k) for k in range(r + 1)]
+        alpha = max(sum(mass[v - i : v]) / i for i in range(1, v + 1))
+        return sum(mass[v:]) + 2 * m * delta * alpha
+
+    bound = lower_bound(m, r, v, delta)
+    assert by_hand(bound) == pytest.approx(0.05, abs=1e-7)
+    assert by_hand(bound + 1e-6) > 0.05
+    for epsilon in (0.0, 0.7, bound, 4.0):
+        assert chance(epsilon, m, r, v, delta) == pytest.approx(min(1, by_hand(epsilon)))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("delta", [0.0, 0.05])
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("guesses", [10, 51, 400])
+def test_a_true_claim_is_contradicted_once_in_twenty(
+    epsilon: float, delta: float, guesses: int
+) -> None:
+    """Randomized response, which tells a coin outright with probability delta."""
+    bound = cache(lambda right: lower_bound(guesses, guesses, right, delta))
+    rng = np.random.default_rng(5)
+    told = rng.random((4000, guesses)) < delta
+    right = (told | (rng.random((4000, guesses)) < odds(epsilon))).sum(1)
+    broken = sum(bound(int(v)) > epsilon for v in right)
+    assert broken <= binom.ppf(0.999, 4000, 0.05)
+
+
+def test_many_guesses_come_near_the_truth() -> None:
+    right = np.random.default_rng(0).binomial(100_000, odds(1.0))
+    assert 0.95 < lower_bound(100_000, 100_000, int(right), 1e-9) < 1.0
+
+
+# Guesses.
+
+
+def an_audit(**other: Any) -> Audit:
+    """Eight canaries, five guesses: three in, of which one is not, and two out."""
+    coins = (False, False, True, True, False, True, False, True)
+    scores = (-9.0, -8.0, 0.0, 0.1, 0.2, 3.0, 4.0, 5.0)
+    return replace(Audit(1.0, DELTA, "gradients", 5, scores, coins), **other)
+
+
+@pytest.mark.parametrize(
+    ("guesses", "right"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 4), (6, 4), (8, 4)]
+)
+def test_the_highest_are_guessed_in_and_the_lowest_out(guesses: int, right: int) -> None:
+    assert an_audit(guesses=guesses).right == right
+    shuffled = np.random.default_rng(3).permutation(8)
+    found = an_audit(guesses=guesses)
+    mixed = replace(
+        found,
+        scores=tuple(found.scores[i] for i in shuffled),
+        coins=tuple(found.coins[i] for i in shuffled),
+    )
+    assert mixed.right == right
+
+
+@pytest.mark.privacy
+def test_a_claim_holds_up_to_the_bound() -> None:
+    count = 200
+    right = Audit(1.0, DELTA, "images", count, tuple(map(float, range(count))), (True,) * count)
+    assert right.right == count // 2
+    sharp = replace(right, coins=tuple(i >= count // 2 for i in range(count)))
+    assert sharp.right == count
+    bound = sharp.lower_bound
+    assert bound > 3
+    assert not replace(sharp, claimed=bound * (1 - 1e-6)).holds
+    assert replace(sharp, claimed=bound * (1 + 1e-6)).holds
+    assert replace(sharp, claimed=None).holds
+
+
+# Files.
+
+
+def write(values: Any) -> Path:
+    run = Path("run")
+    run.mkdir(exist_ok=True)
+    (run / folder.CONFIG).write_text("")
+    text = values if isinstance(values, str) else json.dumps(values)
+    (run / folder.AUDIT).write_text(text)
+    return run
+
+
+@pytest.mark.parametrize("claimed", [1.0, None])
+def test_what_is_written_is_read(claimed: float | None) -> None:
+    found = an_audit(claimed=claimed)
+    assert read_audit(write(json.loads(folder.to_json(found.as_json())))) == found
+
+
+Change = Callable[[dict[str, Any]], object]
+BROKEN: tuple[Change, ...] = (
+    lambda values: values.clear(),
+    lambda values: values.pop("scores"),
+    lambda values: values.update(schema_version=2),
+    lambda values: values.update(canaries=7),
+    lambda values: values.update(guesses=0),
+    lambda values: values.update(guesses=9),
+    lambda values: values.update(guesses=2.5),
+    lambda values: values.update(guesses=None),
+    lambda values: values.update(delta=0),
+    lambda values: values.update(claimed=-1),
+    lambda values: values.update(kind="tweets"),
+    lambda values: values["coins"].append(True),
+    lambda values: values["coins"].__setitem__(0, 2),
+    lambda values: values["scores"].__setitem__(0, math.nan),
+    lambda values: values["scores"].__setitem__(0, "much"),
+    lambda values: values.update(scores=3),
+)
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_an_audit_that_is_not_as_written_is_refused(change: Change) -> None:
+    values = json.loads(folder.to_json(an_audit().as_json()))
+    change(values)
+    with pytest.raises(InputError, match=r"audit\.json is not an audit as dpmac writes it"):
+        read_audit(write(values))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000])
+def test_what_is_no_audit_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is not an audit"):
+        read_audit(write(text))
+
+
+@pytest.mark.privacy
+def test_a_damaged_audit_is_noticed() -> None:
+    run = write(json.loads(folder.to_json(an_audit().as_json())))
+    folder.seal(run)
+    assert read_audit(run) == an_audit()
+    write({**an_audit().as_json(), "guesses": 4})
+    with pytest.raises(InputError, match="does not match its checksum"):
+        read_audit(run)
+
+
+def test_a_run_without_an_audit_is_told_how_to_get_one() -> None:
+    with pytest.raises(InputError, match=r"not a run folder: it holds no config\.yaml"):
+        read_audit(Path("nowhere"))
+    run = write({})
+    (run / folder.AUDIT).unlink()
+    with pytest.raises(InputError, match=r"no audit run, or has not ended.* --canaries 1000"):
+        read_audit(run)
+    with pytest.raises(InputError, match="is not a run folder"):
+        read_audit(run / folder.CONFIG)
