@@ -229,7 +229,7 @@ def set_aside(run: Path) -> None:
     for name in (CONFIG, METRICS):
         if (run / name).exists():
             shutil.copy2(run / name, aside / name)
-    for name in (REPORT, CARD, MODEL, DIAGNOSTICS):
+    for name in (REPORT, CARD, MODEL, AUDIT, DIAGNOSTICS):
         if (run / name).exists():
             os.replace(run / name, aside / name)
 

@@ -193,7 +193,7 @@ def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
 
 def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
     """What clears a run, sets a branch aside or names what was written must leave nothing out."""
-    finished = train_digits(out="run", diagnostics=True)
+    finished = train_digits(out="run", diagnostics=True, canaries=100)
     written = {path.name for path in finished.folder.iterdir()}
     assert written == {*folder.FILES, folder.SUMS, folder.LOCK, checkpoint.FOLDER}
     folder.set_aside(finished.folder)
@@ -230,8 +230,8 @@ def test_sha256sum_checks_what_was_sealed(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert checked.stdout.splitlines() == [f"{name}: OK" for name in folder.PUBLISHED]
-    for name in folder.PUBLISHED:
+    assert checked.stdout.splitlines() == [f"{name}: OK" for name in folder.SEALED]
+    for name in folder.SEALED:
         assert folder.vouched(tmp_path, name) is True
         (tmp_path / name).write_text("other")
         assert folder.vouched(tmp_path, name) is False
