@@ -358,7 +358,8 @@ def _begun(case: Case, outcome: Outcome) -> bool:
     """Whether a run was under way, or met a folder where a table or a checkpoint is to be."""
     folders = [damage.path for damage in case.damages if damage.kind == "folder"]
     return BEGUN in outcome.stderr or any(
-        f"/{folder.CHECKPOINTS}/" in path or Path(path).name in TABLES for path in folders
+        f"/{folder.CHECKPOINTS}/" in path or Path(path).name in (*TABLES, folder.SUMS)
+        for path in folders
     )
 
 

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from dpmac_cli import folder
 from tests.fuzzing import (
     CODES,
+    DAMAGES,
+    LOSSES,
     RUN,
+    STOPPED,
     Case,
     Damage,
     Outcome,
@@ -19,7 +23,7 @@ from tests.fuzzing import (
     quickened,
 )
 
-CASES, SEED = 40, 2
+CASES, SEED = 30, 2
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,21 @@ def test_nothing_that_is_typed_or_damaged_breaks_a_promise(world: Path, tmp_path
     assert sum(counts.values()) == CASES
     assert {command for command, _ in counts} >= CODES.keys()
     assert {code for _, code in counts} >= {0, 2}
+
+
+@pytest.mark.parametrize("kind", [*DAMAGES, *LOSSES])
+def test_no_damage_of_any_kind_breaks_a_promise(kind: str, world: Path, tmp_path: Path) -> None:
+    commands = {
+        folder.MODEL: ("eval", RUN),
+        folder.REPORT: ("account", RUN),
+        folder.METRICS: ("train", "--resume", STOPPED),
+    }
+    for name, args in commands.items():
+        damage = Damage(f"{args[-1]}/{name}", kind, 0.5, f"{RUN}/{folder.CONFIG}")
+        with quickened():
+            outcome, wrong = attempt_in(tmp_path / name, world, Case(args, {}, (damage,)))
+        assert not wrong, (damage, outcome)
+        assert outcome.code == 2 or name != folder.MODEL
 
 
 EVAL = Case(("eval", RUN))
