@@ -183,7 +183,9 @@ def _run_tests(tree: Path, arguments: list[str], said: Path) -> None:
     sys.dont_write_bytecode = True
     settings = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "1000"}
     os.environ.update(settings)
-    sys.exit(int(importlib.import_module("pytest").main(arguments)))
+    code = importlib.import_module("pytest").main(arguments)
+    sys.stdout.flush()
+    os._exit(int(code))  # at once: what else ends a process is the business of the one it is of
 
 
 def load_libraries() -> None:

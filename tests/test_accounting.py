@@ -418,6 +418,15 @@ def test_the_smallest_rates_are_priced_as_larger_ones(sampler: str, accountant: 
     assert smallest.epsilon(1e-9, accountant) > 0
 
 
+def test_no_rate_is_priced_below_the_least() -> None:
+    assert [TrainingEvent(q, 1.0, 1).rate for q in (1e-9, 1e-6, 1e-3)] == [1e-6, 1e-6, 1e-3]
+
+
+def test_who_deals_by_epochs_is_not_amplified() -> None:
+    assert set(ONCE_AN_EPOCH) == {"balls-in-bins", "shuffle"}
+    assert {TrainingEvent(0.1, 1.0, 1, sampler).rate for sampler in ONCE_AN_EPOCH} == {1.0}
+
+
 # Accountants.
 
 

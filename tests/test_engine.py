@@ -176,6 +176,7 @@ def test_divergence_is_an_error(name: str) -> None:
 # What it says.
 
 
+@pytest.mark.privacy
 @every_optimizer
 def test_public_values_are_post_noise(name: str) -> None:
     trainer = make_trainer(name, GaussianMechanism(1.5, 8))
