@@ -358,7 +358,8 @@ def test_no_secret_is_in_what_an_audit_publishes(
 
 # Does it find what it is for?
 
-#: Of 20 seeds, honest runs proved 0.23 at most, and half the noise 0.86 at least.
+#: Claims 0.760. Of 20 seeds, sound runs proved 0.00 to 0.43 (mean 0.18, deviation 0.11), and runs
+#: with half the noise 1.14 to 1.62 (1.36, 0.13): the claim is five and four deviations away.
 ATTACK: dict[str, Any] = {
     "canaries": 2000,
     "sigma": 1.0,
@@ -405,7 +406,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("bug", "low", "high"), [(untouched, 0, 0.5), (half_the_noise, 0.78, 2), (no_clipping, 4, 5)]
+    ("bug", "low", "high"), [(untouched, 0, 0.6), (half_the_noise, 0.9, 2), (no_clipping, 4, 5)]
 )
 def test_the_attack_tells_broken_builds_from_sound_ones(
     bug: Callable[[pytest.MonkeyPatch], None],
