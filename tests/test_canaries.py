@@ -232,6 +232,17 @@ def test_coins_are_fair_and_independent_of_all_that_is_public() -> None:
     assert len(torch.unique(one._coordinates)) == 60
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["gradients", "images"])
+def test_the_coins_of_a_run_come_from_a_stream_of_their_own(kind: str) -> None:
+    """Whoever knows how canaries were made up must not know which are in."""
+    trainer = assembly.make_trainer(digits_config(canaries=99, canary_kind=kind, seed=3), 3, CPU)
+    canaries, stream = trainer.state.canaries, stream_seeds(3)["coins"]
+    assert canaries is not None
+    drawn = np.random.Generator(np.random.SFC64(stream)).integers(0, 2, 99)
+    assert canaries.coins.tolist() == drawn.astype(bool).tolist()
+
+
 def gradients_of(seed: int | None) -> GradientCanaries:
     seeds = stream_seeds(seed)
     return GradientCanaries(DIMENSION, RATE, RECORDS, 60, seeds["canaries"], seeds["coins"], CPU)
