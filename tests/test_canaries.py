@@ -232,6 +232,17 @@ def test_coins_are_fair_and_independent_of_all_that_is_public() -> None:
     assert len(torch.unique(one._coordinates)) == 60
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["gradients", "images"])
+def test_the_coins_of_a_run_come_from_a_stream_of_their_own(kind: str) -> None:
+    """Whoever knows how canaries were made up must not know which are in."""
+    trainer = assembly.make_trainer(digits_config(canaries=99, canary_kind=kind, seed=3), 3, CPU)
+    canaries, stream = trainer.state.canaries, stream_seeds(3)["coins"]
+    assert canaries is not None
+    drawn = np.random.Generator(np.random.SFC64(stream)).integers(0, 2, 99)
+    assert canaries.coins.tolist() == drawn.astype(bool).tolist()
+
+
 def gradients_of(seed: int | None) -> GradientCanaries:
     seeds = stream_seeds(seed)
     return GradientCanaries(DIMENSION, RATE, RECORDS, 60, seeds["canaries"], seeds["coins"], CPU)
@@ -358,7 +369,8 @@ def test_no_secret_is_in_what_an_audit_publishes(
 
 # Does it find what it is for?
 
-#: Of 20 seeds, honest runs proved 0.23 at most, and half the noise 0.86 at least.
+#: Claims 0.760. Of 20 seeds, sound runs proved 0.00 to 0.43 (mean 0.18, deviation 0.11), and runs
+#: with half the noise 1.14 to 1.62 (1.36, 0.13): the claim is five and four deviations away.
 ATTACK: dict[str, Any] = {
     "canaries": 2000,
     "sigma": 1.0,
@@ -405,7 +417,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("bug", "low", "high"), [(untouched, 0, 0.5), (half_the_noise, 0.78, 2), (no_clipping, 4, 5)]
+    ("bug", "low", "high"), [(untouched, 0, 0.6), (half_the_noise, 0.9, 2), (no_clipping, 4, 5)]
 )
 def test_the_attack_tells_broken_builds_from_sound_ones(
     bug: Callable[[pytest.MonkeyPatch], None],
