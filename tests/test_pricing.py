@@ -245,6 +245,7 @@ def test_a_batch_of_all_records() -> None:
 # The bill for several runs
 
 
+@pytest.mark.privacy
 def test_the_best_of_several_runs_costs_more_and_both_ways_are_told() -> None:
     single, composed, selected = answer(replace(SMALL, runs=4))
     assert single == only(SMALL)

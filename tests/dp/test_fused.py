@@ -173,6 +173,15 @@ def test_the_compiled_metric_is_the_metric() -> None:
 
 
 @pytest.mark.privacy
+def test_the_compiled_third_term_is_added_up_in_float64() -> None:
+    centre = torch.rand(300_000, generator=torch.Generator().manual_seed(0))
+    times = torch.empty_like(centre)
+    s3, _ = fused.compile_terms()(centre, torch.full_like(centre, 3.0), times)
+    exact = (centre.double() * times.double()).sum()
+    assert abs(float(s3 / exact) - 1) < 1e-9  # rounded products average out, a float32 sum does not
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["mlp", "conv", "group-norm", "conv-reflect", "gated-root"])
 def test_compiled_norms_and_what_is_clipped_by_them_match_the_oracle(name: str, kind: str) -> None:
