@@ -61,6 +61,7 @@ def test_header_holds_the_public_facts(run: Path) -> None:
     assert facts == {key: report[key] for key in facts}
     assert set(facts) == {
         "schema_version",
+        "audit",
         "optimizer",
         "dataset",
         "model",

@@ -59,7 +59,12 @@ def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
     assert report["optimizer"] == "dp-macadam"
     assert (report["dataset"]["name"], report["dataset"]["train_size"]) == ("digits", 1437)
     assert report["dataset"]["sha256"] == facts.sha256
-    assert report["model"] == {"name": "mlp-small", "parameters": 4810}
+    assert report["model"] == {
+        "name": "mlp-small",
+        "parameters": 4810,
+        "fix_norm": False,
+        "built_by": None,
+    }
     assert report["classes"] == list(facts.classes)
 
 

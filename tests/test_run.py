@@ -378,6 +378,7 @@ PUBLIC = {
     "input.mean",
     "input.std",
     "machine.physical_batch",
+    "model.fix_norm",
     "noise_norm",
     "post_noise.centre_over_scale_norm",
     "post_noise.noise_norm",
