@@ -57,7 +57,9 @@ def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[st
     """Write a checkpoint whole, then drop all but the last two. Raises OSError."""
     where = run / FOLDER
     where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-    where.chmod(PRIVATE_FOLDER)  # a copy may have opened it
+    mode = where.stat().st_mode & 0o777
+    if mode & ~PRIVATE_FOLDER:  # a copy may have opened it
+        where.chmod(mode & PRIVATE_FOLDER)
     note = where / NOTE
     if not note.exists():
         folder.write_atomically(note, NOTE_TEXT.encode(), folder.PRIVATE_MODE)

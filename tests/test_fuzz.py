@@ -50,6 +50,7 @@ def test_nothing_that_is_typed_or_damaged_breaks_a_promise(world: Path, tmp_path
     assert {code for _, code in counts} >= {0, 2}
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize("kind", [*DAMAGES, *LOSSES])
 def test_no_damage_of_any_kind_breaks_a_promise(kind: str, world: Path, tmp_path: Path) -> None:
     commands = {

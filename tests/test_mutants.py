@@ -15,6 +15,7 @@ def check(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.privacy
 def test_every_mutant_applies() -> None:
     done = check(ROOT)
     assert done.returncode == 0, done.stdout

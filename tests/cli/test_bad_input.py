@@ -148,6 +148,7 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "text.safetensors").write_text("hello")
     facts = {
         "schema_version": 1,
+        "classes": list(DATASETS["digits"].classes),
         "dataset": {"name": "digits"},
         "model": {"name": "mlp-small"},
         "input": {"shape": [1, 8, 8], "levels": 16, "mean": [0.305], "std": [0.376]},

@@ -19,7 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from dpmac_cli import assembly, checkpoint, engine, faults, folder, run, workers
+from dpmac_cli import assembly, checkpoint, data, engine, faults, folder, run, workers
 from dpmac_cli.cli.app import app
 from dpmac_cli.dp.per_sample import ClippedSum
 from dpmac_cli.engine import Trainer
@@ -129,13 +129,16 @@ def test_a_full_disk_at_the_end_loses_nothing(
 @contextmanager
 def unprivileged() -> Iterator[None]:
     """As a user whom the modes of files bind, which they do not do root."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
+    user, digits = os.geteuid(), data.LOADERS["digits"](Path(), False)
+    with pytest.MonkeyPatch.context() as patch:
+        # The file that they come from may lie where only its owner may read.
+        patch.setitem(data.LOADERS, "digits", lambda *where: digits)
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(user)
 
 
 def test_a_folder_that_may_not_be_written_to_is_named(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert lines[-2].startswith("privacy epsilon 1.6")
     assert lines[-1] == (
         "runs/digits-dp-adam-1: model.safetensors, model-card.md, report.json, metrics.jsonl, "
-        "config.yaml"
+        "config.yaml, SHA256SUMS"
     )
 
 
@@ -189,7 +189,7 @@ def test_two_steps_on_mnist(real_data_dir: Path) -> None:
     args = ("--dataset", "mnist", "--sigma", "0.8", "--data-dir", str(real_data_dir))
     result = dpmac("train", *args, "--steps", "2", "--json", "--quiet")
     report = json.loads(result.stdout)
-    assert report["model"] == {"name": "mlp", "parameters": 795_010}
+    assert (report["model"]["name"], report["model"]["parameters"]) == ("mlp", 795_010)
     assert report["test"]["samples"] == 10_000
     assert report["privacy"]["sampling_rate"] == 256 / 60_000
     assert 0 < report["privacy"]["epsilon"] < 1.4470
