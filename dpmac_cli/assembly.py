@@ -16,9 +16,9 @@ from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, load_data
 from dpmac_cli.diagnostics import Diagnostics
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
-from dpmac_cli.dropout import LayerDraws
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError
+from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.models import build_model
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.sampling import make_sampler
@@ -79,7 +79,12 @@ def make_trainer(
         ),
         mechanism(config.sigma or 0.0, config.batch_size),
         Plan(
-            steps, config.steps_per_epoch, config.physical_batch, not config.no_dp, config.compile
+            steps,
+            config.steps_per_epoch,
+            config.physical_batch,
+            not config.no_dp,
+            config.compile,
+            config.recipe,
         ),
         make_sampler(
             config.sampler,
@@ -93,7 +98,7 @@ def make_trainer(
         diagnostics.observe if diagnostics else None,
         canaries,
         # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
-        LayerDraws(seeds["layers"]) if ":" in config.model else None,
+        LayerDraws(seeds["layers"]) if ":" in config.model or config.augment else None,
     )
 
 

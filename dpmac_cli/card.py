@@ -11,6 +11,7 @@ from torch import nn
 
 from dpmac_cli import folder
 from dpmac_cli.accounting import NEIGHBOURS, NO_PRIVACY, format_epsilon
+from dpmac_cli.config import RECIPE_DEFAULTS
 
 #: Each holds for every model that is trained under privacy.
 NOT_COVERED = (
@@ -94,8 +95,20 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{test['accuracy']:.2%} of {test['samples']:,} test records (95% interval for records "
             f"like these: {low:.2%} to {high:.2%})",
         ),
+        *_recipe(report),
         ("classes", ", ".join(f"`{name}`" for name in report["classes"])),
     ]
+
+
+def _recipe(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the run did besides its optimizer's steps."""
+    said = [
+        f"{name.replace('_', ' ')}: {value}"
+        for name, value in report["recipe"].items()
+        if value != RECIPE_DEFAULTS[name]
+    ]
+    if said:
+        yield "recipe", ", ".join(said)
 
 
 def _code(report: Mapping[str, Any], model: nn.Module) -> str:

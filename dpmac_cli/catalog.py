@@ -59,6 +59,8 @@ class Dataset:
             torchvision's own checks must do.
         defaults: settings where none are given.
         about: one line for help and reports.
+        augment: how views of an image may be drawn, a name of :data:`dpmac_cli.recipe.AUGMENTS`:
+            digits and letters must not be mirrored.
     """
 
     train_size: int
@@ -71,6 +73,7 @@ class Dataset:
     sha256: str | None
     defaults: Defaults
     about: str
+    augment: str = "crop+flip"
 
 
 _DIGIT_NAMES = tuple("0123456789")
@@ -96,6 +99,7 @@ _MNIST = Dataset(
         physical_batch=1024,
     ),
     about="28x28 handwritten digits",
+    augment="crop",
 )
 
 _CIFAR10 = Dataset(
@@ -165,6 +169,7 @@ DATASETS: Mapping[str, Dataset] = {
             physical_batch=1024,
         ),
         about="8x8 handwritten digits, shipped with scikit-learn: no download",
+        augment="crop",
     ),
     "mnist": _MNIST,
     "fashion-mnist": replace(
@@ -177,6 +182,7 @@ DATASETS: Mapping[str, Dataset] = {
         std=(0.3530,),
         sha256=None,
         about="28x28 clothes",
+        augment="crop+flip",
     ),
     "kmnist": replace(
         _MNIST,
@@ -204,6 +210,7 @@ DATASETS: Mapping[str, Dataset] = {
         std=(0.1980, 0.2010, 0.1970),
         sha256=None,
         about="32x32 house numbers",
+        augment="crop",
     ),
 }
 

@@ -18,6 +18,7 @@ from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.catalog import DATASETS, MODELS, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
 from dpmac_cli.errors import InputError
+from dpmac_cli.recipe import AUGMENTS, SCHEDULES, Recipe
 from dpmac_cli.source import STANDARDS, Found, Source
 
 DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
@@ -97,6 +98,7 @@ def _setting(default: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 TASK, PRIVACY, OPTIMIZER, RUN, OUTPUT = "Task", "Privacy", "Optimizer", "Run", "Output"
+RECIPE = "Recipe"
 DATA = "Your own data"
 #: What may be given in place of a name of the catalogue.
 OWN_DATA = (
@@ -206,6 +208,31 @@ class TrainConfig:
     kappa: str = _setting("paper", "DP-MacAdam's variance estimate.", OPTIMIZER, choices=KAPPAS)
     phi: str = _setting(
         "paper", "What DP-MacAdamBC takes for the noise's share.", OPTIMIZER, choices=PHIS
+    )
+
+    lr_schedule: str = _setting(
+        "constant", "How the learning rate goes after the warm-up.", RECIPE, choices=SCHEDULES
+    )
+    warmup_steps: int = _setting(
+        0, "Steps in which the learning rate rises to --lr.", RECIPE, bounds=Bounds(0, STEPS.high)
+    )
+    weight_decay: float = _setting(
+        0.0, "Shrink weights by lr times this in every step.", RECIPE, bounds=Bounds(0, 1e3)
+    )
+    ema: float | None = _setting(
+        None,
+        "Score and publish an average of the weights, which keeps this share of itself in a step.",
+        RECIPE,
+        bounds=PROBABILITY,
+    )
+    augmentations: int | None = _setting(
+        None,
+        "Views of each image in each step; the mean of their gradients is clipped.",
+        RECIPE,
+        bounds=Bounds(1, 1024),
+    )
+    augment: str | None = _setting(
+        None, f"How views are drawn. {PER_DATASET}", RECIPE, choices=AUGMENTS
     )
 
     canaries: int | None = _setting(
@@ -321,6 +348,18 @@ class TrainConfig:
         return self.model.rpartition("/")[2] if ":" in self.model else self.model
 
     @property
+    def recipe(self) -> Recipe:
+        """What the run does besides its optimizer's steps."""
+        return Recipe(
+            self.lr_schedule,
+            self.warmup_steps,
+            self.weight_decay,
+            self.ema,
+            self.augmentations or 1,
+            self.augment,
+        )
+
+    @property
     def method(self) -> Optimizer:
         """The optimizer's row in the table."""
         return OPTIMIZERS[self.optimizer]
@@ -361,6 +400,9 @@ class TrainConfig:
             kept = {name: value for name, value in kept.items() if SETTINGS[name].panel != DATA}
         if ":" not in self.model:
             kept.pop("fix_norm")
+        for name, default in RECIPE_DEFAULTS.items():
+            if kept.get(name) == default:
+                kept.pop(name, None)
         return {flag_name(name): value for name, value in kept.items()}
 
 
@@ -373,6 +415,10 @@ SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields
 KINDS: Mapping[str, type] = {
     f.name: next(kind for kind in (*get_args(f.type), f.type) if isinstance(kind, type))
     for f in fields(TrainConfig)
+}
+#: What a run that follows no recipe has; not recorded.
+RECIPE_DEFAULTS: Mapping[str, Any] = {
+    f.name: f.default for f in fields(TrainConfig) if SETTINGS[f.name].panel == RECIPE
 }
 
 #: Settings that answer the same question: give one. A flag replaces a file's answer.
@@ -722,8 +768,10 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
         "beta2": 0.9 if adaclip else 0.999,
         "h1": defaults.h1,
         "h2": defaults.h2,
-        "physical_batch": defaults.physical_batch,
+        "physical_batch": max(1, defaults.physical_batch // (plain.augmentations or 1)),
     }
+    if plain.augmentations is not None:
+        rest["augment"] = plain.facts.augment
     if plain.steps is None:
         rest["epochs"] = defaults.epochs
     if plain.no_dp:
@@ -750,11 +798,25 @@ def _check_together(config: TrainConfig, errors: list[str]) -> None:
             f"{config.facts.train_size}."
         )
     errors.extend(_audit_faults(config))
+    errors.extend(_recipe_faults(config))
     if not STEPS.holds(config.total_steps):
         errors.append(
             f"--epochs {config.epochs} is {config.total_steps:,} steps in all at a --batch-size of "
             f"{config.batch_size:,}; a run takes at most {STEPS.high:,}. Choose fewer epochs or "
             "larger batches."
+        )
+
+
+def _recipe_faults(config: TrainConfig) -> Iterable[str]:
+    """Faults between the settings of a recipe and others."""
+    if config.augment is not None and config.augmentations is None:
+        yield "--augment says how views are drawn: add --augmentations, or leave it out."
+    if config.augmentations is not None and config.facts.shape[1:] == (1, 1):
+        yield f"--augmentations is for images, and {config.dataset} is a table. Leave it out."
+    if config.warmup_steps >= config.total_steps:
+        yield (
+            f"--warmup-steps ({config.warmup_steps:,}) must be below the steps of the run, "
+            f"{config.total_steps:,}."
         )
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from dpmac_cli.augmentation import views_of
 from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries
 from dpmac_cli.data import Data, Split
 from dpmac_cli.dp.fused import compile_norms, compile_terms, compile_update
@@ -30,11 +31,12 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Optimizer
 from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
-from dpmac_cli.dp.rules import Adam, AdamBC, Rule, sgd
-from dpmac_cli.dropout import LayerDraws
+from dpmac_cli.dp.rules import Adam, AdamBC, Rule, WithDecay, sgd
 from dpmac_cli.errors import DivergedError, ModelError, RunError
 from dpmac_cli.faults import out_of_memory
+from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.noise import NoiseSource
+from dpmac_cli.recipe import Recipe
 from dpmac_cli.sampling import Sampler
 
 EVALUATION_BATCH = 2048
@@ -78,6 +80,7 @@ class Plan:
         physical_batch: samples worked on at a time; noise is added once a step all the same.
         private: False trains without clipping and noise, as a baseline.
         compiled: whether torch.compile fuses the operations on vectors.
+        recipe: what it does besides its optimizer's steps.
     """
 
     steps: int
@@ -85,6 +88,7 @@ class Plan:
     physical_batch: int
     private: bool = True
     compiled: bool = False
+    recipe: Recipe = field(default_factory=Recipe)
 
 
 @dataclass
@@ -100,8 +104,9 @@ class TrainState:
         chunk: samples worked on at a time: the physical batch, halved when memory runs out.
         sampler: draws the batches; secret.
         noise: draws the noise; secret.
+        average: of theta, which is scored and published; None where theta itself is.
         canaries: of an audit run; their coins are secret.
-        layers: what layers draw, such as dropout; None for a model none of whose layers draw.
+        layers: what a forward pass draws, such as views and dropout; None where nothing is drawn.
     """
 
     theta: Tensor
@@ -112,6 +117,7 @@ class TrainState:
     chunk: int
     sampler: Sampler
     noise: NoiseSource
+    average: Tensor | None = None
     canaries: Canaries | None = None
     layers: LayerDraws | None = None
 
@@ -125,6 +131,7 @@ class TrainState:
             "centre": self.region.centre,
             "inverse": self.region.inverse,
             "factor": self.region.factor,
+            "average": self.average,
         }
         if self.spread is not None:
             named |= {"s": self.spread.s, "psi": self.spread.psi}
@@ -253,7 +260,8 @@ class Trainer:
         norms = compile_norms() if plan.compiled else total_squared_norms
         self._clipped_sum = ClippedSum(model, found, plan.physical_batch, norms)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
-        self._rule, track_noise = build_rule(optimizer, hyper, mechanism)
+        rule, track_noise = build_rule(optimizer, hyper, mechanism)
+        self._rule = WithDecay(rule, plan.recipe.weight_decay) if plan.recipe.weight_decay else rule
         region, spread = self._geometry.start(theta)
         kept = theta[:0] if optimizer.rule == "sgd" else theta
         moments = Moments(
@@ -272,15 +280,14 @@ class Trainer:
             plan.physical_batch,
             sampler,
             noise,
+            None if plan.recipe.ema is None else theta.clone(),
             canaries,
             layers,
         )
         self._sum = torch.empty_like(theta)
         self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)
         self._compiled = (
-            compile_update(mechanism, self._rule, self._geometry, hyper.lr)
-            if plan.compiled
-            else None
+            compile_update(mechanism, self._rule, self._geometry) if plan.compiled else None
         )
         self._blocks = blocks(theta.numel(), theta.device)
         self._observer = observer
@@ -295,6 +302,8 @@ class Trainer:
         state.moments.begin(state.step)
         geometry.begin(state.step, state.spread)
         sums = self._updates(clipped)
+        if state.average is not None:
+            state.average.lerp_(state.theta, 1 - self.plan.recipe.decay(state.step))
         if state.spread is not None:
             state.region.factor.copy_(torch.stack(sums).sum())
         if self._spiking is not None:
@@ -307,7 +316,13 @@ class Trainer:
             return [self._update(clipped[block], block) for block in self._blocks]
         return [
             self._compiled(
-                clipped, state.theta, state.moments, state.region, state.spread, state.noise
+                clipped,
+                state.theta,
+                self._rate(),
+                state.moments,
+                state.region,
+                state.spread,
+                state.noise,
             )
         ]
 
@@ -319,8 +334,12 @@ class Trainer:
         private = self.mechanism.release(clipped, region, state.noise)  # lines 9 to 11
         if self._spiking is not None:
             self._spiking.hear(private, region, block, self.mechanism.expected_batch)
-        self._rule(state.theta[block], self.hyper.lr, private, moments)  # lines 12 to 15
+        self._rule(state.theta[block], self._rate(), private, moments)  # lines 12 to 15
         return self._geometry.estimate(private, moments, region, spread)  # lines 16 to 20
+
+    def _rate(self) -> float:
+        """eta of the step in hand."""
+        return self.hyper.lr * self.plan.recipe.rate(self.state.step, self.plan.steps)
 
     def _clipped_draw(self, drawn: NDArray[np.int64]) -> Tensor:
         """The sum of clipped, centred gradients of all that was drawn, canaries too; shape (d,)."""
@@ -371,13 +390,20 @@ class Trainer:
     def _sum_chunk(self, rows: Tensor, watch: Callable[[Tensor, Tensor], None] | None) -> bool:
         """Put a chunk's sum where sums go; False if memory ran out, and nothing has happened."""
         try:
-            x = self.data.standardised(self.data.train.images[rows])
+            x = self._seen(self.data.train.images[rows])
             self._clipped_sum.of(x, self.data.train.labels[rows], self._metric, self._sum, watch)
         except (RuntimeError, MemoryError) as failure:
             if not out_of_memory(failure):
                 raise
             return False
         return True
+
+    def _seen(self, images: Tensor) -> Tensor:
+        """What the model is trained on for some images: K views of each, or the image itself."""
+        recipe = self.plan.recipe
+        if recipe.augment is not None:
+            images = views_of(images, recipe.views, recipe.augment)
+        return self.data.standardised(images)
 
     def _halve_chunks(self) -> None:
         """Work on fewer samples at a time, by public numbers: how many were drawn is private.
@@ -394,11 +420,31 @@ class Trainer:
             )
         self.state.chunk //= 2
 
+    @contextmanager
+    def published(self) -> Iterator[nn.Module]:
+        """The model as it is scored and published: with averaged parameters, if there are any."""
+        theta, average = self.state.theta, self.state.average
+        if average is None:
+            yield self.model
+            return
+        kept = theta.clone()
+        theta.copy_(average)
+        try:
+            yield self.model
+        finally:
+            theta.copy_(kept)
+
+    def evaluate(self) -> "Evaluation":
+        """The published model on every test record."""
+        with self.published() as model:
+            return evaluate(model, self.data, self.data.test)
+
     def audited(self) -> Canaries | None:
         """The canaries of an audit run that is over, scored."""
         canaries = self.state.canaries
         if isinstance(canaries, ImageCanaries):
-            canaries.judge(losses_of(self.model, self.data, canaries.split))
+            with self.published() as model:
+                canaries.judge(losses_of(model, self.data, canaries.split))
         return canaries
 
     def check_finite(self) -> None:
@@ -588,7 +634,7 @@ def fit(
         if last or state.step % plan.steps_per_epoch == 0:
             trainer.check_finite()
             seconds += time.perf_counter() - mark
-            result = evaluate(trainer.model, trainer.data, trainer.data.test)
+            result = trainer.evaluate()
             epoch = state.step / plan.steps_per_epoch
             yield Evaluated(state.step, epoch, seconds, result, last, trainer.public_values())
             mark = time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dpmac_cli import accounting
 from dpmac_cli.accounting import TrainingEvent
-from dpmac_cli.config import TrainConfig
+from dpmac_cli.config import RECIPE_DEFAULTS, TrainConfig
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.engine import Evaluated
 from dpmac_cli.factories import built_by
@@ -210,6 +210,7 @@ def build_report(
             "batch_size": config.batch_size,
             **{name: getattr(config, name) for name in sorted(used)},
         },
+        "recipe": {name: getattr(config, name) for name in RECIPE_DEFAULTS},
         "post_noise": dict(outcome.post_noise),
         "diagnostics": DIAGNOSTICS_WARNING if config.diagnostics else None,
         "timings": {

@@ -247,7 +247,7 @@ def resume(
 
 #: Settings that make another run, not another branch of the same.
 FIXED = (
-    *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon"),
+    *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema"),
     *("canaries", "canary_kind", "guesses"),
 )
 #: Settings that change nothing about what is computed.
@@ -461,7 +461,8 @@ def _publish(session: Session, total_seconds: float) -> Finished:
     )
     bill = session.bill()
     facts = public_facts(config, bill, trainer.state.theta.numel())
-    save_model(where / folder.MODEL, trainer.model, facts)
+    with trainer.published() as model:
+        save_model(where / folder.MODEL, model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)
     folder.write_atomically(where / folder.CARD, model_card(report, trainer.model).encode())
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())

@@ -58,6 +58,12 @@ VALUES: Mapping[str, Any] = {
     "canaries": 100,
     "canary_kind": "images",
     "guesses": 30,
+    "lr_schedule": "cosine",
+    "warmup_steps": 3,
+    "weight_decay": 0.01,
+    "ema": 0.99,
+    "augmentations": 4,
+    "augment": "flip",
     "physical_batch": 32,
     "compile": True,
     "device": "cpu",
@@ -74,6 +80,7 @@ VALUES: Mapping[str, Any] = {
 BESIDE: Mapping[str, Mapping[str, Any]] = {
     "canary_kind": {"canaries": 100},
     "guesses": {"canaries": 100},
+    "augment": {"augmentations": 2},
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
 
@@ -357,6 +364,10 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "test_fraction": ("0", "1", "-0.5"),
     "split_seed": ("-1", "4294967296"),
     "image_size": ("0", "1025"),
+    "warmup_steps": ("-1", "10000001"),
+    "weight_decay": ("-0.1", "1001"),
+    "ema": ("0", "1", "-0.5"),
+    "augmentations": ("0", "-1", "1025"),
 }
 
 

@@ -24,7 +24,7 @@ from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import ModelError
 from dpmac_cli.noise import Bits, NoiseSource
 
-Update = Callable[[Tensor, Tensor, Moments, Ellipsoid, Spread | None, NoiseSource], Tensor]
+Update = Callable[[Tensor, Tensor, float, Moments, Ellipsoid, Spread | None, NoiseSource], Tensor]
 
 
 P = ParamSpec("P")
@@ -52,9 +52,7 @@ def _compile(function: Callable[P, R], *, dynamic: bool | None = None) -> Callab
     return call
 
 
-def compile_update(
-    mechanism: GaussianMechanism, rule: Rule, geometry: Geometry, lr: float
-) -> Update:
+def compile_update(mechanism: GaussianMechanism, rule: Rule, geometry: Geometry) -> Update:
     """A function from the clipped sum to new theta, moments and ellipsoid, all in place.
 
     It returns the sum of line 20.
@@ -70,7 +68,7 @@ def compile_update(
         bits: tuple[Tensor, Tensor],
         betas: tuple[float, float],
     ) -> Tensor:
-        m_correction, v_correction, kappa, share = numbers
+        lr, m_correction, v_correction, kappa, share = numbers
         m, v, noise = averages
         moments = Moments(*betas, m, v, noise, 0, m_correction, v_correction)
         region = Ellipsoid(*ellipsoid)
@@ -84,6 +82,7 @@ def compile_update(
     def call(
         clipped: Tensor,
         theta: Tensor,
+        lr: float,
         moments: Moments,
         region: Ellipsoid,
         spread: Spread | None,
@@ -93,7 +92,7 @@ def compile_update(
         bits = noise.bits(torch.empty_like(drawn, dtype=theta.dtype))
         kappa, share = (1.0, 0.0) if spread is None else (spread.kappa, spread.share)
         assert kappa is not None, "the first step is not compiled"  # noqa: S101
-        numbers = (moments.m_correction, moments.v_correction, kappa, share)
+        numbers = (lr, moments.m_correction, moments.v_correction, kappa, share)
         return compiled(
             clipped,
             theta,

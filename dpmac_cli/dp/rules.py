@@ -11,16 +11,19 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from dpmac_cli.dp.mechanism import PrivateMean
-from dpmac_cli.dp.moments import Moments
+from dpmac_cli.dp.moments import Moments, Number
 
 #: theta, eta, private mean and moments.
-Rule = Callable[[Tensor, float, PrivateMean, Moments], None]
+Rule = Callable[[Tensor, Number, PrivateMean, Moments], None]
 
 
-def sgd(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+def sgd(theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
     """Gradient descent along g-tilde_t (Abadi et al. 2016; Pichapati et al. 2019)."""
     del moments
-    theta.sub_(private.value, alpha=eta)
+    if isinstance(eta, Tensor):
+        theta.sub_(private.value * eta)
+    else:
+        theta.sub_(private.value, alpha=eta)
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class Adam:
 
     gamma: float
 
-    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+    def __call__(self, theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
-        if torch.compiler.is_compiling():  # what is compiled is fused anyway
+        if isinstance(eta, Tensor):  # what is compiled is fused anyway
             moments.update(private)
             _move(theta, eta, moments, moments.v_hat().sqrt_().add_(self.gamma))
         else:
@@ -75,7 +78,7 @@ class AdamBC:
     gamma_prime: float
     phi: float | None
 
-    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+    def __call__(self, theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
         moments.update(private)
         phi = moments.noise_hat() if self.phi is None else self.phi
@@ -83,6 +86,27 @@ class AdamBC:
         _move(theta, eta, moments, signal.sqrt_())
 
 
-def _move(theta: Tensor, eta: float, moments: Moments, denominator: Tensor) -> None:
+def _move(theta: Tensor, eta: Number, moments: Moments, denominator: Tensor) -> None:
     """theta - eta m-hat / denominator, in place."""
-    theta.addcdiv_(moments.m_hat(), denominator, value=-eta)
+    if isinstance(eta, Tensor):
+        theta.sub_(eta * moments.m_hat() / denominator)
+    else:
+        theta.addcdiv_(moments.m_hat(), denominator, value=-eta)
+
+
+@dataclass(frozen=True)
+class WithDecay:
+    """Another rule, once theta has shrunk by eta lambda (Loshchilov and Hutter 2019).
+
+    Attributes:
+        rule: the other rule.
+        decay: lambda >= 0.
+    """
+
+    rule: Rule
+    decay: float
+
+    def __call__(self, theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
+        """Move theta, shape (d,)."""
+        theta.mul_(1 - eta * self.decay)
+        self.rule(theta, eta, private, moments)

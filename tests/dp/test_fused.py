@@ -21,6 +21,7 @@ from dpmac_cli.dp.per_sample import Metric
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import ModelError
 from dpmac_cli.noise import SeededNoise
+from dpmac_cli.recipe import Recipe
 from tests.conftest import OPTIMIZER_NAMES
 from tests.dp.reference import prepare
 from tests.dp.test_per_sample import (
@@ -75,7 +76,8 @@ def _all_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_compiled_steps_are_the_same_steps(name: str, choice: str) -> None:
     """In one chunk and in several, whose sum is float64 in either."""
     options: dict[str, Any] = {"kappa": choice, "phi": choice}
-    for plan in (PLAN, in_chunks_of(3)):
+    recipe = Recipe("cosine", 2, 0.01, 0.9)
+    for plan in (PLAN, replace(in_chunks_of(3), recipe=recipe)):
         plain, compiled = (
             make_trainer(name, plan=replace(plan, compiled=on), **options) for on in (False, True)
         )

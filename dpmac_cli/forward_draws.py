@@ -1,4 +1,7 @@
-"""What layers such as dropout draw. It tells nothing of the records, but a run must repeat it."""
+"""What a forward pass draws: views of images, and layers such as dropout.
+
+It tells nothing of the records, but a run must repeat it.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,0 +1,282 @@
+"""Schedules, weight decay, averaged weights and views."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
+from typer.testing import CliRunner
+
+from dpmac_cli import run
+from dpmac_cli.augmentation import views_of
+from dpmac_cli.cli.app import app
+from dpmac_cli.config import resolve
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.engine import NO_CLIPPING, Evaluated, Trainer, evaluate, fit
+from dpmac_cli.errors import InputError
+from dpmac_cli.grid import address
+from dpmac_cli.recipe import AUGMENTS, Recipe
+from tests.conftest import OPTIMIZER_NAMES
+from tests.digits_runs import digits_config, same_weights, train_digits
+from tests.helpers import HYPER, MECHANISM, PLAN, Batches, make_trainer, tiny_data, tiny_model, walk
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+#: Everything at a time.
+ALL: dict[str, Any] = {
+    "lr_schedule": "cosine",
+    "warmup_steps": 2,
+    "weight_decay": 0.01,
+    "ema": 0.9,
+    "augmentations": 3,
+}
+BATCHES = [[0, 3, 7, 9, 12], [5], [], [1, 2, 30, 31], *([i, 2 * i] for i in range(1, 17))]
+
+
+def trained_by(recipe: Recipe, name: str = "dp-adam", **options: Any) -> Trainer:
+    return make_trainer(name, plan=replace(PLAN, recipe=recipe), **options)
+
+
+# The learning rate.
+
+
+def rates(recipe: Recipe, steps: int) -> list[float]:
+    return [recipe.rate(step, steps) for step in range(1, steps + 1)]
+
+
+def by_torch(make: Callable[[Any], LRScheduler], steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    schedule, found = make(optimizer), []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_schedules_are_torchs_own() -> None:
+    cosine = by_torch(lambda optimizer: CosineAnnealingLR(optimizer, 30), 30)
+    assert rates(Recipe("cosine"), 30) == pytest.approx(cosine)
+    linear = by_torch(lambda optimizer: LinearLR(optimizer, 1.0, 0.0, 30), 30)
+    assert rates(Recipe("linear"), 30) == pytest.approx(linear)
+    assert rates(Recipe(), 30) == [1.0] * 30
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_the_rate_rises_to_its_peak_and_then_follows_its_schedule(schedule: str) -> None:
+    found = rates(Recipe(schedule, warmup=4), 24)
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[4:] == rates(Recipe(schedule), 20)
+    assert min(found) > 0
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_with_schedule_and_decay_is_torchs_own(rule: str) -> None:
+    """AdamW, and SGD whose weight decay is apart from the gradient."""
+    recipe = Recipe("linear", weight_decay=0.1)
+    plan = replace(PLAN, recipe=recipe)
+    ours = make_trainer(
+        f"dp-{rule}",
+        GaussianMechanism(0.0, MECHANISM.expected_batch),
+        plan=plan,
+        sampler=Batches(*BATCHES),
+        clip_norm=NO_CLIPPING,
+    )
+    data, model = tiny_data(), tiny_model()
+    betas = (HYPER.beta1, HYPER.beta2)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), HYPER.lr, betas, HYPER.gamma, weight_decay=0.1)
+        if rule == "adam"
+        else torch.optim.SGD(model.parameters(), HYPER.lr)
+    )
+    schedule = LinearLR(optimizer, 1.0, 0.0, PLAN.steps)
+    for rows in BATCHES:
+        optimizer.zero_grad()
+        logits = model(data.standardised(data.train.images[rows]))
+        loss = cross_entropy(logits, data.train.labels[rows], reduction="sum")
+        (loss / MECHANISM.expected_batch).backward()  # type: ignore[no-untyped-call]
+        if rule == "sgd":
+            for p in model.parameters():
+                p.data.mul_(1 - optimizer.param_groups[0]["lr"] * 0.1)
+        optimizer.step()
+        schedule.step()
+    theirs = nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.testing.assert_close(walk(ours, PLAN.steps)[-1], theirs, rtol=0, atol=1e-9)
+
+
+@pytest.mark.privacy
+@every_optimizer
+def test_noise_is_not_scaled_by_the_schedule(name: str) -> None:
+    """A smaller rate moves the weights less; the private mean and its noise stay as priced."""
+    means = []
+    for recipe in (Recipe(), Recipe("cosine", 5, 0.1, 0.9)):
+        trainer = trained_by(recipe, name, lr=0.0)  # else gradients would differ
+        walk(trainer, 3)
+        means.append({**trainer.state.tensors()})
+    for key in means[0]:
+        torch.testing.assert_close(means[1][key], means[0][key], msg=key)
+
+
+# Averaged weights.
+
+
+@every_optimizer
+def test_the_average_is_of_the_weights_and_moves_nothing(name: str) -> None:
+    recipe = Recipe(ema=0.7)
+    averaged, plain = trained_by(recipe, name), make_trainer(name)
+    expected = plain.state.theta.clone()
+    thetas = walk(averaged, 12)
+    assert torch.equal(thetas, walk(plain, 12))
+    for step, theta in enumerate(thetas, start=1):
+        decay = min(0.7, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * theta
+    assert averaged.state.average is not None
+    torch.testing.assert_close(averaged.state.average, expected)
+
+
+def test_what_is_scored_and_published_is_the_average() -> None:
+    trainer = trained_by(Recipe(ema=0.9))
+    *_, last = fit(trainer, lambda: False)
+    assert isinstance(last, Evaluated)
+    theta, average = trainer.state.theta.clone(), trainer.state.average
+    assert average is not None
+    with trainer.published() as model:
+        weights = nn.utils.parameters_to_vector(model.parameters())
+        assert torch.equal(weights, average)
+        assert evaluate(model, trainer.data, trainer.data.test).loss == last.result.loss
+    assert torch.equal(trainer.state.theta, theta)
+    assert evaluate(trainer.model, trainer.data, trainer.data.test).loss != last.result.loss
+
+
+# Views.
+
+
+def pictures(count: int = 6, side: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 256, (count, 3, side, side), generator=generator, dtype=torch.uint8)
+
+
+def crops(image: Tensor, reach: int) -> list[Tensor]:
+    """Every crop of an image, by torch's own padding."""
+    padded = nn.functional.pad(image.float(), [reach] * 4, mode="reflect").to(image.dtype)
+    side, places = image.shape[-1], range(2 * reach + 1)
+    return [padded[:, y : y + side, x : x + side] for y in places for x in places]
+
+
+@pytest.mark.parametrize("augment", AUGMENTS)
+@pytest.mark.parametrize("side", [8, 16])
+def test_views_are_crops_and_flips_of_their_own_image(augment: str, side: int) -> None:
+    """All of them turn up, and nothing else does."""
+    images, count = pictures(2, side), 600
+    views = views_of(images, count, augment)
+    assert views.shape == (2 * count, 3, side, side)
+    assert views.dtype == torch.uint8
+    for image, mine in zip(images, views.view(2, count, *images.shape[1:]), strict=True):
+        allowed = crops(image, side // 8) if "crop" in augment else [image]
+        if "flip" in augment:
+            allowed += [crop.flip(-1) for crop in allowed]
+        seen = {view.numpy().tobytes() for view in mine}
+        assert seen == {view.contiguous().numpy().tobytes() for view in allowed}
+
+
+@pytest.mark.privacy
+def test_a_view_depends_on_no_other_image() -> None:
+    images = pictures()
+    other = images.clone()
+    other[2] = 255 - other[2]
+    views = []
+    for given in (images, other):
+        torch.manual_seed(0)
+        views.append(views_of(given, 4, "crop+flip"))
+    differ = (views[0] != views[1]).flatten(1).any(1)
+    assert differ.view(6, 4).any(1).tolist() == [i == 2 for i in range(6)]
+
+
+def test_a_view_is_drawn_anew_in_every_step_and_for_every_image() -> None:
+    torch.manual_seed(0)
+    same = pictures(1).expand(32, -1, -1, -1)
+    first, second = views_of(same, 1, "crop"), views_of(same, 1, "crop")
+    assert len({view.numpy().tobytes() for view in first}) > 4
+    assert not torch.equal(first, second)
+
+
+# Whole runs.
+
+
+@every_optimizer
+def test_a_run_by_recipe_resumes_bit_for_bit_and_scores_what_it_publishes(name: str) -> None:
+    flags = {**ALL, "optimizer": name, "steps": 8, "seed": 4, "physical_batch": 40}
+    whole = train_digits(**flags)
+    asked = iter(range(100))
+    stopped = list(run.train(digits_config(**flags), lambda: next(asked) >= 4))[-1]
+    assert isinstance(stopped, run.Finished)
+    assert stopped.state == "interrupted"
+    ended = list(run.resume(stopped.folder, {}))[-1]
+    assert isinstance(ended, run.Finished)
+    assert same_weights(ended.folder, whole.folder)
+    assert whole.report["recipe"] == {**ALL, "augment": "crop"}
+    plain = train_digits(optimizer=name, steps=8, seed=4)
+    assert whole.report["privacy"] == plain.report["privacy"]
+    scored = CliRunner().invoke(app, ["eval", str(ended.folder), "--json"])
+    assert json.loads(scored.stdout)["accuracy"] == ended.report["test"]["accuracy"]
+
+
+def test_the_published_weights_are_the_average() -> None:
+    flags: dict[str, Any] = {"steps": 6, "seed": 4, "optimizer": "dp-adam"}
+    last, averaged = (train_digits(ema=ema, **flags).folder for ema in (None, 0.99))
+    assert not same_weights(last, averaged)
+    saved = sorted((averaged / "checkpoint").glob("*.safetensors"))[-1]
+    tensors = safetensors.torch.load_file(saved)
+    published = safetensors.torch.load_file(averaged / "model.safetensors")
+    flat = torch.cat([published[key].reshape(-1) for key in ("1.weight", "1.bias")])
+    torch.testing.assert_close(flat, tensors["average"][: len(flat)])
+
+
+def test_what_follows_no_recipe_is_recorded_as_before() -> None:
+    """Else the runs of a study would be looked for elsewhere."""
+    plain = digits_config()
+    assert not {"lr-schedule", "warmup-steps", "weight-decay", "ema"} & plain.recorded().keys()
+    assert address(plain, 0) != address(digits_config(warmup_steps=1), 0)
+    kept = digits_config(**ALL).recorded()
+    assert (kept["augmentations"], kept["augment"], kept["ema"]) == (3, "crop", 0.9)
+
+
+def test_views_take_their_share_of_the_physical_batch() -> None:
+    assert digits_config(augmentations=16).physical_batch == digits_config().physical_batch // 16
+    assert digits_config(augmentations=1000, physical_batch=7).physical_batch == 7
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"augment": "flip"}, "add --augmentations"),
+        ({"warmup_steps": 3}, "--warmup-steps (3) must be below the steps of the run, 3"),
+        ({"lr_schedule": "step"}, "Known: constant, cosine, linear"),
+        ({"ema": 1.0}, "--ema must be above 0 and below 1"),
+        ({"weight_decay": -0.1}, "--weight-decay must be at least 0"),
+        ({"augmentations": 0}, "--augmentations must be at least 1"),
+    ],
+)
+def test_recipes_that_cannot_be_followed(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as failure:
+        digits_config(**flags)
+    assert message in str(failure.value)
+
+
+def test_a_table_has_no_views(tmp_path: Path) -> None:
+    from tests.test_own_runs import wine  # noqa: PLC0415
+
+    with pytest.raises(InputError, match="is a table"):
+        resolve({"dataset": wine(str(tmp_path / "wine.npz")), "augmentations": "2"})
+
+
+def test_an_average_cannot_join_a_run_that_goes_on() -> None:
+    where = train_digits(seed=1).folder
+    with pytest.raises(InputError, match="--ema cannot change"):
+        list(run.resume(where, {"ema": 0.9, "steps": 6}))
