@@ -1,6 +1,7 @@
 """Named architectures, and the door that models which mix samples do not pass."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -147,8 +148,13 @@ def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
         others = torch.arange(len(x)) != sample
         moved = x.clone()
         moved[sample].mul_(-3).add_(1)
-        alone = _watch(model, x[sample : sample + 1])
-        for name, rows in _watch(model, moved).items():
+        together, alone = _watch(model, moved), _watch(model, x[sample : sample + 1])
+        if not together.keys() == alone.keys() == seen.keys():
+            raise ModelError(
+                "Which layers the model uses, and how often, depends on the batch: one sample "
+                "would decide it for the others. Use the same layers equally often for every batch."
+            )
+        for name, rows in together.items():
             same = _close(rows, seen[name], others) and _close(
                 alone[name], seen[name][sample : sample + 1]
             )
@@ -172,11 +178,14 @@ def _watch(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
 
     def watcher(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        uses = itertools.count(1)
+
         def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             del module
+            use = next(uses)
             tensors = [value for value in inputs if isinstance(value, Tensor)]
             for number, value in enumerate(tensors):
-                seen[f"The inputs of layer {name} ({number})"] = value.clone()
+                seen[f"The inputs of layer {name} ({number}, use {use})"] = value.clone()
 
         return note
 

@@ -146,6 +146,49 @@ def test_a_layer_that_sees_the_samples_in_another_order_is_refused() -> None:
         check_model(model, IMAGE)
 
 
+class Again(nn.Module):
+    """A layer used twice, with a function in between."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self._between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(self._between(self.conv(x)))
+        return out
+
+
+def test_a_layer_used_twice_passes() -> None:
+    check_model(classifier(Again(torch.tanh)), IMAGE)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("use", ["first", "second"])
+def test_each_use_of_a_layer_is_watched(use: str) -> None:
+    """Rows in another order, seen by one of the two uses only; the logits are in order."""
+    turn, model = (lambda x: x.flip(0)), Again(lambda x: x.flip(0))
+    middle = (Through(turn), model) if use == "first" else (model, Through(turn))
+    number = {"first": 1, "second": 2}[use]
+    with pytest.raises(ModelError, match=rf"inputs of layer \d.conv \(0, use {number}\)"):
+        check_model(classifier(*middle), IMAGE)
+
+
+@pytest.mark.privacy
+def test_a_batch_that_decides_how_often_a_layer_is_used_is_refused() -> None:
+    class Until(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)
+            return self.conv(x) if x.abs().max() > 10 else x
+
+    with pytest.raises(ModelError, match="how often, depends on the batch"):
+        check_model(classifier(Until()), IMAGE)
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize("shape", [(-1,), (-1, 12, 3)], ids=["1-D", "3-D"])
 def test_an_output_that_is_not_a_row_a_sample_is_refused(shape: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpmac_cli.dp.geometry import Geometry, Spread
 from dpmac_cli.dp.gradients import (
-    ByVmap,
+    InPieces,
     LayerMetric,
     PerSampleGradients,
     SquaredNorms,
@@ -130,8 +130,8 @@ Norms = Callable[[Sequence[PerSampleGradients], Sequence[LayerMetric]], SquaredN
 def compile_norms() -> Norms:
     """:func:`~dpmac_cli.dp.gradients.total_squared_norms` with as few passes as may be.
 
-    Whatever order a sum is made in, the bound on its rounding holds. Layers whose gradients come
-    by vmap are left as they are.
+    Whatever order a sum is made in, the bound on its rounding holds. Layers whose gradients are
+    made in pieces are left as they are.
     """
     compiled = _compile(total_squared_norms)
 
@@ -140,7 +140,7 @@ def compile_norms() -> Norms:
     ) -> SquaredNorms:
         groups: dict[bool, tuple[list[PerSampleGradients], list[LayerMetric]]] = {}
         for form, metric in zip(gradients, metrics, strict=True):
-            forms, parts = groups.setdefault(isinstance(form, ByVmap), ([], []))
+            forms, parts = groups.setdefault(isinstance(form, InPieces), ([], []))
             forms.append(form)
             parts.append(metric)
         for form in groups.get(False, ([], []))[0]:
@@ -148,8 +148,8 @@ def compile_norms() -> Norms:
                 if isinstance(rows, Tensor):
                     torch._dynamo.maybe_mark_dynamic(rows, 0)  # how many samples, changes
         first, *rest = [
-            (total_squared_norms if by_vmap else compiled)(*group)
-            for by_vmap, group in groups.items()
+            (total_squared_norms if in_pieces else compiled)(*group)
+            for in_pieces, group in groups.items()
         ]
         return sum(rest, start=first)
 

@@ -8,9 +8,10 @@ product delta_i a_i^T, and with A = 1/b^2
                                                 S2_i = sum_jk delta_ij a_ik (m A)_jk,
                                                 S3   = sum_jk m_jk^2 A_jk:
 
-two matrix products for the whole batch and one constant; a ball needs none. Convolutions and group
-norms, which have few parameters, are instantiated chunk by chunk; any other layer falls back on
-torch.func.vmap over that layer alone.
+two matrix products for the whole batch and one constant; a ball needs none. Everything else is
+instantiated, one row a sample: by a rule for the layer's type, or by torch.func.vmap over that
+layer alone. There a sample's gradient may be a sum: over several views of the sample, and over
+several uses of the layer in one forward pass.
 """
 
 import math
@@ -29,8 +30,8 @@ from torch.nn.grad import conv2d_weight
 from dpmac_cli.dp.layers import Layer
 from dpmac_cli.dp.modules import LEAST_SQUARE, StandardisedConv2d
 
-#: Numbers that the fallback may instantiate at a time.
-FALLBACK_NUMBERS = 1 << 24
+#: Numbers that are instantiated at a time, but for convolutions.
+PIECE = 1 << 24
 #: Inputs of a convolution's output up to which unfolding the image is faster (27: half the time;
 #: 288: twice).
 UNFOLDED = 64
@@ -195,21 +196,39 @@ class Instantiated:
 
 
 @dataclass(frozen=True)
-class ByVmap:
-    """Gradients of any layer that treats samples apart: instantiated a few rows at a time.
+class Use:
+    """What one use of a layer in a forward pass leaves for its gradients.
 
-    Norms and sum both instantiate the same rows in the same pieces, so both read the same floats.
+    Attributes:
+        inputs: the layer's positional inputs, each (samples * views, ...).
+        delta: gradients of the loss by its output, shape (samples * views, ...).
+    """
+
+    inputs: tuple[Tensor, ...]
+    delta: Tensor
+
+    def part(self, rows: slice) -> "Use":
+        """Some of the rows."""
+        return Use(tuple(x[rows] for x in self.inputs), self.delta[rows])
+
+
+@dataclass(frozen=True)
+class InPieces:
+    """Gradients that would take too much memory at a time: written out for a few samples each.
+
+    Norms and sum both instantiate the same samples in the same pieces, so both read the same
+    floats.
 
     Attributes:
         layer: the layer.
-        inputs: its positional inputs, each (samples, ...).
-        delta: gradients of the loss by its output, shape (samples, ...).
-        chosen: the rows meant, in float64; None for all, in their own dtype.
+        uses: each use of it in the forward pass.
+        views: rows of a sample in each use.
+        chosen: the samples meant, in float64; None for all, in their own dtype.
     """
 
     layer: Layer
-    inputs: tuple[Tensor, ...]
-    delta: Tensor
+    uses: tuple[Use, ...]
+    views: int = 1
     chosen: Rows | None = None
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
@@ -229,47 +248,23 @@ class ByVmap:
             out.addmv_(kept.T, c[rows])
             begin += len(g)
 
-    def select(self, rows: Rows) -> "ByVmap":
+    def select(self, rows: Rows) -> "InPieces":
         """Some samples, in float64."""
-        return ByVmap(self.layer, self.inputs, self.delta, rows)
+        return InPieces(self.layer, self.uses, self.views, rows)
 
     def _pieces(self) -> Iterator[Tensor]:
-        """Per-sample gradients of the rows meant, piece by piece, shape (rows, d_layer)."""
-        step = max(1, FALLBACK_NUMBERS // (self.layer.stop - self.layer.start))
-        for begin in range(0, len(self.delta), step):
-            rows = slice(begin, begin + step)
-            g = self._instantiate(rows)
+        """Gradients of the samples meant, piece by piece, shape (samples, d_layer)."""
+        step = max(1, PIECE // (self.layer.stop - self.layer.start))
+        for begin in range(0, len(self.uses[0].delta) // self.views, step):
+            rows = slice(begin * self.views, (begin + step) * self.views)
+            g = instantiate(self.layer, [use.part(rows) for use in self.uses], self.views)
             match self.chosen:
                 case None:
                     yield g
                 case slice():
                     yield g.double()
                 case mask:
-                    yield g[mask[rows]].double()
-
-    def _instantiate(self, rows: slice) -> Tensor:
-        dtype = self.delta.dtype
-        trained = {name: p.detach().to(dtype) for name, p in self.layer.parameters.items()}
-        rest = {
-            name: p.detach().to(dtype)
-            for name, p in self.layer.module.named_parameters()
-            if name not in trained
-        }
-
-        def one(inputs: tuple[Tensor, ...], delta: Tensor) -> dict[str, Tensor]:
-            alone = tuple(x.unsqueeze(0) for x in inputs)
-
-            def forward(parameters: dict[str, Tensor]) -> Tensor:
-                return functional_call(self.layer.module, {**rest, **parameters}, alone)  # type: ignore[no-any-return]
-
-            pull_back: Any = vjp(forward, trained)[1]
-            gradients: dict[str, Tensor] = pull_back(delta.unsqueeze(0))[0]
-            return gradients
-
-        delta = self.delta[rows]
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
-            gradients = vmap(one)(tuple(x[rows] for x in self.inputs), delta)
-        return torch.cat([gradients[name].reshape(len(delta), -1) for name in trained], 1)
+                    yield g[mask[begin : begin + step]].double()
 
 
 def total_squared_norms(
@@ -292,49 +287,47 @@ def _kept(rows: Tensor, valid: Tensor | None) -> Tensor:
     return rows if valid is None else torch.where(valid.unsqueeze(1), rows, 0)
 
 
-def _linear(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+#: Gradients by the parameters of a layer, by name: each (samples, ...).
+Gradients = Mapping[str, Tensor]
+
+
+def _linear(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
+    """A sum over positions, of which a sample's views are some more."""
+    samples = len(a) // views
+    a, delta = (rows.reshape(samples, -1, rows.shape[-1]) for rows in (a, delta))
+    bias = delta.sum(1)
     if "weight" not in layer.parameters:
-        return None
-    if a.ndim == 2:
-        return OuterProducts(delta, a, "bias" in layer.parameters)
-    if _too_many(layer, a):
-        return None
-    a, delta = a.flatten(1, -2), delta.flatten(1, -2)  # a sum over positions
-    weight = torch.bmm(delta.transpose(1, 2), a)
-    return _instantiated(layer, len(a), weight=weight, bias=delta.sum(1))
+        return {"bias": bias}
+    return {"weight": torch.bmm(delta.transpose(1, 2), a), "bias": bias}
 
 
-def _too_many(layer: Layer, a: Tensor) -> bool:
-    """Whether gradients of all samples at a time would take too much memory."""
-    return len(a) * (layer.stop - layer.start) > FALLBACK_NUMBERS
+def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
+    weight = _kernel_gradients(layer.module, a, delta, views)
+    return None if weight is None else {"weight": weight, "bias": _over_positions(delta, views)}
 
 
-def _conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
-    weight = _kernel_gradients(layer.module, a, delta)
-    if weight is None:
-        return None
-    return _instantiated(layer, len(a), weight=weight, bias=delta.sum((2, 3)))
-
-
-def _kernel_gradients(conv: nn.Module, a: Tensor, delta: Tensor) -> Tensor | None:
+def _kernel_gradients(conv: nn.Module, a: Tensor, delta: Tensor, views: int) -> Tensor | None:
     """Gradients by the kernel that a convolution used, shape (samples, out, in, height, width).
 
-    A product of matrices a sample, or one grouped convolution with a group a sample; None where
-    neither fits.
+    A product of matrices a sample, or one grouped convolution with a group a sample, whose batch
+    are the views; None where neither fits.
     """
     assert isinstance(conv, nn.Conv2d)  # noqa: S101
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
         return None
-    samples = len(a)
+    samples = len(a) // views
     outputs, *kernel = conv.weight.shape
     if conv.groups == 1 and math.prod(kernel) <= UNFOLDED:
         patches = unfold(a, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
-        weight = torch.bmm(delta.flatten(2), patches.transpose(1, 2))
+        weight = torch.bmm(
+            _behind_channels(delta.flatten(2), views),
+            _behind_channels(patches, views).transpose(1, 2),
+        )
     else:
         weight = conv2d_weight(  # type: ignore[no-untyped-call]
-            a.reshape(1, -1, *a.shape[2:]),
+            _before_samples(a, views),
             (samples * outputs, *kernel),
-            delta.reshape(1, -1, *delta.shape[2:]),
+            _before_samples(delta, views),
             conv.stride,
             conv.padding,
             conv.dilation,
@@ -343,11 +336,33 @@ def _kernel_gradients(conv: nn.Module, a: Tensor, delta: Tensor) -> Tensor | Non
     return weight.reshape(samples, outputs, *kernel)
 
 
-def _standardised_conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+def _apart(rows: Tensor, views: int) -> Tensor:
+    """(samples * views, ...) as (samples, views, ...)."""
+    return rows.reshape(len(rows) // views, views, *rows.shape[1:])
+
+
+def _behind_channels(rows: Tensor, views: int) -> Tensor:
+    """(samples * views, channels, positions) as (samples, channels, views * positions)."""
+    return _apart(rows, views).transpose(1, 2).flatten(2)
+
+
+def _before_samples(rows: Tensor, views: int) -> Tensor:
+    """(samples * views, channels, ...) as (views, samples * channels, ...)."""
+    return _apart(rows, views).transpose(0, 1).flatten(1, 2)
+
+
+def _over_positions(rows: Tensor, views: int) -> Tensor:
+    """(samples * views, channels, ...) summed to (samples, channels)."""
+    inner = tuple(range(2, rows.ndim))
+    by_view = rows.sum(inner) if inner else rows
+    return _apart(by_view, views).sum(1)
+
+
+def _standardised_conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
     """By the kernel used, then through W-hat = gain z / ||z|| with z = W - mean, row by row."""
     conv = layer.module
     assert isinstance(conv, StandardisedConv2d)  # noqa: S101
-    by_kernel = _kernel_gradients(conv, a, delta)
+    by_kernel = _kernel_gradients(conv, a, delta, views)
     if by_kernel is None:
         return None
     g = by_kernel.flatten(2)
@@ -356,54 +371,65 @@ def _standardised_conv2d(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGra
     moves = scale.square() * LEAST_SQUARE < 1  # else ||z|| is taken for a constant
     by_centred = scale * (g - torch.where(moves, direction * along, 0.0))
     weight = conv.gain.unsqueeze(1) * (by_centred - by_centred.mean(2, keepdim=True))
-    gradients = {"weight": weight, "gain": along.squeeze(2), "bias": delta.sum((2, 3))}
-    return _instantiated(layer, len(a), **gradients)
+    return {"weight": weight, "gain": along, "bias": _over_positions(delta, views)}
 
 
-def _group_norm(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+def _group_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     norm = layer.module
     assert isinstance(norm, nn.GroupNorm)  # noqa: S101
     product = delta * group_norm(a, norm.num_groups, eps=norm.eps)
-    inner = tuple(range(2, a.ndim))
-    if inner:
-        return _instantiated(layer, len(a), weight=product.sum(inner), bias=delta.sum(inner))
-    return _instantiated(layer, len(a), weight=product, bias=delta)
+    return {"weight": _over_positions(product, views), "bias": _over_positions(delta, views)}
 
 
-def _layer_norm(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients:
+def _layer_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     norm = layer.module
     assert isinstance(norm, nn.LayerNorm)  # noqa: S101
-    shape = norm.normalized_shape
-    product = (delta * layer_norm(a, shape, eps=norm.eps)).reshape(len(a), -1, *shape)
-    bias = delta.reshape(len(a), -1, *shape).sum(1)
-    return _instantiated(layer, len(a), weight=product.sum(1), bias=bias)
+    shape = (len(a) // views, -1, *norm.normalized_shape)
+    product = delta * layer_norm(a, norm.normalized_shape, eps=norm.eps)
+    return {"weight": product.reshape(shape).sum(1), "bias": delta.reshape(shape).sum(1)}
 
 
-def _embedding(layer: Layer, a: Tensor, delta: Tensor) -> PerSampleGradients | None:
+def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     """Rows of delta, added up where a sample has a token more than once."""
     table = layer.module
     assert isinstance(table, nn.Embedding)  # noqa: S101
-    if _too_many(layer, a):
-        return None
+    samples = len(a) // views
     tokens, width = table.weight.shape
-    g = delta.new_zeros(len(a) * tokens, width)
-    rows = torch.arange(len(a), device=a.device).mul_(tokens).view(-1, *[1] * (a.ndim - 1)) + a
-    g.index_add_(0, rows.flatten(), delta.reshape(-1, width))
-    g = g.view(len(a), tokens, width)
+    g = delta.new_zeros(samples * tokens, width)
+    rows = torch.arange(samples, device=a.device).mul_(tokens).unsqueeze(1)
+    g.index_add_(0, (rows + a.reshape(samples, -1)).flatten(), delta.reshape(-1, width))
+    g = g.view(samples, tokens, width)
     if table.padding_idx is not None:
         g[:, table.padding_idx] = 0
-    return _instantiated(layer, len(a), weight=g)
+    return {"weight": g}
 
 
-def _instantiated(layer: Layer, samples: int, **gradients: Tensor) -> Instantiated:
-    """Rows in theta's order, of the parameters that are trainable."""
-    return Instantiated(
-        torch.cat([gradients[name].reshape(samples, -1) for name in layer.parameters], 1)
-    )
+def _by_vmap(layer: Layer, inputs: tuple[Tensor, ...], delta: Tensor, views: int) -> Gradients:
+    """Gradients of any layer that treats samples apart."""
+    dtype = delta.dtype
+    trained = {name: p.detach().to(dtype) for name, p in layer.parameters.items()}
+    rest = {
+        name: p.detach().to(dtype)
+        for name, p in layer.module.named_parameters()
+        if name not in trained
+    }
+
+    def one(inputs: tuple[Tensor, ...], delta: Tensor) -> dict[str, Tensor]:
+        def forward(parameters: dict[str, Tensor]) -> Tensor:
+            return functional_call(layer.module, {**rest, **parameters}, inputs)  # type: ignore[no-any-return]
+
+        pull_back: Any = vjp(forward, trained)[1]
+        gradients: dict[str, Tensor] = pull_back(delta)[0]
+        return gradients
+
+    apart = [_apart(rows, views) for rows in (*inputs, delta)]
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+        gradients: Gradients = vmap(one)(tuple(apart[:-1]), apart[-1])
+    return gradients
 
 
-#: How a layer's gradients are held, by its exact type; None to fall back on vmap.
-RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor], PerSampleGradients | None]] = {
+#: How a layer's gradients are instantiated, by its exact type; None to fall back on vmap.
+RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
     StandardisedConv2d: _standardised_conv2d,
@@ -413,15 +439,45 @@ RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor], PerSampleGradi
 }
 
 
-def hold(layer: Layer, inputs: tuple[Tensor, ...], delta: Tensor) -> PerSampleGradients:
-    """The cheapest form that the layer's type and its inputs allow.
+def instantiate(layer: Layer, uses: Sequence[Use], views: int = 1) -> Tensor:
+    """Gradients written out, in theta's order: a sum over uses, shape (samples, d_layer)."""
+    first, *others = uses
+    g = _instantiate(layer, first, views)
+    for use in others:
+        g += _instantiate(layer, use, views)
+    return g
+
+
+def _instantiate(layer: Layer, use: Use, views: int) -> Tensor:
+    rule = RULES.get(type(layer.module)) if _is_plain(layer, use) else None
+    found = rule(layer, use.inputs[0], use.delta, views) if rule else None
+    gradients = found or _by_vmap(layer, use.inputs, use.delta, views)
+    samples = len(use.delta) // views
+    return torch.cat([gradients[name].reshape(samples, -1) for name in layer.parameters], 1)
+
+
+def _is_plain(layer: Layer, use: Use) -> bool:
+    """Whether a layer computes what its type says, of one input."""
+    return len(use.inputs) == 1 and layer.parameters.keys() <= {"weight", "bias", "gain"}
+
+
+def hold(layer: Layer, uses: Sequence[Use], views: int = 1) -> PerSampleGradients:
+    """The cheapest form that the layer's type and its uses allow.
 
     Args:
         layer: the layer.
-        inputs: its positional inputs, each (samples, ...).
-        delta: gradients of the loss by its output, shape (samples, ...).
+        uses: each use of it in a forward pass, at least one.
+        views: rows of a sample in each use, next to each other; its gradient is their sum.
     """
-    plain = len(inputs) == 1 and layer.parameters.keys() <= {"weight", "bias", "gain"}
-    rule = RULES.get(type(layer.module)) if plain else None
-    form = rule(layer, inputs[0], delta) if rule else None
-    return form or ByVmap(layer, inputs, delta)
+    if views == len(uses) == 1 and _is_outer_product(layer, uses[0]):
+        return OuterProducts(uses[0].delta, uses[0].inputs[0], "bias" in layer.parameters)
+    numbers = len(uses[0].delta) // views * (layer.stop - layer.start)
+    # A convolution's are too dear to be made twice.
+    if numbers > PIECE and not isinstance(layer.module, nn.Conv2d):
+        return InPieces(layer, tuple(uses), views)
+    return Instantiated(instantiate(layer, uses, views))
+
+
+def _is_outer_product(layer: Layer, use: Use) -> bool:
+    linear = type(layer.module) is nn.Linear and "weight" in layer.parameters
+    return linear and _is_plain(layer, use) and use.delta.ndim == 2

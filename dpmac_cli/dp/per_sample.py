@@ -5,7 +5,7 @@ So every norm comes with a bound on its error and samples are clipped by their s
 cancel too much, those rows are done again in float64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from dpmac_cli.dp.gradients import (
     LayerMetric,
     PerSampleGradients,
     SquaredNorms,
+    Use,
     hold,
     total_squared_norms,
 )
@@ -133,7 +134,7 @@ class _Started(torch.autograd.Function):
 
 
 class _Record:
-    """One layer's stored input, and the place in the graph where its output's gradient is."""
+    """What one use of a layer read, and the place in the graph where its output's gradient is."""
 
     def __init__(self, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self.inputs = tuple(x.detach() for x in inputs)
@@ -154,6 +155,8 @@ class ClippedSum:
         layers: :func:`~dpmac_cli.dp.layers.find_layers` of the model.
         capacity: the most samples that :meth:`of` will be given; public.
         norms: :func:`~dpmac_cli.dp.gradients.total_squared_norms`, or that compiled.
+        views: of each sample, public. Its loss is the mean over them, and so is its gradient,
+            which is clipped once: that of a sample with many views counts no more.
     """
 
     def __init__(
@@ -162,13 +165,15 @@ class ClippedSum:
         layers: list[Layer],
         capacity: int = 1024,
         norms: Norms = total_squared_norms,
+        views: int = 1,
     ) -> None:
         self._model = model
         self._norms = norms
         self._layers = layers
         self._capacity = capacity
+        self._views = views
         self._limit = clip_limit(capacity)
-        self._records: dict[str, _Record] | None = None
+        self._records: dict[str, list[_Record]] | None = None
         self._hooks: list[RemovableHandle] = [
             layer.module.register_forward_hook(self._recorder(layer), with_kwargs=True)
             for layer in layers
@@ -182,7 +187,8 @@ class ClippedSum:
         A sample whose gradient or norm is not finite adds exactly zero.
 
         Args:
-            x: inputs, shape (samples, ...), samples >= 1.
+            x: inputs, shape (samples, ...), or (samples, views, ...) if there are several;
+                samples >= 1.
             y: labels, shape (samples,).
             metric: of the ellipsoid to clip to.
             out: shape (d,).
@@ -190,12 +196,15 @@ class ClippedSum:
                 not private: only diagnostics may pass one.
 
         Raises:
-            ModelError: the model used a layer twice, or not at all, or changed a layer's input
-                in place.
-            ValueError: there are more samples than the capacity that the clipping allows for.
+            ModelError: the model did not use a layer, or not row by row, or changed a layer's
+                input in place.
+            ValueError: there are more samples than the capacity that the clipping allows for, or
+                others than ``views`` of each.
         """
         if len(x) > self._capacity:
             raise ValueError(f"{len(x)} samples, but the capacity is {self._capacity}")
+        if self._views > 1 and x.shape[1:2] != (self._views,):
+            raise ValueError(f"inputs of shape {tuple(x.shape)}, but {self._views} views of each")
         losses, gradients = self._gradients(x, y)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
@@ -244,21 +253,23 @@ class ClippedSum:
 
     def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
         """Per-sample losses, shape (samples,), and every layer's per-sample gradients."""
-        records: dict[str, _Record] = {}
+        rows = x if self._views == 1 else x.flatten(0, 1)
+        records: dict[str, list[_Record]] = {layer.name: [] for layer in self._layers}
         self._records = records
         try:
             with torch.enable_grad():
-                losses = cross_entropy(self._model(x), y, reduction="none")
+                logits = self._model(rows)
+                by_view = cross_entropy(logits, y.repeat_interleave(self._views), reduction="none")
+                losses = by_view.view(-1, self._views).mean(1)
         finally:
             self._records = None
-        used = [layer for layer in self._layers if layer.name in records]
-        edges = [records[layer.name].edge for layer in used]
-        deltas = torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges else ()
-        found = {layer.name: d for layer, d in zip(used, deltas, strict=True) if d is not None}
-        return losses, [
-            _checked(layer, records.get(layer.name), found.get(layer.name), len(x))
-            for layer in self._layers
-        ]
+        edges = [record.edge for uses in records.values() for record in uses]
+        deltas = iter(torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges else ())
+        forms = []
+        for layer in self._layers:
+            found = [(record, next(deltas)) for record in records[layer.name]]
+            forms.append(hold(layer, _uses(layer, found, len(rows)), self._views))
+        return losses, forms
 
     def _squared_norms(self, gradients: list[PerSampleGradients], metric: Metric) -> SquaredNorms:
         squared = self._norms(gradients, [metric.of(layer) for layer in self._layers])
@@ -286,13 +297,8 @@ class ClippedSum:
             module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
         ) -> Tensor | None:
             del module
-            if self._records is None:
+            if self._records is None or not torch.is_grad_enabled():
                 return None
-            if layer.name in self._records:
-                raise ModelError(
-                    f"The layer {layer.name} is used more than once in a forward pass, which "
-                    "clipping layer by layer does not support: give each use a layer of its own."
-                )
             if named or not all(isinstance(x, Tensor) for x in (*inputs, output)):
                 raise ModelError(
                     f"The layer {layer.name} must map tensors to one tensor, without keyword "
@@ -302,34 +308,33 @@ class ClippedSum:
             if not output.requires_grad:
                 anchor = torch.zeros((), dtype=output.dtype, device=output.device)
                 output = _Started.apply(output, anchor.requires_grad_())
-            self._records[layer.name] = _Record(inputs, output)
+            self._records[layer.name].append(_Record(inputs, output))
             started: Tensor = output
             return started
 
         return record
 
 
-def _checked(
-    layer: Layer, record: _Record | None, delta: Tensor | None, samples: int
-) -> PerSampleGradients:
-    """A layer's per-sample gradients, once it is sure that its rows are the samples."""
-    if record is None or delta is None:
-        raise ModelError(
-            f"The layer {layer.name} has trainable parameters but took no part in the model's "
-            "output. Remove it, or freeze it with requires_grad_(False)."
-        )
-    if not record.intact:
+def _uses(layer: Layer, found: Sequence[tuple[_Record, Tensor | None]], batch: int) -> list[Use]:
+    """A layer's uses that reach the loss, once it is sure that their rows are the batch's."""
+    if not all(record.intact for record, _ in found):
         raise ModelError(
             f"The input of layer {layer.name} was changed in place after the layer read it. "
             "Use the out-of-place operation (x = x + y instead of x += y)."
         )
-    rows = {len(x) if x.ndim else 0 for x in (*record.inputs, delta)}
-    if rows != {samples}:
+    uses = [Use(record.inputs, delta) for record, delta in found if delta is not None]
+    if not uses:
         raise ModelError(
-            f"The layer {layer.name} sees {sorted(rows)} rows in a batch of {samples}: its first "
+            f"The layer {layer.name} has trainable parameters but took no part in the model's "
+            "output. Remove it, or freeze it with requires_grad_(False)."
+        )
+    rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
+    if rows != {batch}:
+        raise ModelError(
+            f"The layer {layer.name} sees {sorted(rows)} rows in a batch of {batch}: its first "
             "dimension must be the samples, one row each. Keep other dimensions behind it."
         )
-    return hold(layer, record.inputs, delta)
+    return uses
 
 
 def clip_limit(capacity: int) -> float:

@@ -44,6 +44,7 @@ class Subject:
         model, layers, theta: as the engine prepares them.
         clipped_sum: the object under test.
         limit: the norm it clips to, a little below 1.
+        views: of a sample; with several, inputs have shape (samples, views, ...).
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class Subject:
     theta: Tensor
     clipped_sum: ClippedSum
     limit: float
+    views: int = 1
 
     def add(
         self, x: Tensor, y: Tensor, region: Ellipsoid, observer: Observer | None = None
@@ -61,8 +63,11 @@ class Subject:
         return out
 
     def exact_gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """g_i by the oracle, float64, (samples, d)."""
-        return per_sample_gradients(self.model, self.layers, x, y)
+        """g_i by the oracle, the mean over a sample's views, float64, (samples, d)."""
+        if self.views == 1:
+            return per_sample_gradients(self.model, self.layers, x, y)
+        by_view = [per_sample_gradients(self.model, self.layers, v, y) for v in x.unbind(1)]
+        return torch.stack(by_view).mean(0)
 
     def forms(self, x: Tensor, y: Tensor) -> list[PerSampleGradients]:
         """The layers' per-sample gradients as the program stores them."""
@@ -93,12 +98,17 @@ class Subject:
         return gradients
 
 
-def prepare(model: nn.Module, capacity: int = 1024, norms: Norms = total_squared_norms) -> Subject:
+def prepare(
+    model: nn.Module,
+    capacity: int = 1024,
+    norms: Norms = total_squared_norms,
+    views: int = 1,
+) -> Subject:
     """A model as the engine prepares it, for batches up to ``capacity``."""
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    clipped_sum = ClippedSum(model, layers, capacity, norms)
-    return Subject(model, layers, theta, clipped_sum, clip_limit(capacity))
+    clipped_sum = ClippedSum(model, layers, capacity, norms, views)
+    return Subject(model, layers, theta, clipped_sum, clip_limit(capacity), views)
 
 
 def whiten(g: Tensor, region: Ellipsoid) -> Tensor:

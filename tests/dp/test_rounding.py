@@ -245,6 +245,40 @@ def test_positions_that_cancel_cannot_lift_a_sample_above_one() -> None:
     assert worst <= 1
 
 
+VIEWED: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 5)),
+    "convolution": lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 5)),
+    "wide convolution": lambda: nn.Sequential(
+        nn.Conv2d(1, 8, 1), nn.Conv2d(8, 2, 3), nn.Flatten(), nn.Linear(8, 5)
+    ),
+    "norm": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.GroupNorm(2, 8)),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("views", [2, 8])
+@pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
+@pytest.mark.parametrize("model", VIEWED)
+def test_a_sample_of_many_views_weighs_no_more_than_one(model: str, kind: str, views: int) -> None:
+    """Large and small, all alike, and such that cancel; among samples of every size."""
+    generator = torch.Generator().manual_seed(0)
+    subject = prepare(VIEWED[model](), views=views)
+    region = ball(0.01, subject.theta)
+    if kind == "ellipsoid":
+        m = 0.1 * torch.randn(len(subject.theta), generator=generator)
+        region = ellipsoid(m, 0.01 * torch.exp(torch.randn(len(m), generator=generator)))
+    x = torch.randn(6, views, 1, 4, 4, generator=generator)
+    x[1:3] = x[1:3, :1]
+    x[3, ::2] = -x[3, 1::2]
+    x *= torch.tensor([1.0, 1.0, 100.0, 100.0, 1e-3, 1e10]).view(-1, 1, 1, 1, 1)
+    y = torch.tensor([0, 1, 2, 3, 4, 0])
+    everyone = subject.add(x, y, region).double()
+    for i in range(6):
+        others = torch.arange(6) != i
+        moved = everyone - subject.add(x[others], y[others], region).double()
+        assert (moved / region.scale).norm() <= 1
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("kind", "delta", "a"),
