@@ -258,7 +258,7 @@ class Trainer:
         theta = flatten_parameters(found)
         _check_rounding(mechanism, theta.numel(), plan.physical_batch)
         norms = compile_norms() if plan.compiled else total_squared_norms
-        self._clipped_sum = ClippedSum(model, found, plan.physical_batch, norms)
+        self._clipped_sum = ClippedSum(model, found, plan.physical_batch, norms, plan.recipe.views)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         rule, track_noise = build_rule(optimizer, hyper, mechanism)
         self._rule = WithDecay(rule, plan.recipe.weight_decay) if plan.recipe.weight_decay else rule
@@ -401,9 +401,10 @@ class Trainer:
     def _seen(self, images: Tensor) -> Tensor:
         """What the model is trained on for some images: K views of each, or the image itself."""
         recipe = self.plan.recipe
-        if recipe.augment is not None:
-            images = views_of(images, recipe.views, recipe.augment)
-        return self.data.standardised(images)
+        if recipe.augment is None:
+            return self.data.standardised(images)
+        views = self.data.standardised(views_of(images, recipe.views, recipe.augment))
+        return views if recipe.views == 1 else views.view(len(images), -1, *views.shape[1:])
 
     def _halve_chunks(self) -> None:
         """Work on fewer samples at a time, by public numbers: how many were drawn is private.

@@ -25,7 +25,17 @@ from dpmac_cli.grid import address
 from dpmac_cli.recipe import AUGMENTS, Recipe
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import digits_config, same_weights, train_digits
-from tests.helpers import HYPER, MECHANISM, PLAN, Batches, make_trainer, tiny_data, tiny_model, walk
+from tests.helpers import (
+    HYPER,
+    MECHANISM,
+    PLAN,
+    Batches,
+    Spy,
+    make_trainer,
+    tiny_data,
+    tiny_model,
+    walk,
+)
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 #: Everything at a time.
@@ -204,6 +214,24 @@ def test_a_view_is_drawn_anew_in_every_step_and_for_every_image() -> None:
     first, second = views_of(same, 1, "crop"), views_of(same, 1, "crop")
     assert len({view.numpy().tobytes() for view in first}) > 4
     assert not torch.equal(first, second)
+
+
+@pytest.mark.privacy
+@every_optimizer
+def test_a_record_seen_in_several_views_adds_no_more_than_1(name: str) -> None:
+    spy, alone = Spy(0.0, 8), Batches(*([i] for i in range(40)))
+    recipe = Recipe(views=4, augment="flip")
+    walk(trained_by(recipe, name, mechanism=spy, sampler=alone), 40)
+    assert max(float(spy.whitened_sum(step).norm()) for step in range(40)) <= 1
+
+
+@pytest.mark.privacy
+@every_optimizer
+def test_views_that_are_all_the_same_change_nothing(name: str) -> None:
+    """Their mean counts, not their sum. Images this small are cropped to themselves."""
+    recipe = Recipe(views=4, augment="crop")
+    found = walk(trained_by(recipe, name), 12)
+    torch.testing.assert_close(found, walk(make_trainer(name), 12), rtol=1e-9, atol=1e-9)
 
 
 # Whole runs.
