@@ -7,7 +7,6 @@ file are left out, so the study may take several sittings.
     python benchmarks/audit.py mnist docs/data/audit.jsonl
 """
 
-import argparse
 import contextlib
 import itertools
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from sittings import Setting, carry_on
+from sittings import Setting, main
 
 from dpmac_cli import run
 from dpmac_cli.audit import read_audit
@@ -113,15 +112,5 @@ def measure(setting: Setting) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run what is not there yet."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("grid", choices=GRIDS)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--part", default="0/1", help="I/N: every N-th setting from the I-th")
-    options = parser.parse_args()
-    carry_on(GRIDS[options.grid](), measure, options.file, options.part)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, GRIDS, measure)

@@ -17,11 +17,13 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from dpmac_cli.assembly import hyperparameters
 from dpmac_cli.catalog import DATASETS
+from dpmac_cli.config import resolve
 from dpmac_cli.data import Data, Split
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.engine import Hyperparameters, Plan, Trainer, forbid_tf32
+from dpmac_cli.engine import Plan, Trainer, forbid_tf32
 from dpmac_cli.models import BUILDERS
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.sampling import make_sampler
@@ -155,28 +157,16 @@ def ours(
     size: Size, data: Data, *, name: str, compiled: bool = False, secure: bool = False
 ) -> Step:
     """One of the six, by the trainer that ``dpmac train`` uses."""
-    facts, seeds = DATASETS[IMAGES[size.model]], stream_seeds(0)
-    defaults = facts.defaults
-    hyper = Hyperparameters(
-        lr=defaults.lr[name],
-        clip_norm=defaults.clip_norm,
-        beta1=0.9,
-        beta2=0.999,
-        gamma=1e-8,
-        gamma_prime=1e-8,
-        h1=defaults.h1,
-        h2=defaults.h2,
-        kappa="paper",
-        phi="paper",
-    )
+    config = resolve({"dataset": IMAGES[size.model], "optimizer": name}).config
+    seeds = stream_seeds(0)
     mechanism = SecureMechanism if secure else GaussianMechanism
     trainer = Trainer(
         size.build().to(data.gain.device),
         data,
-        OPTIMIZERS[name],
-        hyper,
+        config.method,
+        hyperparameters(config),
         mechanism(SIGMA, size.batch),
-        Plan(10**6, 100, defaults.physical_batch, compiled=compiled),
+        Plan(10**6, 100, config.physical_batch, compiled=compiled),
         make_sampler("poisson", len(data.train), size.batch, seeds["sampler"], secure),
         noise_source(seeds["noise"], secure),
     )

@@ -7,14 +7,12 @@ take several sittings.
     python benchmarks/high_noise.py sigma docs/data/high_noise.jsonl
 """
 
-import argparse
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
-from sittings import Setting, carry_on, product
+from sittings import Setting, main, product
 
 from dpmac_cli.assembly import make_trainer
 from dpmac_cli.config import resolve
@@ -111,15 +109,5 @@ def start_from(state: TrainState, variance: float) -> None:
     state.region.factor.fill_(variance**0.5 * state.theta.numel())
 
 
-def main() -> None:
-    """Run what is not there yet."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("grid", choices=GRIDS)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--part", default="0/1", help="I/N: every N-th setting from the I-th")
-    options = parser.parse_args()
-    carry_on(GRIDS[options.grid](), measure, options.file, options.part)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, GRIDS, measure)

@@ -21,14 +21,14 @@ import torch
 from sittings import Setting, carry_on, product
 from torch import Tensor, nn
 
-from dpmac_cli.assembly import data_folder
+from dpmac_cli.assembly import data_folder, hyperparameters
 from dpmac_cli.catalog import DATASETS
+from dpmac_cli.config import resolve
 from dpmac_cli.data import load_data
 from dpmac_cli.dp.gradients import OuterProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.dp.per_sample import Metric
-from dpmac_cli.engine import Hyperparameters, Plan, Trainer
+from dpmac_cli.engine import Plan, Trainer
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.sampling import make_sampler
 
@@ -47,24 +47,12 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
     facts = DATASETS["mnist"]
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
     seeds = stream_seeds(0)
-    defaults = facts.defaults
-    hyper = Hyperparameters(
-        lr=defaults.lr["dp-macadam"],
-        clip_norm=defaults.clip_norm,
-        beta1=0.9,
-        beta2=0.999,
-        gamma=1e-8,
-        gamma_prime=1e-8,
-        h1=defaults.h1,
-        h2=defaults.h2,
-        kappa=kappa,
-        phi="paper",
-    )
+    config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", "kappa": kappa}).config
     return Trainer(
         model,
         load_data("mnist", data_folder(None), torch.device("cpu")),
-        OPTIMIZERS["dp-macadam"],
-        hyper,
+        config.method,
+        hyperparameters(config),
         GaussianMechanism(sigma, BATCH),
         Plan(STEPS, STEPS, RECORDS),
         make_sampler("poisson", facts.train_size, BATCH, seeds["sampler"]),

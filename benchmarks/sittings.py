@@ -1,8 +1,9 @@
 """Long studies in several sittings: results are lines of a file, and what is there is left out."""
 
+import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def carry_on(
         with file.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
         print(setting, flush=True)  # noqa: T201
+
+
+def main(
+    about: str | None,
+    grids: Mapping[str, Callable[[], Iterable[Setting]]],
+    measure: Callable[[Setting], dict[str, Any]],
+) -> None:
+    """The command line of a study: run what is not there yet of one of its grids."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("grid", choices=grids)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th setting from the I-th")
+    options = parser.parse_args()
+    carry_on(grids[options.grid](), measure, options.file, options.part)
 
 
 def results(file: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpmac_cli import config as configuration
-from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries
+from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries, Recipe
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, load_data
 from dpmac_cli.diagnostics import Diagnostics
@@ -65,18 +65,7 @@ def make_trainer(
         model,
         data,
         config.method,
-        Hyperparameters(
-            lr=config.lr,
-            clip_norm=config.clip_norm,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            gamma=config.gamma,
-            gamma_prime=config.gamma_prime,
-            h1=config.h1,
-            h2=config.h2,
-            kappa=cast(Literal["paper", "exact", "tracked"], config.kappa),
-            phi=config.phi,
-        ),
+        hyperparameters(config),
         mechanism(config.sigma or 0.0, config.batch_size),
         Plan(
             steps,
@@ -102,6 +91,22 @@ def make_trainer(
     )
 
 
+def hyperparameters(config: TrainConfig) -> Hyperparameters:
+    """The settings of the update rule and the clipping."""
+    return Hyperparameters(
+        lr=config.lr,
+        clip_norm=config.clip_norm,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        gamma=config.gamma,
+        gamma_prime=config.gamma_prime,
+        h1=config.h1,
+        h2=config.h2,
+        kappa=cast(Literal["paper", "exact", "tracked"], config.kappa),
+        phi=config.phi,
+    )
+
+
 def _canaries(
     config: TrainConfig,
     model: nn.Module,
@@ -109,14 +114,14 @@ def _canaries(
     seeds: Mapping[str, np.random.SeedSequence],
 ) -> Canaries | None:
     """What an audit run adds to the records; None in any other."""
-    facts, count, device = config.facts, config.canaries, data.gain.device
-    if count is None:
+    facts = config.facts
+    if config.canaries is None:
         return None
-    given = (count, seeds["canaries"], seeds["coins"], device)
+    recipe = Recipe(config.canaries, seeds["canaries"], seeds["coins"], data.gain.device)
     if config.canary_kind == "images":
-        return ImageCanaries(data, facts.levels, len(facts.classes), *given)
+        return ImageCanaries(data, facts.levels, len(facts.classes), recipe)
     parameters = sum(p.numel() for p in model.parameters())
-    return GradientCanaries(parameters, config.sampling_rate, len(data.train), *given)
+    return GradientCanaries(parameters, config.sampling_rate, len(data.train), recipe)
 
 
 def data_folder(chosen: Path | None) -> Path:

@@ -30,15 +30,13 @@ def _noise_for(event: TrainingEvent, delta: float, epsilon: float) -> float:
     return calibrate_noise(event, delta, epsilon)
 
 
-def affordable(
-    config: TrainConfig, steps: int | None = None, earlier: Sequence[TrainingEvent] = ()
-) -> int:
+def affordable(config: TrainConfig, steps: int, earlier: Sequence[TrainingEvent]) -> int:
     """How many of the planned steps --max-epsilon pays for, after what was done ``earlier``.
 
     Raises:
         BudgetError: none.
     """
-    event = training_event(config, config.total_steps if steps is None else steps)
+    event = training_event(config, steps)
     if config.max_epsilon is None:
         return event.steps
     count = affordable_steps(event, config.delta, config.max_epsilon, earlier)

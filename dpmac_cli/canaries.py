@@ -7,7 +7,7 @@ guesses into a lower bound on epsilon. Scores are computed from what is released
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,34 +32,41 @@ WORST = 1e300
 LEAST_NOISE = 1e-6
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What canaries of any kind are made from.
+
+    Attributes:
+        count: K.
+        public: seed of what they are.
+        secret: seed of the coins.
+        device: of the tensors.
+    """
+
+    count: int
+    public: np.random.SeedSequence
+    secret: np.random.SeedSequence
+    device: torch.device
+
+
 class Canaries:
     """Canaries of any kind: they are the records from n on.
 
     Args:
         first: n, the number of the first of them.
-        count: K.
-        public: seed of what they are.
-        secret: seed of the coins.
-        device: of the tensors.
+        recipe: what they are made from.
 
     Attributes:
         coins: which are in the data set, bool, shape (K,). Secret while training.
         scores: the higher, the likelier is it that a canary is in; float64, shape (K,).
     """
 
-    def __init__(
-        self,
-        first: int,
-        count: int,
-        public: np.random.SeedSequence,
-        secret: np.random.SeedSequence,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, first: int, recipe: Recipe) -> None:
         self.first = first
-        self._generator = np.random.Generator(np.random.SFC64(public))
-        coins = np.random.Generator(np.random.SFC64(secret)).integers(0, 2, count)
-        self.coins = torch.from_numpy(coins.astype(np.bool_)).to(device)
-        self.scores = torch.zeros(count, dtype=torch.float64, device=device)
+        self._generator = np.random.Generator(np.random.SFC64(recipe.public))
+        coins = np.random.Generator(np.random.SFC64(recipe.secret)).integers(0, 2, recipe.count)
+        self.coins = torch.from_numpy(coins.astype(np.bool_)).to(recipe.device)
+        self.scores = torch.zeros(recipe.count, dtype=torch.float64, device=recipe.device)
 
     def part(self, drawn: Batch) -> tuple[Batch, Batch]:
         """Records of the data set, and numbers from 0 of the canaries that are in, of a draw.
@@ -95,23 +102,15 @@ class GradientCanaries(Canaries):
     Args:
         parameters: d.
         rate: q.
-        first, count, public, secret, device: as in :class:`Canaries`.
+        first, recipe: as in :class:`Canaries`.
 
     Raises:
         ModelError: there are fewer coordinates than canaries.
     """
 
-    def __init__(
-        self,
-        parameters: int,
-        rate: float,
-        first: int,
-        count: int,
-        public: np.random.SeedSequence,
-        secret: np.random.SeedSequence,
-        device: torch.device,
-    ) -> None:
-        super().__init__(first, count, public, secret, device)
+    def __init__(self, parameters: int, rate: float, first: int, recipe: Recipe) -> None:
+        super().__init__(first, recipe)
+        count = recipe.count
         if count > parameters:
             raise ModelError(
                 f"--canaries {count:,}: the model has {parameters:,} parameters, and each canary "
@@ -119,7 +118,7 @@ class GradientCanaries(Canaries):
             )
         chosen = np.sort(self._generator.choice(parameters, count, replace=False))
         self._rate = rate
-        self._coordinates = torch.from_numpy(chosen).to(device)
+        self._coordinates = torch.from_numpy(chosen).to(recipe.device)
         self._reach = torch.ones_like(self.scores)
         self._reach[::2] = FAR
         self._added = torch.zeros_like(self.scores)
@@ -176,26 +175,18 @@ class ImageCanaries(Canaries):
         data: that they join; see :attr:`data`.
         levels: the largest value of a pixel.
         classes: how many labels there are.
-        count, public, secret, device: as in :class:`Canaries`.
+        recipe: what they are made from.
 
     Attributes:
         data: the data set with all of them behind its training records.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        levels: int,
-        classes: int,
-        count: int,
-        public: np.random.SeedSequence,
-        secret: np.random.SeedSequence,
-        device: torch.device,
-    ) -> None:
-        super().__init__(len(data.train), count, public, secret, device)
-        shape = (count, *data.train.images.shape[1:])
+    def __init__(self, data: Data, levels: int, classes: int, recipe: Recipe) -> None:
+        super().__init__(len(data.train), recipe)
+        device = recipe.device
+        shape = (recipe.count, *data.train.images.shape[1:])
         images = self._generator.integers(0, levels + 1, shape, np.uint8)
-        labels: NDArray[np.int64] = self._generator.integers(0, classes, count)
+        labels: NDArray[np.int64] = self._generator.integers(0, classes, recipe.count)
         self.data = replace(
             data,
             train=Split(

@@ -7,7 +7,7 @@ the same name with hyphens. Nothing here imports torch.
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -564,35 +564,19 @@ NODE_WORDS: Mapping[type[yaml.Node], str] = {
 
 def _read_file(file: Path, errors: list[str]) -> dict[str, _Given]:
     """The settings of a YAML file; what is wrong with it joins ``errors``."""
-    try:
-        entries = _entries(file)
-    except InputError as failure:
-        errors.extend(failure.errors)
-        return {}
     given: dict[str, _Given] = {}
-    seen: set[str] = set()
-    for key, node in entries:
-        written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
-        name = written.replace("-", "_")
-        origin = f"{flag_name(name)} in {file}"
-        if name not in SETTINGS:
-            hint = near(written, map(flag_name, SETTINGS))
-            errors.append(f"{written} in {file} is not a setting.{hint}")
-        elif name in seen:
-            line = key.start_mark.line + 1
-            errors.append(f"{origin} is given twice, again in line {line}. Give it once.")
-        elif not isinstance(node, yaml.ScalarNode):
+    for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
+        if not isinstance(node, yaml.ScalarNode):
             wanted, found = KIND_WORDS[KINDS[name]], NODE_WORDS[type(node)]
             errors.append(f"{origin} must be {wanted}, not {found}.")
         else:
             value = _as_typed(node, KINDS[name])
             if value is not None and value is not False:
                 given[name] = _Given(value, origin)
-        seen.add(name)
     return given
 
 
-def read_lists(file: Path, known: Iterable[str], errors: list[str]) -> dict[str, list[str]]:
+def read_lists(file: Path, known: Collection[str], errors: list[str]) -> dict[str, list[str]]:
     """The settings of a YAML file in which each may have several values, as text.
 
     Args:
@@ -600,29 +584,47 @@ def read_lists(file: Path, known: Iterable[str], errors: list[str]) -> dict[str,
         known: names that may be there, as fields.
         errors: what is wrong joins these.
     """
-    try:
-        entries = _entries(file)
-    except InputError as failure:
-        errors.extend(failure.errors)
-        return {}
     found: dict[str, list[str]] = {}
-    for key, node in entries:
-        written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
-        name = written.replace("-", "_")
+    for name, origin, node in _entries(file, known, "a setting of a study", errors):
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        if name not in known:
-            hint = near(written, map(flag_name, known))
-            errors.append(f"{written} in {file} is not a setting of a study.{hint}")
-        elif name in found:
-            errors.append(f"{written} in {file} is given twice. Give it once.")
-        elif not items or not all(isinstance(item, yaml.ScalarNode) for item in items):
-            errors.append(f"{written} in {file} must be a value or a list of values.")
+        if not items or not all(isinstance(item, yaml.ScalarNode) for item in items):
+            errors.append(f"{origin} must be a value or a list of values.")
         else:
             found[name] = [str(item.value) for item in items]
     return found
 
 
-def _entries(file: Path) -> list[tuple[yaml.Node, yaml.Node]]:
+def _entries(
+    file: Path, known: Collection[str], what: str, errors: list[str]
+) -> Iterator[tuple[str, str, yaml.Node]]:
+    """Name, origin and value of each setting of a YAML file; what is wrong joins ``errors``.
+
+    Args:
+        file: YAML with flag names for keys.
+        known: names that may be there, as fields, each of them ``what``.
+    """
+    try:
+        pairs = _pairs(file)
+    except InputError as failure:
+        errors.extend(failure.errors)
+        return
+    seen: set[str] = set()
+    for key, node in pairs:
+        written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
+        name = written.replace("-", "_")
+        origin = f"{flag_name(name)} in {file}"
+        if name not in known:
+            hint = near(written, map(flag_name, known))
+            errors.append(f"{written} in {file} is not {what}.{hint}")
+        elif name in seen:
+            line = key.start_mark.line + 1
+            errors.append(f"{origin} is given twice, again in line {line}. Give it once.")
+        else:
+            yield name, origin, node
+        seen.add(name)
+
+
+def _pairs(file: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     """The keys and values of a YAML file, and where they stand. Raises InputError."""
     try:
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dpmac_cli import audit, checkpoint, folder
 from dpmac_cli import config as configuration
 from dpmac_cli.accounting import (
@@ -182,19 +184,8 @@ def _train(config: TrainConfig, stop: Callable[[], bool], data: Data | None) -> 
     if config.out is not None:
         folder.check_chosen_folder(config.out, config.force)
     config = replace(settle_noise(config), device=str(device))
-    steps = affordable(config)
-    diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
-    trainer = make_trainer(config, steps, device, diagnostics, data=data)
-    where = _take_folder(config)
-    session = Session(
-        config,
-        trainer,
-        where,
-        steps,
-        diagnostics,
-        seeded=config.seed is not None,
-        secure=config.secure,
-    )
+    session = _session(config, device, data)
+    where = session.where
     with folder.locked(where):
         if config.out is not None:  # another run may have ended in it meanwhile
             folder.check_chosen_folder(where, config.force)
@@ -206,6 +197,31 @@ def _train(config: TrainConfig, stop: Callable[[], bool], data: Data | None) -> 
             folder.put_back(where)
             raise
         yield from _drive(session, stop)
+
+
+def _session(
+    config: TrainConfig,
+    device: torch.device,
+    data: Data | None,
+    where: Path | None = None,
+    base: int = 0,
+    earlier: tuple[TrainingEvent, ...] = (),
+) -> Session:
+    """A run or a branch before its first step, in a folder of its own unless one is given."""
+    steps = base + affordable(config, config.total_steps - base, earlier)
+    diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
+    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), data)
+    return Session(
+        config,
+        trainer,
+        where or _take_folder(config),
+        steps,
+        diagnostics,
+        base,
+        earlier,
+        seeded=config.seed is not None,
+        secure=config.secure,
+    )
 
 
 def _write_config(session: Session) -> None:
@@ -299,20 +315,13 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
             f"To train on, give more with --epochs (above {step // config.steps_per_epoch}) or "
             f"--steps (above {step})."
         )
-    steps = base + affordable(config, config.total_steps - base, earlier)
-    diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
-    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), data)
-    trainer.state.restore(saved.tensors, record["state"])
-    session = Session(
-        config,
-        trainer,
-        where,
-        steps,
-        diagnostics,
-        base,
-        earlier,
-        seeded=record["seeded"] or config.seed is not None,
-        secure=record["secure"] and config.secure,
+    session = _session(config, device, data, where, base, earlier)
+    state = session.trainer.state
+    state.restore(saved.tensors, record["state"])
+    session = replace(
+        session,
+        seeded=record["seeded"] or session.seeded,
+        secure=record["secure"] and session.secure,
         history=list(record["history"]),
         shown={line["step"] for line in (metrics.records if branch is None else record["history"])},
         seconds=record["seconds"],
@@ -322,7 +331,7 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
     if branch is None:
         # Metrics stay as they are: lines past the checkpoint were shown, and a branch must count
         # their steps; lines that are damaged, too, until all are written anew.
-        trainer.state.restore_generators(record["state"])
+        state.restore_generators(record["state"])
     else:
         # First of all the bill of the other branches, in a checkpoint that replaces theirs.
         kept = _save(session)

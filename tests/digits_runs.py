@@ -1,6 +1,6 @@
 """Short runs on digits, for the tests that need one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,25 @@ def digits_config(file: Path | None = None, **flags: Any) -> TrainConfig:
     return resolve({**short, "device": "cpu", **flags}, file).config
 
 
+def finish(events: Iterable[RunEvent]) -> Finished:
+    """Go on to the end."""
+    *_, last = events
+    assert isinstance(last, Finished)
+    return last
+
+
+def after(steps: int) -> Callable[[], bool]:
+    """A stop request that comes during the given step."""
+    asked = iter(range(1, 10**9))
+    return lambda: next(asked) >= steps
+
+
 def train_events(
     config: TrainConfig, stop: Callable[[], bool] = lambda: False
 ) -> tuple[list[RunEvent], Finished]:
     """Run to the end: everything that happened, and the last of it."""
     events = list(train(config, stop))
-    last = events[-1]
-    assert isinstance(last, Finished)
-    return events, last
+    return events, finish(events)
 
 
 def train_digits(file: Path | None = None, **flags: Any) -> Finished:

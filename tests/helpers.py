@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import kstest
 from torch import Tensor, nn
 
 from dpmac_cli.canaries import Canaries
@@ -172,6 +173,13 @@ def make_trainer(
         noise or SeededNoise(seeds["noise"]),
         canaries=canaries,
     )
+
+
+def assert_deviation_of(samples: NDArray[np.float64], sigma: float) -> None:
+    """That noise is N(0, sigma^2), by a test that tells two thirds of it and one and a half."""
+    assert kstest(samples / sigma, "norm").pvalue > 0.001
+    for factor in (2 / 3, 3 / 2):
+        assert kstest(samples / (sigma * factor), "norm").pvalue < 1e-6
 
 
 def walk(trainer: Trainer, steps: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Canaries: records like any other to the training, found again in what it releases or not."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from dpmac_cli import assembly, checkpoint, folder, run
 from dpmac_cli.audit import read_audit
 from dpmac_cli.budget import training_event
-from dpmac_cli.canaries import FAR, Canaries, GradientCanaries, ImageCanaries
+from dpmac_cli.canaries import FAR, Canaries, GradientCanaries, ImageCanaries, Recipe
 from dpmac_cli.data import Data
 from dpmac_cli.dp import per_sample
 from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
@@ -22,10 +22,9 @@ from dpmac_cli.dp.per_sample import CLIP_LIMIT
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.noise import stream_seeds
-from dpmac_cli.run import Finished, RunEvent
 from tests import secret_search
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import SEED, digits_config, same_weights, train_digits
+from tests.digits_runs import SEED, after, digits_config, finish, same_weights, train_digits
 from tests.helpers import (
     CLASSES,
     DIMENSION,
@@ -43,20 +42,21 @@ RECORDS, COUNT, RATE = 40, 10, 0.2
 CPU = torch.device("cpu")
 
 
+def recipe(seed: int | None, count: int) -> Recipe:
+    seeds = stream_seeds(seed)
+    return Recipe(count, seeds["canaries"], seeds["coins"], CPU)
+
+
 def gradients(seed: int = 0, count: int = COUNT) -> GradientCanaries:
     """Canaries of the tiny task, all of them in."""
-    seeds = stream_seeds(seed)
-    canaries = GradientCanaries(
-        DIMENSION, RATE, RECORDS, count, seeds["canaries"], seeds["coins"], CPU
-    )
+    canaries = GradientCanaries(DIMENSION, RATE, RECORDS, recipe(seed, count))
     canaries.coins.fill_(True)
     return canaries
 
 
 def images(data: Data, seed: int = 0, count: int = COUNT) -> ImageCanaries:
     """The same as images."""
-    seeds = stream_seeds(seed)
-    canaries = ImageCanaries(data, 255, CLASSES, count, seeds["canaries"], seeds["coins"], CPU)
+    canaries = ImageCanaries(data, 255, CLASSES, recipe(seed, count))
     canaries.coins.fill_(True)
     return canaries
 
@@ -182,8 +182,7 @@ def test_a_drawn_image_is_trained_on_like_a_record(name: str) -> None:
 
 
 def test_images_and_labels_are_uniform() -> None:
-    seeds = stream_seeds(2)
-    canaries = ImageCanaries(tiny_data(), 16, 7, 1000, seeds["canaries"], seeds["coins"], CPU)
+    canaries = ImageCanaries(tiny_data(), 16, 7, recipe(2, 1000))
     for found, values in ((canaries.split.images, 17), (canaries.split.labels, 7)):
         shares = torch.bincount(found.flatten().long(), minlength=values) / found.numel()
         assert len(shares) == values
@@ -244,8 +243,7 @@ def test_the_coins_of_a_run_come_from_a_stream_of_their_own(kind: str) -> None:
 
 
 def gradients_of(seed: int | None) -> GradientCanaries:
-    seeds = stream_seeds(seed)
-    return GradientCanaries(DIMENSION, RATE, RECORDS, 60, seeds["canaries"], seeds["coins"], CPU)
+    return GradientCanaries(DIMENSION, RATE, RECORDS, recipe(seed, 60))
 
 
 # What is heard.
@@ -289,17 +287,6 @@ def test_more_canaries_than_parameters_are_refused() -> None:
 
 
 # Stopped and resumed.
-
-
-def finish(events: Iterator[RunEvent]) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
-
-
-def after(steps: int) -> Callable[[], bool]:
-    asked = iter(range(1, 10**9))
-    return lambda: next(asked) >= steps
 
 
 @pytest.mark.privacy

@@ -4,7 +4,7 @@ import functools
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.grid import Run, plan
 from dpmac_cli.run import Finished, RunEvent, Started
 from dpmac_cli.scoring import score
-from tests.digits_runs import digits_config, same_weights
+from tests.digits_runs import after, digits_config, same_weights
 
 PLACES = 50
 STOPPED, STEPS = 14, 16
@@ -37,11 +37,6 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set, which takes longer to read than these runs to train."""
     for module in (assembly, scoring):
         monkeypatch.setattr(module, "load_data", lambda *args: digits())
-
-
-def after(steps: int) -> Callable[[], bool]:
-    asked = iter(range(1, 10**9))
-    return lambda: next(asked) >= steps
 
 
 def finish(events: Iterator[RunEvent]) -> tuple[Started, Finished]:

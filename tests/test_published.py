@@ -12,10 +12,9 @@ import safetensors.torch
 import torch
 
 from dpmac_cli import folder, run
-from dpmac_cli.run import Finished
 from tests import secret_search as search
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import SEED, digits_config
+from tests.digits_runs import SEED, after, digits_config, finish
 from tests.secret_search import Secrets
 
 #: Batches of a size that no public number is near to: a draw deviates by 19 on average.
@@ -28,18 +27,6 @@ PUBLIC_FILES = {
     "model.safetensors",
     "report.json",
 }
-
-
-def finish(events: Any) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
-
-
-def once() -> Callable[[], bool]:
-    """A stop request that comes in the second step."""
-    asked = iter([False])
-    return lambda: next(asked, True)
 
 
 def names(where: Path) -> set[str]:
@@ -68,7 +55,7 @@ def look_through(
 ) -> None:
     secrets = search.record(monkeypatch, tmp_path, seed)
     config = digits_config(seed=seed, batch_size=BATCH, steps=4, out=tmp_path / "run", **flags)
-    where = finish(run.train(config, once())).folder
+    where = finish(run.train(config, after(2))).folder
     assert names(where) == PUBLIC_FILES
     assert secrets.found(where) == []
     whole = finish(run.resume(where, {}))

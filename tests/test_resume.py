@@ -16,24 +16,12 @@ from dpmac_cli.dp.per_sample import ClippedSum
 from dpmac_cli.engine import Evaluated, Trainer
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.noise import noise_source as seeded_source
-from dpmac_cli.run import Finished, Reduced, RunEvent, Started, Update
+from dpmac_cli.run import Reduced, RunEvent, Started, Update
 from dpmac_cli.sampling import EpochSampler, IndependentSampler
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import RATE, SIGMA, digits_config
+from tests.digits_runs import RATE, SIGMA, after, digits_config, finish
 
 STEPS = 21
-
-
-def finish(events: Iterator[RunEvent]) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
-
-
-def after(steps: int) -> Callable[[], bool]:
-    """A stop request that comes during the given step."""
-    asked = iter(range(1, 10**9))
-    return lambda: next(asked) >= steps
 
 
 def kill(events: Iterator[RunEvent], when: Callable[[RunEvent], bool]) -> None:

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,17 @@ from dpmac_cli.keystream import KeyStream
 from dpmac_cli.noise import SecureNoise, SeededNoise
 from dpmac_cli.release import load_model
 from dpmac_cli.report import DRAWN, DRAWN_BOTH_WAYS, DRAWN_SECURELY, NO_SECRETS
-from dpmac_cli.run import Finished, RunEvent, Started
+from dpmac_cli.run import Finished, Started
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import contents, digits_config, same_weights, train_digits, weights
+from tests.digits_runs import (
+    after,
+    contents,
+    digits_config,
+    finish,
+    same_weights,
+    train_digits,
+    weights,
+)
 
 TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--secure")
 
@@ -37,12 +45,6 @@ TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--secu
 def dpmac(*args: str) -> Result:
     """Type a command, in this process."""
     return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
-
-
-def finish(events: Iterator[RunEvent]) -> Finished:
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
 
 
 def secrets(where: Path) -> Mapping[str, Any]:
@@ -152,12 +154,6 @@ def test_processes_started_in_the_same_instant_have_nothing_in_common() -> None:
 
 
 # Resuming.
-
-
-def after(steps: int) -> Any:
-    """A stop request that comes during the given step."""
-    asked = iter(range(1, 10**9))
-    return lambda: next(asked) >= steps
 
 
 @pytest.mark.privacy

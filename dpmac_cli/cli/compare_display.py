@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -21,29 +20,17 @@ from dpmac_cli.grid import Grid, Run
 from dpmac_cli.workers import Moved, RunEvent
 
 
-class Display(Protocol):
-    """Shows the runs of a comparison as they happen."""
+class Display:
+    """Shows the runs of a comparison as they happen; by itself nothing."""
 
     def show(self, event: RunEvent) -> None:
         """Something happened to a run."""
-        ...
 
     def close(self) -> None:
         """Nothing more will come."""
-        ...
 
 
-class Silent:
-    """Shows nothing."""
-
-    def show(self, event: RunEvent) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Lines(Silent):
+class Lines(Display):
     """A line a run: for files, pipes and logs."""
 
     def __init__(self, console: Console, grid: Grid, missing: Sequence[int]) -> None:
@@ -138,7 +125,7 @@ class LiveRuns(Lines):
 def choose_display(grid: Grid, missing: Sequence[int], quiet: bool, json: bool) -> Display:
     """Nothing when quiet; on stderr when stdout is for JSON; live lines on a terminal only."""
     if quiet:
-        return Silent()
+        return Display()
     console = expendable(sys.stderr if json else sys.stdout)
     return (LiveRuns if console.is_terminal else Lines)(console, grid, missing)
 

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -25,57 +24,29 @@ def format_epsilon(epsilon: float | None) -> str:
     return "..." if epsilon is None else accounting.format_epsilon(epsilon)
 
 
-class Display(Protocol):
-    """Shows a training run as it happens."""
+class Display:
+    """Shows a training run as it happens; by itself nothing."""
 
     def started(self, event: Started) -> None:
         """Before the first step."""
-        ...
 
     def update(self, event: Update) -> None:
         """While training."""
-        ...
 
     def reduced(self, event: Reduced) -> None:
         """Memory ran out, and training goes on."""
-        ...
 
     def stopping(self) -> None:
         """Someone has asked the run to stop."""
-        ...
 
     def finished(self, event: Finished) -> None:
         """After the files are written."""
-        ...
 
     def close(self) -> None:
         """Nothing more will come, whether or not the run is finished."""
-        ...
 
 
-class Silent:
-    """Shows nothing."""
-
-    def started(self, event: Started) -> None:
-        """Nothing."""
-
-    def update(self, event: Update) -> None:
-        """Nothing."""
-
-    def reduced(self, event: Reduced) -> None:
-        """Nothing."""
-
-    def stopping(self) -> None:
-        """Nothing."""
-
-    def finished(self, event: Finished) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Lines(Silent):
+class Lines(Display):
     """A line an epoch: for files, pipes and logs, and above the bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
@@ -183,7 +154,7 @@ class LiveBar(Lines):
 def choose_display(quiet: bool, json: bool) -> Display:
     """Nothing when quiet; on stderr when stdout is for JSON; a bar on a terminal only."""
     if quiet:
-        return Silent()
+        return Display()
     console = expendable(sys.stderr if json else sys.stdout)
     return LiveBar(console) if console.is_terminal else Lines(console)
 

@@ -24,7 +24,15 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.account import CURVE_WIDTH
 from dpmac_cli.cli.app import app
 from dpmac_cli.errors import InputError
-from tests.digits_runs import RATE, contents, digits_config, train_digits, train_events
+from tests.digits_runs import (
+    RATE,
+    after,
+    contents,
+    digits_config,
+    finish,
+    train_digits,
+    train_events,
+)
 
 DELTA = 1e-5
 #: Few records and much noise: cheap to price.
@@ -466,12 +474,6 @@ def test_no_noise_or_no_steps_for_a_target_is_no_bug() -> None:
 # A run
 
 
-def after(steps: int) -> Callable[[], bool]:
-    """A stop request that comes during the given step."""
-    asked = count(1)
-    return lambda: next(asked) >= steps
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of runs: finished, interrupted, branched, and one without privacy."""
@@ -479,10 +481,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_digits(out=str(folder / "finished"))
     train_events(digits_config(out=str(folder / "interrupted"), steps=9), after(5))
     train_digits(out=str(folder / "branched"))
-    *_, last = run.resume(folder / "branched", {"steps": "7", "sigma": "8"})
-    assert isinstance(last, run.Finished)
-    *_, last = run.resume(folder / "branched", {"steps": "12"})
-    assert isinstance(last, run.Finished)
+    finish(run.resume(folder / "branched", {"steps": "7", "sigma": "8"}))
+    finish(run.resume(folder / "branched", {"steps": "12"}))
     train_digits(out=str(folder / "open"), no_dp=True)
     return folder
 
