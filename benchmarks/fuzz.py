@@ -1,9 +1,6 @@
 """Types thousands of commands, right and wrong, among whole and damaged files: what comes of it?
 
-    PYTHONPATH=. python benchmarks/fuzz.py --cases 2000 --processes 50 --seed 0 --out fuzz.json
-
-docs/data/fuzz.json is a list of five such documents: seeds 0 to 3 with 500 cases each and no
-processes, side by side, and seed 4 with 50 processes.
+    PYTHONPATH=. python benchmarks/fuzz.py --cases 2000 --processes 50 --out docs/data/fuzz.json
 
 Most are typed in one process, where data are read once, runs are asked to stop after a few steps
 and comparisons train in place; some as processes of their own, with a time limit. Each must end

@@ -1,8 +1,9 @@
 """Puts privacy bugs into the code, one at a time: does a test find each of them?
 
-    python benchmarks/mutants.py --out docs/data/mutants.json     # all of them: half an hour
-    python benchmarks/mutants.py --only chunks                    # some, by name or file
-    python benchmarks/mutants.py --check                          # do they still apply? a second
+    python benchmarks/mutants.py --out docs/data/mutants.json --page docs/mutants.md
+                                                   # all of them: half an hour
+    python benchmarks/mutants.py --only chunks     # some, by name or file
+    python benchmarks/mutants.py --check           # do they still apply? a second
 
 The bugs are those of mutants.toml. Each is put into a copy of the tree, and the tests that must
 fail are run there. They are run once without any bug before, and must pass. Exit code 1 if a bug
@@ -22,7 +23,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -50,6 +51,17 @@ KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
 PASSED, FAILED = 0, 1  # exit codes of pytest
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
 FAILURE = re.compile(r"^FAILED (\S+::.*?)(?: - (.*))?$", re.MULTILINE)
+
+HEAD = "| bug | what it would cost | file | found by |\n|---|---|---|---|"
+PAGE = f"""# Bugs put in, and the tests that find them
+
+    python benchmarks/mutants.py --out docs/data/mutants.json --page docs/mutants.md
+
+{{found}} The bugs themselves are in [benchmarks/mutants.toml](../benchmarks/mutants.toml).
+
+{HEAD}
+{{rows}}
+"""
 
 
 @dataclass(frozen=True)
@@ -250,16 +262,28 @@ def examine_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
 
 def as_row(verdict: Verdict) -> str:
     """A row of the table, as Markdown."""
-    by = f"`{verdict.by.partition('[')[0]}`" if verdict.by else f"**{verdict.result}**"
-    return f"| {verdict.name} | {verdict.cost} | `{verdict.file}` | {by} | {verdict.seconds:.0f} |"
+    file, _, test = verdict.by.partition("[")[0].partition("::")
+    words = test.removeprefix("test_").replace("_", " ")
+    by = f"`{file.removeprefix('tests/')}`: {words}" if test else f"**{verdict.result}**"
+    return f"| {verdict.name} | {verdict.cost} | `{verdict.file}` | {by} |"
 
 
-def write(out: Path, verdicts: Mapping[str, Verdict]) -> None:
+def killed(verdicts: Iterable[Verdict]) -> int:
+    """How many tests have found."""
+    return sum(verdict.result == KILLED for verdict in verdicts)
+
+
+def write(out: Path, verdicts: Sequence[Verdict]) -> None:
     """Write the verdicts as JSON, a row each."""
-    killed = sum(verdict.result == KILLED for verdict in verdicts.values())
-    rows = [asdict(verdict) for verdict in verdicts.values()]
-    document = {"mutants": len(rows), "killed": killed, "rows": rows}
+    rows = [asdict(verdict) for verdict in verdicts]
+    document = {"mutants": len(rows), "killed": killed(verdicts), "rows": rows}
     out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def write_page(page: Path, verdicts: Sequence[Verdict]) -> None:
+    """Write the verdicts as Markdown, a row each."""
+    found = f"{killed(verdicts)} of {len(verdicts)} are found."
+    page.write_text(PAGE.format(found=found, rows="\n".join(map(as_row, verdicts))), "utf-8")
 
 
 def earlier(out: Path | None) -> dict[str, Verdict]:
@@ -277,6 +301,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="only whether each still applies")
     parser.add_argument("--only", default="", help="mutants whose name or file this is a part of")
     parser.add_argument("--out", type=Path, help="with --only, its other rows stay as they are")
+    parser.add_argument("--page", type=Path, help="for the same as Markdown")
     options = parser.parse_args()
     mutants = read_table()
     if options.check:
@@ -284,17 +309,18 @@ def main() -> None:
     chosen = [m for m in mutants if options.only in m.name or options.only in m.file]
     verdicts = earlier(options.out) if options.only else {}
     load_libraries()
-    print("| mutant | cost | file | killed by | s |\n|---|---|---|---|---|", flush=True)  # noqa: T201
-    unkilled = 0
+    print(HEAD, flush=True)  # noqa: T201
     for verdict in examine_all(chosen, options.jobs):
         print(as_row(verdict), flush=True)  # noqa: T201
         verdicts[verdict.name] = verdict
-        unkilled += verdict.result != KILLED
+        kept = [verdicts[m.name] for m in mutants if m.name in verdicts]
         if options.out:
-            kept = {m.name: verdicts[m.name] for m in mutants if m.name in verdicts}
             write(options.out, kept)
-    print(f"\n{len(chosen) - unkilled} of {len(chosen)} killed.")  # noqa: T201
-    sys.exit(unkilled > 0)
+        if options.page:
+            write_page(options.page, kept)
+    count = killed(verdicts[m.name] for m in chosen)
+    print(f"\n{count} of {len(chosen)} killed.")  # noqa: T201
+    sys.exit(count < len(chosen))
 
 
 if __name__ == "__main__":
