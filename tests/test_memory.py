@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.dp.per_sample import Metric, clip_limit
+from dpmac_cli.dp.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.mechanism import GaussianMechanism, ball
+from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
 from dpmac_cli.engine import Plan, Trainer, fit
 from dpmac_cli.errors import RunError
 from tests.conftest import OPTIMIZER_NAMES
@@ -102,6 +103,33 @@ def test_the_batch_costs_nothing_beyond_its_chunk(name: str) -> None:
     plan = replace(PLAN, physical_batch=16)
     small, large = (peak_of(name, batch, plan) for batch in (64, 400))
     assert large <= small + MIB
+
+
+def peak_with_views(views: int) -> int:
+    """Of the clipped sum of 16 samples of so many views, by convolutions of a million weights."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 512, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(512, 128, 3, stride=2, padding=1),
+        nn.Flatten(),
+        nn.Linear(512, CLASSES),
+    )
+    layers = find_layers(model)
+    theta = flatten_parameters(layers)
+    clipped_sum = ClippedSum(model, layers, 16, views=views)
+    x = torch.randn(16, views, 1, 8, 8) if views > 1 else torch.randn(16, 1, 8, 8)
+    y, out, metric = torch.zeros(16, dtype=torch.long), torch.empty_like(theta), ball(1.0, theta)
+    return peak_bytes(lambda: clipped_sum.of(x, y, Metric(metric), out))
+
+
+def test_views_cost_activations_but_no_gradients_of_their_own() -> None:
+    """Of one view, the gradients written out are 54 MiB."""
+    one, many = peak_with_views(1), peak_with_views(8)
+    activations = 16 * 4 * 2 * (64 * 64 + 512 * 16 + 128 * 4)  # with their gradients
+    assert one > 50 * MIB
+    assert many <= one + 7 * 3 * activations
 
 
 # Memory that runs out.

@@ -30,8 +30,11 @@ from torch.nn.grad import conv2d_weight
 from dpmac_cli.dp.layers import Layer
 from dpmac_cli.dp.modules import LEAST_SQUARE, StandardisedConv2d
 
-#: Numbers that are instantiated at a time, but for convolutions.
-PIECE = 1 << 24
+#: Numbers that are instantiated at a time on a CPU, but for convolutions: its cache holds them, and
+#: of many times as many, made only once, everything takes three times as long.
+PIECE = 1 << 20
+#: The same elsewhere, where starting an operation takes longer than so many numbers.
+DEVICE_PIECE = 1 << 24
 #: Inputs of a convolution's output up to which unfolding the image is faster (27: half the time;
 #: 288: twice).
 UNFOLDED = 64
@@ -182,7 +185,7 @@ class Instantiated:
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Directly; nothing cancels."""
         centred = self.g if metric.centre is None else self.g - metric.centre
-        value = (centred.square() * metric.inverse).sum(1, dtype=torch.float64)
+        value = centred.square().mul_(metric.inverse).sum(1, dtype=torch.float64)
         value.div_(metric.factor)
         return SquaredNorms(value, _roundoff(0, self.g.dtype) * value)
 
@@ -214,7 +217,7 @@ class Use:
 
 @dataclass(frozen=True)
 class InPieces:
-    """Gradients that would take too much memory at a time: written out for a few samples each.
+    """Gradients that are too many to be held: written out for a few samples at a time.
 
     Norms and sum both instantiate the same samples in the same pieces, so both read the same
     floats.
@@ -254,7 +257,7 @@ class InPieces:
 
     def _pieces(self) -> Iterator[Tensor]:
         """Gradients of the samples meant, piece by piece, shape (samples, d_layer)."""
-        step = max(1, PIECE // (self.layer.stop - self.layer.start))
+        step = max(1, _piece(self.uses[0].delta) // (self.layer.stop - self.layer.start))
         for begin in range(0, len(self.uses[0].delta) // self.views, step):
             rows = slice(begin * self.views, (begin + step) * self.views)
             g = instantiate(self.layer, [use.part(rows) for use in self.uses], self.views)
@@ -456,6 +459,11 @@ def _instantiate(layer: Layer, use: Use, views: int) -> Tensor:
     return torch.cat([gradients[name].reshape(samples, -1) for name in layer.parameters], 1)
 
 
+def _piece(like: Tensor) -> int:
+    """How many numbers to instantiate at a time."""
+    return DEVICE_PIECE if like.is_cuda else PIECE
+
+
 def _is_plain(layer: Layer, use: Use) -> bool:
     """Whether a layer computes what its type says, of one input."""
     return len(use.inputs) == 1 and layer.parameters.keys() <= {"weight", "bias", "gain"}
@@ -471,9 +479,10 @@ def hold(layer: Layer, uses: Sequence[Use], views: int = 1) -> PerSampleGradient
     """
     if views == len(uses) == 1 and _is_outer_product(layer, uses[0]):
         return OuterProducts(uses[0].delta, uses[0].inputs[0], "bias" in layer.parameters)
-    numbers = len(uses[0].delta) // views * (layer.stop - layer.start)
+    delta = uses[0].delta
+    numbers = len(delta) // views * (layer.stop - layer.start)
     # A convolution's are too dear to be made twice.
-    if numbers > PIECE and not isinstance(layer.module, nn.Conv2d):
+    if numbers > _piece(delta) and not isinstance(layer.module, nn.Conv2d):
         return InPieces(layer, tuple(uses), views)
     return Instantiated(instantiate(layer, uses, views))
 

@@ -620,16 +620,22 @@ def test_chunks_add_up_to_the_batch(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_fallback_instantiates_few_rows_at_a_time(
-    rows: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("name", ["sequence", "gated", "linear-twice"])
+def test_pieces_add_up_to_the_whole(
+    name: str, views: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = NETS["sequence"]
-    subject, (x, y) = prepare(net.build()), net.batch()
-    form, layer = subject.forms(x, y)[0], subject.layers[0]
-    metric = Metric(ball(1.0, subject.theta)).of(layer)
-    whole = form.squared_norms(metric).value
-    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", rows * (layer.stop - layer.start))
-    torch.testing.assert_close(form.squared_norms(metric).value, whole)
+    net = {**NETS, **AGAIN}[name]
+    subject, (x, y) = prepare(net.build().double(), views=views), views_of(net, views)
+    x = x.double()
+    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", rows * 30)
+    [number, *_] = (n for n, f in enumerate(subject.forms(x, y)) if isinstance(f, InPieces))
+    for kind in KINDS:
+        assert_matches_oracle(subject, x, y, kind)
+    form, odd = subject.forms(x, y)[number], torch.arange(SAMPLES) % 2 == 1
+    metric = Metric(ball(1.0, subject.theta)).of(subject.layers[number])
+    chosen, everyone = form.select(odd).squared_norms(metric), form.squared_norms(metric)
+    torch.testing.assert_close(chosen.value, everyone.value[odd])
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -661,6 +667,15 @@ def test_linear_layers_never_form_per_sample_gradients(ratio: float) -> None:
     with Largest() as largest:
         subject.add(x, y, region)
     assert 0 < largest.numel < samples * len(subject.theta) / 10
+
+
+def test_few_samples_are_written_out_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 2 * 8080)
+    subject = prepare(nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 10)), views=4)
+    x, y = torch.randn(16, 4, 100), torch.randint(10, (16,))
+    with Largest() as largest:
+        subject.add(x, y, ellipsoid(subject.theta, torch.ones_like(subject.theta)))
+    assert largest.numel == 2 * 8080
 
 
 # -- models that cannot be clipped ----------------------------------------------------------------
