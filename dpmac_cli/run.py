@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,14 @@ from dpmac_cli.accounting import (
     epsilon_schedule,
     total_epsilon,
 )
-from dpmac_cli.assembly import choose_device, device_name, environment, make_trainer
+from dpmac_cli.assembly import (
+    Task,
+    choose_device,
+    device_name,
+    environment,
+    make_task,
+    make_trainer,
+)
 from dpmac_cli.budget import affordable, settle_noise, training_event
 from dpmac_cli.card import model_card
 from dpmac_cli.config import TrainConfig
@@ -25,6 +32,7 @@ from dpmac_cli.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.faults import explained
+from dpmac_cli.feature_cache import Computing
 from dpmac_cli.release import save_model
 from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
 
@@ -99,7 +107,7 @@ class Reduced:
     chunk: int
 
 
-RunEvent = Started | Update | Reduced | Finished
+RunEvent = Computing | Started | Update | Reduced | Finished
 
 
 @dataclass
@@ -108,6 +116,7 @@ class Session:
 
     Attributes:
         config: with noise and device settled.
+        task: the network that is published, and what is trained of it.
         trainer: at ``trainer.state.step``.
         where: its folder.
         steps: that it will end at.
@@ -123,6 +132,7 @@ class Session:
     """
 
     config: TrainConfig
+    task: Task
     trainer: Trainer
     where: Path
     steps: int
@@ -184,16 +194,19 @@ def _train(config: TrainConfig, stop: Callable[[], bool], data: Data | None) -> 
     config = replace(settle_noise(config), device=str(device))
     steps = affordable(config)
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
-    trainer = make_trainer(config, steps, device, diagnostics, data=data)
+    task = yield from make_task(config, device, data=data, stop=stop)
+    trainer = make_trainer(config, steps, device, diagnostics, task=task)
     where = _take_folder(config)
     session = Session(
         config,
+        task,
         trainer,
         where,
         steps,
         diagnostics,
         seeded=config.seed is not None,
         secure=config.secure,
+        notes=task.notes,
     )
     with folder.locked(where):
         if config.out is not None:  # another run may have ended in it meanwhile
@@ -242,19 +255,23 @@ def resume(
     """
     folder.check_run_folder(where)
     with folder.locked(where), explained():
-        yield from _drive(_resumed(where, flags, data), stop)
+        session = yield from _resumed(where, flags, data, stop)
+        yield from _drive(session, stop)
 
 
 #: Settings that make another run, not another branch of the same.
 FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon"),
     *("canaries", "canary_kind", "guesses"),
+    *("features", "feature_groups", "pretrained", "train"),
 )
 #: Settings that change nothing about what is computed.
 ASIDE = ("device", "diagnostics")
 
 
-def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Session:
+def _resumed(
+    where: Path, flags: Mapping[str, Any], data: Data | None, stop: Callable[[], bool]
+) -> Generator[Computing, None, Session]:
     saved = checkpoint.newest(where)
     record = saved.record
     typed = {name: value for name, value in flags.items() if value is not None}
@@ -301,10 +318,13 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
         )
     steps = base + affordable(config, config.total_steps - base, earlier)
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
-    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), data)
+    task = yield from make_task(config, device, len(earlier), data, stop)
+    _check_frozen(task, record.get("fingerprints", {}), exactly=branch is None)
+    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), task=task)
     trainer.state.restore(saved.tensors, record["state"])
     session = Session(
         config,
+        task,
         trainer,
         where,
         steps,
@@ -331,6 +351,25 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
         _write_metrics(session)
     _write_config(session)
     return session
+
+
+def _check_frozen(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
+    """Refuse to go on with other public weights, or exactly with other features.
+
+    Raises:
+        InputError: they are others.
+    """
+    if task.fingerprints.get("pretrained") != before.get("pretrained"):
+        raise InputError(
+            "The file of --pretrained is not the one that the run began with: its contents have "
+            "changed. Put that one back, or start a new run."
+        )
+    if exactly and task.fingerprints.get("features") != before.get("features"):
+        raise InputError(
+            "The features are not those that the run began with, and the noise of a run that goes "
+            "on exactly must never meet other gradients. Change a setting, such as --epochs, to go "
+            "on as a branch with new noise; or start a new run."
+        )
 
 
 def _write_metrics(session: Session) -> None:
@@ -460,10 +499,12 @@ def _publish(session: Session, total_seconds: float) -> Finished:
         trainer.state.chunk,
     )
     bill = session.bill()
-    facts = public_facts(config, bill, trainer.state.theta.numel())
-    save_model(where / folder.MODEL, trainer.model, facts)
+    model, fingerprints = session.task.model, session.task.fingerprints
+    sizes = sum(p.numel() for p in model.parameters()), trainer.state.theta.numel()
+    facts = public_facts(config, bill, *sizes, fingerprints.get("pretrained"))
+    save_model(where / folder.MODEL, model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)
-    folder.write_atomically(where / folder.CARD, model_card(report, trainer.model).encode())
+    folder.write_atomically(where / folder.CARD, model_card(report, model).encode())
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
     if state != "interrupted":
         _write_audit(session, report)
@@ -527,6 +568,7 @@ def _save(session: Session) -> Path:
         "secure": session.secure,
         "history": session.history,
         "seconds": session.seconds,
+        "fingerprints": dict(session.task.fingerprints),
         "environment": environment(state.theta.device),
     }
     return checkpoint.save(session.where, state.step, state.tensors(), record)
