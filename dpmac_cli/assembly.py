@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,9 +19,12 @@ from dpmac_cli.diagnostics import Diagnostics
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError
+from dpmac_cli.feature_cache import Computing, featured
+from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.models import build_model
 from dpmac_cli.noise import noise_source, stream_seeds
+from dpmac_cli.pretrained import PublicWeights, read_weights
 from dpmac_cli.sampling import make_sampler
 
 
@@ -44,6 +48,103 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a run trains, and on what.
+
+    Attributes:
+        model: the whole network, which takes images; it is what is published.
+        trained: the part of it that is trained, all of it but for what is frozen.
+        data: what that takes.
+        fingerprints: SHA-256 of what must be the same for a run to go on: the file of public
+            weights, and the features.
+        notes: what the person who runs it should know.
+    """
+
+    model: nn.Module
+    trained: nn.Module
+    data: Data
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def make_task(
+    config: TrainConfig,
+    device: torch.device,
+    branch: int = 0,
+    data: Data | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Generator[Computing, None, Task]:
+    """Data and network of a run or a branch; says how far it is where that takes its time.
+
+    Raises:
+        KeyboardInterrupt: ``stop`` said so.
+    """
+    data = data or load_data(config.data, data_folder(config.data_dir), device)
+    word = _word(stream_seeds(config.seed, branch)["init"])
+    model = build_model(
+        config.model,
+        config.facts,
+        word,
+        fix_norm=config.fix_norm,
+        features=config.chosen_features,
+        frozen=config.head_only,
+    )
+    fingerprints: dict[str, str] = {}
+    notes: tuple[str, ...] = ()
+    if config.pretrained is not None:
+        weights = read_weights(Path(config.pretrained))
+        doubts = _doubts(config, weights)
+        fresh = weights.adopted_by(model, head_of(model, config.facts.shape))
+        notes = (*doubts, *fresh)
+        fingerprints["pretrained"] = weights.sha256
+    model = model.to(device)
+    parts = _frozen_parts(config, model)
+    if parts is None:
+        return Task(model, model, data, fingerprints, notes)
+    settings = {name: getattr(config, name) for name in ("features", "feature_groups", "train")}
+    found = yield from featured(parts, data, settings, cache_folder(), stop)
+    fingerprints["features"] = found.sha256
+    return Task(model, parts.head, found.data, fingerprints, (*notes, *found.notes))
+
+
+def _frozen_parts(config: TrainConfig, model: nn.Module) -> FrozenFeatures | None:
+    if isinstance(model, FrozenFeatures):
+        return model
+    return cut_before_head(model, config.facts.shape) if config.head_only else None
+
+
+def _doubts(config: TrainConfig, weights: PublicWeights) -> tuple[str, ...]:
+    """What to say of weights that may not be public.
+
+    Raises:
+        InputError: they say themselves that they are not.
+    """
+    name = weights.trained_on
+    if name != config.dataset_name or config.no_dp:
+        return ()
+    if config.source is None:
+        raise InputError(
+            f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
+            "public to a run on the same records, and epsilon would not count what they tell. Give "
+            "weights from other data; to train a run further: dpmac train --resume."
+        )
+    return (
+        f"{weights.path.name} was trained by dpmac on data that is called {name}, too. If these "
+        "are the same records, its weights are not public, and epsilon does not count what they "
+        "tell.",
+    )
+
+
+def outcome(events: Generator[Any, None, Task]) -> Task:
+    """What comes of something that says how far it is, without listening."""
+    while True:
+        try:
+            next(events)
+        except StopIteration as end:
+            return cast(Task, end.value)
+
+
 def make_trainer(
     config: TrainConfig,
     steps: int,
@@ -51,12 +152,16 @@ def make_trainer(
     diagnostics: Diagnostics | None = None,
     branch: int = 0,
     data: Data | None = None,
+    task: Task | None = None,
 ) -> Trainer:
-    """Data, model, optimizer and secrets of a run or a branch, ready for its first step."""
+    """Data, model, optimizer and secrets of a run or a branch, ready for its first step.
+
+    Args:
+        task: of :func:`make_task`, with the same branch; None to make it of ``data``.
+    """
     seeds = stream_seeds(config.seed, branch)
-    data = data or load_data(config.data, data_folder(config.data_dir), device)
-    facts, word = config.facts, _word(seeds["init"])
-    model = build_model(config.model, facts, word, fix_norm=config.fix_norm).to(device)
+    task = task or outcome(make_task(config, device, branch, data))
+    model, data = task.trained, task.data
     canaries = _canaries(config, model, data, seeds)
     if isinstance(canaries, ImageCanaries):
         data = canaries.data
@@ -130,6 +235,13 @@ def data_folder(chosen: Path | None) -> Path:
         return chosen
     named = os.environ.get("DPMAC_DATA_DIR")
     return Path(named).expanduser() if named else Path.home() / ".cache" / "dpmac"
+
+
+def cache_folder() -> Path:
+    """Where features are kept: the environment's folder, or a cache in the home folder."""
+    named = os.environ.get("DPMAC_CACHE_DIR")
+    root = Path(named).expanduser() if named else Path.home() / ".cache" / "dpmac"
+    return root / "features"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

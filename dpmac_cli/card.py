@@ -70,6 +70,8 @@ def _lead(report: Mapping[str, Any]) -> Iterator[str]:
         yield price["statement"]
     else:
         yield f"**{NO_PRIVACY} Anything about a training record may be read off this model.**"
+    if "public_part" in report["model"]:
+        yield report["model"]["public_part"]["statement"]
     if report["audit"]:
         yield f"**{report['audit']['statement']}**"
     if report["diagnostics"]:
@@ -81,8 +83,10 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     used = report["hyperparameters"]
     low, high = test["accuracy_interval"]
     checksum = dataset["sha256"]
+    public = model.get("public_part")
+    trained = f", {public['trained_parameters']:,} of them trained" if public else ""
     return [
-        ("network", f"{model['name']}, {model['parameters']:,} parameters"),
+        ("network", f"{model['name']}, {model['parameters']:,} parameters{trained}"),
         ("trained on", f"{dataset['name']}, {dataset['train_size']:,} records"),
         ("its checksum", f"SHA-256 `{checksum}`" if checksum else "none is kept of this data set"),
         (
@@ -137,6 +141,11 @@ def _network(report: Mapping[str, Any], model: nn.Module) -> str:
         name = call.partition("(")[0]
         fixed = "\nmodel, _ = without_batch_norm(model)" if facts["fix_norm"] else ""
         helper = "from dpmac_cli.factories import without_batch_norm\n" if fixed else ""
+        public = facts.get("public_part", {})
+        if public.get("features"):
+            helper += "from dpmac_cli.features import with_features\n"
+            shape, groups = tuple(report["input"]["shape"]), public["feature_groups"]
+            fixed += f"\nmodel = with_features(model, {shape}, {groups})"
         return f"""\
 import torch
 {helper}from {place.removesuffix(".py")} import {name}

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import yaml
 
 from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN
-from dpmac_cli.catalog import DATASETS, MODELS, Dataset
+from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset, Features
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
 from dpmac_cli.errors import InputError
 from dpmac_cli.recipe import AUGMENTS, SCHEDULES, Recipe
@@ -28,6 +28,9 @@ RANGE = (rf"{_NUMBER},{_NUMBER}", "two numbers, such as 0,1")
 KAPPAS = ("paper", "exact", "tracked")
 PHIS = ("paper", "tracked")
 CANARY_KINDS = ("gradients", "images")
+TRAINED = ("all", "head")
+#: Samples worked on at a time where one linear layer is trained.
+ROWS_AT_A_TIME = 1024
 #: Fewer guesses, all of them right, could not show an epsilon above 1.8.
 FEW_GUESSES = 20
 
@@ -126,6 +129,29 @@ class TrainConfig:
     )
     fix_norm: bool = _setting(
         False, "In a network of your own, put group norm in the place of batch norm.", TASK
+    )
+    features: str | None = _setting(
+        None,
+        "Train on fixed, public features of the images instead: scatter is wavelet scattering. "
+        "[default: none]",
+        TASK,
+        choices=tuple(FEATURES),
+    )
+    feature_groups: int | None = _setting(
+        None,
+        "Groups of the norm behind the features; 0 for none. [default: 27]",
+        TASK,
+        bounds=Bounds(0, 10**6),
+    )
+    pretrained: str | None = _setting(
+        None, "Start from the public weights in this safetensors file.", TASK
+    )
+    train: str | None = _setting(
+        None,
+        "With --pretrained: train all of the network, or its last linear layer alone. "
+        "[default: all]",
+        TASK,
+        choices=TRAINED,
     )
     test_fraction: float = _setting(
         0.2,
@@ -360,6 +386,21 @@ class TrainConfig:
         )
 
     @property
+    def chosen_features(self) -> Features | None:
+        """What the network takes in place of images; None for the images."""
+        if self.features is None:
+            return None
+        groups = FEATURES[self.features].groups
+        return Features(
+            self.features, groups if self.feature_groups is None else self.feature_groups
+        )
+
+    @property
+    def head_only(self) -> bool:
+        """Whether all of the network but its last layer is frozen."""
+        return self.train == "head"
+
+    @property
     def method(self) -> Optimizer:
         """The optimizer's row in the table."""
         return OPTIMIZERS[self.optimizer]
@@ -431,6 +472,7 @@ INCOMPATIBLE = {
     ("no_dp", "secure"): "without noise there is nothing to make secure",
     ("no_dp", "canaries"): "without a claim there is nothing to audit",
     ("compile", "canaries"): "compiled steps do not hand out what the attack looks at",
+    ("features", "pretrained"): "public weights are for networks that take images",
 }
 
 
@@ -774,6 +816,12 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
     }
     if plain.augmentations is not None:
         rest["augment"] = plain.facts.augment
+    if plain.chosen_features is not None:
+        rest |= {"model": "linear", "feature_groups": plain.chosen_features.groups}
+    if plain.pretrained is not None:
+        rest["train"] = TRAINED[0]
+    if plain.head_only or {**rest, **values}["model"] == "linear":
+        rest["physical_batch"] = max(defaults.physical_batch, ROWS_AT_A_TIME)
     if plain.steps is None:
         rest["epochs"] = defaults.epochs
     if plain.no_dp:
@@ -801,6 +849,7 @@ def _check_together(config: TrainConfig, errors: list[str]) -> None:
         )
     errors.extend(_audit_faults(config))
     errors.extend(_recipe_faults(config))
+    errors.extend(_frozen_faults(config))
     if not STEPS.holds(config.total_steps):
         errors.append(
             f"--epochs {config.epochs} is {config.total_steps:,} steps in all at a --batch-size of "
@@ -838,6 +887,36 @@ def _audit_faults(config: TrainConfig) -> Iterable[str]:
         yield "--canary-kind images is for the data sets of the catalogue: leave it out."
     if (config.guesses or 0) > config.canaries:
         yield f"--guesses ({config.guesses:,}) must not be above --canaries ({config.canaries:,})."
+
+
+def _frozen_faults(config: TrainConfig) -> Iterable[str]:
+    """Faults between what is frozen and other settings."""
+    features = config.chosen_features
+    if features is None:
+        if config.feature_groups is not None:
+            yield "--feature-groups is of features: add --features, or leave it out."
+    elif config.facts.levels == 1:
+        yield (
+            f"--features {features.kind} is of images, and {config.dataset} holds rows of numbers. "
+            "Leave it out."
+        )
+    elif (fault := features.fault(config.facts.shape)) is not None:
+        yield f"--features {features.kind}: images of {config.dataset} {fault}"
+    if config.pretrained is None:
+        if config.train is not None:
+            yield "--train is of public weights: add --pretrained FILE, or leave it out."
+    elif not Path(config.pretrained).is_file():
+        yield f"--pretrained: there is no file {config.pretrained}."
+    if config.augmentations is not None and (features is not None or config.head_only):
+        yield (
+            "--augmentations draws views anew in every step, and what is frozen is computed once: "
+            "leave one of them out."
+        )
+    if config.canary_kind == "images" and (features is not None or config.head_only):
+        yield (
+            "--canary-kind images is of networks that are trained on images, not behind a frozen "
+            "part: leave it out."
+        )
 
 
 def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:

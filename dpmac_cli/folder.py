@@ -51,18 +51,28 @@ def _naming(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
     """Write a file whole, or leave what was there. Raises OSError, naming the file."""
+    with written_atomically(path, mode) as partial:
+        partial.write_bytes(content)
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path, mode: int) -> Iterator[Path]:
+    """A file to write to that takes a path's place when it is whole, or is not kept.
+
+    Until then its owner alone can read it. Raises OSError, naming the file.
+    """
     with _naming(path):
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
+        partial = Path(name)
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
+            os.close(handle)
+            yield partial
+            with partial.open("rb+") as file:
                 os.fsync(file.fileno())
             os.chmod(partial, mode)
             os.replace(partial, path)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(partial)
+            partial.unlink(missing_ok=True)
             raise
 
 

@@ -179,9 +179,12 @@ def _runs(
 
 
 def address(config: TrainConfig, seed: int) -> str:
-    """The folder of a run: the same settings and seed are the same run."""
+    """The folder of a run: the same settings and seed are the same run. Raises OSError."""
     aside = ("device", "secure")  # the second is the same in every study
     settings = {name: value for name, value in config.recorded().items() if name not in aside}
+    if config.pretrained is not None:
+        content = Path(config.pretrained).read_bytes()
+        settings["pretrained"] = hashlib.sha256(content).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{config.dataset_name}-{config.optimizer}-{digest}"

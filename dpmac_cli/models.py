@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +13,16 @@ from torch import Tensor, nn
 
 from dpmac_cli import factories
 from dpmac_cli.architectures import resnet18, wide_resnet
-from dpmac_cli.catalog import Dataset
+from dpmac_cli.catalog import Dataset, Features
 from dpmac_cli.errors import ModelError
+from dpmac_cli.features import scattered
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
 MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
+
+
+def _linear(dataset: Dataset) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(dataset.shape), len(dataset.classes)))
 
 
 def _mlp(hidden: int) -> Callable[[Dataset], nn.Module]:
@@ -56,6 +63,7 @@ def _cnn(dataset: Dataset) -> nn.Module:
 
 
 BUILDERS: Mapping[str, Callable[[Dataset], nn.Module]] = {
+    "linear": _linear,
     "mlp": _mlp(1000),
     "mlp-small": _mlp(64),
     "cnn": _cnn,
@@ -65,7 +73,15 @@ BUILDERS: Mapping[str, Callable[[Dataset], nn.Module]] = {
 }
 
 
-def build_model(name: str, dataset: Dataset, seed: int, *, fix_norm: bool = False) -> nn.Module:
+def build_model(
+    name: str,
+    dataset: Dataset,
+    seed: int,
+    *,
+    fix_norm: bool = False,
+    features: Features | None = None,
+    frozen: bool = False,
+) -> nn.Module:
     """A freshly initialised model, checked at the door.
 
     Args:
@@ -73,6 +89,8 @@ def build_model(name: str, dataset: Dataset, seed: int, *, fix_norm: bool = Fals
         dataset: gives the input shape and the number of classes.
         seed: of the initial weights; touches no global generator.
         fix_norm: put group norm in the place of batch norm.
+        features: that the named network takes in place of images; the model takes images.
+        frozen: all of it but its last layer stays as it is, in evaluation mode.
 
     Raises:
         InputError: there is no such factory.
@@ -81,14 +99,24 @@ def build_model(name: str, dataset: Dataset, seed: int, *, fix_norm: bool = Fals
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         own = factories.is_factory(name)
-        model = factories.build(name, dataset) if own else BUILDERS[name](dataset)
+        taken = seen_by_network(dataset, features)
+        model = factories.build(name, taken) if own else BUILDERS[name](taken)
         if fix_norm:
             model, _ = factories.without_batch_norm(model)
-    check_model(model, dataset.shape)
+        if features is not None:
+            model = scattered(model, dataset.shape, features)
+    check_model(model, dataset.shape, frozen=frozen)
     return model
 
 
-def check_model(model: nn.Module, shape: tuple[int, ...]) -> None:
+def seen_by_network(dataset: Dataset, features: Features | None) -> Dataset:
+    """A data set as the named network sees it: of images, or of their features."""
+    if features is None:
+        return dataset
+    return replace(dataset, shape=features.shape_of(dataset.shape))
+
+
+def check_model(model: nn.Module, shape: tuple[int, ...], *, frozen: bool = False) -> None:
     """Refuse a model in which one sample can change what another sample computes.
 
     Clipping bounds what a sample does to its own gradient, so a layer that lets it into the
@@ -100,12 +128,14 @@ def check_model(model: nn.Module, shape: tuple[int, ...]) -> None:
     Args:
         model: maps (samples, *shape) to logits.
         shape: of one sample.
+        frozen: only the last layer, a linear one, is trained. What lies before it is checked in
+            evaluation mode, in which it is run: batch norm is a public constant there.
 
     Raises:
         ModelError: naming the layer and the remedy.
     """
     for name, module in model.named_modules():
-        if isinstance(module, MIXING_LAYERS):
+        if isinstance(module, MIXING_LAYERS) and not frozen:
             raise ModelError(
                 f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
                 "batch and keeps statistics of them without noise. Use "
@@ -118,13 +148,12 @@ def check_model(model: nn.Module, shape: tuple[int, ...]) -> None:
                 f"The layer {name} changes its weights, or its gradients, by what is in the batch. "
                 "Leave out max_norm and scale_grad_by_freq."
             )
-    _check_behaviour(copy.deepcopy(model).double(), shape)
+    _check_behaviour(copy.deepcopy(model).double().train(not frozen), shape)
 
 
 @torch.no_grad()
 def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Watch a float64 copy of the model, in training mode, at work on random batches."""
-    model.train()
+    """Watch a float64 copy of the model, in the mode it is run in, at work on random batches."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # its noise differs between batches, and depends on no sample
@@ -167,7 +196,7 @@ def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
     changed = [name for name, b in model.named_buffers() if not _same(b, buffers[name])]
     if changed:
         raise ModelError(
-            f"A forward pass in training mode changes the buffer {changed[0]}: statistics of "
+            f"A forward pass changes the buffer {changed[0]}: statistics of "
             "private data would be kept without noise. Switch that off "
             "(for normalisation layers, track_running_stats=False)."
         )

@@ -16,16 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli import checkpoint, folder
-from dpmac_cli.catalog import DATASETS, MODELS, Dataset
+from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset, Features
 from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import BUILDERS, build_model
+from dpmac_cli.features import FrozenFeatures
+from dpmac_cli.models import BUILDERS, build_model, seen_by_network
 from dpmac_cli.report import SCHEMA_VERSION
 
 #: The key of the public facts in the file's header.
 HEADER = "dpmac"
 #: The key of the checksum among them. safetensors keeps several keys of a header in no order.
 CHECKSUM = "checksum"
+#: How the name of a batch norm's counter ends, the one weight that is a whole number.
+BATCHES_COUNTED = "num_batches_tracked"
 WANTED = f"Name a run folder of dpmac train, or a {folder.MODEL}."
 #: What reading facts leads to that are not as dpmac writes them.
 BROKEN = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
@@ -91,13 +94,43 @@ def load_model(
     if ":" not in named and named not in MODELS:
         raise ModelError(f"{file} holds a model '{named}', which this version does not know.")
     built = factory if factory is not None and ":" in named else named
+    features, frozen = _public_part(file, facts)
     if built in MODELS:
         with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
-            _check_fit(file, tensors, BUILDERS[built](described), name, described, facts)
-    model = build_model(built, described, seed=0, fix_norm=facts["model"]["fix_norm"])
+            shapes = BUILDERS[built](seen_by_network(described, features))
+            if features is not None:
+                shapes = FrozenFeatures(nn.Identity(), shapes, torch.float16)
+            _check_fit(file, tensors, shapes, name, described, facts)
+    model = build_model(
+        built,
+        described,
+        seed=0,
+        fix_norm=facts["model"]["fix_norm"],
+        features=features,
+        frozen=frozen,
+    )
     _check_fit(file, tensors, model, name, described, facts)
     model.load_state_dict(tensors)
     return Released(model.to(device).eval(), facts, file)
+
+
+def _public_part(file: Path, facts: Mapping[str, Any]) -> tuple[Features | None, bool]:
+    """The features that a model takes, and whether all but its last layer was frozen."""
+    public = facts["model"].get("public_part")
+    if public is None:
+        return None, False
+    try:
+        frozen, kind = public["train"] == "head", public["features"]
+        if kind is None:
+            return None, frozen
+        if kind in FEATURES and public["feature_groups"] >= 0:
+            return Features(kind, int(public["feature_groups"])), frozen
+    except BROKEN as failure:
+        raise InputError(
+            f"{file} was not written by dpmac train as it is: its header lacks what is frozen in "
+            f"the network. {WANTED}"
+        ) from failure
+    raise ModelError(f"{file} takes features '{kind}', which this version does not know.")
 
 
 def read_facts(path: Path) -> tuple[Path, Mapping[str, Any]]:
@@ -225,14 +258,16 @@ def _check_input(file: Path, facts: Mapping[str, Any]) -> None:
 
 def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that no run publishes. Raises InputError."""
-    faults = [f"{name} holds {fault}" for name, t in tensors.items() if (fault := _fault(t))]
+    faults = [f"{name} holds {fault}" for name, t in tensors.items() if (fault := _fault(name, t))]
     if faults:
         raise InputError(
             f"{file} was not written by dpmac train as it is: {'; '.join(faults)}. {WANTED}"
         )
 
 
-def _fault(weights: Tensor) -> str | None:
+def _fault(name: str, weights: Tensor) -> str | None:
+    if name.endswith(BATCHES_COUNTED) and weights.dtype == torch.int64:
+        return None
     if weights.dtype != torch.float32:
         return f"{str(weights.dtype).removeprefix('torch.')} numbers, not float32"
     return None if weights.isfinite().all() else "NaN or infinity"

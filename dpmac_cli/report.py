@@ -5,15 +5,18 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
 from dpmac_cli import accounting
 from dpmac_cli.accounting import TrainingEvent
+from dpmac_cli.catalog import FEATURES
 from dpmac_cli.config import RECIPE_DEFAULTS, TrainConfig
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.engine import Evaluated
 from dpmac_cli.factories import built_by
+from dpmac_cli.models import seen_by_network
 
 SCHEMA_VERSION = 1
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
@@ -47,6 +50,16 @@ AUDIT_RUN = (
     "An audit run: records made up for an attack were trained on beside the data set's. The model "
     "is unfit for release."
 )
+SCATTERED = (
+    "The network takes fixed features of an image ({about}), which depend on that image alone and "
+    "hold nothing that was learnt."
+)
+PRETRAINED = (
+    "Training began from the weights in {file}, which are taken as public: neither they nor the "
+    "data that they were trained on are covered. If any of the records above were among that data, "
+    "epsilon does not count it."
+)
+FROZEN = "All but the last layer is as it was in that file."
 NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
@@ -132,8 +145,22 @@ def _randomness(config: TrainConfig, secure: bool) -> str:
     return DRAWN_SECURELY if secure else DRAWN
 
 
-def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, Any]:
-    """What is published with the weights, in the model file's header."""
+def public_facts(
+    config: TrainConfig,
+    bill: Bill,
+    parameters: int,
+    trained: int | None = None,
+    pretrained: str | None = None,
+) -> dict[str, Any]:
+    """What is published with the weights, in the model file's header.
+
+    Args:
+        config: of the run.
+        bill: what was done with the records.
+        parameters: of the network.
+        trained: how many of them were; None for all.
+        pretrained: SHA-256 of the file of public weights.
+    """
     facts = config.facts
     return {
         "schema_version": SCHEMA_VERSION,
@@ -152,7 +179,8 @@ def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, 
             "name": config.model_name,
             "parameters": parameters,
             "fix_norm": config.fix_norm,
-            "built_by": built_by(config.model, config.facts) if ":" in config.model else None,
+            "built_by": _built_by(config),
+            **_public_part(config, parameters if trained is None else trained, pretrained),
         },
         "input": {
             "shape": list(facts.shape),
@@ -163,6 +191,36 @@ def public_facts(config: TrainConfig, bill: Bill, parameters: int) -> dict[str, 
         "classes": list(facts.classes),
         "privacy": privacy(config, bill),
         "audit": _audit(config),
+    }
+
+
+def _built_by(config: TrainConfig) -> str | None:
+    """How a person's own network is made; None for one of ours."""
+    if ":" not in config.model:
+        return None
+    return built_by(config.model, seen_by_network(config.facts, config.chosen_features))
+
+
+def _public_part(config: TrainConfig, trained: int, pretrained: str | None) -> dict[str, Any]:
+    """What of a network was public before its training; nothing for most."""
+    if config.features is None and config.pretrained is None:
+        return {}
+    said = []
+    if config.features is not None:
+        said.append(SCATTERED.format(about=FEATURES[config.features].about))
+    if config.pretrained is not None:
+        said.append(PRETRAINED.format(file=Path(config.pretrained).name))
+        said += [FROZEN] if config.head_only else []
+    return {
+        "public_part": {
+            "features": config.features,
+            "feature_groups": config.feature_groups,
+            "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
+            "sha256": pretrained,
+            "train": config.train,
+            "trained_parameters": trained,
+            "statement": " ".join(said),
+        }
     }
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,14 @@ from dpmac_cli.accounting import (
     epsilon_schedule,
     total_epsilon,
 )
-from dpmac_cli.assembly import choose_device, device_name, environment, make_trainer
+from dpmac_cli.assembly import (
+    Task,
+    choose_device,
+    device_name,
+    environment,
+    make_task,
+    make_trainer,
+)
 from dpmac_cli.budget import affordable, settle_noise, training_event
 from dpmac_cli.card import model_card
 from dpmac_cli.config import TrainConfig
@@ -27,6 +34,7 @@ from dpmac_cli.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.faults import explained
+from dpmac_cli.feature_cache import Computing
 from dpmac_cli.release import save_model
 from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
 
@@ -101,7 +109,7 @@ class Reduced:
     chunk: int
 
 
-RunEvent = Started | Update | Reduced | Finished
+RunEvent = Computing | Started | Update | Reduced | Finished
 
 
 @dataclass
@@ -110,6 +118,7 @@ class Session:
 
     Attributes:
         config: with noise and device settled.
+        task: the network that is published, and what is trained of it.
         trainer: at ``trainer.state.step``.
         where: its folder.
         steps: that it will end at.
@@ -125,6 +134,7 @@ class Session:
     """
 
     config: TrainConfig
+    task: Task
     trainer: Trainer
     where: Path
     steps: int
@@ -184,7 +194,7 @@ def _train(config: TrainConfig, stop: Callable[[], bool], data: Data | None) -> 
     if config.out is not None:
         folder.check_chosen_folder(config.out, config.force)
     config = replace(settle_noise(config), device=str(device))
-    session = _session(config, device, data)
+    session = yield from _session(config, device, data, stop)
     where = session.where
     with folder.locked(where):
         if config.out is not None:  # another run may have ended in it meanwhile
@@ -203,16 +213,19 @@ def _session(
     config: TrainConfig,
     device: torch.device,
     data: Data | None,
+    stop: Callable[[], bool],
     where: Path | None = None,
     base: int = 0,
     earlier: tuple[TrainingEvent, ...] = (),
-) -> Session:
+) -> Generator[Computing, None, Session]:
     """A run or a branch before its first step, in a folder of its own unless one is given."""
     steps = base + affordable(config, config.total_steps - base, earlier)
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
-    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), data)
+    task = yield from make_task(config, device, len(earlier), data, stop)
+    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), task=task)
     return Session(
         config,
+        task,
         trainer,
         where or _take_folder(config),
         steps,
@@ -221,6 +234,7 @@ def _session(
         earlier,
         seeded=config.seed is not None,
         secure=config.secure,
+        notes=task.notes,
     )
 
 
@@ -258,19 +272,23 @@ def resume(
     """
     folder.check_run_folder(where)
     with folder.locked(where), explained():
-        yield from _drive(_resumed(where, flags, data), stop)
+        session = yield from _resumed(where, flags, data, stop)
+        yield from _drive(session, stop)
 
 
 #: Settings that make another run, not another branch of the same.
 FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema"),
     *("canaries", "canary_kind", "guesses"),
+    *("features", "feature_groups", "pretrained", "train"),
 )
 #: Settings that change nothing about what is computed.
 ASIDE = ("device", "diagnostics")
 
 
-def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Session:
+def _resumed(
+    where: Path, flags: Mapping[str, Any], data: Data | None, stop: Callable[[], bool]
+) -> Generator[Computing, None, Session]:
     saved = checkpoint.newest(where)
     record = saved.record
     typed = {name: value for name, value in flags.items() if value is not None}
@@ -315,7 +333,8 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
             f"To train on, give more with --epochs (above {step // config.steps_per_epoch}) or "
             f"--steps (above {step})."
         )
-    session = _session(config, device, data, where, base, earlier)
+    session = yield from _session(config, device, data, stop, where, base, earlier)
+    _check_frozen(session.task, record.get("fingerprints", {}), exactly=branch is None)
     state = session.trainer.state
     state.restore(saved.tensors, record["state"])
     session = replace(
@@ -326,7 +345,11 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
         shown={line["step"] for line in (metrics.records if branch is None else record["history"])},
         seconds=record["seconds"],
         branch=branch,
-        notes=(*resolved.notes, *_losses(saved, metrics, branched=branch is not None)),
+        notes=(
+            *resolved.notes,
+            *session.notes,
+            *_losses(saved, metrics, branched=branch is not None),
+        ),
     )
     if branch is None:
         # Metrics stay as they are: lines past the checkpoint were shown, and a branch must count
@@ -340,6 +363,25 @@ def _resumed(where: Path, flags: Mapping[str, Any], data: Data | None) -> Sessio
         _write_metrics(session)
     _write_config(session)
     return session
+
+
+def _check_frozen(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
+    """Refuse to go on with other public weights, or exactly with other features.
+
+    Raises:
+        InputError: they are others.
+    """
+    if task.fingerprints.get("pretrained") != before.get("pretrained"):
+        raise InputError(
+            "The file of --pretrained is not the one that the run began with: its contents have "
+            "changed. Put that one back, or start a new run."
+        )
+    if exactly and task.fingerprints.get("features") != before.get("features"):
+        raise InputError(
+            "The features are not those that the run began with, and the noise of a run that goes "
+            "on exactly must never meet other gradients. Change a setting, such as --epochs, to go "
+            "on as a branch with new noise; or start a new run."
+        )
 
 
 def _write_metrics(session: Session) -> None:
@@ -469,11 +511,13 @@ def _publish(session: Session, total_seconds: float) -> Finished:
         trainer.state.chunk,
     )
     bill = session.bill()
-    facts = public_facts(config, bill, trainer.state.theta.numel())
-    with trainer.published() as model:
+    model, fingerprints = session.task.model, session.task.fingerprints
+    sizes = sum(p.numel() for p in model.parameters()), trainer.state.theta.numel()
+    facts = public_facts(config, bill, *sizes, fingerprints.get("pretrained"))
+    with trainer.published():
         save_model(where / folder.MODEL, model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)
-    folder.write_atomically(where / folder.CARD, model_card(report, trainer.model).encode())
+    folder.write_atomically(where / folder.CARD, model_card(report, model).encode())
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
     if state != "interrupted":
         _write_audit(session, report)
@@ -537,6 +581,7 @@ def _save(session: Session) -> Path:
         "secure": session.secure,
         "history": session.history,
         "seconds": session.seconds,
+        "fingerprints": dict(session.task.fingerprints),
         "environment": environment(state.theta.device),
     }
     return checkpoint.save(session.where, state.step, state.tensors(), record)

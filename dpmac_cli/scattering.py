@@ -5,20 +5,21 @@ cost no privacy; a linear classifier on them beats small networks that are train
 privately (Tramer and Boneh 2021, arXiv 2011.11660).
 """
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 #: Octaves J and angles L, as the paper above has them.
 OCTAVES, ANGLES = 2, 8
 #: How many copies on each side a filter is wrapped round from: beyond, it is 0 to rounding.
 COPIES = 2
+#: Images of one channel worked on at a time: few enough to stay in the cache.
+PLANES = 24
 
 
 def paths(octaves: int = OCTAVES, angles: int = ANGLES) -> int:
@@ -26,21 +27,8 @@ def paths(octaves: int = OCTAVES, angles: int = ANGLES) -> int:
     return 1 + octaves * angles + angles**2 * octaves * (octaves - 1) // 2
 
 
-@dataclass(frozen=True)
-class _Wavelet:
-    """A band-pass filter.
-
-    Attributes:
-        octave: j.
-        spectrum: real Fourier transform at the resolutions 0 ... j, each (height, width) / 2^r.
-    """
-
-    octave: int
-    spectrum: Sequence[Tensor]
-
-
-class Scattering:
-    """Features of images of one size.
+class Scattering(nn.Module):
+    """Features of images of one size. There is nothing in it to train or to save.
 
     Args:
         height, width: of the images; multiples of 2^J.
@@ -56,21 +44,28 @@ class Scattering:
         octaves: int = OCTAVES,
         angles: int = ANGLES,
     ) -> None:
+        super().__init__()
         scale = 2**octaves
         if height % scale or width % scale:
             raise ValueError(f"{height} x {width} is no multiple of {scale}")
-        self.octaves = octaves
+        self.octaves, self.angles = octaves, angles
         shape = (height + 2 * scale, width + 2 * scale)  # reflected at the borders
         tilts = [(angles // 2 - 1 - k) * math.pi / angles for k in range(angles)]
-        self._wavelets = [
-            _Wavelet(j, _resolutions(_morlet(shape, j, tilt, angles), j, dtype))
-            for j in range(octaves)
-            for tilt in tilts
-        ]
-        envelope = np.fft.fft2(_in_space(shape, octaves - 1, 0.0, 0.0, 1.0)).real
-        self._average = _resolutions(envelope, octaves - 1, dtype)
+        for j in range(octaves):
+            banks = zip(
+                *(_resolutions(_morlet(shape, j, tilt, angles), j) for tilt in tilts), strict=True
+            )
+            for r, bank in enumerate(banks):
+                self._keep(f"bank_{j}_{r}", _by_parts(np.stack(bank), 2 ** (j - r)), dtype)
+        for r in range(octaves):
+            for axis, size in enumerate(shape):
+                average = _averaging(size, octaves, r)
+                self._keep(f"average_{r}_{axis}", average, dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def _keep(self, name: str, values: NDArray[np.float64], dtype: torch.dtype) -> None:
+        self.register_buffer(name, torch.from_numpy(values).to(dtype), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
         """Features of images.
 
         Args:
@@ -79,47 +74,94 @@ class Scattering:
         Returns:
             Shape (images, channels * paths, height / 2^J, width / 2^J).
         """
-        images, _, height, width = x.shape
+        images, channels, height, width = x.shape
         scale = 2**self.octaves
-        padded = pad(x, [scale] * 4, mode="reflect")
-        signal = torch.fft.fft2(padded.reshape(-1, *padded.shape[-2:]))
-        found = [self._averaged(signal, 0)]
-        second = []
-        for one in self._wavelets:
-            first = self._modulus(signal, one, 0)
-            found.append(self._averaged(first, one.octave))
-            for other in self._wavelets:
-                if other.octave > one.octave:
-                    twice = self._modulus(first, other, one.octave)
-                    second.append(self._averaged(twice, other.octave))
-        stacked = torch.stack([*found, *second], 1)
-        features: Tensor = stacked.view(images, -1, height // scale, width // scale)
-        return features
+        features = x.new_empty(
+            images * channels, paths(self.octaves, self.angles), height // scale, width // scale
+        )
+        padded = pad(x, [scale] * 4, mode="reflect").flatten(0, 1)
+        for begin in range(0, len(padded), PLANES):
+            part = slice(begin, begin + PLANES)
+            features[part] = self._of(padded[part])
+        return features.view(images, -1, height // scale, width // scale)
 
-    def _modulus(self, spectrum: Tensor, wavelet: _Wavelet, resolution: int) -> Tensor:
-        """The spectrum of |signal * wavelet|, at the wavelet's resolution."""
-        factor = 2 ** (wavelet.octave - resolution)
-        filtered = _folded(spectrum * wavelet.spectrum[resolution], factor)
-        modulus: Tensor = torch.fft.fft2(torch.fft.ifft2(filtered).abs())
-        return modulus
+    def _of(self, planes: Tensor) -> Tensor:
+        """Features of padded planes, shape (planes, height, width)."""
+        signal = torch.fft.fft2(planes)
+        first, second = [self._averaged(planes, 0).unsqueeze(1)], []
+        for j in range(self.octaves):
+            found = self._modulus(signal, j, 0)  # (planes, angles, ...)
+            first.append(self._averaged(found, j))
+            if j + 1 < self.octaves:
+                again = torch.fft.fft2(found)
+                paths_on = [
+                    self._averaged(self._modulus(again, k, j), k)
+                    for k in range(j + 1, self.octaves)
+                ]
+                second.append(torch.cat(paths_on, 2).flatten(1, 2))
+        return torch.cat([*first, *second], 1)
 
-    def _averaged(self, spectrum: Tensor, resolution: int) -> Tensor:
+    def _modulus(self, spectrum: Tensor, octave: int, resolution: int) -> Tensor:
+        """|signal * wavelet| for every angle of an octave, at that octave's resolution.
+
+        Args:
+            spectrum: of a signal at the resolution, shape (..., height, width).
+            octave: j. resolution: r; every 2^r-th value of the signal is kept.
+
+        Returns:
+            Shape (..., angles, height / 2^(j - r), width / 2^(j - r)).
+        """
+        factor = 2 ** (octave - resolution)
+        size = [side // factor for side in spectrum.shape[-2:]]
+        bank = self.get_buffer(f"bank_{octave}_{resolution}")
+        # Keeping every factor-th value folds the spectrum: its parts are added up.
+        parts = spectrum.reshape(-1, factor, size[0], factor, size[1]).permute(1, 3, 0, 2, 4)
+        given = torch.view_as_real(parts.contiguous()).flatten(-3)  # (factor, factor, signals, ...)
+        filtered = given[0, 0, :, None] * bank[0, 0]
+        for i, k in itertools.product(range(factor), repeat=2):
+            if i or k:
+                filtered.addcmul_(given[i, k, :, None], bank[i, k])
+        numbers = torch.view_as_complex(filtered.view(*filtered.shape[:2], *size, 2))
+        found = torch.fft.ifft2(numbers)
+        modulus = torch.mul(found.real, found.real).addcmul_(found.imag, found.imag).sqrt_()
+        return modulus.view(*spectrum.shape[:-2], self.angles, *size)
+
+    def _averaged(self, signal: Tensor, resolution: int) -> Tensor:
         """The signal, smoothed to one value for 2^J pixels, without its padding."""
-        smooth = _folded(spectrum * self._average[resolution], 2 ** (self.octaves - resolution))
-        values: Tensor = torch.fft.ifft2(smooth).real
-        return values[:, 1:-1, 1:-1]
+        down, across = (self.get_buffer(f"average_{resolution}_{axis}") for axis in (0, 1))
+        smooth: Tensor = down @ signal @ across.T
+        return smooth
 
 
-def _folded(spectrum: Tensor, factor: int) -> Tensor:
-    """The spectrum of a signal of which every ``factor``-th value is kept."""
-    if factor == 1:
-        return spectrum
-    *rest, height, width = spectrum.shape
-    parts = spectrum.view(*rest, factor, height // factor, factor, width // factor)
-    return parts.mean((-4, -2))
+def _by_parts(bank: NDArray[np.float64], factor: int) -> NDArray[np.float64]:
+    """Spectra as they meet the parts of one that is folded, divided by how many there are.
+
+    Each value is there twice, for a real and an imaginary part. Shape (angles, height, width)
+    becomes (factor, factor, angles, 2 height width / factor^2).
+    """
+    angles, height, width = bank.shape
+    parts = bank.reshape(angles, factor, height // factor, factor, width // factor)
+    ordered = parts.transpose(1, 3, 0, 2, 4).reshape(factor, factor, angles, -1)
+    return ordered.repeat(2, -1) / factor**2
 
 
-def _resolutions(spectrum: NDArray[np.float64], most: int, dtype: torch.dtype) -> list[Tensor]:
+def _averaging(size: int, octaves: int, resolution: int) -> NDArray[np.float64]:
+    """The matrix that smooths a signal of which every 2^r-th value is kept, along one axis.
+
+    The envelope is a product of one Gaussian a axis. Shape (size / 2^J - 2, size / 2^r).
+    """
+    deviation = 0.8 * 2 ** (octaves - 1)
+    places = np.arange(-COPIES * size, (COPIES + 1) * size)
+    envelope = np.exp(-(places**2) / (2 * deviation**2)) / (math.sqrt(2 * math.pi) * deviation)
+    wrapped = np.fft.fft(envelope.reshape(-1, size).sum(0)).real
+    spectrum = _resolutions(wrapped, resolution)[resolution]
+    kept = 2 ** (octaves - resolution)
+    smoothed = np.fft.ifft(np.fft.fft(np.eye(len(spectrum))) * spectrum).real.T
+    matrix: NDArray[np.float64] = smoothed[::kept][1:-1]
+    return matrix
+
+
+def _resolutions(spectrum: NDArray[np.float64], most: int) -> list[NDArray[np.float64]]:
     """A filter's spectrum for signals of which every 2^r-th value is kept, r = 0 ... ``most``.
 
     What such a signal can hold are the frequencies up to half of its size.
@@ -130,7 +172,7 @@ def _resolutions(spectrum: NDArray[np.float64], most: int, dtype: torch.dtype) -
         for axis, size in enumerate(spectrum.shape):
             half = size // factor // 2
             kept = kept.take([*range(half), *range(size - half, size)], axis)
-        found.append(torch.from_numpy(kept).to(dtype))
+        found.append(kept)
     return found
 
 

@@ -243,6 +243,8 @@ def _work(
         try:
             for event in _events(config, on_device[place], stop):
                 pipe.send(Moved(number, *event))
+        except KeyboardInterrupt:  # asked to stop before its first step
+            return
         except DpmacError as problem:
             failure = str(problem)
             broken = problem.__cause__ is not None and device_lost(problem.__cause__)

@@ -27,6 +27,10 @@ VALUES: Mapping[str, Any] = {
     "dataset": "digits",
     "model": "mlp-small",
     "fix_norm": True,
+    "features": "scatter",
+    "feature_groups": 9,
+    "pretrained": __file__,
+    "train": "head",
     "test_fraction": 0.3,
     "split_seed": 4,
     "image_size": 40,
@@ -81,6 +85,8 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "canary_kind": {"canaries": 100},
     "guesses": {"canaries": 100},
     "augment": {"augmentations": 2},
+    "feature_groups": {"features": "scatter"},
+    "train": {"pretrained": __file__},
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
 
@@ -342,6 +348,7 @@ def test_bounds_hold_at_their_ends_and_not_beyond(name: str) -> None:
 
 #: Written out, so that a bound moved by mistake is noticed.
 REFUSED: Mapping[str, tuple[str, ...]] = {
+    "feature_groups": ("-1", "1000001"),
     "epochs": ("0", "-1", "1000000001"),
     "steps": ("0", "-1", "10000001"),
     "batch_size": ("0", "-5", "1000000001"),

@@ -11,6 +11,7 @@ from rich.text import Text
 from dpmac_cli import accounting, engine, folder
 from dpmac_cli.cli.console import expendable
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
+from dpmac_cli.feature_cache import Computing
 from dpmac_cli.report import AUDIT_RUN
 from dpmac_cli.run import Finished, Reduced, Started, Update
 
@@ -26,6 +27,9 @@ def format_epsilon(epsilon: float | None) -> str:
 
 class Display:
     """Shows a training run as it happens; by itself nothing."""
+
+    def computing(self, event: Computing) -> None:
+        """Before all else, where features are computed."""
 
     def started(self, event: Started) -> None:
         """Before the first step."""
@@ -51,6 +55,14 @@ class Lines(Display):
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._computing: str | None = None
+
+    def computing(self, event: Computing) -> None:
+        """What is computed, and where it is kept."""
+        heading = _computing(event)
+        if heading != self._computing:
+            self._computing = heading
+            self.console.print(Text(heading, style="dim"))
 
     def started(self, event: Started) -> None:
         """What is about to be trained."""
@@ -97,9 +109,21 @@ class LiveBar(Lines):
             columns.append(TextColumn("{task.fields[speed]}", style="dim"))
         columns.append(TimeRemainingColumn(compact=True))
         self._bar = Progress(*columns, console=console, transient=True, expand=True)
+        counts = TextColumn("{task.completed:,.0f}/{task.total:,.0f} records")
+        parts = (BarColumn(bar_width=None), counts, TimeRemainingColumn(compact=True))
+        self._features = Progress(*parts, console=console, transient=True, expand=True)
+
+    def computing(self, event: Computing) -> None:
+        """A line, and a bar of its own."""
+        super().computing(event)
+        if not self._features.tasks:
+            self._features.add_task("", total=event.records)
+            self._features.start()
+        self._features.update(self._features.tasks[0].id, completed=event.done)
 
     def started(self, event: Started) -> None:
         """The heading, and an empty bar."""
+        self._features.stop()
         super().started(event)
         config = event.config
         self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
@@ -135,7 +159,8 @@ class LiveBar(Lines):
         super().finished(event)
 
     def close(self) -> None:
-        """The bar goes."""
+        """The bars go."""
+        self._features.stop()
         self._bar.stop()
 
     def _budget(self, event: Update) -> str:
@@ -157,6 +182,12 @@ def choose_display(quiet: bool, json: bool) -> Display:
         return Display()
     console = expendable(sys.stderr if json else sys.stdout)
     return LiveBar(console) if console.is_terminal else Lines(console)
+
+
+def _computing(event: Computing) -> str:
+    if event.elsewhere:
+        return "another process is computing the features; waiting for it"
+    return f"computing features of {event.records:,} records, once: kept in {event.folder}"
 
 
 def _heading(event: Started) -> list[Text]:

@@ -10,6 +10,7 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.display import Display
 from dpmac_cli.cli.failures import INTERRUPTED
 from dpmac_cli.errors import DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.feature_cache import Computing
 from dpmac_cli.run import Finished, Reduced, RunEvent, Started, Update
 
 
@@ -29,6 +30,8 @@ def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool
     try:
         for event in events:
             match event:
+                case Computing():
+                    display.computing(event)
                 case Started():
                     where = event.folder
                     display.started(event)

@@ -1,0 +1,127 @@
+"""Public weights for a network, from a safetensors file. A pickle is never read."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor, nn
+
+from dpmac_cli import checkpoint, release
+from dpmac_cli.errors import InputError, ModelError
+
+#: Entries that do not fit and are named; the rest are counted.
+NAMED = 8
+
+
+@dataclass(frozen=True)
+class PublicWeights:
+    """What a file holds.
+
+    Attributes:
+        path: of the file. sha256: of its contents.
+        tensors: by name.
+        trained_on: the data set of the catalogue or a person's own that dpmac trained them on; None
+            where the file does not say.
+    """
+
+    path: Path
+    sha256: str
+    tensors: Mapping[str, Tensor]
+    trained_on: str | None
+
+    def adopted_by(self, model: nn.Module, head: str | None) -> Iterator[str]:
+        """Load the weights into a model, and say what its author should know.
+
+        Args:
+            model: takes them over in place.
+            head: the layer that may start fresh, where the file has none of its shape.
+
+        Raises:
+            ModelError: anything else does not fit, and which entries do not.
+        """
+        wanted = model.state_dict()
+        prefix = None if head is None else f"{head}."
+        faults = {
+            name: fault
+            for name in sorted(wanted.keys() | self.tensors.keys())
+            if (fault := _fault(self.tensors.get(name), wanted.get(name)))
+        }
+        fresh = [name for name in faults if prefix and name.startswith(prefix)]
+        rest = [f"{name}: {fault}" for name, fault in faults.items() if name not in fresh]
+        if rest:
+            more = f"; and {len(rest) - NAMED} more" if len(rest) > NAMED else ""
+            raise ModelError(
+                f"--pretrained {self.path} does not fit the network: "
+                f"{'; '.join(rest[:NAMED])}{more}. Only the last layer may be missing, or of "
+                "another shape."
+            )
+        left = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if not (fresh and prefix and name.startswith(prefix))
+        }
+        model.load_state_dict(left, strict=False)
+        if fresh:
+            yield f"{self.path.name} has no layer '{head}' that fits: it starts fresh."
+
+
+def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:
+    """What is wrong with an entry; None if it fits."""
+    if wanted is None:
+        return "nothing of that name in the network"
+    if found is None:
+        return "missing in the file"
+    if found.shape != wanted.shape:
+        return f"{tuple(found.shape)} in the file, {tuple(wanted.shape)} wanted"
+    if found.is_floating_point() != wanted.is_floating_point():
+        return f"{found.dtype} in the file, {wanted.dtype} wanted".replace("torch.", "")
+    return None if found.isfinite().all() else "holds NaN or infinity"
+
+
+def read_weights(path: Path) -> PublicWeights:
+    """Read a file of public weights.
+
+    Raises:
+        InputError: it cannot be read, or is of another kind.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as failure:
+        raise InputError(
+            f"--pretrained: {path} cannot be read ({failure.strerror or failure})."
+        ) from failure
+    try:
+        tensors = safetensors.torch.load(content)
+    except (safetensors.SafetensorError, ValueError, KeyError) as failure:
+        raise InputError(
+            f"--pretrained: {path} is not a whole safetensors file. Pickles (.pt, .pth, .bin) are "
+            "never read, since they can run code. Where you trust one, convert it: safetensors."
+            'torch.save_file(torch.load(FILE, weights_only=True), "weights.safetensors")'
+        ) from failure
+    header = _header(content)
+    if checkpoint.RECORD in header:
+        raise InputError(
+            f"--pretrained: {path} is a private checkpoint, from which the noise of its run can be "
+            "computed. Public weights are in the model.safetensors of a run."
+        )
+    return PublicWeights(path, hashlib.sha256(content).hexdigest(), tensors, _trained_on(header))
+
+
+def _header(content: bytes) -> Mapping[str, str]:
+    size = int.from_bytes(content[:8], "little")
+    found: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+    return found
+
+
+def _trained_on(header: Mapping[str, str]) -> str | None:
+    """The data set that a model of dpmac's was trained on."""
+    try:
+        facts: Any = json.loads(header[release.HEADER])
+        return str(facts["dataset"]["name"])
+    except release.BROKEN:
+        return None
