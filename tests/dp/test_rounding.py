@@ -221,19 +221,32 @@ def test_the_slack_of_what_is_written_out_is_a_bound() -> None:
     assert ((plain.value - exact).abs() <= plain.slack).all()
 
 
+class Bag(nn.Module):
+    """A sum of scores over the places of a sample, all at a time or one after another."""
+
+    def __init__(self, *, together: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 10, bias=False)
+        self._together = together
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._together:
+            return torch.sum(self.embed(x), 1)
+        return torch.stack([self.embed(place) for place in x.unbind(1)]).sum(0)
+
+
 @pytest.mark.privacy
-def test_positions_that_cancel_cannot_lift_a_sample_above_one() -> None:
-    class Bag(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(8, 10, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            rows: Tensor = self.embed(x)
-            return rows.sum(1)
-
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("over", ["positions", "uses", "views"])
+def test_terms_that_cancel_cannot_lift_a_sample_above_one(
+    over: str, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    subject = prepare(Bag())
+    if pieces:
+        monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 1)
+    linear = nn.Linear(8, 10, bias=False)
+    model = linear if over == "views" else Bag(together=over == "positions")
+    subject = prepare(model, views=100 if over == "views" else 1)
     subject.theta.zero_()
     region = ball(0.1, subject.theta)
     worst = 0.0
