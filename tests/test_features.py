@@ -368,6 +368,15 @@ def test_features_are_computed_once(cache: Path) -> None:
     assert kept(cache)
 
 
+def test_the_person_who_waits_is_told(cache: Path) -> None:
+    args = ("train", "--dataset", "digits", "--features", "scatter", "--steps", "1", "--sigma", "6")
+    said = f"computing features of 1,797 records, once: kept in {cache}"
+    assert dpmac(*args).output.count(said) == 1
+    assert said not in dpmac(*args).output
+    shutil.rmtree(cache)
+    assert "computing" not in dpmac(*args, "--quiet").output
+
+
 def test_whatever_defines_the_features_names_them(net: str, public: Path, cache: Path) -> None:
     plans: list[dict[str, Any]] = [
         {"features": "scatter"},
