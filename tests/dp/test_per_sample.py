@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,10 +24,17 @@ from dpmac_cli.dp.gradients import (
     total_squared_norms,
 )
 from dpmac_cli.dp.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.mechanism import Ellipsoid, ball, ellipsoid
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.dp.modules import StandardisedConv2d
-from dpmac_cli.dp.per_sample import Metric, clip_limit, clip_weights
+from dpmac_cli.dp.per_sample import (
+    CANCELLATION_LIMIT,
+    Metric,
+    cancellation_limit,
+    clip_limit,
+    clip_weights,
+)
 from dpmac_cli.errors import ModelError
+from tests.helpers import Batches, in_chunks_of, make_trainer
 
 from .reference import Subject, clip, prepare, whiten
 
@@ -529,9 +537,30 @@ def test_weights(squared: float, slack: float, weight: float) -> None:
 
 
 def test_the_more_samples_the_wider_the_margin() -> None:
-    limits = [clip_limit(capacity) for capacity in (1, 1024, 2048, 8192)]
+    limits = [clip_limit(samples) for samples in (1, 1024, 2048, 8192, 10**9)]
     assert limits == sorted(limits, reverse=True)
-    assert 0.99 < limits[-1] < limits[0] < 1
+    assert 0.99 < limits[-2] < limits[0] < 1
+    assert limits[-1] > 0
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("batch", [256, 8192])
+def test_the_margin_is_for_all_chunks_of_a_step(batch: int) -> None:
+    """How many are worked on at a time leaves it as it is."""
+    given: dict[str, Any] = {"clip_norm": 1e-3, "sampler": Batches([0]), "dtype": torch.float32}
+    for physical in (2, 64):
+        trainer = make_trainer(
+            "dp-sgd", GaussianMechanism(0.0, batch), plan=in_chunks_of(physical), **given
+        )
+        norm = trainer._clipped_batch(np.array([0])).double().norm().item() / 1e-3
+        assert norm == pytest.approx(1 / (1 + 4e-4 * max(1, batch / 1024)), abs=1e-6)
+
+
+def test_a_chunk_cancels_no_more_than_its_share() -> None:
+    for batch in (256, 1024, 8192):
+        parts = [cancellation_limit(samples, batch) for samples in (batch // 4, batch - batch // 4)]
+        assert sum(parts) == pytest.approx(cancellation_limit(batch, batch))
+        assert cancellation_limit(batch, batch) == CANCELLATION_LIMIT * max(1, batch / 1024)
 
 
 # -- samples that are not finite ------------------------------------------------------------------

@@ -6,6 +6,7 @@ what the program computed, not of what exact arithmetic would have.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -348,10 +349,24 @@ def test_the_margin_covers_the_rounding_of_what_is_written_out(
     assert worst_contribution("ball", 1024, 6, Places) <= 1
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("size", "chunk", "trials"), [(512, 32, 40), (4096, 1024, 30), (4096, 256, 30), (8192, 32, 12)]
+)
+@pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
+def test_the_margin_covers_the_rounding_of_all_chunks(
+    kind: str, size: int, chunk: int, trials: int
+) -> None:
+    """Each chunk rounds, and a record less moves all that come after it to other chunks."""
+    build = partial(nn.Linear, out_features=2, bias=False)
+    assert worst_contribution(kind, size, trials, build, chunk) <= 1
+
+
 def worst_contribution(
-    kind: str, size: int, trials: int, build: Callable[[int], nn.Module]
+    kind: str, size: int, trials: int, build: Callable[[int], nn.Module], chunk: int | None = None
 ) -> float:
     """The furthest that leaving out one of so many large samples moved the computed sum."""
+    chunk = chunk or size
     generator = torch.Generator().manual_seed(0)
 
     def uniform(low: float, high: float) -> float:
@@ -360,7 +375,7 @@ def worst_contribution(
     worst = 0.0
     for trial in range(trials):
         inputs = 1 + trial % 3
-        subject = prepare(build(inputs), capacity=size)
+        subject = prepare(build(inputs), capacity=chunk, batch=size)
         subject.theta.copy_(0.01 * torch.randn(len(subject.theta), generator=generator))
         spread = uniform(0, 0.5)
         x = uniform(20, 25) * (1 + spread * torch.randn(size, inputs, generator=generator))
@@ -370,11 +385,16 @@ def worst_contribution(
             m = subject.stored_gradients(x[:1], y[:1])[0].float()
             b = torch.exp(0.5 * torch.randn(len(m), generator=generator))
             # Just short of what sends the sum to float64.
-            region = ellipsoid(m, b * ((m / b).norm() * size / uniform(440, 498)))
-        everyone = subject.add(x, y, region).double()
+            region = ellipsoid(m, b * ((m / b).norm() * chunk / uniform(440, 498)))
+
+        def total(x: Tensor, y: Tensor, subject: Subject, region: Ellipsoid) -> Tensor:
+            parts = zip(x.split(chunk), y.split(chunk), strict=True)
+            return sum((subject.add(*part, region).double() for part in parts), torch.zeros(()))
+
+        everyone = total(x, y, subject, region)
         for i in (0, size // 2):
             others = torch.arange(size) != i
-            moved = everyone - subject.add(x[others], y[others], region).double()
+            moved = everyone - total(x[others], y[others], subject, region)
             worst = max(worst, float((moved / region.scale).norm()))
     return worst
 
