@@ -298,6 +298,24 @@ def test_what_is_frozen_cannot_change_in_a_run(change: dict[str, str]) -> None:
         list(run.resume(first.folder, {**change, "steps": "9"}))
 
 
+def test_the_card_loads_a_network_of_ones_own_on_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_linear.py").write_text(
+        "from math import prod\nfrom torch import nn\n"
+        "def make(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finished = train_digits(**SCATTER, model=f"{tmp_path / 'own_linear.py'}:make", epochs=2)
+    monkeypatch.chdir(finished.folder)
+    names: dict[str, Any] = {}
+    exec(Path("model-card.md").read_text().split("```python\n")[1].split("```")[0], names)
+    test = load_data("digits", Path(), CPU).test
+    right = names["classify"](test.images) == test.labels
+    assert right.float().mean().item() == pytest.approx(finished.report["test"]["accuracy"])
+
+
 def test_only_the_last_layer_changes(net: str, public: Path) -> None:
     finished = train_digits(**tuned(net, public), epochs=3, no_dp=True)
     before, after = public_weights(net), weights(finished.folder)
