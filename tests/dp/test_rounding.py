@@ -388,7 +388,8 @@ def worst_contribution(
             region = ellipsoid(m, b * ((m / b).norm() * chunk / uniform(440, 498)))
 
         def total(x: Tensor, y: Tensor, subject: Subject, region: Ellipsoid) -> Tensor:
-            parts = zip(x.split(chunk), y.split(chunk), strict=True)
+            begins = range(0, len(x), chunk)
+            parts = [(x[i : i + chunk], y[i : i + chunk]) for i in begins]
             return sum((subject.add(*part, region).double() for part in parts), torch.zeros(()))
 
         everyone = total(x, y, subject, region)
