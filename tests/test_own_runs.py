@@ -14,9 +14,8 @@ import safetensors.torch
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
-from typer.testing import CliRunner, Result
 
-from dpmac_cli.cli.app import app
+from tests.typed import dpmac
 
 SHORT = ("--steps", "4", "--batch-size", "64", "--sigma", "4", "--device", "cpu")
 
@@ -89,10 +88,6 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for name in set(sys.modules) - names:
         if name.startswith(("dpmac_model_", "net_")):
             del sys.modules[name]
-
-
-def dpmac(*args: str) -> Result:
-    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
 def done(*args: str) -> str:
