@@ -233,7 +233,7 @@ def test_an_outsiders_network_trains_resumes_and_is_scored(name: str) -> None:
 
 def test_own_data_in_a_comparison() -> None:
     wine("wine.npz")
-    flags = ("--optimizers", "dp-sgd,dp-adam", "--seeds", "2", "--jobs", "2", "--out", "study")
+    flags = ("--optimizers", "dp-sgd,dp-adam", "--seeds", "2", "--jobs", "1", "--out", "study")
     output = done("compare", "--dataset", "wine.npz", *flags, *SHORT)
     assert "dp-adam" in output
     again = done("compare", "--dataset", "wine.npz", *flags, *SHORT)

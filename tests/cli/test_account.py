@@ -319,7 +319,7 @@ class Unreachable(NamedTuple):
 UNREACHABLE = [
     Unreachable("--batch-size 8 --steps 10", "--batch-size 8 --steps 10 --sigma 10000"),
     Unreachable("--batch-size 8 --sigma 1", "--batch-size 8 --sigma 1 --steps 1"),
-    Unreachable("--sigma 1 --steps 10 --solve batch-size", "--sigma 1 --steps 10 --batch-size 1"),
+    Unreachable("--sigma 3 --steps 10 --solve batch-size", "--sigma 3 --steps 10 --batch-size 1"),
 ]
 
 
@@ -339,10 +339,10 @@ def test_a_target_out_of_reach_is_exit_code_3_with_the_nearest(
 
 
 def test_targets_out_of_reach_do_not_hide_those_within() -> None:
-    result = account("--dataset-size 40 --batch-size 8 --steps 10 --epsilon 1e-6,2,3 --csv")
+    result = account("--dataset-size 40 --batch-size 8 --steps 10 --epsilon 1e-6,0.2,0.3 --csv")
     assert result.exit_code == 3
     rows = list(csv.DictReader(io.StringIO(result.stdout)))
-    assert [round(float(row["epsilon"]), 1) for row in rows] == [2, 3]
+    assert [round(float(row["epsilon"]), 1) for row in rows] == [0.2, 0.3]
     assert "1e-06" in result.stderr
     assert "Traceback" not in result.stderr
 

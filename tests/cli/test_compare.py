@@ -14,7 +14,10 @@ from dpmac_cli.grid import plan
 from tests.typed import dpmac, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
-SMALL = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "3")
+SMALL = (
+    *COMMON,
+    *("--jobs", "1", "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "3"),
+)
 LONG = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "60")
 OFTEN = ("--checkpoint-every", "5", "--jobs", "2")
 
