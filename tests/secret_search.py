@@ -75,10 +75,12 @@ class Secrets:
             self.numbers.update((float(value), what) for value in array if value not in (0, 1))
 
     def scalar(self, value: float, what: str) -> None:
-        """Look for an aggregate, as it is and rounded."""
+        """Look for an aggregate, as it is and rounded: not to a round number, met by chance."""
         if math.isfinite(value) and value not in (0, 1):
             self.numbers[value] = what
-            self.numbers[float(f"{value:.6g}")] = what
+            rounded = float(f"{value:.6g}")
+            if rounded != float(f"{value:.2g}"):
+                self.numbers[rounded] = what
 
     def found(self, where: Path) -> list[str]:
         """What of it the files of a run folder hold, that are not private."""
