@@ -36,6 +36,7 @@ from dpmac_cli.errors import DivergedError, ModelError, RunError
 from dpmac_cli.faults import out_of_memory
 from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.noise import NoiseSource
+from dpmac_cli.ranks import Ranks
 from dpmac_cli.recipe import Recipe
 from dpmac_cli.sampling import Sampler
 
@@ -225,6 +226,8 @@ class Trainer:
         observer: sees losses and norms that are NOT private; for diagnostics only.
         canaries: of an audit run. ``sampler`` draws from them too; images are in ``data`` already.
         layers: see :class:`TrainState`.
+        ranks: the processes of the run, of which each is given its share of every batch; None for
+            one on its own.
 
     Raises:
         ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
@@ -243,6 +246,7 @@ class Trainer:
         observer: Callable[[int, Tensor, Tensor], None] | None = None,
         canaries: Canaries | None = None,
         layers: LayerDraws | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("a run without privacy clips nothing, so noise would have no scale")
@@ -291,6 +295,7 @@ class Trainer:
         )
         self._blocks = blocks(theta.numel(), theta.device)
         self._observer = observer
+        self._ranks = ranks
         self._spiking = canaries if isinstance(canaries, GradientCanaries) else None
 
     def step(self) -> None:
