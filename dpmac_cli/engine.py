@@ -260,9 +260,16 @@ class Trainer:
         )
         found = find_layers(model)
         theta = flatten_parameters(found)
-        _check_rounding(mechanism, theta.numel(), plan.physical_batch)
+        _check_rounding(mechanism, theta.numel())
         norms = compile_norms() if plan.compiled else total_squared_norms
-        self._clipped_sum = ClippedSum(model, found, plan.physical_batch, norms, plan.recipe.views)
+        self._clipped_sum = ClippedSum(
+            model,
+            found,
+            plan.physical_batch,
+            norms,
+            plan.recipe.views,
+            mechanism.expected_batch,
+        )
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         rule, track_noise = build_rule(optimizer, hyper, mechanism)
         self._rule = WithDecay(rule, plan.recipe.weight_decay) if plan.recipe.weight_decay else rule
@@ -480,9 +487,9 @@ class Trainer:
         return values
 
 
-def _check_rounding(mechanism: GaussianMechanism, size: int, physical_batch: int) -> None:
+def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
     """Refuse what would void the margin of the clipping. Raises ModelError."""
-    added, margin = mechanism.rounding(size), 1 - clip_limit(physical_batch)
+    added, margin = mechanism.rounding(size), 1 - clip_limit(mechanism.expected_batch)
     if added > ROUNDING_SHARE * margin:
         raise ModelError(
             f"The model has {size:,} parameters: rounding their sums to the grid of --secure could "

@@ -126,15 +126,14 @@ def _summed(tensors: dict[str, Tensor]) -> _Summed:
 
 def _key(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any]) -> str:
     """SHA-256 over all that decides what the features are."""
-    frozen = parts.frozen.state_dict()
     named = {
-        **{f"weight {name}": tensor for name, tensor in frozen.items()},
+        **{f"weight {name}": tensor for name, tensor in parts.public_weights().items()},
         **{"train": data.train.images, "test": data.test.images},
         **{"gain": data.gain, "offset": data.offset},
         "probe": parts.features(data.standardised(data.train.images[:PROBED])),
     }
     record = {"version": VERSION, "torch": torch.__version__, **settings}
-    return digest({name: tensor.cpu() for name, tensor in named.items()}, record)
+    return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
 
 
 def _records(data: Data) -> int:

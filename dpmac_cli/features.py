@@ -36,6 +36,12 @@ class FrozenFeatures(nn.Module):
         features: Tensor = self.frozen(x)
         return features.to(self.stored)
 
+    def public_weights(self) -> dict[str, Tensor]:
+        """What the frozen part holds by name, constants too, and nothing of the head."""
+        trained = {id(p) for p in self.head.parameters()}
+        held = (*self.frozen.named_parameters(), *self.frozen.named_buffers())
+        return {name: tensor for name, tensor in held if id(tensor) not in trained}
+
     def forward(self, x: Tensor) -> Tensor:
         """The logits for images."""
         logits: Tensor = self.head(self.features(x).to(x.dtype))

@@ -20,7 +20,7 @@ from dpmac_cli.cli.app import app
 
 SHORT = ("--steps", "4", "--batch-size", "64", "--sigma", "4", "--device", "cpu")
 
-#: Three networks as an outsider would write them.
+#: Networks as an outsider would write them.
 NETWORKS = {
     "conv": """
 from torch import nn
@@ -76,6 +76,31 @@ def make(shape, classes):
     pixels = shape[0] * shape[1] * shape[2]
     return nn.Sequential(nn.Flatten(), Gate(pixels, 24), nn.Dropout(0.1), Gate(24, 24),
                          nn.Linear(24, classes))
+""",
+    "shared": """
+import torch
+from torch import nn
+from torch.nn.functional import avg_pool2d
+
+class Net(nn.Module):
+    # One convolution at two scales, and one cell that reads row after row.
+    def __init__(self, shape, classes, width=16):
+        super().__init__()
+        self.look = nn.Conv2d(shape[0], 4, 3, padding=1)
+        self.cell = nn.Linear(4 * shape[2] + width, width)
+        self.head = nn.Linear(2 * width, classes)
+        self.width = width
+
+    def read(self, x):
+        rows = self.look(x).relu().transpose(1, 2).flatten(2)
+        state = x.new_zeros(len(x), self.width)
+        for row in rows.unbind(1):
+            state = self.cell(torch.cat([row, state], 1)).tanh()
+        return state
+
+    def forward(self, x):
+        coarse = avg_pool2d(x, 2).repeat_interleave(2, 3)
+        return self.head(torch.cat([self.read(x), self.read(coarse)], 1))
 """,
 }
 

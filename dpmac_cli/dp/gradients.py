@@ -31,7 +31,7 @@ from dpmac_cli.dp.layers import Layer
 from dpmac_cli.dp.modules import LEAST_SQUARE, StandardisedConv2d
 
 #: Numbers that are instantiated at a time on a CPU, but for convolutions: its cache holds them, and
-#: of many times as many, made only once, everything takes three times as long.
+#: of many times as many, made only once, everything takes several times as long.
 PIECE = 1 << 20
 #: The same elsewhere, where starting an operation takes longer than so many numbers.
 DEVICE_PIECE = 1 << 24

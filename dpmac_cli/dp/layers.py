@@ -56,9 +56,9 @@ def find_layers(model: nn.Module) -> list[Layer]:
     shared = sorted(set(names) - {name for name, _ in model.named_parameters()})
     if shared:
         raise ModelError(
-            f"The parameter {shared[0]} is shared with another layer. A sample's gradient for a "
-            "shared parameter is a sum over its uses, which cannot be clipped layer by layer: "
-            "give each layer a parameter of its own."
+            f"The parameter {shared[0]} is shared with another layer, and clipping layer by layer "
+            "needs each to be in one. Give each layer a parameter of its own, or call one layer "
+            "several times."
         )
     layers: list[Layer] = []
     start = 0

@@ -27,16 +27,19 @@ from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.spikes import Spikes
 from dpmac_cli.errors import ModelError
 
-#: Up to 1024 samples are clipped to this norm instead of 1, see :func:`clip_limit`. The gap is 2.5
-#: times the largest rounding of a sum that a search over adversarial batches found.
-CLIP_LIMIT = 1 - 4e-4
+#: Samples that a step may add up before it takes more room for rounding.
+FEW = 1024
+#: The room: 2.5 times the largest rounding of such a sum that a search over adversarial batches
+#: found.
+ROOM = 4e-4
 #: Rows whose rounding bound exceeds this share of their squared norm are done again in float64.
 SLACK_SHARE = 0.01
 #: Parameters of a layer from which on its metric is worth compiling.
 COMPILED = 1 << 17
 #: Terms of S3 that are added up in float32 before it goes on in float64.
 S3_ROW = 256
-#: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32.
+#: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32;
+#: of a chunk, its share of that.
 CANCELLATION_LIMIT = 250.0
 
 Observer = Callable[[Tensor, Tensor], None]
@@ -154,6 +157,8 @@ class ClippedSum:
         model: maps a batch (samples, ...) to logits (samples, classes), treating samples apart.
         layers: :func:`~dpmac_cli.dp.layers.find_layers` of the model.
         capacity: the most samples that :meth:`of` will be given; public.
+        batch: B, the expected number that a step adds up, in one chunk or in several. None: at most
+            the capacity, in one.
         norms: :func:`~dpmac_cli.dp.gradients.total_squared_norms`, or that compiled.
         views: of each sample, public. Its loss is the mean over them, and so is its gradient,
             which is clipped once: that of a sample with many views counts no more.
@@ -166,13 +171,15 @@ class ClippedSum:
         capacity: int = 1024,
         norms: Norms = total_squared_norms,
         views: int = 1,
+        batch: float | None = None,
     ) -> None:
         self._model = model
         self._norms = norms
         self._layers = layers
         self._capacity = capacity
         self._views = views
-        self._limit = clip_limit(capacity)
+        self._batch = batch
+        self._limit = clip_limit(max(capacity, batch or 0))
         self._records: dict[str, list[_Record]] | None = None
         self._hooks: list[RemovableHandle] = [
             layer.module.register_forward_hook(self._recorder(layer), with_kwargs=True)
@@ -241,7 +248,8 @@ class ClippedSum:
             self._sum(gradients, c.to(out.dtype), kept, out)
             return
         total = c.sum()
-        if bool(total * metric.centre_norm(self._layers) > CANCELLATION_LIMIT):
+        most = cancellation_limit(len(c), self._batch or len(c))
+        if bool(total * metric.centre_norm(self._layers) > most):
             everyone = slice(None)
             exact = [form.select(everyone) for form in gradients]
             centred = torch.empty_like(out, dtype=torch.float64)
@@ -337,12 +345,22 @@ def _uses(layer: Layer, found: Sequence[tuple[_Record, Tensor | None]], batch: i
     return uses
 
 
-def clip_limit(capacity: int) -> float:
-    """The norm that samples are clipped to in place of 1, when up to ``capacity`` are summed.
+def clip_limit(samples: float) -> float:
+    """The norm that samples are clipped to in place of 1, when a step adds up about so many.
 
-    The gap covers the rounding of a float32 sum, which grows with the number of its terms.
+    What is left covers the rounding of float32 sums. It grows with the number of their terms,
+    in one chunk or in several: a record less moves all others to other places in their chunks.
     """
-    return 1 - (1 - CLIP_LIMIT) * max(1.0, capacity / 1024)
+    return 1 / (1 + ROOM * max(1.0, samples / FEW))
+
+
+def cancellation_limit(samples: int, batch: float) -> float:
+    """What :data:`CANCELLATION_LIMIT` leaves to a chunk of a batch of about so many samples."""
+    return CANCELLATION_LIMIT * max(1.0, batch / FEW) * samples / batch
+
+
+#: Up to so many samples are clipped to this norm.
+CLIP_LIMIT = clip_limit(FEW)
 
 
 def clip_weights(squared: SquaredNorms, limit: float = CLIP_LIMIT) -> tuple[Tensor, Tensor]:

@@ -103,12 +103,13 @@ def prepare(
     capacity: int = 1024,
     norms: Norms = total_squared_norms,
     views: int = 1,
+    batch: float | None = None,
 ) -> Subject:
-    """A model as the engine prepares it, for batches up to ``capacity``."""
+    """A model as the engine prepares it, for chunks up to ``capacity``."""
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    clipped_sum = ClippedSum(model, layers, capacity, norms, views)
-    return Subject(model, layers, theta, clipped_sum, clip_limit(capacity), views)
+    clipped_sum = ClippedSum(model, layers, capacity, norms, views, batch)
+    return Subject(model, layers, theta, clipped_sum, clip_limit(max(capacity, batch or 0)), views)
 
 
 def whiten(g: Tensor, region: Ellipsoid) -> Tensor:

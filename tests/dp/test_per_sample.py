@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,10 +24,17 @@ from dpmac_cli.dp.gradients import (
     total_squared_norms,
 )
 from dpmac_cli.dp.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.mechanism import Ellipsoid, ball, ellipsoid
+from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.dp.modules import StandardisedConv2d
-from dpmac_cli.dp.per_sample import Metric, clip_limit, clip_weights
+from dpmac_cli.dp.per_sample import (
+    CANCELLATION_LIMIT,
+    Metric,
+    cancellation_limit,
+    clip_limit,
+    clip_weights,
+)
 from dpmac_cli.errors import ModelError
+from tests.helpers import Batches, in_chunks_of, make_trainer
 
 from .reference import Subject, clip, prepare, whiten
 
@@ -256,6 +264,20 @@ class Blended(nn.Module):
         return out
 
 
+class Stopped(nn.Module):
+    """A layer whose first use no gradient goes through."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = x + self.layer(x)
+        out: Tensor = self.layer(x)
+        return out
+
+
 AGAIN: Mapping[str, Net] = {
     "linear-twice": Net(lambda: nn.Sequential(Again(nn.Linear(5, 5)), head(5)), (5,)),
     "linear-frozen-bias-twice": Net(
@@ -294,6 +316,7 @@ AGAIN: Mapping[str, Net] = {
         (5,),
     ),
     "gated-twice": Net(lambda: nn.Sequential(nn.Linear(5, 4), Again(Gated(4)), head(4)), (5,)),
+    "stopped": Net(lambda: nn.Sequential(Stopped(5), head(5)), (5,)),
     "blended": Net(lambda: nn.Sequential(Blended(4), head(4)), (4,)),
 }
 
@@ -514,9 +537,30 @@ def test_weights(squared: float, slack: float, weight: float) -> None:
 
 
 def test_the_more_samples_the_wider_the_margin() -> None:
-    limits = [clip_limit(capacity) for capacity in (1, 1024, 2048, 8192)]
+    limits = [clip_limit(samples) for samples in (1, 1024, 2048, 8192, 10**9)]
     assert limits == sorted(limits, reverse=True)
-    assert 0.99 < limits[-1] < limits[0] < 1
+    assert 0.99 < limits[-2] < limits[0] < 1
+    assert limits[-1] > 0
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("batch", [256, 8192])
+def test_the_margin_is_for_all_chunks_of_a_step(batch: int) -> None:
+    """How many are worked on at a time leaves it as it is."""
+    given: dict[str, Any] = {"clip_norm": 1e-3, "sampler": Batches([0]), "dtype": torch.float32}
+    for physical in (2, 64):
+        trainer = make_trainer(
+            "dp-sgd", GaussianMechanism(0.0, batch), plan=in_chunks_of(physical), **given
+        )
+        norm = trainer._clipped_batch(np.array([0])).double().norm().item() / 1e-3
+        assert norm == pytest.approx(1 / (1 + 4e-4 * max(1, batch / 1024)), abs=1e-6)
+
+
+def test_a_chunk_cancels_no_more_than_its_share() -> None:
+    for batch in (256, 1024, 8192):
+        parts = [cancellation_limit(samples, batch) for samples in (batch // 4, batch - batch // 4)]
+        assert sum(parts) == pytest.approx(cancellation_limit(batch, batch))
+        assert cancellation_limit(batch, batch) == CANCELLATION_LIMIT * max(1, batch / 1024)
 
 
 # -- samples that are not finite ------------------------------------------------------------------
@@ -738,6 +782,13 @@ def _changes_view(pair: Pair, x: Tensor) -> Tensor:
     return logits
 
 
+def _changes_second_use(pair: Pair, x: Tensor) -> Tensor:
+    h = pair.first(x) * 2
+    logits: Tensor = pair.second(pair.first(h))
+    h.detach().zero_()
+    return logits
+
+
 def add_anything(model: nn.Module, samples: int = SAMPLES) -> None:
     subject = prepare(model)
     y = torch.zeros(samples, dtype=torch.long)
@@ -747,8 +798,13 @@ def add_anything(model: nn.Module, samples: int = SAMPLES) -> None:
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("run", "layer"),
-    [(_changes_hidden, "second"), (_changes_input, "first"), (_changes_view, "second")],
-    ids=["hidden", "input", "view"],
+    [
+        (_changes_hidden, "second"),
+        (_changes_input, "first"),
+        (_changes_view, "second"),
+        (_changes_second_use, "first"),
+    ],
+    ids=["hidden", "input", "view", "second use"],
 )
 def test_an_input_changed_in_place_is_refused(
     run: Callable[[Pair, Tensor], Tensor], layer: str
@@ -837,6 +893,67 @@ def test_a_layer_that_sees_other_rows_than_samples_is_refused(samples: int) -> N
     y = torch.zeros(samples, dtype=torch.long)
     with pytest.raises(ModelError, match="embed"):
         subject.add(torch.randn(samples, 20, 4), y, ball(1.0, subject.theta))
+
+
+@pytest.mark.privacy
+def test_a_use_that_sees_other_rows_than_samples_is_refused() -> None:
+    def run(pair: Pair, x: Tensor) -> Tensor:
+        out: Tensor = pair.second(pair.first(pair.first(x).repeat(2, 1)))
+        return out[: len(x)]
+
+    with pytest.raises(ModelError, match=rf"layer first sees \[{SAMPLES}, {2 * SAMPLES}\] rows"):
+        add_anything(Pair(run))
+
+
+@pytest.mark.privacy
+def test_a_layer_that_takes_views_together_is_refused() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            means = x.view(-1, 2, 4).mean(1)
+            return torch.repeat_interleave(self.linear(means), 2, 0)
+
+    subject = prepare(Joined(), views=2)
+    x, y = torch.randn(SAMPLES, 2, 4), torch.zeros(SAMPLES, dtype=torch.long)
+    with pytest.raises(ModelError, match=f"sees .{SAMPLES}. rows in a batch of {2 * SAMPLES}"):
+        subject.add(x, y, ball(1.0, subject.theta))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("shape", [(SAMPLES, 2, 4), (SAMPLES * 3, 4), (SAMPLES,)])
+def test_another_number_of_views_is_refused(shape: tuple[int, ...]) -> None:
+    subject = prepare(nn.Linear(4, CLASSES), views=3)
+    y = torch.zeros(shape[0], dtype=torch.long)
+    with pytest.raises(ValueError, match="but 3 views of each"):
+        subject.add(torch.randn(shape), y, ball(1.0, subject.theta))
+
+
+def test_the_observer_sees_the_mean_loss_of_views() -> None:
+    net = NETS["mlp"]
+    subject, (x, y) = prepare(net.build(), views=3), views_of(net, 3)
+    seen: list[tuple[Tensor, Tensor]] = []
+    subject.add(x, y, ball(1.0, subject.theta), lambda *pair: seen.append(pair))
+    [(losses, norms)] = seen
+    by_view = [
+        nn.functional.cross_entropy(subject.model(v), y, reduction="none") for v in x.unbind(1)
+    ]
+    torch.testing.assert_close(losses, torch.stack(by_view).mean(0))
+    assert norms.shape == (SAMPLES,)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("name", ["mlp", "group-norm", "sequence"])
+def test_a_sample_with_one_view_that_is_not_finite_adds_nothing(name: str, poison: str) -> None:
+    net = NETS[name]
+    subject, (x, y) = prepare(net.build(), views=3), views_of(net, 3)
+    region = ball(1.0, subject.theta)
+    without = subject.add(x[1:], y[1:], region)
+    x[0, 2] = POISONS[poison]
+    torch.testing.assert_close(subject.add(x, y, region), without, rtol=1e-5, atol=1e-6)
 
 
 def test_keyword_arguments_are_refused() -> None:

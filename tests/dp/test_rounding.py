@@ -6,6 +6,7 @@ what the program computed, not of what exact arithmetic would have.
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -221,28 +222,51 @@ def test_the_slack_of_what_is_written_out_is_a_bound() -> None:
     assert ((plain.value - exact).abs() <= plain.slack).all()
 
 
+class Bag(nn.Module):
+    """A sum of scores over the places of a sample, all at a time or one after another."""
+
+    def __init__(self, *, together: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 10, bias=False)
+        self._together = together
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._together:
+            return torch.sum(self.embed(x), 1)
+        return torch.stack([self.embed(place) for place in x.unbind(1)]).sum(0)
+
+
 @pytest.mark.privacy
-def test_positions_that_cancel_cannot_lift_a_sample_above_one() -> None:
-    class Bag(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(8, 10, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            rows: Tensor = self.embed(x)
-            return rows.sum(1)
-
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("over", ["positions", "uses", "views"])
+def test_terms_that_cancel_cannot_lift_a_sample_above_one(
+    over: str, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    subject = prepare(Bag())
+    if pieces:
+        monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 1)
+    linear = nn.Linear(8, 10, bias=False)
+    model = linear if over == "views" else Bag(together=over == "positions")
+    subject = prepare(model, views=100 if over == "views" else 1)
     subject.theta.zero_()
-    region = ball(0.1, subject.theta)
+    region = ball(1e-3, subject.theta)
     worst = 0.0
     for _ in range(10):
-        half = 100 * torch.randn(1, 50, 8)
+        half = 1e4 * torch.randn(1, 50, 8)
         x = torch.cat([half, 0.01 * torch.randn(1, 50, 8) - half], 1)[:, torch.randperm(100)]
         total = subject.add(x, torch.zeros(1, dtype=torch.long), region)
         worst = max(worst, float((total / region.scale).double().norm()))
     assert worst <= 1
+
+
+class Twice(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x + self.linear(x))
+        return out
 
 
 VIEWED: dict[str, Callable[[], nn.Module]] = {
@@ -251,12 +275,13 @@ VIEWED: dict[str, Callable[[], nn.Module]] = {
     "wide convolution": lambda: nn.Sequential(
         nn.Conv2d(1, 8, 1), nn.Conv2d(8, 2, 3), nn.Flatten(), nn.Linear(8, 5)
     ),
+    "used twice": lambda: nn.Sequential(nn.Flatten(), Twice(16)),
     "norm": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.GroupNorm(2, 8)),
 }
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("views", [2, 8])
+@pytest.mark.parametrize("views", [1, 2, 8])
 @pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
 @pytest.mark.parametrize("model", VIEWED)
 def test_a_sample_of_many_views_weighs_no_more_than_one(model: str, kind: str, views: int) -> None:
@@ -269,8 +294,9 @@ def test_a_sample_of_many_views_weighs_no_more_than_one(model: str, kind: str, v
         region = ellipsoid(m, 0.01 * torch.exp(torch.randn(len(m), generator=generator)))
     x = torch.randn(6, views, 1, 4, 4, generator=generator)
     x[1:3] = x[1:3, :1]
-    x[3, ::2] = -x[3, 1::2]
+    x[3, : views // 2] = -x[3, views // 2 : 2 * (views // 2)]
     x *= torch.tensor([1.0, 1.0, 100.0, 100.0, 1e-3, 1e10]).view(-1, 1, 1, 1, 1)
+    x = x if views > 1 else x.squeeze(1)
     y = torch.tensor([0, 1, 2, 3, 4, 0])
     everyone = subject.add(x, y, region).double()
     for i in range(6):
@@ -323,10 +349,24 @@ def test_the_margin_covers_the_rounding_of_what_is_written_out(
     assert worst_contribution("ball", 1024, 6, Places) <= 1
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("size", "chunk", "trials"), [(512, 32, 40), (4096, 1024, 30), (4096, 256, 30), (8192, 32, 12)]
+)
+@pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
+def test_the_margin_covers_the_rounding_of_all_chunks(
+    kind: str, size: int, chunk: int, trials: int
+) -> None:
+    """Each chunk rounds, and a record less moves all that come after it to other chunks."""
+    build = partial(nn.Linear, out_features=2, bias=False)
+    assert worst_contribution(kind, size, trials, build, chunk) <= 1
+
+
 def worst_contribution(
-    kind: str, size: int, trials: int, build: Callable[[int], nn.Module]
+    kind: str, size: int, trials: int, build: Callable[[int], nn.Module], chunk: int | None = None
 ) -> float:
     """The furthest that leaving out one of so many large samples moved the computed sum."""
+    chunk = chunk or size
     generator = torch.Generator().manual_seed(0)
 
     def uniform(low: float, high: float) -> float:
@@ -335,7 +375,7 @@ def worst_contribution(
     worst = 0.0
     for trial in range(trials):
         inputs = 1 + trial % 3
-        subject = prepare(build(inputs), capacity=size)
+        subject = prepare(build(inputs), capacity=chunk, batch=size)
         subject.theta.copy_(0.01 * torch.randn(len(subject.theta), generator=generator))
         spread = uniform(0, 0.5)
         x = uniform(20, 25) * (1 + spread * torch.randn(size, inputs, generator=generator))
@@ -345,11 +385,17 @@ def worst_contribution(
             m = subject.stored_gradients(x[:1], y[:1])[0].float()
             b = torch.exp(0.5 * torch.randn(len(m), generator=generator))
             # Just short of what sends the sum to float64.
-            region = ellipsoid(m, b * ((m / b).norm() * size / uniform(440, 498)))
-        everyone = subject.add(x, y, region).double()
+            region = ellipsoid(m, b * ((m / b).norm() * chunk / uniform(440, 498)))
+
+        def total(x: Tensor, y: Tensor, subject: Subject, region: Ellipsoid) -> Tensor:
+            begins = range(0, len(x), chunk)
+            parts = [(x[i : i + chunk], y[i : i + chunk]) for i in begins]
+            return sum((subject.add(*part, region).double() for part in parts), torch.zeros(()))
+
+        everyone = total(x, y, subject, region)
         for i in (0, size // 2):
             others = torch.arange(size) != i
-            moved = everyone - subject.add(x[others], y[others], region).double()
+            moved = everyone - total(x[others], y[others], subject, region)
             worst = max(worst, float((moved / region.scale).norm()))
     return worst
 

@@ -1,0 +1,694 @@
+"""Fixed features and public weights: what is frozen, what is trained, and what is published."""
+
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner, Result
+
+from dpmac_cli import assembly, checkpoint, run
+from dpmac_cli.catalog import DATASETS, FEATURES, Features
+from dpmac_cli.cli.app import app
+from dpmac_cli.config import resolve
+from dpmac_cli.data import Data, Split, load_data
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.feature_cache import Computing, Featured, featured
+from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of, with_features
+from dpmac_cli.grid import address
+from dpmac_cli.models import build_model, check_model
+from dpmac_cli.release import load_model
+from dpmac_cli.run import Finished, RunEvent
+from dpmac_cli.scattering import OCTAVES, Scattering, paths
+from dpmac_cli.scoring import score
+from tests.digits_runs import digits_config, same_weights, train_digits, train_events, weights
+
+CPU = torch.device("cpu")
+DIGITS = DATASETS["digits"]
+SCATTER: dict[str, Any] = {"features": "scatter", "optimizer": "dp-adam"}
+#: A network with batch norm, which only a frozen part may have, and one more of the same weights.
+NETWORKS = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes, pool=nn.AvgPool2d):
+        super().__init__(nn.Conv2d(shape[0], 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+                         pool(2), nn.Flatten(), nn.Linear(128, classes))
+
+class Other(Net):
+    def __init__(self, shape, classes):
+        super().__init__(shape, classes, nn.MaxPool2d)
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the features of one test."""
+    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "features"
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(NETWORKS)
+    return f"{tmp_path / 'net.py'}:Net"
+
+
+@pytest.fixture
+def public(net: str, tmp_path: Path) -> Path:
+    """Weights for that network, with seven classes."""
+    return save(tmp_path / "public.safetensors", public_weights(net))
+
+
+def public_weights(net: str) -> dict[str, Tensor]:
+    tensors = build_model(net, DIGITS, seed=5, frozen=True).state_dict()
+    generator = torch.Generator().manual_seed(0)
+    tensors["1.running_mean"] = torch.randn(8, generator=generator)
+    tensors["5.weight"], tensors["5.bias"] = torch.zeros(7, 128), torch.zeros(7)
+    return tensors
+
+
+def save(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    safetensors.torch.save_file(dict(tensors), path)
+    return path
+
+
+def tuned(net: str, public: Path, **flags: Any) -> dict[str, Any]:
+    return {"model": net, "pretrained": str(public), "train": "head", "lr": "0.02", **flags}
+
+
+def computed(events: list[RunEvent]) -> bool:
+    return any(isinstance(event, Computing) for event in events)
+
+
+def kept(cache: Path) -> Path:
+    """The one file of features."""
+    (file,) = cache.glob("*.safetensors")
+    return file
+
+
+def dpmac(*args: str) -> Result:
+    return CliRunner().invoke(app, args, env={"COLUMNS": "300", "NO_COLOR": "1"})
+
+
+def refused(*args: str, code: int = 2) -> str:
+    result = dpmac("train", "--dataset", "digits", "--steps", "1", "--out", "no", *args)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    assert not Path("no").exists()
+    return " ".join(result.output.split())
+
+
+def interrupted(config: Any, steps: int) -> Path:
+    """A run that was asked to stop after some steps."""
+    events = run.train(config, _after(steps))
+    *_, last = events
+    assert isinstance(last, Finished)
+    assert last.state == "interrupted"
+    return last.folder
+
+
+def _after(steps: int) -> Any:
+    asked = iter(range(10_000))
+    return lambda: next(asked) >= steps
+
+
+# What features are
+
+
+def test_the_catalogue_says_what_scattering_gives() -> None:
+    kind = FEATURES["scatter"]
+    assert (kind.channels, kind.shrink) == (paths(), 2**OCTAVES)
+    assert all(Features("scatter", 27).fault(facts.shape) is None for facts in DATASETS.values())
+
+
+@pytest.mark.parametrize("model", ["linear", "mlp-small", "cnn"])
+def test_networks_take_features_of_images(model: str) -> None:
+    facts = DATASETS["mnist"]
+    network = build_model(model, facts, seed=0, features=Features("scatter", 27))
+    x = torch.randn(3, *facts.shape)
+    assert network(x).shape == (3, 10)
+    assert isinstance(network, FrozenFeatures)
+    features = network.features(x)
+    assert (features.shape, features.dtype) == ((3, 81, 7, 7), torch.float16)
+    assert torch.equal(network.head(features.float()), network(x))
+    normed = nn.GroupNorm(27, 81, affine=False)(Scattering(28, 28)(x))
+    torch.testing.assert_close(features.float(), normed, rtol=1e-3, atol=1e-4)
+
+
+def test_no_groups_leave_the_norm_out() -> None:
+    x = torch.randn(2, 1, 8, 8)
+    plain = with_features(nn.Identity(), (1, 8, 8), 0)
+    torch.testing.assert_close(plain(x), plain.frozen.scattering(x), rtol=1e-3, atol=1e-4)  # type: ignore[operator]
+
+
+@pytest.mark.privacy
+def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
+    data = load_data("digits", Path(), CPU)
+    x = data.standardised(data.train.images[:20])
+    tuned_part = cut_before_head(build_model(net, DIGITS, seed=0, frozen=True), DIGITS.shape)
+    for parts in (with_features(nn.Identity(), DIGITS.shape, 27), tuned_part):
+        together = parts.features(x)
+        others = x.flip(0).mul(-50)
+        for row in (0, 7):
+            changed = others.clone()
+            changed[row] = x[row]
+            torch.testing.assert_close(parts.features(changed)[row], together[row])
+            torch.testing.assert_close(parts.features(x[row : row + 1])[0], together[row])
+
+
+class Mixes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.privacy
+def test_a_frozen_part_that_mixes_samples_is_refused() -> None:
+    still = nn.BatchNorm2d(1, track_running_stats=False)  # takes the batch's own, always
+    keeps = nn.InstanceNorm2d(1, track_running_stats=True)
+    for layer, said in ((Mixes(), "mixes samples"), (still, "mixes samples"), (keeps, None)):
+        model = nn.Sequential(layer, nn.Flatten(), nn.Linear(64, 10))
+        if said is None:
+            check_model(model, DIGITS.shape, frozen=True)
+            continue
+        with pytest.raises(ModelError, match=said):
+            check_model(model, DIGITS.shape, frozen=True)
+
+
+@pytest.mark.privacy
+def test_batch_norm_is_refused_in_what_is_trained(net: str, public: Path) -> None:
+    args = ("--model", net, "--pretrained", str(public))
+    assert "is a BatchNorm2d" in refused(*args, code=4)
+    assert "is a BatchNorm2d" in refused(*args, "--train", "all", code=4)
+
+
+# Runs
+
+
+def test_a_run_on_features_trains_and_is_scored_from_its_folder_alone(cache: Path) -> None:
+    events, finished = train_events(digits_config(**SCATTER, epochs=6, lr="0.02"))
+    assert computed(events)
+    report = finished.report
+    assert report["model"]["name"] == "linear"
+    assert report["test"]["accuracy"] > 0.6
+    shutil.rmtree(cache)
+    for path in (finished.folder, finished.folder / "model.safetensors"):
+        assert score(path, None, None, "cpu").result.accuracy == report["test"]["accuracy"]
+    assert set(weights(finished.folder)) == {"head.1.weight", "head.1.bias"}
+    assert not cache.exists()
+
+
+@pytest.mark.privacy
+def test_report_and_card_say_what_was_public(net: str, public: Path) -> None:
+    scattered, fine = train_digits(**SCATTER), train_digits(**tuned(net, public))
+    for finished in (scattered, fine):
+        part = finished.report["model"]["public_part"]
+        card = (finished.folder / "model-card.md").read_text()
+        assert part["statement"] in card
+        assert f"{part['trained_parameters']:,} of them trained" in card
+        assert (
+            load_model(finished.folder, None, CPU, factory=net if finished is fine else None).facts[
+                "model"
+            ]["public_part"]
+            == part
+        )
+    assert "depend on that image alone" in scattered.report["model"]["public_part"]["statement"]
+    part = fine.report["model"]["public_part"]
+    assert (
+        "taken as public: neither they nor the data that they were trained on are covered"
+        in (part["statement"])
+    )
+    assert "All but the last layer is as it was" in part["statement"]
+    assert part["trained_parameters"] == 1290
+    assert fine.report["model"]["parameters"] == 1290 + 80 + 16
+    assert len(part["sha256"]) == 64
+    assert "public_part" not in train_digits().report["model"]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("what", ["scatter", "head", "all"])
+def test_the_price_is_that_of_any_other_run(what: str, net: str, public: Path) -> None:
+    flags: dict[str, Any] = SCATTER if what == "scatter" else tuned(net, public, train=what)
+    if what == "all":
+        flags["fix_norm"] = True
+        fixed = build_model(net, DIGITS, seed=1, fix_norm=True)
+        save(public, fixed.state_dict())
+    priced = train_digits(**flags).report["privacy"]
+    plain = train_digits().report["privacy"]
+    assert {k: priced[k] for k in ("epsilon", "events", "adjacency")} == {
+        k: plain[k] for k in ("epsilon", "events", "adjacency")
+    }
+
+
+@pytest.mark.parametrize("what", ["scatter", "head"])
+def test_a_run_that_stopped_goes_on_bit_for_bit(what: str, net: str, public: Path) -> None:
+    flags = SCATTER if what == "scatter" else tuned(net, public)
+    config = digits_config(**flags, steps=6, seed=3)
+    whole = train_events(config)[1]
+    half = interrupted(digits_config(**flags, steps=6, seed=3), 4)
+    *events, last = run.resume(half, {})
+    assert isinstance(last, Finished)
+    assert not computed(events)
+    assert same_weights(whole.folder, last.folder)
+    for key in ("accuracy", "loss"):
+        assert last.report["test"][key] == whole.report["test"][key]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("what", ["file", "features"])
+def test_a_run_goes_on_only_with_what_it_began_with(
+    what: str, net: str, public: Path, cache: Path
+) -> None:
+    half = interrupted(digits_config(**tuned(net, public), steps=6), 3)
+    saved = checkpoint.newest(half)
+    if what == "file":
+        save(public, {**public_weights(net), "1.running_mean": torch.ones(8)})
+        said = "is not the one that the run began with"
+    else:
+        monkey = dict(saved.record, fingerprints={**saved.record["fingerprints"], "features": "x"})
+        checkpoint.save(half, saved.record["state"]["step"], saved.tensors, monkey)
+        said = "must never meet other gradients"
+    with pytest.raises(InputError, match=said):
+        list(run.resume(half, {}))
+    if what == "features":  # as a branch, with new noise, it may
+        *_, last = run.resume(half, {"steps": "7"})
+        assert isinstance(last, Finished)
+        assert len(last.report["privacy"]["events"]) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"features": "scatter"},
+        {"feature_groups": "9"},
+        {"pretrained": "other.safetensors"},
+        {"train": "head"},
+    ],
+)
+def test_what_is_frozen_cannot_change_in_a_run(change: dict[str, str]) -> None:
+    first = train_digits()
+    with pytest.raises(InputError, match="cannot change in a run that goes on"):
+        list(run.resume(first.folder, {**change, "steps": "9"}))
+
+
+def test_the_card_loads_a_network_of_ones_own_on_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_linear.py").write_text(
+        "from math import prod\nfrom torch import nn\n"
+        "def make(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finished = train_digits(**SCATTER, model=f"{tmp_path / 'own_linear.py'}:make", epochs=2)
+    monkeypatch.chdir(finished.folder)
+    names: dict[str, Any] = {}
+    exec(Path("model-card.md").read_text().split("```python\n")[1].split("```")[0], names)
+    test = load_data("digits", Path(), CPU).test
+    right = names["classify"](test.images) == test.labels
+    assert right.float().mean().item() == pytest.approx(finished.report["test"]["accuracy"])
+
+
+def test_only_the_last_layer_changes(net: str, public: Path) -> None:
+    finished = train_digits(**tuned(net, public), epochs=3, no_dp=True)
+    before, after = public_weights(net), weights(finished.folder)
+    assert before.keys() == after.keys()
+    for name, tensor in after.items():
+        assert name.startswith("5.") or torch.equal(tensor, before[name]), name
+    assert finished.report["test"]["accuracy"] > 0.5
+    public.unlink()
+    scored = score(finished.folder, None, None, "cpu", net)
+    assert scored.result.accuracy == finished.report["test"]["accuracy"]
+
+
+def test_a_model_of_dpmacs_serves_as_public_weights(tmp_path: Path) -> None:
+    x = torch.randint(0, 256, (60, 1, 8, 8), dtype=torch.uint8)
+    np.savez(tmp_path / "other.npz", x=x.numpy(), y=np.arange(60) % 3)
+    other: dict[str, Any] = {
+        "dataset": str(tmp_path / "other.npz"),
+        "batch_size": "20",
+        "model": "wrn-16-4",
+    }
+    first = train_digits(**other, physical_batch="20", steps=1)
+    file = first.folder / "model.safetensors"
+    result = dpmac(
+        *("train", "--dataset", "digits", "--model", "wrn-16-4", "--pretrained", str(file)),
+        *("--train", "head", "--steps", "2", "--sigma", "6", "--out", "tuned"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "has no layer '11' that fits: it starts fresh" in result.output
+    before, after = weights(first.folder), weights(Path("tuned"))
+    assert all(torch.equal(before[k], after[k]) for k in before if not k.startswith("11."))
+
+
+def test_all_of_a_network_starts_from_the_weights_in_the_file(tmp_path: Path) -> None:
+    start = build_model("mlp-small", DIGITS, seed=9).state_dict()
+    file = save(tmp_path / "start.safetensors", {k: t.half() for k, t in start.items()})
+    config = digits_config(model="mlp-small", pretrained=str(file))
+    assert config.train == "all"
+    task = assembly.outcome(assembly.make_task(config, CPU))
+    assert task.trained is task.model
+    assert task.notes == ()
+    for name, tensor in task.model.state_dict().items():
+        assert torch.equal(tensor, start[name].half().float())
+    assert train_events(config)[1].report["model"]["public_part"]["train"] == "all"
+
+
+# The cache
+
+
+@pytest.mark.privacy
+def test_the_cache_is_its_owners_alone(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        train_digits(**SCATTER)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
+    cache.chmod(0o755)
+    train_digits(features="scatter", feature_groups="9")
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_features_are_computed_once(cache: Path) -> None:
+    first, one = train_events(digits_config(**SCATTER, seed=1))
+    again, other = train_events(digits_config(**SCATTER, seed=1))
+    assert (computed(first), computed(again)) == (True, False)
+    assert same_weights(one.folder, other.folder)
+    assert kept(cache)
+
+
+def test_the_person_who_waits_is_told(cache: Path) -> None:
+    args = ("train", "--dataset", "digits", "--features", "scatter", "--steps", "1", "--sigma", "6")
+    said = f"computing features of 1,797 records, once: kept in {cache}"
+    assert dpmac(*args).output.count(said) == 1
+    assert said not in dpmac(*args).output
+    shutil.rmtree(cache)
+    assert "computing" not in dpmac(*args, "--quiet").output
+
+
+def test_whatever_defines_the_features_names_them(net: str, public: Path, cache: Path) -> None:
+    plans: list[dict[str, Any]] = [
+        {"features": "scatter"},
+        {"features": "scatter", "feature_groups": "9"},
+        tuned(net, public),
+        tuned(net.replace(":Net", ":Other"), public),
+        tuned(net, save(public.with_name("b"), public_weights(net) | {"0.bias": torch.ones(8)})),
+    ]
+    for count, plan in enumerate(plans, start=1):
+        assert computed(train_events(digits_config(**plan))[0])
+        assert len(list(cache.glob("*.safetensors"))) == count
+
+
+def test_other_records_have_other_features(cache: Path) -> None:
+    parts = with_features(nn.Identity(), DIGITS.shape, 27)
+    data = load_data("digits", Path(), CPU)
+    images = data.train.images.clone()
+    images[-1, 0, 0, 0] ^= 1
+    changed = Data(Split(images, data.train.labels), data.test, data.gain, data.offset)
+    other = Data(data.train, data.test, data.gain * 2, data.offset)
+    found = [of(featured(parts, given, {}, cache)) for given in (data, changed, other)]
+    assert len({one.sha256 for one in found}) == 3
+    assert len(list(cache.glob("*.safetensors"))) == 3
+
+
+def of(events: Any) -> Featured:
+    found: list[Featured] = []
+
+    def listen() -> Any:
+        found.append((yield from events))
+
+    list(listen())
+    return found[0]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
+def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
+    one = train_digits(**SCATTER, seed=1)
+    file = kept(cache)
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    if damage == "other":  # whole, but of something else
+        train_digits(features="scatter", feature_groups="9")
+        (other,) = set(cache.glob("*.safetensors")) - {file}
+        file.write_bytes(other.read_bytes())
+    else:
+        ruins = {"flipped": content, "cut": content[:5000], "empty": bytearray()}
+        file.write_bytes(ruins[damage])
+    events, other_run = train_events(digits_config(**SCATTER, seed=1))
+    assert computed(events)
+    assert same_weights(one.folder, other_run.folder)
+    assert not computed(train_events(digits_config(**SCATTER))[0])
+
+
+@pytest.mark.parametrize("place", ["full disk", "a file"])
+def test_without_a_place_to_keep_them_the_run_goes_on(
+    place: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    if place == "full disk":
+        monkeypatch.setattr(safetensors.torch, "save_file", full)
+    else:
+        cache.parent.write_text("")
+    events, finished = train_events(digits_config(**SCATTER))
+    notes = next(event.notes for event in events if isinstance(event, run.Started))
+    assert len(notes) == 1
+    assert f"features cannot be kept in {cache}" in notes[0]
+    assert finished.report["test"]["samples"] == 360
+    assert not list(cache.parent.glob("**/*.safetensors"))
+    assert not list(cache.parent.glob("**/*.part"))
+
+
+def test_who_waits_says_so_and_computes_nothing(cache: Path) -> None:
+    parts = with_features(nn.Identity(), DIGITS.shape, 27)
+    data = load_data("digits", Path(), CPU)
+    first = featured(parts, data, {}, cache)
+    assert next(first) == Computing(0, 1797, cache)
+    second = featured(parts, data, {}, cache)
+    assert next(second).elsewhere
+    assert of(first).sha256 == of(second).sha256
+    again = featured(parts, data, {}, cache, stop=lambda: True)
+    kept(cache).unlink()
+    with pytest.raises(KeyboardInterrupt):
+        of(again)
+    assert not list(cache.glob("*.safetensors"))
+
+
+def test_a_comparison_shares_them(cache: Path) -> None:
+    args = ("compare", "--dataset", "digits", "--features", "scatter", "--optimizers")
+    rest = ("dp-adam,dp-sgd", "--seeds", "2", "--steps", "2", "--sigma", "6", "--jobs", "2")
+    result = dpmac(*args, *rest, "--device", "cpu", "--out", "study")
+    assert result.exit_code == 0, result.output
+    assert kept(cache)
+    assert (
+        "4 of them found finished"
+        in dpmac(*args, *rest, "--device", "cpu", "--out", "study").output
+    )
+
+
+@pytest.mark.privacy
+def test_a_study_tells_files_of_weights_apart_by_their_contents(public: Path, net: str) -> None:
+    config = digits_config(**tuned(net, public))
+    before = address(config, 0)
+    save(public, {**public_weights(net), "0.bias": torch.ones(8)})
+    assert address(config, 0) != before
+
+
+def test_runs_without_any_of_it_keep_their_names() -> None:
+    config = resolve({"dataset": "digits"}).config
+    settings = {"features", "feature-groups", "pretrained", "train"}
+    assert not settings & config.recorded().keys()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--features", "scater"), "there is no features 'scater'. Did you mean scatter?"),
+        (
+            ("--features", "scatter", "--feature-groups", "5"),
+            "images of digits give 81 channels, which 5 groups do not divide",
+        ),
+        (("--feature-groups", "9"), "add --features"),
+        (("--train", "head"), "add --pretrained FILE"),
+        (("--pretrained", "gone.safetensors"), "there is no file gone.safetensors"),
+        (
+            ("--features", "scatter", "--canaries", "50", "--canary-kind", "images"),
+            "not behind a frozen part",
+        ),
+        (
+            (
+                "--pretrained",
+                "gone",
+                "--train",
+                "head",
+                "--canaries",
+                "50",
+                "--canary-kind",
+                "images",
+            ),
+            "not behind a frozen part",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(args: tuple[str, ...], said: str) -> None:
+    assert said in refused(*args)
+
+
+def test_every_fault_is_said_at_once() -> None:
+    text = refused("--features", "scatter", "--feature-groups", "5", "--pretrained", "gone")
+    assert text.count("error:") == 3
+    assert "--features and --pretrained contradict each other" in text
+
+
+@pytest.mark.parametrize("what", ["size", "table"])
+def test_features_are_of_images_of_the_right_size(what: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.npz"
+    x = np.zeros((40, 10, 12, 3), np.uint8) if what == "size" else np.zeros((40, 5))
+    np.savez(file, x=x, y=np.arange(40) % 2)
+    more = () if what == "size" else ("--feature-range", "0,1")
+    text = refused("--dataset", str(file), "--features", "scatter", *more)
+    said = "multiples of 4; the shape of these is (3, 10, 12)"
+    assert (said if what == "size" else "holds rows of numbers") in text
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("content", [b"PK\x03\x04", b"", b"\x80\x02}q\x00.", b"\xff" * 64])
+def test_what_is_no_safetensors_is_refused_and_never_run(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    file.write_bytes(content)
+    text = refused("--pretrained", str(file))
+    assert "is not a whole safetensors file. Pickles (.pt, .pth, .bin) are never read" in text
+    assert "convert it" in text
+
+
+def test_what_does_not_fit_is_listed(net: str, public: Path) -> None:
+    tensors = public_weights(net)
+    del tensors["0.bias"]
+    tensors["1.weight"] = torch.zeros(9)
+    tensors["1.bias"] = torch.full((8,), torch.nan)
+    tensors |= {f"more.{i}": torch.zeros(1) for i in range(9)}
+    save(public, tensors)
+    text = refused(*flags_of(tuned(net, public)), code=4)
+    for said in (
+        "0.bias: missing in the file",
+        "1.weight: (9,) in the file, (8,) wanted",
+        "1.bias: holds NaN or infinity",
+        "more.0: nothing of that name in the network",
+        "; and 4 more.",
+    ):
+        assert said in text
+
+
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize("part", ["all of it", "the bias", "nothing"])
+def test_the_head_may_be_missing(part: str, net: str, public: Path) -> None:
+    tensors = public_weights(net) | {"5.weight": torch.ones(10, 128), "5.bias": torch.ones(10)}
+    for name in {"all of it": ("5.weight", "5.bias"), "the bias": ("5.bias",)}.get(part, ()):
+        del tensors[name]
+    save(public, tensors)
+    config = digits_config(**tuned(net, public))
+    task = assembly.outcome(assembly.make_task(config, CPU))
+    fresh = not bool((task.model.state_dict()["5.weight"] == 1).all())
+    assert fresh == (part != "nothing")
+    assert len(task.notes) == int(fresh)
+
+
+class Tied(nn.Module):
+    """Its head's weight is another layer's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x.flatten(1)))
+        return out
+
+
+class Twice(Tied):
+    """It calls its head twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.last(x.flatten(1)))
+        return out
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Softmax(1)),
+        nn.Sequential(nn.Conv2d(1, 10, 8), nn.Flatten()),
+        Tied(),
+        Twice(),
+    ],
+    ids=["softmax", "convolution", "tied", "twice"],
+)
+def test_a_network_without_a_head_of_its_own_is_refused(network: nn.Module) -> None:
+    assert head_of(network, (1, 8, 8)) is None
+    with pytest.raises(ModelError, match="Use --train all"):
+        cut_before_head(network, (1, 8, 8))
+
+
+def test_looking_for_the_head_leaves_no_trace(net: str) -> None:
+    network = build_model(net, DIGITS, seed=0, frozen=True).train()
+    before = {k: t.clone() for k, t in network.state_dict().items()}
+    assert head_of(network, DIGITS.shape) == "5"
+    assert network.training
+    assert all(torch.equal(t, before[k]) for k, t in network.state_dict().items())
+
+
+@pytest.mark.privacy
+def test_weights_that_were_trained_on_the_same_records_are_not_public(tmp_path: Path) -> None:
+    first = train_digits(no_dp=True)
+    file = str(first.folder / "model.safetensors")
+    text = refused("--model", "mlp-small", "--pretrained", file)
+    assert "was trained on digits by dpmac, so its weights are not public" in text
+    train_digits(model="mlp-small", pretrained=file, no_dp=True)  # which claims nothing
+    np.savez(tmp_path / "own.npz", x=np.zeros((60, 8, 8), np.uint8), y=np.arange(60) % 2)
+    own: dict[str, Any] = {
+        "dataset": str(tmp_path / "own.npz"),
+        "model": "mlp-small",
+        "batch_size": "20",
+    }
+    start = train_digits(**own).folder / "model.safetensors"
+    events = train_events(digits_config(**own, pretrained=str(start)))[0]
+    notes = next(event.notes for event in events if isinstance(event, run.Started))
+    assert "If these are the same records, its weights are not public" in notes[0]
+
+
+@pytest.mark.privacy
+def test_a_checkpoint_is_no_public_file() -> None:
+    first = train_digits()
+    (file, *_) = (first.folder / "checkpoint").glob("*.safetensors")
+    assert "is a private checkpoint" in refused("--pretrained", str(file))
+
+
+def test_a_header_that_lies_about_features_is_refused(tmp_path: Path) -> None:
+    from tests.test_release import edited  # noqa: PLC0415
+
+    first = train_digits(**SCATTER)
+    for change, kind, said in (
+        ({"features": "wavelets"}, ModelError, "takes features 'wavelets'"),
+        ({"feature_groups": "many"}, InputError, "lacks what is frozen"),
+    ):
+        file = tmp_path / "lying.safetensors"
+        edited(lambda _, f, c=change: f["model"]["public_part"].update(c))(first.folder, file)  # type: ignore[misc]
+        with pytest.raises(kind, match=said):
+            load_model(file, None, CPU)
