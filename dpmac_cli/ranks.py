@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import rendezvous
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.errors import InputError, RunError
-from dpmac_cli.noise import Bits, Normals
+from dpmac_cli.noise import Bits, NoiseSource, Normals
 from dpmac_cli.sampling import Batch, Sampler
 
 #: Seconds that a rank may keep the others waiting: computing features may take many minutes.
@@ -38,7 +39,7 @@ NO_MORE = -1
 OVER = "over"
 
 
-class Dismissed(Exception):
+class DismissedError(Exception):
     """Rank 0 needs this rank no more."""
 
 
@@ -52,7 +53,7 @@ class Ranks:
         local: number of this one on its machine, which is that of its GPU.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store, local: int = 0) -> None:
+    def __init__(self, rank: int, size: int, store: Store, local: int = 0) -> None:
         self.rank, self.size, self.local = rank, size, local
         self._store = store
         self._over = threading.Event()
@@ -67,18 +68,29 @@ class Ranks:
         """This rank's part of a global draw, which rank 0 has.
 
         Raises:
-            Dismissed: there is no more to draw.
+            DismissedError: there is no more to draw.
         """
         count = torch.tensor([NO_MORE if drawn is None else len(drawn)])
         self._meet(dist.broadcast, count, 0)
         if int(count) == NO_MORE:
-            raise Dismissed
+            raise DismissedError
         rows = torch.empty(int(count), dtype=torch.int64)
         if drawn is not None:
             rows.copy_(torch.from_numpy(drawn))
         self._meet(dist.broadcast, rows, 0)
         mine: Batch = rows[self.rank :: self.size].numpy()
         return mine
+
+    def divide(
+        self, mechanism: GaussianMechanism, sampler: Sampler, noise: NoiseSource
+    ) -> "tuple[SharedMechanism, DealtSampler, NoiseSource]":
+        """What one process would have, as this rank is to use it: secrets at rank 0 alone."""
+        sigma, batch = mechanism.noise_multiplier, mechanism.expected_batch
+        return (
+            SharedMechanism(sigma, batch, mechanism, self),
+            DealtSampler(self, sampler if self.leads else None),
+            noise if self.leads else NoNoise(),
+        )
 
     def add_up(self, part: Tensor) -> Tensor:
         """The sum over ranks in float64, shape as given; of use to rank 0 alone."""
@@ -96,6 +108,22 @@ class Ranks:
         self._meet(dist.all_reduce, said, dist.ReduceOp.MIN)
         return int(said)
 
+    def agree(self, tensors: Iterable[Tensor]) -> None:
+        """Make sure that tensors are the same at every rank, bit by bit.
+
+        Raises:
+            RunError: they are not: then samples are clipped to other regions than noise is for.
+        """
+        sums = torch.stack([t.detach().reshape(-1).view(torch.int32).sum().cpu() for t in tensors])
+        low, high = sums.clone(), sums.clone()
+        self._meet(dist.all_reduce, low, dist.ReduceOp.MIN)
+        self._meet(dist.all_reduce, high, dist.ReduceOp.MAX)
+        if not torch.equal(low, high):
+            raise RunError(
+                "The processes of this run went apart: from the same private means they worked out "
+                "other parameters. Use the same kind of machine, and the same torch, for all."
+            )
+
     def brief(self, said: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What rank 0 says, as JSON values, to all; None at the others, which listen."""
         text = b"" if said is None else json.dumps(said).encode()
@@ -110,7 +138,7 @@ class Ranks:
 
     def dismiss(self) -> None:
         """Rank 0 lets the others go: between two steps."""
-        with contextlib.suppress(Dismissed):
+        with contextlib.suppress(DismissedError):
             self.share(None)
 
     def leave(self) -> None:
@@ -125,7 +153,7 @@ class Ranks:
         """A collective operation.
 
         Raises:
-            Dismissed: rank 0 has ended.
+            DismissedError: rank 0 has ended.
             RunError: a rank is gone.
         """
         try:
@@ -135,12 +163,12 @@ class Ranks:
             time.sleep(SILENCE)
             gone = [rank for rank, sign in enumerate(self._signs()) if sign in ("", seen[rank])]
             if self._is_over():
-                raise Dismissed from failure
+                raise DismissedError from failure
             raise RunError(_lost(gone, self.size)) from failure
 
     def _is_over(self) -> bool:
         with contextlib.suppress(RuntimeError):
-            return self._store.check([OVER])
+            return bool(self._store.check([OVER]))
         return False
 
     def _signs(self) -> list[str]:
@@ -175,14 +203,12 @@ def _lost(gone: list[int], size: int) -> str:
     )
 
 
-def join() -> Ranks | None:
-    """The ranks that a launcher such as torchrun has started; None for a process on its own.
+def join() -> Ranks:
+    """The ranks that a launcher such as torchrun has started.
 
     Raises:
         InputError: the launcher's variables cannot be used.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        return None
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=PATIENCE))))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -209,7 +235,7 @@ class DealtSampler:
         self._ranks, self._sampler = ranks, sampler
 
     def draw(self) -> Batch:
-        """This rank's share. Raises Dismissed when training is over."""
+        """This rank's share. Raises DismissedError when training is over."""
         return self._ranks.share(None if self._sampler is None else self._sampler.draw())
 
     def state(self) -> dict[str, Any]:
