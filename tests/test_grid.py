@@ -61,7 +61,7 @@ def test_a_setting_without_effect_is_no_second_run() -> None:
 
 
 def test_epsilons_make_columns_of_the_noise_that_meets_them() -> None:
-    study = grid(optimizers="dp-sgd,dp-adam", epsilon="3,5", seeds="1", epochs="1")
+    study = grid(optimizers="dp-sgd,dp-adam", epsilon="0.1,0.2", seeds="1", epochs="1")
     assert study.column == "epsilon"
     for run in study.runs:
         config = run.config
@@ -123,7 +123,7 @@ def test_a_file_says_it_too_and_flags_win(tmp_path: Path) -> None:
         ("sigm: 1", "sigma"),
         ("sigma: {a: 1}", "a value or a list"),
         ("sigma: []", "a value or a list"),
-        ("sigma: 1\nsigma: 2", "twice"),
+        ("sigma: 1\nsigma: 2", "twice, again in line 2"),
         ("seed: 3", "seeds"),
         ("[1, 2]", "must hold lines"),
     ],

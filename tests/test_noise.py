@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from numpy.typing import NDArray
 from scipy.stats import norm
 
 from dpmac_cli import assembly
@@ -127,8 +128,9 @@ def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.Mo
             work.turns.fill_(turn)
 
         monkeypatch.setattr(SeededNoise, "_advance", advance)
-        source = SeededNoise(np.random.SeedSequence(0))
-        drawn: list[float] = source.standard_normal(torch.empty(2, dtype=dtype)).tolist()
+        source, like = SeededNoise(np.random.SeedSequence(0)), torch.empty(2, dtype=dtype)
+        drawn: list[float] = source.standard_normal(like).tolist()
+        assert source.bits(like).standard_normal(like).tolist() == drawn  # as compiled steps draw
         return drawn
 
     least, most = -(2**63), 2**63 - 1
@@ -137,21 +139,36 @@ def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.Mo
     assert draw(most, 0) == [0, 0]
 
 
+def key_stream(seed: np.random.SeedSequence) -> CipherContext:
+    """AES-256 in counter mode, from the start."""
+    key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
+    return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+
+
+def normals(
+    stream: CipherContext, count: int, turn: type[np.int32 | np.int64]
+) -> NDArray[np.float64]:
+    """What the next whole blocks of a key stream make: radii from words, angles from turns."""
+    pairs = (count + 1) // 2
+
+    def shares(kind: type[np.int32 | np.int64]) -> NDArray[np.float64]:
+        """From -1/2 to 1/2."""
+        size = kind().itemsize
+        drawn: NDArray[Any] = np.frombuffer(stream.update(bytes(-(-size * pairs // 16) * 16)), kind)
+        return drawn[:pairs] * 2.0 ** (-8 * size)
+
+    radius = np.sqrt(-2 * np.log(shares(np.int64) + (0.5 + 2.0**-53)))
+    angle = 2 * np.pi * shares(turn)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+
+
 @pytest.mark.privacy
 def test_the_key_stream_is_aes_256_in_counter_mode() -> None:
     """Word for word: nothing of it is used twice, across draws of any size and a restored state."""
     seed = np.random.SeedSequence(7)
-    key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
-    cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
-    source = SeededNoise(seed)
+    stream, source = key_stream(seed), SeededNoise(seed)
     for count in (1, 5, 2, 64, 3):
-        pairs = (count + 1) // 2
-        sizes = [-(-8 * pairs // 16) * 16, -(-4 * pairs // 16) * 16]
-        words, turns = (np.frombuffer(cipher.update(bytes(size)), np.uint8) for size in sizes)
-        u = words.view(np.int64)[:pairs] * 2.0**-64 + (0.5 + 2.0**-53)
-        radius = np.sqrt(-2 * np.log(u))
-        angle = turns.view(np.int32)[:pairs] * (2 * np.pi * 2.0**-32)
-        expected = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+        expected = normals(stream, count, np.int32)
         np.testing.assert_allclose(source.standard_normal(torch.empty(count)), expected, atol=2e-6)
         source.restore(source.state())
 
@@ -161,21 +178,9 @@ def test_the_key_stream_is_aes_256_in_counter_mode() -> None:
 def test_a_secure_draw_is_half_the_sum_of_four(dtype: torch.dtype) -> None:
     """Of four stretches of the key stream, in float64; both normals of a pair are in no sum."""
     seed = np.random.SeedSequence(7)
-    key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
-    cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
-    source = SecureNoise(seed)
+    stream, source = key_stream(seed), SecureNoise(seed)
     for count in (1, 5, 2, 64, 3):
-        pairs = (count + 1) // 2
-        total = np.zeros(count)
-        for _ in range(4):
-            words, turns = (
-                np.frombuffer(cipher.update(bytes(-(-8 * pairs // 16) * 16)), np.int64)[:pairs]
-                for _ in range(2)
-            )
-            radius = np.sqrt(-2 * np.log(words * 2.0**-64 + (0.5 + 2.0**-53)))
-            angle = turns * (2 * np.pi * 2.0**-64)
-            normals = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-            total += normals[:count]
+        total = sum(normals(stream, count, np.int64) for _ in range(4))
         drawn = source.standard_normal(torch.empty(count, dtype=dtype))
         tolerance = 1e-13 if dtype == torch.float64 else 1e-6
         np.testing.assert_allclose(drawn, total / 2, rtol=0, atol=tolerance)

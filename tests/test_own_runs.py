@@ -14,9 +14,8 @@ import safetensors.torch
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
-from typer.testing import CliRunner, Result
 
-from dpmac_cli.cli.app import app
+from tests.typed import dpmac
 
 SHORT = ("--steps", "4", "--batch-size", "64", "--sigma", "4", "--device", "cpu")
 
@@ -114,10 +113,6 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     for name in set(sys.modules) - names:
         if name.startswith(("dpmac_model_", "net_")):
             del sys.modules[name]
-
-
-def dpmac(*args: str) -> Result:
-    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
 def done(*args: str) -> str:
@@ -263,7 +258,7 @@ def test_an_outsiders_network_trains_resumes_and_is_scored(name: str) -> None:
 
 def test_own_data_in_a_comparison() -> None:
     wine("wine.npz")
-    flags = ("--optimizers", "dp-sgd,dp-adam", "--seeds", "2", "--jobs", "2", "--out", "study")
+    flags = ("--optimizers", "dp-sgd,dp-adam", "--seeds", "2", "--jobs", "1", "--out", "study")
     output = done("compare", "--dataset", "wine.npz", *flags, *SHORT)
     assert "dp-adam" in output
     again = done("compare", "--dataset", "wine.npz", *flags, *SHORT)

@@ -145,7 +145,21 @@ def appended(more: bytes) -> Callable[[bytes], bytes]:
     return lambda content: content + more
 
 
-LEAKS: Mapping[str, tuple[str, str, Callable[[Secrets], Callable[[bytes], bytes]]]] = {
+#: Into which file something leaks, what it is, and how.
+Leak = tuple[str, str, Callable[[Secrets], Callable[[bytes], bytes]]]
+
+
+def reported(key: str, what: str) -> Leak:
+    """A number in the report."""
+    return folder.REPORT, what, lambda s: as_json(key, first(s.numbers, what))
+
+
+def behind(name: str, what: str) -> Leak:
+    """Bytes at the end of a file."""
+    return name, what, lambda s: appended(first({**s.texts, **s.windows}, what))
+
+
+LEAKS: Mapping[str, Leak] = {
     "seed in the report": (folder.REPORT, "the seed", lambda s: as_json("seed", SEED)),
     "seed in hex": (folder.CONFIG, "the seed", lambda s: appended(f"# {SEED:x}\n".encode())),
     "seed as a number with commas": (
@@ -159,16 +173,8 @@ LEAKS: Mapping[str, tuple[str, str, Callable[[Secrets], Callable[[bytes], bytes]
         "the seed",
         lambda s: appended(struct.pack(">q", SEED)),
     ),
-    "key of the noise": (
-        folder.METRICS,
-        "the noise's state",
-        lambda s: appended(first(s.texts, "the noise's state")),
-    ),
-    "state of the sampler": (
-        folder.MODEL,
-        "the sampler's state",
-        lambda s: appended(first(s.texts, "the sampler's state")),
-    ),
+    "key of the noise": behind(folder.METRICS, "the noise's state"),
+    "state of the sampler": behind(folder.MODEL, "the sampler's state"),
     "size of a batch": (
         folder.REPORT,
         "the size of a batch",
@@ -179,44 +185,20 @@ LEAKS: Mapping[str, tuple[str, str, Callable[[Secrets], Callable[[bytes], bytes]
         "the size of a batch",
         lambda s: appended(b"drew %d records" % first(s.numbers, "the size of a batch")),
     ),
-    "a mean loss": (
-        folder.REPORT,
-        "mean of losses",
-        lambda s: as_json("loss", first(s.numbers, "mean of losses")),
-    ),
+    "a mean loss": reported("loss", "mean of losses"),
     "a mean loss, rounded": (
         folder.METRICS,
         "mean of losses",
         lambda s: appended(b'{"loss": %.6g}' % first(s.numbers, "mean of losses")),
     ),
-    "one loss": (
-        folder.REPORT,
-        "per-sample losses",
-        lambda s: as_json("loss", first(s.numbers, "per-sample losses")),
-    ),
-    "one norm": (
-        folder.REPORT,
-        "per-sample norms",
-        lambda s: as_json("norm", first(s.numbers, "per-sample norms")),
-    ),
-    "part of an un-noised sum": (
-        folder.MODEL,
-        "an un-noised sum",
-        lambda s: appended(first(s.windows, "an un-noised sum")),
-    ),
-    "who was drawn": (
-        folder.MODEL,
-        "the records of a batch",
-        lambda s: appended(first(s.windows, "the records of a batch")),
-    ),
+    "one loss": reported("loss", "per-sample losses"),
+    "one norm": reported("norm", "per-sample norms"),
+    "part of an un-noised sum": behind(folder.MODEL, "an un-noised sum"),
+    "who was drawn": behind(folder.MODEL, "the records of a batch"),
     "process id": (folder.REPORT, "the process id", lambda s: as_json("pid", search.PROCESS)),
     "user": (folder.CARD, "the user", lambda s: appended(f"by {search.PERSON}".encode())),
     "host": (folder.REPORT, "the host", lambda s: as_json("host", search.HOST)),
-    "path": (
-        folder.CONFIG,
-        "an absolute path",
-        lambda s: appended(first(s.texts, "an absolute path")),
-    ),
+    "path": behind(folder.CONFIG, "an absolute path"),
 }
 
 

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 from dpmac_cli import assembly, checkpoint, folder, run
 from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.cli.app import app
 from dpmac_cli.config import TrainConfig, resolve
 from dpmac_cli.dp import mechanism
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
@@ -38,13 +36,9 @@ from tests.digits_runs import (
     train_digits,
     weights,
 )
+from tests.typed import dpmac
 
 TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--secure")
-
-
-def dpmac(*args: str) -> Result:
-    """Type a command, in this process."""
-    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
 def secrets(where: Path) -> Mapping[str, Any]:

@@ -6,26 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from dpmac_cli import folder
 from dpmac_cli.catalog import DATASETS
-from dpmac_cli.cli.app import app
 from dpmac_cli.config import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.release import load_model
 from dpmac_cli.report import AUDIT_RUN
 from tests.digits_runs import digits_config
+from tests.typed import dpmac
 
 DIGITS = (
     *("train", "--dataset", "digits", "--sigma", "6", "--steps", "3", "--seed", "1"),
     *("--canaries", "100"),
 )
-
-
-def dpmac(*args: str | Path) -> Result:
-    """Type a command, in this process."""
-    return CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "200", "NO_COLOR": "1"})
 
 
 @pytest.fixture(scope="module", params=["gradients", "images"])

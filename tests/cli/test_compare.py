@@ -4,42 +4,30 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from dpmac_cli.cli.app import app
 from dpmac_cli.grid import plan
+from tests.typed import dpmac, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
-SMALL = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "3")
+SMALL = (
+    *COMMON,
+    *("--jobs", "1", "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--steps", "3"),
+)
 LONG = (*COMMON, "--optimizers", "dp-sgd,dp-macadam", "--seeds", "2", "--epochs", "60")
+OFTEN = ("--checkpoint-every", "5", "--jobs", "2")
 
 
-def dpmac(*args: str) -> Result:
-    return CliRunner().invoke(app, args, env={"COLUMNS": "80", "NO_COLOR": "1"})
-
-
-def process(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "dpmac_cli", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def code_of(*args: str) -> int:
-    """Type a command and wait."""
+def completed(*args: str) -> str:
+    """Type a command in a process of its own: what it printed."""
     running = process(*args)
-    running.communicate(timeout=120)
-    return running.returncode
+    output, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    return output
 
 
 def table(out: Path) -> list[dict[str, Any]]:
@@ -73,7 +61,7 @@ def wait_for_steps(out: Path) -> None:
 
 def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
     out = tmp_path / "study"
-    result = dpmac(*SMALL, "--out", str(out), "--jobs", "2")
+    result = dpmac(*SMALL, "--out", str(out), "--jobs", "2", columns=80)
     assert result.exit_code == 0, result.output
     rows = table(out)
     assert [(row["optimizer"], row["seeds"]) for row in rows] == [("dp-sgd", 2), ("dp-macadam", 2)]
@@ -106,24 +94,30 @@ def test_finished_runs_are_found_again_and_never_run_twice(tmp_path: Path) -> No
     assert [row["optimizer"] for row in table(out)] == [row["optimizer"] for row in before]
 
 
-def test_a_killed_worker_leaves_the_table_as_it_would_have_been(tmp_path: Path) -> None:
-    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
-    options = (*LONG, "--checkpoint-every", "5", "--jobs", "2")
-    assert code_of(*options, "--out", str(whole)) == 0
-    running = process(*options, "--out", str(hurt))
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long comparison that nothing happened to."""
+    out = tmp_path_factory.mktemp("compare") / "whole"
+    completed(*LONG, *OFTEN, "--out", str(out))
+    return out
+
+
+def test_a_killed_worker_leaves_the_table_as_it_would_have_been(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    hurt = tmp_path / "hurt"
+    running = process(*LONG, *OFTEN, "--out", str(hurt))
     wait_for_steps(hurt)
     os.kill(children(running.pid)[0], signal.SIGKILL)
     output, errors = running.communicate(timeout=120)
     assert running.returncode == 0, errors
     assert "its process died (signal 9); going on with it" in " ".join(output.split())
-    assert table(hurt) == table(whole)
+    assert table(hurt) == table(undisturbed)
 
 
-def test_a_killed_command_goes_on_where_it_was(tmp_path: Path) -> None:
-    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
-    options = (*LONG, "--checkpoint-every", "5", "--jobs", "2")
-    assert code_of(*options, "--out", str(whole)) == 0
-    running = process(*options, "--out", str(hurt))
+def test_a_killed_command_goes_on_where_it_was(undisturbed: Path, tmp_path: Path) -> None:
+    hurt = tmp_path / "hurt"
+    running = process(*LONG, *OFTEN, "--out", str(hurt))
     wait_for_steps(hurt)
     workers = children(running.pid)
     running.kill()
@@ -132,13 +126,13 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path: Path) -> None:
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline, "workers outlive the command"
         time.sleep(0.1)
-    assert code_of(*options, "--out", str(hurt)) == 0
-    assert table(hurt) == table(whole)
+    completed(*LONG, *OFTEN, "--out", str(hurt))
+    assert table(hurt) == table(undisturbed)
 
 
 def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "study"
-    running = process(*LONG, "--checkpoint-every", "5", "--out", str(out), "--jobs", "2")
+    running = process(*LONG, *OFTEN, "--out", str(out))
     wait_for_steps(out)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
@@ -180,8 +174,7 @@ def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
 
 
 def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
-    running = process(*SMALL, "--out", str(tmp_path / "study"), "--json")
-    output, _ = running.communicate(timeout=120)
+    output = completed(*SMALL, "--out", str(tmp_path / "study"), "--json")
     assert json.loads(output) == json.loads((tmp_path / "study" / "compare.json").read_text())
 
 

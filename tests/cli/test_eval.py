@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from dpmac_cli.cli.app import app
 from dpmac_cli.data import load_data
 from tests.digits_runs import train_digits
+from tests.typed import dpmac
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(*args: str | Path) -> Result:
     """Type the command, in this process."""
-    return CliRunner().invoke(app, ["eval", *map(str, args)], env={"COLUMNS": "200"})
+    return dpmac("eval", *args)
 
 
 def evaluation(*args: str | Path) -> dict[str, Any]:

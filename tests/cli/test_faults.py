@@ -7,7 +7,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,22 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from dpmac_cli import assembly, checkpoint, data, engine, faults, folder, run, workers
-from dpmac_cli.cli.app import app
 from dpmac_cli.dp.per_sample import ClippedSum
 from dpmac_cli.engine import Trainer
 from dpmac_cli.scoring import score
 from tests.digits_runs import contents, digits_config, same_weights, train_digits
+from tests.typed import dpmac, process
 
 LONG = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--seed", "7")
 RUN = (*LONG, "--checkpoint-every", "2", "--out", "run")
-
-
-def dpmac(*args: str) -> Result:
-    """Type a command, in this process."""
-    return CliRunner().invoke(app, args, env={"COLUMNS": "400", "NO_COLOR": "1"})
 
 
 def failed(result: Result, code: int, *said: str) -> str:
@@ -470,18 +464,14 @@ def test_a_run_killed_again_and_again_ends_bit_identical() -> None:
     assert dpmac(*settings, "--out", "whole").exit_code == 0
     command: tuple[str, ...] = (*settings, "--out", "run", *often)
     for reached in (20, 300):
-        running = subprocess.Popen(
-            [sys.executable, "-m", "dpmac_cli", *command],
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        running = process(*command)
         deadline = time.monotonic() + 60
         while (checkpoint.last_step(Path("run")) or 0) < reached:
             assert running.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.002)
         running.kill()
-        running.wait()
+        running.communicate()
         assert not Path("run/report.json").exists()
         command = ("train", "--resume", "run", *often)
     assert dpmac("train", "--resume", "run").exit_code == 0

@@ -5,21 +5,18 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from dpmac_cli import __version__
-from dpmac_cli.cli.app import app
 from dpmac_cli.config import SETTINGS, flag_name
 from dpmac_cli.scoring import score
 from tests.digits_runs import SEED, contents, train_digits
+from tests.typed import dpmac, process, shell
 
 DIGITS = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "3")
 #: As the specification lists them.
@@ -38,23 +35,6 @@ FLAGS = (
     *("--out", "--config", "--json", "--quiet", "--diagnostics", "--no-dp", "--force"),
     *("--debug", "--dataset", "--epsilon", "--max-epsilon"),
 )
-
-
-def dpmac(*args: str) -> Result:
-    """Type a command, in this process."""
-    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1"})
-
-
-def process(*args: str) -> subprocess.Popen[str]:
-    """Type a command, in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "dpmac_cli", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Several run at once: a thread each, or they wait for one another.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 def test_help_lists_the_commands_and_version_is_told() -> None:
@@ -233,19 +213,6 @@ def test_exit_codes_of_real_processes() -> None:
         assert said.startswith("error: ") == bool(code)
         assert "Traceback" not in said
     assert sorted(os.listdir()) == ["quiet", "run"]
-
-
-def shell(line: str) -> subprocess.CompletedProcess[str]:
-    """What a shell makes of a line in which ``dpmac`` is ours."""
-    line = line.replace("dpmac", f"{sys.executable} -m dpmac_cli")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {line}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
 
 
 @pytest.mark.parametrize("where", ["| true", ">&-", "> /dev/full"])

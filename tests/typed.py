@@ -1,0 +1,57 @@
+"""dpmac as typed: in this process, in one of its own, or by a shell."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from dpmac_cli.cli.app import app
+
+#: Several processes run at once: a thread each, or they wait for one another.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def dpmac(*args: str | Path, columns: int = 400) -> Result:
+    """Type a command, in this process."""
+    env = {"COLUMNS": str(columns), "NO_COLOR": "1"}
+    return CliRunner().invoke(app, list(map(str, args)), env=env)
+
+
+def process(*args: str) -> subprocess.Popen[str]:
+    """Type a command, in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dpmac_cli", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def hooked(hook: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """The same to its end, where some code runs first."""
+    script = (
+        f"import atexit, os, signal, sys\n{hook}\n"
+        f"sys.argv = ['dpmac', *{args!r}]\n"
+        "from dpmac_cli.__main__ import main\n"
+        "main()\n"
+    )
+    return _ended(sys.executable, "-c", script)
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """What a shell makes of a line in which ``dpmac`` is ours."""
+    line = line.replace("dpmac", f"{sys.executable} -m dpmac_cli")
+    return _ended("bash", "-c", f"set -o pipefail; {line}")
+
+
+def loading(*modules: str) -> str:
+    """A hook: which of some modules a command has loaded by its end, in the file "loaded"."""
+    found = f"' '.join(m for m in {modules!r} if m in sys.modules)"
+    return f"atexit.register(lambda: open('loaded', 'w').write({found}))"
+
+
+def _ended(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
