@@ -86,10 +86,12 @@ def featured(
     """
     key = _key(parts, data, settings)
     path = folder / f"{key}.safetensors"
-    found = _load(path, key)
+    found: _Summed | None = None
     notes: tuple[str, ...] = ()
-    if found is None:
-        try:
+    try:
+        _make_private(folder)
+        found = _load(path, key)
+        if found is None:
             with _lock(folder, key) as handle:
                 while not _taken(handle):
                     _check(stop)
@@ -102,13 +104,13 @@ def featured(
                     found = _summed((yield from _computed(parts, data, folder, stop)))
                     _keep(path, found, key)
                     found = _load(path, key) or found  # processes share a file's pages
-        except (OSError, safetensors.SafetensorError) as failure:
-            if found is None:
-                found = _summed((yield from _computed(parts, data, folder, stop)))
-            notes = (
-                f"features cannot be kept in {folder} ({_why(failure)}): each run computes them "
-                "anew. Free some space there, or name another folder by DPMAC_CACHE_DIR.",
-            )
+    except (OSError, safetensors.SafetensorError) as failure:
+        if found is None:
+            found = _summed((yield from _computed(parts, data, folder, stop)))
+        notes = (
+            f"features cannot be kept in {folder} ({_why(failure)}): each run computes them anew. "
+            "Make room there, or name another folder by DPMAC_CACHE_DIR.",
+        )
     return Featured(_as_data(found.tensors, data), found.sha256, notes)
 
 
@@ -170,15 +172,19 @@ def _as_data(found: Mapping[str, Tensor], images: Data) -> Data:
     )
 
 
-@contextlib.contextmanager
-def _lock(folder: Path, key: str) -> Generator[int, None, None]:
-    """An open file to lock, in a folder that is its owner's alone. Raises OSError."""
+def _make_private(folder: Path) -> None:
+    """Make a folder, or take it as it is, for its owner alone. Raises OSError."""
     folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     about = folder.stat()
     if about.st_uid != os.geteuid():
         raise PermissionError("the folder is another user's")
     if about.st_mode & 0o777 & ~PRIVATE_FOLDER:
         folder.chmod(PRIVATE_FOLDER)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, key: str) -> Generator[int, None, None]:
+    """An open file to lock. Raises OSError."""
     handle = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
     try:
         yield handle

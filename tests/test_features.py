@@ -469,6 +469,17 @@ def test_without_a_place_to_keep_them_the_run_goes_on(
     assert not list(cache.parent.glob("**/*.part"))
 
 
+@pytest.mark.privacy
+def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_digits(**SCATTER)
+    kept(cache)
+    monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
+    events, _ = train_events(digits_config(**SCATTER))
+    assert computed(events)
+    notes = next(event.notes for event in events if isinstance(event, run.Started))
+    assert "the folder is another user's" in notes[0]
+
+
 def test_who_waits_says_so_and_computes_nothing(cache: Path) -> None:
     parts = with_features(nn.Identity(), DIGITS.shape, 27)
     data = load_data("digits", Path(), CPU)
