@@ -26,6 +26,7 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import Plan, Trainer, forbid_tf32
 from dpmac_cli.models import BUILDERS
 from dpmac_cli.noise import noise_source, stream_seeds
+from dpmac_cli.ranks import Ranks
 from dpmac_cli.sampling import make_sampler
 
 SIGMA, LR = 1.0, 1e-3
@@ -154,21 +155,32 @@ def opacus(size: Size, data: Data, *, mode: str) -> Step:
 
 
 def ours(
-    size: Size, data: Data, *, name: str, compiled: bool = False, secure: bool = False
+    size: Size,
+    data: Data,
+    *,
+    name: str,
+    compiled: bool = False,
+    secure: bool = False,
+    ranks: Ranks | None = None,
 ) -> Step:
     """One of the six, by the trainer that ``dpmac train`` uses."""
     config = resolve({"dataset": IMAGES[size.model], "optimizer": name}).config
     seeds = stream_seeds(0)
-    mechanism = SecureMechanism if secure else GaussianMechanism
+    mechanism = (SecureMechanism if secure else GaussianMechanism)(SIGMA, size.batch)
+    sampler = make_sampler("poisson", len(data.train), size.batch, seeds["sampler"], secure)
+    noise = noise_source(seeds["noise"], secure)
+    if ranks is not None:
+        mechanism, sampler, noise = ranks.divide(mechanism, sampler, noise)
     trainer = Trainer(
         size.build().to(data.gain.device),
         data,
         config.method,
         hyperparameters(config),
-        mechanism(SIGMA, size.batch),
+        mechanism,
         Plan(10**6, 100, config.physical_batch, compiled=compiled),
-        make_sampler("poisson", len(data.train), size.batch, seeds["sampler"], secure),
-        noise_source(seeds["noise"], secure),
+        sampler,
+        noise,
+        ranks=ranks,
     )
     return trainer.step
 

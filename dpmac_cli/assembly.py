@@ -25,11 +25,12 @@ from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.models import build_model
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.pretrained import PublicWeights, read_weights
+from dpmac_cli.ranks import Ranks
 from dpmac_cli.sampling import make_sampler
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is one.
+def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
+    """The device of a name; "auto" is CUDA where there is one, and a GPU of its own for each rank.
 
     Raises:
         InputError: it is not there.
@@ -38,8 +39,10 @@ def choose_device(name: str) -> torch.device:
     if not re.fullmatch(pattern, name):
         raise InputError(f"--device must be {meaning}, not '{name}'.")
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
+    if device.type == "cuda" and ranks is not None:
+        return torch.device("cuda", ranks.local)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"--device {name}: CUDA devices here: {torch.cuda.device_count()}. "
@@ -153,11 +156,13 @@ def make_trainer(
     branch: int = 0,
     data: Data | None = None,
     task: Task | None = None,
+    ranks: Ranks | None = None,
 ) -> Trainer:
     """Data, model, optimizer and secrets of a run or a branch, ready for its first step.
 
     Args:
         task: of :func:`make_task`, with the same branch; None to make it of ``data``.
+        ranks: the processes of the run; all but rank 0 get no secrets.
     """
     seeds = stream_seeds(config.seed, branch)
     task = task or outcome(make_task(config, device, branch, data))
@@ -165,13 +170,26 @@ def make_trainer(
     canaries = _canaries(config, model, data, seeds)
     if isinstance(canaries, ImageCanaries):
         data = canaries.data
-    mechanism = SecureMechanism if config.secure else GaussianMechanism
+    kind = SecureMechanism if config.secure else GaussianMechanism
+    mechanism = kind(config.sigma or 0.0, config.batch_size)
+    sampler = make_sampler(
+        config.sampler,
+        config.facts.train_size + (config.canaries or 0),
+        config.batch_size,
+        seeds["sampler"],
+        config.secure,
+        config.sampling_rate,
+    )
+    noise = noise_source(seeds["noise"], config.secure)
+    if ranks is not None:
+        mechanism, sampler, noise = ranks.divide(mechanism, sampler, noise)
+    draws = LayerDraws(seeds["layers"], 0 if ranks is None else ranks.rank)
     return Trainer(
         model,
         data,
         config.method,
         hyperparameters(config),
-        mechanism(config.sigma or 0.0, config.batch_size),
+        mechanism,
         Plan(
             steps,
             config.steps_per_epoch,
@@ -180,19 +198,13 @@ def make_trainer(
             config.compile,
             config.recipe,
         ),
-        make_sampler(
-            config.sampler,
-            config.facts.train_size + (config.canaries or 0),
-            config.batch_size,
-            seeds["sampler"],
-            config.secure,
-            config.sampling_rate,
-        ),
-        noise_source(seeds["noise"], config.secure),
+        sampler,
+        noise,
         diagnostics.observe if diagnostics else None,
         canaries,
         # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
-        LayerDraws(seeds["layers"]) if ":" in config.model or config.augment else None,
+        draws if ":" in config.model or config.augment else None,
+        ranks,
     )
 
 
@@ -244,9 +256,10 @@ def cache_folder() -> Path:
     return root / "features"
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:
     """What must be the same for a resumed run to compute the same bits."""
     return {
+        **({} if ranks is None else {"ranks": ranks.size}),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "device": device_name(device),

@@ -36,6 +36,7 @@ from dpmac_cli.errors import DivergedError, ModelError, RunError
 from dpmac_cli.faults import out_of_memory
 from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.noise import NoiseSource
+from dpmac_cli.ranks import Ranks
 from dpmac_cli.recipe import Recipe
 from dpmac_cli.sampling import Sampler
 
@@ -169,6 +170,14 @@ class TrainState:
         if self.spread is not None:
             self.spread.kappa_star = numbers["kappa_star"]
 
+    def join_in(self, numbers: Mapping[str, Any]) -> None:
+        """Take over what every rank must know of another's numbers: no secret is among them."""
+        self.step, self.chunk = numbers["step"], numbers["chunk"]
+        if self.spread is not None:
+            self.spread.kappa_star = numbers["kappa_star"]
+        if self.layers is not None:
+            self.layers.restore(numbers["layers"])
+
     def restore_generators(self, numbers: Mapping[str, Any]) -> None:
         """Go on with the saved draws and chunks: only ever on the very same computation."""
         self.chunk = numbers["chunk"]
@@ -225,6 +234,8 @@ class Trainer:
         observer: sees losses and norms that are NOT private; for diagnostics only.
         canaries: of an audit run. ``sampler`` draws from them too; images are in ``data`` already.
         layers: see :class:`TrainState`.
+        ranks: the processes of the run, of which each is given its share of every batch; None for
+            one on its own.
 
     Raises:
         ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
@@ -243,6 +254,7 @@ class Trainer:
         observer: Callable[[int, Tensor, Tensor], None] | None = None,
         canaries: Canaries | None = None,
         layers: LayerDraws | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("a run without privacy clips nothing, so noise would have no scale")
@@ -298,6 +310,7 @@ class Trainer:
         )
         self._blocks = blocks(theta.numel(), theta.device)
         self._observer = observer
+        self._ranks = ranks
         self._spiking = canaries if isinstance(canaries, GradientCanaries) else None
 
     def step(self) -> None:
@@ -315,6 +328,8 @@ class Trainer:
             state.region.factor.copy_(torch.stack(sums).sum())
         if self._spiking is not None:
             self._spiking.judge()
+        if self._ranks is not None and state.step % self.plan.steps_per_epoch == 0:
+            self._ranks.agree([state.theta, state.region.centre, state.region.inverse])
 
     def _updates(self, clipped: Tensor) -> list[Tensor]:
         """Lines 9 to 20, block by block or compiled; the parts of the sum in line 20."""
@@ -373,7 +388,16 @@ class Trainer:
         return total
 
     def _clipped_batch(self, drawn: NDArray[np.int64]) -> Tensor:
-        """The sum of clipped, centred gradients of a batch, shape (d,), chunk by chunk."""
+        """The sum of clipped, centred gradients of a batch, shape (d,), over all ranks."""
+        part = self._clipped_share(drawn)
+        if self._ranks is None:
+            return part
+        # The same everywhere: what rounds otherwise when a run is done again is a public number.
+        self.state.chunk = self._ranks.least(self.state.chunk)
+        return self._ranks.add_up(part)
+
+    def _clipped_share(self, drawn: NDArray[np.int64]) -> Tensor:
+        """The sum over the records that this rank has, shape (d,), chunk by chunk."""
         rows = torch.from_numpy(drawn).to(self.state.theta.device)
         self._metric.refresh()
         observer = self._observer

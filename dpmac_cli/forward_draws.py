@@ -16,15 +16,18 @@ class LayerDraws:
 
     Args:
         seed: of the run's layers.
+        rank: of this process among those of the run, which see other records.
     """
 
-    def __init__(self, seed: np.random.SeedSequence) -> None:
+    def __init__(self, seed: np.random.SeedSequence, rank: int = 0) -> None:
+        self._rank = rank
         self._base = int(seed.generate_state(1, np.uint64)[0])
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
         """The draws of a step; the same for the same run and step."""
-        word = np.random.SeedSequence([self._base, step]).generate_state(1, np.uint64)[0]
+        key = [self._base, step] + [self._rank] * (self._rank > 0)
+        word = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
         with torch.random.fork_rng():
             torch.manual_seed(int(word))
             yield

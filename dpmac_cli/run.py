@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dpmac_cli import audit, checkpoint, folder
+from dpmac_cli import assist, audit, checkpoint, folder
 from dpmac_cli import config as configuration
 from dpmac_cli.accounting import (
     EpsilonSchedule,
@@ -35,6 +35,7 @@ from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.faults import explained
 from dpmac_cli.feature_cache import Computing
+from dpmac_cli.ranks import Ranks
 from dpmac_cli.release import save_model
 from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
 
@@ -131,6 +132,7 @@ class Session:
         seconds: of training so far.
         branch: why it is a branch, if it has just become one.
         notes: what the person who resumes it should know.
+        ranks: the processes that work on it; None for this one on its own.
     """
 
     config: TrainConfig
@@ -148,6 +150,7 @@ class Session:
     seconds: float = 0.0
     branch: str | None = None
     notes: tuple[str, ...] = ()
+    ranks: Ranks | None = None
 
     def scores_at(self, step: int) -> bool:
         """Whether the test set is scored after a step."""
@@ -168,7 +171,10 @@ class Session:
 
 
 def train(
-    config: TrainConfig, stop: Callable[[], bool] = lambda: False, data: Data | None = None
+    config: TrainConfig,
+    stop: Callable[[], bool] = lambda: False,
+    data: Data | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[RunEvent]:
     """Train, write the run folder, and say what happens as it happens.
 
@@ -176,6 +182,8 @@ def train(
         config: from :func:`dpmac_cli.config.resolve`.
         stop: asked after every step; True ends the run early with everything written.
         data: already on the device; None to load it.
+        ranks: the processes of the run, of which this one is the first; the others
+            :func:`~dpmac_cli.assist.assist`.
 
     With ``force``, the run that was there is kept in a folder within until this one has ended.
 
@@ -186,15 +194,17 @@ def train(
         RunError: training diverged, memory ran out, or the device failed.
     """
     with explained():
-        yield from _train(config, stop, data)
+        yield from _train(config, stop, data, ranks)
 
 
-def _train(config: TrainConfig, stop: Callable[[], bool], data: Data | None) -> Iterator[RunEvent]:
-    device = choose_device(config.device)
+def _train(
+    config: TrainConfig, stop: Callable[[], bool], data: Data | None, ranks: Ranks | None
+) -> Iterator[RunEvent]:
+    device = choose_device(config.device, ranks)
     if config.out is not None:
         folder.check_chosen_folder(config.out, config.force)
     config = replace(settle_noise(config), device=str(device))
-    session = yield from _session(config, device, data, stop)
+    session = yield from _session(config, device, data, stop, ranks)
     where = session.where
     with folder.locked(where):
         if config.out is not None:  # another run may have ended in it meanwhile
@@ -214,15 +224,18 @@ def _session(
     device: torch.device,
     data: Data | None,
     stop: Callable[[], bool],
+    ranks: Ranks | None,
     where: Path | None = None,
     base: int = 0,
     earlier: tuple[TrainingEvent, ...] = (),
 ) -> Generator[Computing, None, Session]:
     """A run or a branch before its first step, in a folder of its own unless one is given."""
+    if ranks is not None:
+        assist.check(config)
     steps = base + affordable(config, config.total_steps - base, earlier)
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
     task = yield from make_task(config, device, len(earlier), data, stop)
-    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), task=task)
+    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), task=task, ranks=ranks)
     return Session(
         config,
         task,
@@ -235,6 +248,7 @@ def _session(
         seeded=config.seed is not None,
         secure=config.secure,
         notes=task.notes,
+        ranks=ranks,
     )
 
 
@@ -252,6 +266,7 @@ def resume(
     flags: Mapping[str, Any],
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[RunEvent]:
     """Go on from a run's newest whole checkpoint.
 
@@ -263,7 +278,7 @@ def resume(
     Args:
         where: a run folder.
         flags: settings to change, as typed; None and False where not given.
-        stop, data: as in :func:`train`.
+        stop, data, ranks: as in :func:`train`. With another number of ranks it is a branch.
 
     Raises:
         InputError: there is no such run, or the change cannot be made to it.
@@ -272,7 +287,7 @@ def resume(
     """
     folder.check_run_folder(where)
     with folder.locked(where), explained():
-        session = yield from _resumed(where, flags, data, stop)
+        session = yield from _resumed(where, flags, data, stop, ranks)
         yield from _drive(session, stop)
 
 
@@ -287,7 +302,11 @@ ASIDE = ("device", "diagnostics")
 
 
 def _resumed(
-    where: Path, flags: Mapping[str, Any], data: Data | None, stop: Callable[[], bool]
+    where: Path,
+    flags: Mapping[str, Any],
+    data: Data | None,
+    stop: Callable[[], bool],
+    ranks: Ranks | None,
 ) -> Generator[Computing, None, Session]:
     saved = checkpoint.newest(where)
     record = saved.record
@@ -300,14 +319,14 @@ def _resumed(
             )
     resolved = configuration.change(record["config"], typed)
     config = resolved.config
-    device = choose_device(config.device)
+    device = choose_device(config.device, ranks)
     config = replace(config, device=str(device), out=where)
     changed = sorted(
         name
         for name, value in config.recorded().items()
         if name not in ASIDE and record["config"].get(name) != value
     )
-    if record["environment"] != environment(device):
+    if record["environment"] != environment(device, ranks):
         changed.append("the machine or its software")
     if config.seed is not None:
         changed.append("seed")
@@ -333,7 +352,7 @@ def _resumed(
             f"To train on, give more with --epochs (above {step // config.steps_per_epoch}) or "
             f"--steps (above {step})."
         )
-    session = yield from _session(config, device, data, stop, where, base, earlier)
+    session = yield from _session(config, device, data, stop, ranks, where, base, earlier)
     _check_frozen(session.task, record.get("fingerprints", {}), exactly=branch is None)
     state = session.trainer.state
     state.restore(saved.tensors, record["state"])
@@ -439,8 +458,12 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         session.branch,
         session.notes,
     )
+    if session.ranks is not None:
+        assist.begin(session.ranks, session.config, session.trainer)
     with _divergence_shown(session):
         yield from _updates(session, stop)
+    if session.ranks is not None:
+        session.ranks.dismiss()
     _save(session)
     yield _publish(session, time.perf_counter() - began)
 
@@ -582,7 +605,7 @@ def _save(session: Session) -> Path:
         "history": session.history,
         "seconds": session.seconds,
         "fingerprints": dict(session.task.fingerprints),
-        "environment": environment(state.theta.device),
+        "environment": environment(state.theta.device, session.ranks),
     }
     return checkpoint.save(session.where, state.step, state.tensors(), record)
 

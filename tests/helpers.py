@@ -17,6 +17,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, Se
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.noise import Bits, NoiseSource, Normals, SeededNoise, stream_seeds
+from dpmac_cli.ranks import Ranks
 from dpmac_cli.sampling import Sampler, make_sampler
 
 CLASSES, SIDE, WIDTH = 4, 3, 5
@@ -155,6 +156,7 @@ def make_trainer(
     sampler: Sampler | None = None,
     noise: NoiseSource | None = None,
     canaries: Canaries | None = None,
+    ranks: Ranks | None = None,
     **hyper: Any,
 ) -> Trainer:
     """A trainer of the tiny task, fresh; ``hyper`` changes some of :data:`HYPER`."""
@@ -162,6 +164,10 @@ def make_trainer(
     torch.set_num_threads(1)
     data, seeds = data or tiny_data(dtype), stream_seeds(seed)
     records, batch = len(data.train), int(mechanism.expected_batch)
+    sampler = sampler or make_sampler("poisson", records, batch, seeds["sampler"])
+    noise = noise or SeededNoise(seeds["noise"])
+    if ranks is not None:
+        mechanism, sampler, noise = ranks.divide(mechanism, sampler, noise)
     return Trainer(
         model or tiny_model(dtype),
         data,
@@ -169,9 +175,10 @@ def make_trainer(
         replace(HYPER, **hyper),
         mechanism,
         plan,
-        sampler or make_sampler("poisson", records, batch, seeds["sampler"]),
-        noise or SeededNoise(seeds["noise"]),
+        sampler,
+        noise,
         canaries=canaries,
+        ranks=ranks,
     )
 
 

@@ -19,14 +19,14 @@ def dpmac(*args: str | Path, columns: int = 400) -> Result:
     return CliRunner().invoke(app, list(map(str, args)), env=env)
 
 
-def process(*args: str) -> subprocess.Popen[str]:
-    """Type a command, in a process of its own."""
+def process(*args: str, **variables: str) -> subprocess.Popen[str]:
+    """Type a command, in a process of its own, where some variables are set."""
     return subprocess.Popen(
         [sys.executable, "-m", "dpmac_cli", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **variables},
     )
 
 

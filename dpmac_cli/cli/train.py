@@ -2,17 +2,21 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
 from dpmac_cli.config import KINDS, SETTINGS, Setting, TrainConfig, flag_name, parse, resolve
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import DpmacError, InputError, RunError
 from dpmac_cli.folder import check_run_folder, to_json
+
+if TYPE_CHECKING:
+    from dpmac_cli.ranks import Ranks
 
 HELP = """Train a classifier under differential privacy.
 
@@ -36,6 +40,17 @@ ENDED_EARLY = {
 @explained
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        with joined() as ranks:
+            if ranks.leads:
+                _train(flags, ranks)
+            else:
+                _assist(flags, ranks)
+    else:
+        _train(flags, None)
+
+
+def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
     file, run = flags.pop("config"), flags.pop("resume")
     quiet, json = flags["quiet"], flags["json"]
     resolved = None
@@ -55,7 +70,11 @@ def train(**flags: Any) -> None:
 
     display = choose_display(quiet, json)
     with stop_request() as stop, contextlib.closing(display):
-        events = train(resolved.config, stop) if resolved else resume(run, flags, stop)
+        events = (
+            train(resolved.config, stop, ranks=ranks)
+            if resolved
+            else resume(run, flags, stop, ranks=ranks)
+        )
         finished = follow(events, display, stop)
     if json:
         console.print_result(to_json(finished.report))
@@ -69,6 +88,29 @@ def train(**flags: Any) -> None:
             label="stopped",
         )
         raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def joined() -> "Iterator[Ranks]":
+    """The processes that a launcher has started, met."""
+    from dpmac_cli.ranks import join  # noqa: PLC0415
+
+    ranks = join()
+    try:
+        yield ranks
+    finally:
+        ranks.leave()
+
+
+def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
+    """Be one of the others. Rank 0 is asked to stop, and prints; this one says when it fails."""
+    from dpmac_cli.assist import assist  # noqa: PLC0415
+
+    with stop_request():
+        try:
+            assist(ranks, {name: flags[name] for name in ("data_dir", "device")})
+        except DpmacError as failure:
+            raise RunError(f"Rank {ranks.rank}: {failure}") from failure
 
 
 def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:

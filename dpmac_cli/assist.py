@@ -1,0 +1,77 @@
+"""What a rank other than the first does: its share of every batch, and nothing else."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dpmac_cli import config as configuration
+from dpmac_cli.assembly import choose_device, make_trainer
+from dpmac_cli.config import TrainConfig
+from dpmac_cli.engine import Trainer
+from dpmac_cli.errors import InputError
+from dpmac_cli.faults import explained
+from dpmac_cli.ranks import DismissedError, Ranks
+
+#: Settings that look at or change one process, and why several cannot have them.
+ALONE = {
+    "diagnostics": "each process sees losses of its own share only",
+    "canaries": "an audit is of one process",
+    "compile": "compiled steps do not hand private means on",
+}
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse what several processes cannot do.
+
+    Raises:
+        InputError: with every fault.
+    """
+    faults = [
+        f"--{configuration.flag_name(name)} is for a run of one process: {why}. Leave it out."
+        for name, why in ALONE.items()
+        if getattr(config, name)
+    ]
+    if faults:
+        raise InputError(faults)
+
+
+def begin(ranks: Ranks, config: TrainConfig, trainer: Trainer) -> None:
+    """Rank 0 tells the others what the run is, and where it is. No secret is told."""
+    numbers = trainer.state.numbers()
+    ranks.brief(
+        {
+            "config": config.recorded(),
+            "steps": trainer.plan.steps,
+            "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star", "layers")},
+        }
+    )
+    _share_state(ranks, trainer)
+
+
+def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
+    """Be told what the run is, and work on it until rank 0 ends it.
+
+    Args:
+        ranks: the processes.
+        local: settings of this machine, ``data_dir`` and ``device``, as typed.
+
+    Raises:
+        DpmacError: this rank cannot go on, or another one cannot.
+    """
+    try:
+        with explained():
+            said = ranks.brief()
+            config = configuration.change(said["config"], local).config
+            trainer = make_trainer(
+                config, said["steps"], choose_device(config.device, ranks), ranks=ranks
+            )
+            _share_state(ranks, trainer)
+            trainer.state.join_in(said["numbers"])
+            while True:
+                trainer.step()
+    except DismissedError:
+        return
+
+
+def _share_state(ranks: Ranks, trainer: Trainer) -> None:
+    for _, tensor in sorted(trainer.state.tensors().items()):
+        ranks.tell(tensor)

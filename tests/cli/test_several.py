@@ -1,0 +1,84 @@
+"""A run on several processes, from the command line."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.typed import ENVIRONMENT, process
+
+TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--device", "cpu", "--out", "run")
+Processes = list["subprocess.Popen[str]"]
+
+
+@contextmanager
+def started(size: int, *command: str) -> Iterator[Processes]:
+    """A process a rank, with what a launcher sets; none is left behind."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    ranks = [process(*command, **common, RANK=str(rank)) for rank in range(size)]
+    try:
+        yield ranks
+    finally:
+        for one in ranks:
+            one.kill()
+            one.communicate()
+
+
+def report() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("run/report.json").read_text())
+    return found
+
+
+def test_by_torchrun() -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "-m", "dpmac_cli", *TRAIN, "--steps", "5"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("digits: 1,437 records") == 1  # rank 0 alone prints
+    assert report()["privacy"]["steps"] == 5
+
+
+@pytest.mark.privacy
+def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
+    with started(2, *TRAIN, "--epochs", "2000", "--checkpoint-every", "5") as (first, second):
+        limit = time.monotonic() + 90
+        while not Path("run/metrics.jsonl").exists() and time.monotonic() < limit:
+            time.sleep(0.1)
+        second.send_signal(signal.SIGKILL)
+        out, err = first.communicate(timeout=60)
+        said = " ".join(err.split())
+        assert first.returncode == 4, said
+        assert "Rank 1 of the 2 processes of this run stopped" in said
+        assert "dpmac train --resume run" in said
+        assert "Traceback" not in err + out
+    saved = max(int(file.stem.split("-")[-1]) for file in Path("run/checkpoint").glob("step-*"))
+    with process("train", "--resume", "run", "--steps", str(saved + 30)) as alone:
+        _, err = alone.communicate(timeout=120)
+        assert alone.returncode == 0, err
+    assert report()["state"] == "finished"
+    assert len(report()["privacy"]["events"]) == 2  # a branch, which pays for both
+
+
+def test_bad_input_is_said_once() -> None:
+    with started(2, *TRAIN, "--lr", "-1") as (first, second):
+        said = first.communicate(timeout=90)[1]
+        assert first.returncode == 2
+        assert "--lr must be at least" in said
+        assert "--lr" not in "".join(second.communicate(timeout=90))
+    assert not Path("run").exists()

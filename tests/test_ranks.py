@@ -1,0 +1,338 @@
+"""Several processes on one run: the same numbers as one, noise once, and no secret told."""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from scipy.stats import kstest
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dpmac_cli import assist, run
+from dpmac_cli.assembly import make_trainer as make_run_trainer
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.engine import Trainer
+from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.noise import SeededNoise
+from dpmac_cli.ranks import DismissedError, NoNoise, Ranks
+from dpmac_cli.recipe import Recipe
+from tests.conftest import OPTIMIZER_NAMES
+from tests.digits_runs import digits_config, same_weights, weights
+from tests.helpers import DIMENSION, PLAN, Batches, in_chunks_of, make_trainer, walk
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+#: Odd shares, an empty share, an empty batch, a share of several chunks.
+BATCHES = [[0, 3, 7, 9, 12], [5], [], [1, 2, 30, 31], list(range(23)), *([i] for i in range(6))]
+FORKS = multiprocessing.get_context("fork")
+#: Seconds for what takes one or two.
+LIMIT = 60.0
+
+
+def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
+    """What some work comes to at each rank: its value, or what it raised."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pipes = [FORKS.Pipe(duplex=False) for _ in range(size)]
+    children = [
+        FORKS.Process(target=_one, args=(rank, size, store.port, work, pipes[rank][1]))
+        for rank in range(size)
+    ]
+    for child in children:
+        child.start()
+    found: list[Any] = []
+    for child, (receiver, sender) in zip(children, pipes, strict=True):
+        sender.close()
+        try:
+            one = receiver.recv() if receiver.poll(LIMIT) else TimeoutError()
+            found.append(torch.from_numpy(one) if isinstance(one, np.ndarray) else one)
+        except EOFError:
+            found.append(None)  # it was killed
+        child.join(LIMIT)
+        child.kill()
+    return found
+
+
+def _one(rank: int, size: int, port: int, work: Callable[[Ranks], Any], answer: Any) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    ranks = Ranks(rank, size, store)
+    try:
+        found = work(ranks)
+    except Exception as failure:  # noqa: BLE001
+        found = failure
+    answer.send(found.numpy() if isinstance(found, Tensor) else found)
+    ranks.leave()
+    os._exit(0)
+
+
+def stepping(steps: int, name: str, **options: Any) -> Callable[[Ranks], Tensor]:
+    """Take steps at every rank; theta after each of them."""
+
+    def work(ranks: Ranks) -> Tensor:
+        return walk(make_trainer(name, ranks=ranks, **options), steps).clone()
+
+    return work
+
+
+# The same numbers.
+
+
+@pytest.mark.privacy
+@every_optimizer
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_take_the_steps_that_one_process_takes(name: str, size: int) -> None:
+    options: dict[str, Any] = {"plan": in_chunks_of(4), "kappa": "tracked", "phi": "tracked"}
+    options["sampler"] = Batches(*BATCHES)
+    alone = walk(make_trainer(name, **options), 10)
+    options["sampler"] = Batches(*BATCHES)
+    found = together(size, stepping(10, name, **options))
+    for thetas in found:
+        assert torch.equal(thetas, found[0])
+        torch.testing.assert_close(thetas, alone, rtol=0, atol=1e-5)
+    options["sampler"] = Batches(*BATCHES)
+    assert torch.equal(together(size, stepping(10, name, **options))[0], found[0])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_noise_is_that_of_one_process_whatever_the_ranks(size: int) -> None:
+    """Nobody is drawn: what is left is sigma z, each z once."""
+    sigma, batch = 1.7, 8.0
+
+    def work(ranks: Ranks) -> Tensor:
+        trainer = make_trainer(
+            "dp-sgd",
+            GaussianMechanism(sigma, batch),
+            sampler=Batches([]),
+            noise=SeededNoise(np.random.SeedSequence(5)),
+            ranks=ranks if size > 1 else None,
+            lr=1.0,
+            clip_norm=1.0,
+        )
+        thetas = torch.stack([trainer.state.theta.clone(), *walk(trainer, 80)])
+        return thetas.diff(dim=0) * -batch / sigma
+
+    for drawn in together(size, work):
+        twin = SeededNoise(np.random.SeedSequence(5))
+        expected = torch.stack([twin.standard_normal(torch.empty_like(row)) for row in drawn])
+        torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-9)
+        assert kstest(drawn.flatten().numpy(), "norm").pvalue > 0.001
+        assert len(np.unique(drawn.numpy())) == 80 * DIMENSION
+
+
+@pytest.mark.privacy
+def test_shares_are_a_partition_of_one_draw() -> None:
+    drawn = np.arange(100, 117)
+
+    def work(ranks: Ranks) -> list[int]:
+        return [int(row) for row in ranks.share(drawn if ranks.leads else None)]
+
+    found = together(3, work)
+    assert sorted(row for share in found for row in share) == drawn.tolist()
+    assert [len(share) for share in found] == [6, 6, 5]
+
+
+def test_every_rank_works_on_as_few_samples_at_a_time_as_the_shortest_of_memory() -> None:
+    def work(ranks: Ranks) -> int:
+        trainer = make_trainer("dp-sgd", ranks=ranks)
+        if ranks.rank == 1:
+            trainer.state.chunk = 3
+        walk(trainer, 1)
+        return trainer.state.chunk
+
+    assert together(2, work) == [3, 3]
+
+
+@pytest.mark.privacy
+def test_views_of_different_ranks_are_drawn_apart() -> None:
+    """Draws in common would go by the place in the batch, which one record more moves."""
+    from dpmac_cli.forward_draws import LayerDraws  # noqa: PLC0415
+
+    seed = np.random.SeedSequence(3)
+    words = []
+    for rank in range(3):
+        with LayerDraws(seed, rank).of(7):
+            words.append(int(torch.randint(2**60, ())))
+    assert len(set(words)) == 3
+
+
+# Secrets stay at rank 0.
+
+
+@pytest.mark.privacy
+def test_the_others_are_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    said = Ranks.brief
+
+    def brief(ranks: Ranks, message: Any = None) -> Any:
+        heard = said(ranks, message)
+        told.append(heard)
+        return heard
+
+    monkeypatch.setattr(Ranks, "brief", brief)
+    config = digits_config(seed=918_273_645_501, steps=2, out="run")
+
+    def work(ranks: Ranks) -> Any:
+        if ranks.leads:
+            list(run.train(config, ranks=ranks))
+            return None
+        trainers = []
+        built = make_run_trainer
+
+        def make(*args: Any, **options: Any) -> Trainer:
+            trainers.append(built(*args, **options))
+            return trainers[-1]
+
+        monkeypatch.setattr(assist, "make_trainer", make)
+        assist.assist(ranks, {})
+        state = trainers[0].state
+        return told, isinstance(state.noise, NoNoise), state.sampler.state()
+
+    _, (heard, silent, sampler) = together(2, work)
+    assert silent
+    assert sampler == {}
+    assert set(heard[0]["numbers"]) == {"step", "chunk", "kappa_star", "layers"}
+    assert "918273645501" not in json.dumps(heard)
+
+
+# Whole runs.
+
+
+def training(**flags: Any) -> Callable[[Ranks], Any]:
+    """Train at rank 0, and assist at the others."""
+    config = digits_config(**flags)
+
+    def work(ranks: Ranks) -> Any:
+        if not ranks.leads:
+            return assist.assist(ranks, {})
+        *_, last = run.train(config, ranks=ranks)
+        assert isinstance(last, run.Finished)
+        return last.report
+
+    return work
+
+
+@pytest.mark.parametrize("flags", [{}, {"secure": True}, {"augmentations": 2, "ema": 0.9}])
+def test_a_run_of_two(flags: dict[str, Any]) -> None:
+    report, nothing = together(2, training(steps=6, out="two", **flags))
+    assert nothing is None
+    *_, alone = run.train(digits_config(steps=6, out="one", **flags))
+    assert isinstance(alone, run.Finished)
+    assert report["privacy"]["epsilon"] == alone.report["privacy"]["epsilon"]
+    assert report["privacy"]["randomness"] == alone.report["privacy"]["randomness"]
+    assert sorted(p.name for p in Path("two").iterdir()) == sorted(
+        p.name for p in Path("one").iterdir()
+    )
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2)])
+def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
+    """As a branch, with draws of its own, since other sums round otherwise."""
+    asked = iter(range(100))
+
+    def begin(ranks: Ranks) -> Any:
+        if not ranks.leads:
+            return assist.assist(ranks, {})
+        config = digits_config(steps=8, out="run", seed=4)
+        list(run.train(config, lambda: next(asked) >= 3, ranks=ranks if before > 1 else None))
+        return None
+
+    def go_on(ranks: Ranks) -> Any:
+        if not ranks.leads:
+            return assist.assist(ranks, {})
+        events = list(run.resume(Path("run"), {}, ranks=ranks if after > 1 else None))
+        return events[0].branch, events[-1].report  # type: ignore[union-attr]
+
+    assert not any(together(before, begin))
+    branch, report = together(after, go_on)[0]
+    assert report["state"] == "finished"
+    assert report["privacy"]["steps"] == 8
+    assert (branch is None) == (before == after)
+    assert len(report["privacy"]["events"]) == 1 + (before != after)
+    if before == after:
+        together(2, training(steps=8, out="whole", seed=4))
+        assert same_weights(Path("run"), Path("whole"))
+    assert weights(Path("run"))
+
+
+def test_what_several_processes_cannot_do() -> None:
+    found = together(2, training(steps=2, canaries=20, diagnostics=True))
+    assert isinstance(found[0], InputError)
+    assert len(found[0].errors) == 2
+    assert "--canaries is for a run of one process" in str(found[0])
+    assert found[1] is None  # let go without a word
+
+
+# Failure.
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_that_dies_is_named_within_seconds(lost: int) -> None:
+    def work(ranks: Ranks) -> Any:
+        trainer = make_trainer("dp-adam", ranks=ranks)
+        walk(trainer, 2)
+        if ranks.rank == lost:
+            os._exit(9)
+        began = time.monotonic()
+        with pytest.raises((RunError, DismissedError)) as failure:
+            walk(trainer, 2)
+        return str(failure.value), time.monotonic() - began
+
+    found = together(3, work)
+    assert found.pop(lost) is None
+    said = [message for message, seconds in found if seconds < 30]
+    assert len(said) == 2
+    # Rank 0 says it, and lets the others go without a word; where it is dead, they do.
+    assert f"Rank {lost} of the 3 processes of this run stopped" in said[0]
+
+
+def test_a_rank_that_ends_in_order_is_not_missed() -> None:
+    def work(ranks: Ranks) -> bool:
+        if ranks.leads:
+            return True
+        with pytest.raises(DismissedError):
+            ranks.share(None)
+        return True
+
+    assert together(2, work) == [True, True]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("what", ["theta", "s"])
+def test_ranks_that_went_apart_do_not_go_on(what: str) -> None:
+    """A sample would be clipped to another region than the noise is scaled to."""
+
+    def work(ranks: Ranks) -> Any:
+        trainer = make_trainer("dp-macadam", ranks=ranks)
+        walk(trainer, PLAN.steps_per_epoch - 1)
+        if ranks.rank == 1:
+            assert trainer.state.spread is not None
+            (trainer.state.theta if what == "theta" else trainer.state.spread.s)[3] += 1e-3
+        return walk(trainer, 1)
+
+    for failure in together(2, work):
+        assert isinstance(failure, RunError)
+        assert "went apart" in str(failure)
+
+
+def test_an_average_of_weights_is_the_same_everywhere() -> None:
+    plan = replace(PLAN, recipe=Recipe(ema=0.9))
+
+    def work(ranks: Ranks) -> Tensor:
+        trainer = make_trainer("dp-adam", plan=plan, ranks=ranks)
+        walk(trainer, 4)
+        assert trainer.state.average is not None
+        return trainer.state.average.clone()
+
+    one, other = together(2, work)
+    assert torch.equal(one, other)
