@@ -264,7 +264,7 @@ def test_halved_chunks_are_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.privacy
 def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = finish(run.train(start(out="run"), after(5)))
-    monkeypatch.setattr(run, "environment", lambda device: {"threads": 77})
+    monkeypatch.setattr(run, "environment", lambda *_: {"threads": 77})
     finished = finish(run.resume(stopped.folder, {}))
     assert len(finished.report["privacy"]["events"]) == 2
 
