@@ -344,7 +344,9 @@ def faults(case: Case, outcome: Outcome, before: Tree, after: Tree) -> list[str]
 def _names_something(case: Case, stderr: str) -> bool:
     known = (*case.args, *case.files, *(damage.path for damage in case.damages), "COMMAND", "RUN")
     known += (".",) if "" in case.args else ()  # as paths are written
-    return bool(re.search(r"--?\w", stderr)) or any(word and word in stderr for word in known)
+    # As stderr writes what is no text: \udcff.
+    written = [word.encode("utf-8", "backslashreplace").decode() for word in known]
+    return bool(re.search(r"--?\w", stderr)) or any(word and word in stderr for word in written)
 
 
 def _incidental(name: str, case: Case, after: Tree) -> bool:

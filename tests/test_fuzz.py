@@ -101,3 +101,5 @@ def test_what_breaks_a_promise_is_told(
 
 def test_what_keeps_all_promises_is_left_alone() -> None:
     assert not faults(EVAL, Outcome(2, "", f"error: {RUN} is not a run folder.", 0), TREE, TREE)
+    odd = Case(("eval", "\udcff"))  # a byte that is no text
+    assert not faults(odd, Outcome(2, "", r"error: \udcff does not exist.", 0), TREE, TREE)
