@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from dpmac_cli import executors, folder
+from dpmac_cli import checkpoint, executors, folder, run
 from dpmac_cli.compare import collect, finished_report
 from dpmac_cli.executors import Choice, Ended, Moved, RunEvent, told
 from dpmac_cli.grid import Grid, plan
 from dpmac_cli.tables import as_values
-from dpmac_cli.workers import Pool, share_data
-from tests.digits_runs import digits_config, train_digits
+from dpmac_cli.workers import Pool, carry_out, share_data
+from tests.digits_runs import after, digits_config, finish, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
 
 SETTINGS = {
@@ -390,6 +390,18 @@ def test_a_folder_that_is_not_seen_here_is_told(
     assert not told(config, Ended(0), steps - 1, executors.ATTEMPTS, stopped=False).again
     train_digits(out=config.out)
     assert told(config, Ended(0), steps, 1, stopped=False) == Ended(0)
+
+
+def test_a_run_goes_on_on_the_device_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which GPU it had before says nothing of those it finds elsewhere."""
+    config = digits_config(out="run", steps=6)
+    assert finish(run.train(config, after(3))).state == "interrupted"
+    saved = checkpoint.newest(Path("run"))
+    record = {**saved.record, "config": {**saved.record["config"], "device": "cuda:7"}}
+    monkeypatch.setattr(checkpoint, "newest", lambda where: replace(saved, record=record))
+    events = list(carry_out(0, config, None, lambda: False))
+    assert events[0] == Moved(0, 3, 6, None)
+    assert events[-1] == Ended(0)
 
 
 def test_of_many_events_the_newest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
