@@ -134,18 +134,22 @@ class Cluster:
         tasks: dict[Any, _Task] = {}
         while tasks or self._waiting:
             if not self._asked and self.stop():
-                self._asked = True
-                self._waiting.clear()
-                request.make.remote()
-                for words, task in tasks.items():
-                    if not task.begun:
-                        ray.cancel(words)
+                self._ask(tasks, request)
             while self._waiting and len(tasks) < self.jobs:
                 number = self._waiting.popleft()
                 tasks[self._begin(number, request)] = _Task(number)
-            heard, _ = ray.wait(list(tasks), timeout=PATIENCE)
+            heard = ray.wait(list(tasks), timeout=PATIENCE)[0] if tasks else []
             for words in heard:
                 yield from self._hear(words, tasks)
+
+    def _ask(self, tasks: Mapping[Any, _Task], request: Any) -> None:
+        """Have every run finish its step, save and end; those that wait for room never begin."""
+        self._asked = True
+        self._waiting.clear()
+        request.make.remote()
+        for words, task in tasks.items():
+            if not task.begun:
+                ray.cancel(words)
 
     def _begin(self, number: int, request: Any) -> Any:
         """Hand in a run: what it will say."""

@@ -137,16 +137,17 @@ class Array:
 
     def _end(self, job: _Job, *, stopped: bool) -> Ended:
         """How a job ended."""
-        number = job.number
+        number, config = job.number, self.configs[job.number]
         attempt = self._attempts[number]
+        assert config.out is not None  # noqa: S101
         try:
             failure, step = job.job.result()
-        except UncompletedJobError:
-            if stopped:
+        except UncompletedJobError:  # killed, maybe after its run was finished
+            if stopped or folder.reported_steps(config.out) >= config.total_steps:
                 return Ended(number)
             return died(number, attempt, f"job {job.job.job_id}, see {self.where}")
         ended = Ended(number, failure)
-        return told(self.configs[number], ended, step, attempt, stopped=stopped)
+        return told(config, ended, step, attempt, stopped=stopped)
 
 
 def _cancel(jobs: Sequence[_Job]) -> None:

@@ -346,7 +346,7 @@ def test_a_cluster_that_is_not_there_is_told_at_once_and_nothing_is_left() -> No
 
 
 @pytest.mark.privacy
-def test_a_ray_of_our_own_tells_nobody_and_leaves_signals_alone() -> None:
+def test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_nothing_when_told() -> None:
     need("ray")
     script = """
 import signal, sys
@@ -355,7 +355,10 @@ before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 from dpmac_cli import on_ray
 with on_ray.connected(None):
     after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    print(before == after, flush=True)
+    from dpmac_cli.config import resolve
+    config = resolve({"dataset": "digits", "sigma": 6.0, "device": "cpu"}, None).config
+    events = list(on_ray.Cluster([config], None, lambda: True).events([0]))
+    print(before == after, events, flush=True)
     sys.stdin.read()
 """
     env = {k: v for k, v in ENVIRONMENT.items() if k != "RAY_ADDRESS"}
@@ -363,7 +366,7 @@ with on_ray.connected(None):
     command, pipe = [sys.executable, "-c", script], subprocess.PIPE
     with subprocess.Popen(command, text=True, env=env, stdin=pipe, stdout=pipe) as running:
         assert running.stdout is not None
-        assert running.stdout.readline() == "True\n"
+        assert running.stdout.readline() == "True []\n"
         mark = f"{MARK}=own-{os.getpid()}".encode()
         started = [pid for pid in processes(b"ray/") if mark in environ(pid)]
         pages = [pid for pid in processes(b"dashboard.py") if pid in started]
