@@ -1,4 +1,8 @@
-"""Training runs as jobs of SLURM, by submitit: an array of them, watched through their folders."""
+"""Training runs as jobs of SLURM, by submitit: an array of them, watched through their folders.
+
+Jobs outlive a command that is killed; scancel --name dpmac ends them. Until they have ended, the
+same command finds the folders of their runs in use.
+"""
 
 import os
 import shutil
@@ -151,6 +155,7 @@ class Array:
 
 
 def _cancel(jobs: Sequence[_Job]) -> None:
+    """Have jobs finish their step, save and end, for which SLURM gives them half a minute."""
     for job in jobs:
         job.job.cancel(check=False)
 

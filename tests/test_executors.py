@@ -257,6 +257,29 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert finished_report(other) is not None
 
 
+def test_a_job_killed_after_its_run_was_finished_is_no_failure(
+    array: Array, tmp_path: Path
+) -> None:
+    from submitit.core.utils import UncompletedJobError  # noqa: PLC0415
+
+    from dpmac_cli.on_slurm import _Job  # noqa: PLC0415
+
+    class Killed:
+        job_id = "7_0"
+
+        def result(self) -> None:
+            raise UncompletedJobError("no result")
+
+    grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
+    made = array(grid, tmp_path)
+    made._attempts[0] = 1
+    lost = made._end(_Job(0, Killed()), stopped=False)
+    assert lost.again
+    assert "job 7_0, see" in lost.failure
+    assert list(carry_out(0, grid.runs[0].config, None, lambda: False))[-1] == Ended(0)
+    assert made._end(_Job(0, Killed()), stopped=False) == Ended(0)
+
+
 def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     need("submitit")
     out = tmp_path / "study"
@@ -349,16 +372,17 @@ def test_a_cluster_that_is_not_there_is_told_at_once_and_nothing_is_left() -> No
 def test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_nothing_when_told() -> None:
     need("ray")
     script = """
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *args: None)
 before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 from dpmac_cli import on_ray
+usage = os.environ["RAY_USAGE_STATS_ENABLED"]
 with on_ray.connected(None):
     after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     from dpmac_cli.config import resolve
     config = resolve({"dataset": "digits", "sigma": 6.0, "device": "cpu"}, None).config
     events = list(on_ray.Cluster([config], None, lambda: True).events([0]))
-    print(before == after, events, flush=True)
+    print(before == after, events, usage, flush=True)
     sys.stdin.read()
 """
     env = {k: v for k, v in ENVIRONMENT.items() if k != "RAY_ADDRESS"}
@@ -366,7 +390,7 @@ with on_ray.connected(None):
     command, pipe = [sys.executable, "-c", script], subprocess.PIPE
     with subprocess.Popen(command, text=True, env=env, stdin=pipe, stdout=pipe) as running:
         assert running.stdout is not None
-        assert running.stdout.readline() == "True []\n"
+        assert running.stdout.readline() == "True [] 0\n"
         mark = f"{MARK}=own-{os.getpid()}".encode()
         started = [pid for pid in processes(b"ray/") if mark in environ(pid)]
         pages = [pid for pid in processes(b"dashboard.py") if pid in started]
