@@ -138,7 +138,7 @@ class Cluster:
             while self._waiting and len(tasks) < self.jobs:
                 number = self._waiting.popleft()
                 tasks[self._begin(number, request)] = _Task(number)
-            heard = ray.wait(list(tasks), timeout=PATIENCE)[0] if tasks else []
+            heard, _ = ray.wait(list(tasks), timeout=PATIENCE)
             for words in heard:
                 yield from self._hear(words, tasks)
 
