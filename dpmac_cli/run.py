@@ -408,14 +408,17 @@ def _write_metrics(session: Session) -> None:
     folder.write_atomically(session.where / folder.METRICS, text.encode())
 
 
-def goes_on_exactly(where: Path) -> bool:
-    """Whether resuming a run with nothing changed would replay it, here and now."""
+def goes_on_exactly(where: Path, device: str) -> bool:
+    """Whether resuming a run with nothing else changed would replay it, here, on a device.
+
+    Raises:
+        InputError: there is no such device.
+    """
     try:
         record = checkpoint.newest(where).record
     except InputError:
         return False
-    device = choose_device(str(record["config"]["device"]))
-    return bool(record["environment"] == environment(device))
+    return bool(record["environment"] == environment(choose_device(device)))
 
 
 def _taken(saved: checkpoint.Checkpoint, metrics: folder.Lines) -> TrainingEvent:

@@ -20,49 +20,13 @@ from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, Split, load_data
 from dpmac_cli.engine import Evaluated
 from dpmac_cli.errors import DpmacError, explain_os_error
+from dpmac_cli.executors import PATIENCE, Ended, Moved, RunEvent, died
 from dpmac_cli.faults import device_lost
 from dpmac_cli.grid import Grid
 from dpmac_cli.source import Source
 
-#: How often a run is begun again whose process died.
-ATTEMPTS = 3
-#: Seconds between looks at whether anyone wants to stop.
-PATIENCE = 0.2
 #: Steps that --dry-run times.
 TIMED_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A run has come so far.
-
-    Attributes:
-        number: of the run, in the order given.
-        step, steps: taken, and in all.
-        accuracy: of the last evaluation; None before the first.
-    """
-
-    number: int
-    step: int
-    steps: int
-    accuracy: float | None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A run is over.
-
-    Attributes:
-        number: of the run. failure: why it failed; None if it is finished.
-        again: whether its process died and it will be begun again.
-    """
-
-    number: int
-    failure: str | None = None
-    again: bool = False
-
-
-RunEvent = Moved | Ended
 
 
 def default_jobs(device: str) -> int:
@@ -206,13 +170,10 @@ class Pool:
         assert number is not None  # noqa: S101
         worker.number = None
         why = f"signal {-code}" if code < 0 else f"exit code {code}"
-        if self._attempts[number] < ATTEMPTS:
+        lost = died(number, self._attempts[number], why)
+        if lost.again:
             self._waiting.appendleft(number)
-            return Ended(number, f"its process died ({why})", again=True)
-        return Ended(
-            number,
-            f"its process died {ATTEMPTS} times ({why}). If memory ran out, try fewer --jobs.",
-        )
+        return lost
 
 
 def _work(
@@ -239,22 +200,10 @@ def _work(
         place = (config.data, config.device)
         if place not in on_device:
             on_device[place] = _moved(data[config.data], device)
-        failure, broken = None, False
-        try:
-            for event in _events(config, on_device[place], stop):
-                pipe.send(Moved(number, *event))
-        except KeyboardInterrupt:  # asked to stop before its first step
-            return
-        except DpmacError as problem:
-            failure = str(problem)
-            broken = problem.__cause__ is not None and device_lost(problem.__cause__)
-        except OSError as problem:
-            failure = explain_os_error(problem)
-        except Exception as problem:  # noqa: BLE001  (whatever it is, the others go on)
-            failure = f"{type(problem).__name__}: {problem}"
-        pipe.send(Ended(number, failure))
-        if broken:
-            return  # and another process takes the other runs
+        for event in carry_out(number, config, on_device[place], stop):
+            pipe.send(event)
+            if isinstance(event, Ended) and event.broken:
+                return  # and another process takes the other runs
 
 
 def _device(name: str, index: int) -> torch.device:
@@ -272,14 +221,41 @@ def _moved(data: Data, device: torch.device) -> Data:
     return Data(split(data.train), split(data.test), data.gain.to(device), data.offset.to(device))
 
 
+def carry_out(
+    number: int, config: TrainConfig, data: Data | None, stop: Callable[[], bool]
+) -> Iterator[RunEvent]:
+    """Train a run, or go on with it, and say how it ended.
+
+    Args:
+        number: of the run.
+        config: with its ``out``.
+        data: on the run's device; None to load it.
+        stop: asked after every step. Before the first one it ends the run without a word.
+    """
+    failure, broken = None, False
+    try:
+        for event in _events(config, data, stop):
+            yield Moved(number, *event)
+    except KeyboardInterrupt:  # asked to stop before its first step
+        return
+    except DpmacError as problem:
+        failure = str(problem)
+        broken = problem.__cause__ is not None and device_lost(problem.__cause__)
+    except OSError as problem:
+        failure = explain_os_error(problem)
+    except Exception as problem:  # noqa: BLE001  (whatever it is, the others go on)
+        failure = f"{type(problem).__name__}: {problem}"
+    yield Ended(number, failure, broken=broken)
+
+
 def _events(
-    config: TrainConfig, data: Data, stop: Callable[[], bool]
+    config: TrainConfig, data: Data | None, stop: Callable[[], bool]
 ) -> Iterator[tuple[int, int, float | None]]:
     """Train a run, or go on with it where that gives the very same result."""
     assert config.out is not None  # noqa: S101
     steps, accuracy = config.total_steps, None
-    if run.goes_on_exactly(config.out):
-        events = run.resume(config.out, {}, stop, data)
+    if run.goes_on_exactly(config.out, config.device):
+        events = run.resume(config.out, {"device": config.device}, stop, data)
     else:
         events = run.train(config, stop, data)
     for event in events:

@@ -26,7 +26,7 @@ import torch
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dpmac_cli import assembly, data, folder, scoring, workers
+from dpmac_cli import assembly, data, executors, folder, scoring, workers
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
@@ -257,19 +257,19 @@ class _Pipe:
 
     def __init__(self, tasks: Sequence[Any]) -> None:
         self._tasks = iter([*tasks, None])
-        self.heard: list[workers.RunEvent] = []
+        self.heard: list[executors.RunEvent] = []
 
     def recv(self) -> Any:
         return next(self._tasks)
 
-    def send(self, event: workers.RunEvent) -> None:
+    def send(self, event: executors.RunEvent) -> None:
         self.heard.append(event)
 
 
 class InlinePool(workers.Pool):
     """A pool whose one worker lives in this process."""
 
-    def events(self, numbers: Sequence[int]) -> Iterator[workers.RunEvent]:
+    def events(self, numbers: Sequence[int]) -> Iterator[executors.RunEvent]:
         pipe: Any = _Pipe([(number, self.configs[number]) for number in numbers])
         asked: Any = _Asked(self.stop)
         workers._work(pipe, asked, self.data, 0, 1, os.getppid())

@@ -14,6 +14,7 @@ from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.train import text_option
 from dpmac_cli.config import SETTINGS, parse
 from dpmac_cli.errors import InputError
+from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
@@ -30,6 +31,8 @@ failed (the others are in the table), 130 interrupted (the same command goes on)
 
 #: Files that a comparison writes into its folder, beside the folder of its runs.
 RUNS, JSON, CSV = "runs", "compare.json", "compare.csv"
+#: The folder of what jobs on a cluster print and are told; its owner's alone.
+JOBS = "jobs"
 MARKDOWN, LATEX, PLOT = "compare.md", "compare.tex", "compare.png"
 DEFAULT_OUT = Path("runs") / "compare"
 
@@ -38,12 +41,11 @@ DEFAULT_OUT = Path("runs") / "compare"
 def compare(**flags: Any) -> None:
     """Run the command; ``flags`` are the studied fields of TrainConfig and the options below."""
     out: Path = parse({"out": flags.pop("out")}).get("out", DEFAULT_OUT)
-    file, jobs = flags.pop("config"), flags.pop("jobs")
+    file = flags.pop("config")
+    choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
     flags.pop("debug")
-    errors = []
-    if jobs is not None and not 1 <= jobs <= 1024:
-        errors.append(f"--jobs must be from 1 to 1,024, not {jobs}.")
+    errors = list(choice.faults())
     if dry_run and as_json:
         errors.append("--dry-run and --json contradict each other: a plan has no table. Give one.")
     if errors:
@@ -54,7 +56,7 @@ def compare(**flags: Any) -> None:
         _show_plan(grid)
         return
     _check_folder(out)
-    failures, interrupted = _carry_out(grid, out, jobs, quiet, as_json)
+    failures, interrupted = _carry_out(grid, out, choice, quiet, as_json)
     _write_results(grid, out, failures, as_json, quiet)
     if interrupted:
         console.print_errors(["interrupted; the same command goes on."], label="stopped")
@@ -81,31 +83,42 @@ def _show_plan(grid: Grid) -> None:
 
 
 def _carry_out(
-    grid: Grid, out: Path, jobs: int | None, quiet: bool, as_json: bool
+    grid: Grid, out: Path, choice: Choice, quiet: bool, as_json: bool
 ) -> tuple[dict[int, str], bool]:
     """Run what is not finished. Why runs failed, by number, and whether anyone broke it off."""
     from dpmac_cli.cli.compare_display import choose_display  # noqa: PLC0415
-    from dpmac_cli.compare import finished_report  # noqa: PLC0415
-    from dpmac_cli.workers import Ended, Pool, default_jobs, share_data  # noqa: PLC0415
+    from dpmac_cli.workers import share_data  # noqa: PLC0415
 
     configs = [run.config for run in grid.runs]
-    # Before anything is written: where there are no data, there is no study.
-    data = share_data([run.config for run in grid.runs if finished_report(run) is None])
-    folder.make_folder(out / RUNS)
+    # Before anything is written: where there are no data, or no cluster, there is no study.
+    data = share_data([configs[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
-    with folder.locked(out), stop_request() as stop:
-        missing = [n for n, run in enumerate(grid.runs) if finished_report(run) is None]
+    with contextlib.ExitStack() as held:
+        stop = held.enter_context(stop_request())
+        executor = None
+        if data:
+            executor = held.enter_context(opened(choice, configs, data, stop, out / JOBS))
+        folder.make_folder(out / RUNS)
+        held.enter_context(folder.locked(out))
+        missing = _missing(grid)
         console.print_notes(_damages(grid.runs[number] for number in missing))
-        display = choose_display(grid, missing, quiet, as_json)
-        with contextlib.closing(display):
-            if not missing:
-                return failures, False
-            count = jobs or default_jobs(configs[0].device)
-            for event in Pool(configs, count, data, stop).events(missing):
-                display.show(event)
-                if isinstance(event, Ended) and event.failure and not event.again:
-                    failures[event.number] = event.failure
+        display = held.enter_context(
+            contextlib.closing(choose_display(grid, missing, quiet, as_json))
+        )
+        if executor is None or not missing:
+            return failures, False
+        for event in executor.events(missing):
+            display.show(event)
+            if isinstance(event, Ended) and event.failure and not event.again:
+                failures[event.number] = event.failure
         return failures, stop()
+
+
+def _missing(grid: Grid) -> list[int]:
+    """The runs that are not finished."""
+    from dpmac_cli.compare import finished_report  # noqa: PLC0415
+
+    return [number for number, run in enumerate(grid.runs) if finished_report(run) is None]
 
 
 def _damages(runs: Iterable[Run]) -> Iterator[str]:
@@ -165,7 +178,27 @@ def command() -> Callable[..., None]:
             f"How many (5), or which (3,7,8). [default: {DEFAULT_SEEDS}]",
             "Study",
         ),
-        option("jobs", int | None, "Processes at a time. [default: one a core or GPU]", "Study"),
+        option("jobs", int | None, "Runs at a time. [default: one a core or GPU]", "Study"),
+        option(
+            "executor",
+            str,
+            f"Who carries them out: {', '.join(EXECUTORS)}. Clusters need --out, data and the "
+            "folder that this is typed in on storage that all machines share. [default: local]",
+            "Study",
+            "local",
+        ),
+        option(
+            "cluster",
+            str | None,
+            "Address of the Ray cluster. [default: RAY_ADDRESS, or one on this machine]",
+            "Study",
+        ),
+        option(
+            "slurm",
+            str | None,
+            "sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job.",
+            "Study",
+        ),
         option("dry_run", bool, "Show runs, prices and time, and train nothing.", "Study", False),
         *(
             text_option(name, setting)

@@ -16,8 +16,8 @@ from dpmac_cli.accounting import format_epsilon, total_epsilon
 from dpmac_cli.budget import training_event
 from dpmac_cli.cli.console import expendable
 from dpmac_cli.compare import Cell, Comparison
+from dpmac_cli.executors import Moved, RunEvent
 from dpmac_cli.grid import Grid, Run
-from dpmac_cli.workers import Moved, RunEvent
 
 
 class Display:

@@ -12,9 +12,9 @@ from dpmac_cli.cli.console import Expendable
 from dpmac_cli.cli.display import LiveBar
 from dpmac_cli.compare import Comparison
 from dpmac_cli.engine import Progress
+from dpmac_cli.executors import Moved
 from dpmac_cli.grid import plan
 from dpmac_cli.run import Started, Update
-from dpmac_cli.workers import Moved
 from tests.digits_runs import digits_config
 from tests.test_tables import cell, comparison
 

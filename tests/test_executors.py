@@ -1,0 +1,466 @@
+"""The grid of a study, carried out here, by Ray and by jobs: one table, whoever did it."""
+
+import importlib.util
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpmac_cli import checkpoint, executors, folder, run
+from dpmac_cli.compare import collect, finished_report
+from dpmac_cli.executors import Choice, Ended, Moved, RunEvent, told
+from dpmac_cli.grid import Grid, plan
+from dpmac_cli.tables import as_values
+from dpmac_cli.workers import Pool, carry_out, share_data
+from tests.digits_runs import after, digits_config, finish, train_digits
+from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
+
+SETTINGS = {
+    **{"dataset": "digits", "sigma": "6", "device": "cpu", "seeds": "2", "epochs": "20"},
+    **{"optimizers": "dp-sgd,dp-macadam", "checkpoint_every": "5"},
+}
+FLAGS = [
+    "compare",
+    *(part for k, v in SETTINGS.items() for part in (f"--{k.replace('_', '-')}", v)),
+]
+ONE_RUN = ("--optimizers", "dp-sgd", "--seeds", "1", "--epochs", "1")
+#: Starts two machines' worth of Ray, says where, and ends with whoever reads it.
+TWO_NODES = """
+import os, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster()
+try:
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
+    print(cluster.address, flush=True)
+    sys.stdin.read()
+finally:
+    cluster.shutdown()
+"""
+#: Of the processes of that cluster.
+MARK = "DPMAC_TEST_CLUSTER"
+
+
+def need(module: str) -> None:
+    """An extra is installed. On CI its absence is a failure; elsewhere a skip."""
+    if importlib.util.find_spec(module) is not None:
+        return
+    reason = f"{module} is not installed: pip install -e '.[dev]'"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def grid_in(out: Path, **changes: str) -> Grid:
+    """The study of these tests."""
+    return plan({**SETTINGS, **changes}, None, out / "runs")
+
+
+def table(values: dict[str, Any]) -> dict[str, Any]:
+    """A comparison without what a clock decides."""
+    rows = [{k: v for k, v in row.items() if k != "training_seconds"} for row in values["rows"]]
+    return {**values, "rows": rows}
+
+
+def written(out: Path) -> dict[str, Any]:
+    return table(json.loads((out / "compare.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The table of a pool of processes here that nothing happened to."""
+    grid = grid_in(tmp_path_factory.mktemp("local"))
+    configs = [run.config for run in grid.runs]
+    ended = [
+        event
+        for event in Pool(configs, 1, share_data(configs), lambda: False).events(range(4))
+        if isinstance(event, Ended)
+    ]
+    assert ended == [Ended(number) for number in range(4)]
+    return table(as_values(collect(grid, {})))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes with a CPU each."""
+    need("ray")
+    env = {**ENVIRONMENT, MARK: str(os.getpid()), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", TWO_NODES]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, env=env, **pipes) as running:  # type: ignore[call-overload]
+        try:
+            yield running.stdout.readline().strip()
+        finally:
+            running.stdin.close()
+            running.wait(60)
+
+
+def ray_workers() -> list[int]:
+    """Processes of the cluster that have a run in hand."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    return [pid for pid in processes(b"ray::_train") if mark in environ(pid)]
+
+
+def processes(name: bytes) -> list[int]:
+    """Those whose command line holds a name."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if name in command:
+                found.append(int(entry.name))
+    return found
+
+
+def environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """Until something holds: what."""
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def under_way(out: Path) -> bool:
+    """Whether some run has been saved after its first steps."""
+    return any(out.glob("runs/*/checkpoint/step-0*[1-9]*.safetensors"))
+
+
+def test_on_ray_a_killed_worker_leaves_the_table_as_it_would_have_been(
+    local: dict[str, Any], cluster: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "study"
+    flags = ("--executor", "ray", "--cluster", cluster, "--out", str(out), "--json")
+    running = process(*FLAGS, *flags)
+    wait_for(lambda: under_way(out))
+    os.kill(ray_workers()[0], signal.SIGKILL)
+    output, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    assert "its process died (WorkerCrashedError); going on with it" in " ".join(errors.split())
+    assert table(json.loads(output)) == written(out) == local
+
+
+def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
+    local: dict[str, Any], cluster: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "study"
+    broken, first, *later = grid_in(out).runs
+    broken.folder.mkdir(parents=True)
+    (broken.folder / "thesis.txt").write_text("chapter 1")
+    flags = ("--executor", "ray", "--cluster", cluster, "--out", str(out), "--jobs", "1")
+    running = process(*FLAGS, *flags)
+    wait_for(lambda: under_way(out))
+    running.send_signal(signal.SIGTERM)  # which Ray would like to have for itself
+    output, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors
+    assert "files that are not a run's" in output
+    assert "the same command goes on" in errors
+    assert "Traceback" not in errors
+    report = json.loads((first.folder / folder.REPORT).read_text())
+    assert report["state"] == "interrupted"
+    assert not any(run.folder.exists() for run in later)
+    (broken.folder / "thesis.txt").unlink()
+    running = process(*FLAGS, *flags[:-2])
+    output, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    assert written(out) == local
+
+
+Array = Callable[..., Any]
+
+
+@pytest.fixture
+def array(monkeypatch: pytest.MonkeyPatch) -> Array:
+    """Makes what SLURM would carry out, carried out by processes here."""
+    need("submitit")
+    from dpmac_cli import on_slurm  # noqa: PLC0415
+
+    monkeypatch.setattr(on_slurm, "POLL", 0.1)
+
+    def make(grid: Grid, out: Path, stop: Callable[[], bool] = lambda: False) -> Any:
+        configs = [run.config for run in grid.runs]
+        return on_slurm.Array(configs, None, stop, out / "jobs", {"time": "60"}, cluster="local")
+
+    return make
+
+
+@pytest.mark.privacy
+def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_is_told(
+    array: Array, local: dict[str, Any], tmp_path: Path
+) -> None:
+    grid = grid_in(tmp_path)
+    seen: list[RunEvent] = []
+    before = os.umask(0)
+    try:
+        for event in array(grid, tmp_path).events(range(4)):
+            if not seen:
+                folder_of_jobs = str(tmp_path / "jobs").encode()
+                workers = set(processes(b"submitit.core._submit")) & set(processes(folder_of_jobs))
+                os.kill(min(workers), signal.SIGKILL)
+            seen.append(event)
+    finally:
+        os.umask(before)
+    ended = [event for event in seen if isinstance(event, Ended)]
+    assert [event.failure is None for event in ended].count(True) == 4
+    [lost] = [event for event in ended if event.failure]
+    assert lost.again
+    assert "its process died (job " in str(lost.failure)
+    assert {e.number: e.step for e in seen if isinstance(e, Moved)} == dict.fromkeys(
+        range(4), grid.runs[0].config.total_steps
+    )
+    assert table(as_values(collect(grid, {}))) == local
+    assert stat.S_IMODE((tmp_path / "jobs").stat().st_mode) == 0o700
+    records = share_data([grid.runs[0].config])["digits"].train.images
+    told_to_jobs = list((tmp_path / "jobs").rglob("*.pkl"))
+    assert len(told_to_jobs) >= 4
+    for path in told_to_jobs:
+        content = path.read_bytes()
+        assert records[0].numpy().tobytes() not in content
+        assert len(content) < 20_000
+
+
+def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
+    array: Array, tmp_path: Path
+) -> None:
+    changes = {"seeds": "1", "epochs": "100"}
+    broken, other = (grid := grid_in(tmp_path, **changes)).runs
+    broken.folder.mkdir(parents=True)
+    (broken.folder / "thesis.txt").write_text("chapter 1")
+    events = list(array(grid, tmp_path, lambda: under_way(tmp_path)).events(range(2)))
+    [failure] = [e.failure for e in events if isinstance(e, Ended) and e.number == 0]
+    assert "files that are not a run's" in str(failure)
+    assert [e for e in events if isinstance(e, Ended) and e.number == 1] == [Ended(1)]
+    report = json.loads((other.folder / folder.REPORT).read_text())
+    assert report["state"] == "interrupted"
+    again = array(grid, tmp_path).events([1])
+    moved = [event for event in again if isinstance(event, Moved)]
+    assert moved[0].step >= report["hyperparameters"]["steps"] - 12
+    assert finished_report(other) is not None
+
+
+def test_a_job_killed_after_its_run_was_finished_is_no_failure(
+    array: Array, tmp_path: Path
+) -> None:
+    from submitit.core.utils import UncompletedJobError  # noqa: PLC0415
+
+    from dpmac_cli.on_slurm import _Job  # noqa: PLC0415
+
+    class Killed:
+        job_id = "7_0"
+
+        def result(self) -> None:
+            raise UncompletedJobError("no result")
+
+    grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
+    made = array(grid, tmp_path)
+    made._attempts[0] = 1
+    lost = made._end(_Job(0, Killed()), stopped=False)
+    assert lost.again
+    assert "job 7_0, see" in lost.failure
+    assert list(carry_out(0, grid.runs[0].config, None, lambda: False))[-1] == Ended(0)
+    assert made._end(_Job(0, Killed()), stopped=False) == Ended(0)
+
+
+def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    need("submitit")
+    out = tmp_path / "study"
+    result = dpmac(*FLAGS, "--executor", "slurm", "--slurm", "time=60", "--out", out)
+    assert result.exit_code == 2
+    assert "there is no SLURM here" in result.output
+    assert not out.exists()
+
+
+def test_options_reach_sbatch(tmp_path: Path) -> None:
+    need("submitit")
+    from dpmac_cli import on_slurm  # noqa: PLC0415
+
+    sbatch = Choice("slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2").sbatch
+    configs = [run.config for run in grid_in(tmp_path, device="cuda").runs]
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "sbatch"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        on_slurm.check()
+        executor = on_slurm.Array(configs, 3, lambda: False, tmp_path / "jobs", sbatch)._executor()
+    text = executor._executor._make_submission_file_text("command", "uid")
+    options = dict(
+        line.removeprefix("#SBATCH --").split("=", 1)
+        for line in text.splitlines()
+        if line.startswith("#SBATCH")
+    )
+    expected = {"partition": "short", "time": "1:30:00", "cpus-per-task": "2", "gpus-per-node": "1"}
+    assert expected.items() <= options.items()
+    assert executor._executor.parameters["array_parallelism"] == 3
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (Choice("cloud"), "must be one of local, ray, slurm, not 'cloud'"),
+        (Choice("local", 0), "--jobs must be from 1 to 1,024, not 0"),
+        (Choice(cluster="auto"), "Add --executor ray"),
+        (Choice(slurm="time=1"), "Add --executor slurm"),
+        (Choice("slurm"), "--slurm time=60"),
+        (Choice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
+        (Choice("slurm", slurm="time=60,array=1-9"), "array cannot be chosen"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_told(choice: Choice, words: str) -> None:
+    assert any(words in fault for fault in choice.faults())
+    if choice.name in ("local", "cloud"):
+        flags = {"--executor": choice.name, "--cluster": choice.cluster, "--slurm": choice.slurm}
+        typed = [part for k, v in flags.items() if v is not None for part in (k, v)]
+        jobs = [] if choice.jobs is None else ["--jobs", str(choice.jobs)]
+        result = dpmac(*FLAGS, *typed, *jobs)
+        assert result.exit_code == 2
+        assert words in result.output
+
+
+@pytest.mark.parametrize(("name", "module"), [("ray", "ray"), ("slurm", "submitit")])
+def test_a_missing_extra_is_named_with_its_cure(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda asked: None if asked == module else find(asked)
+    )
+    more = ("--slurm", "time=60") if name == "slurm" else ()
+    result = dpmac(*FLAGS, "--executor", name, *more, "--out", "study")
+    assert result.exit_code == 2
+    assert f"needs {module}, which is not installed: pip install 'dpmac[{name}]'" in result.output
+    assert result.output.count("error:") == 1
+    assert not Path("study").exists()
+
+
+def test_neither_is_loaded_unless_asked_for() -> None:
+    done = hooked(loading("ray", "submitit"), *FLAGS, *ONE_RUN, "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert Path("loaded").read_text() == ""
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once_and_nothing_is_left() -> None:
+    need("ray")
+    for where in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
+        result = dpmac(*FLAGS, "--executor", "ray", "--cluster", where, "--out", "study")
+        assert result.exit_code == 2
+        assert f"No Ray cluster can be used at {where} (" in result.output
+        assert not Path("study").exists()
+
+
+@pytest.mark.privacy
+def test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_no_more_than_it_should() -> (
+    None
+):
+    need("ray")
+    script = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *args: None)
+before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+from dpmac_cli import on_ray
+usage = os.environ["RAY_USAGE_STATS_ENABLED"]
+with on_ray.connected(None):
+    after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    from dpmac_cli.config import resolve
+    config = resolve({"dataset": "digits", "sigma": 6.0, "device": "cpu"}, None).config
+    begun = []
+    class Counted(on_ray.Cluster):
+        def _begin(self, number, request):
+            begun.append(number)
+            return super()._begin(number, request)
+    for answers in (iter([]), iter([False])):
+        events = list(Counted([config] * 3, 1, lambda: next(answers, True)).events(range(3)))
+        print(begun, events)
+    print(before == after, usage, flush=True)
+    sys.stdin.read()
+"""
+    env = {k: v for k, v in ENVIRONMENT.items() if k != "RAY_ADDRESS"}
+    env |= {"RAY_USAGE_STATS_ENABLED": "1", MARK: f"own-{os.getpid()}"}
+    command, pipe = [sys.executable, "-c", script], subprocess.PIPE
+    with subprocess.Popen(command, text=True, env=env, stdin=pipe, stdout=pipe) as running:
+        assert running.stdout is not None
+        lines = [running.stdout.readline().strip() for _ in range(3)]
+        assert lines == ["[] []", "[0] []", "True 0"]
+        mark = f"{MARK}=own-{os.getpid()}".encode()
+        started = [pid for pid in processes(b"ray/") if mark in environ(pid)]
+        pages = [pid for pid in processes(b"dashboard.py") if pid in started]
+        assert len(started) >= 3
+        assert all(b"RAY_USAGE_STATS_ENABLED=0" in environ(pid) for pid in started)
+        for pid in pages:
+            assert b"--disable-frontend" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        running.communicate()
+    assert running.returncode == 0
+
+
+def test_a_folder_that_is_not_seen_here_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executors, "GRACE", 0.3)
+    config = replace(digits_config(), out=tmp_path / "elsewhere")
+    steps = config.total_steps
+    unseen = told(config, Ended(0), steps, 1, stopped=False)
+    assert not unseen.again
+    assert f"its folder {config.out} is not seen here" in str(unseen.failure)
+    assert "storage that all machines share" in str(unseen.failure)
+    assert told(config, Ended(0), steps, 1, stopped=True) == Ended(0)
+    assert told(config, Ended(0), steps - 1, 1, stopped=False).again
+    assert not told(config, Ended(0), steps - 1, executors.ATTEMPTS, stopped=False).again
+    train_digits(out=config.out)
+    assert told(config, Ended(0), steps, 1, stopped=False) == Ended(0)
+
+
+def test_a_run_goes_on_on_the_device_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which GPU it had before says nothing of those it finds elsewhere."""
+    config = digits_config(out="run", steps=6)
+    assert finish(run.train(config, after(3))).state == "interrupted"
+    saved = checkpoint.newest(Path("run"))
+    record = {**saved.record, "config": {**saved.record["config"], "device": "cuda:7"}}
+    monkeypatch.setattr(checkpoint, "newest", lambda where: replace(saved, record=record))
+    events = list(carry_out(0, config, None, lambda: False))
+    assert events[0] == Moved(0, 3, 6, None)
+    assert events[-1] == Ended(0)
+
+
+def test_of_many_events_the_newest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("ray")
+    from dpmac_cli.on_ray import newest  # noqa: PLC0415
+
+    events = [Moved(0, step, 9, None) for step in range(1, 10)]
+    heard = list(newest([*events, Ended(0)]))
+    assert heard[-2:] == [events[-1], Ended(0)]
+    assert len(heard) < 6
+    monkeypatch.setattr("dpmac_cli.on_ray.PATIENCE", 0.0)
+    assert list(newest([*events, Ended(0)])) == [*events, Ended(0)]
+
+
+def test_a_run_takes_a_gpu_where_it_is_to_run_on_one() -> None:
+    need("ray")
+    from dpmac_cli.errors import InputError  # noqa: PLC0415
+    from dpmac_cli.on_ray import resource  # noqa: PLC0415
+
+    both = {"CPU": 4.0, "GPU": 2.0}
+    assert [resource(device, both) for device in ("auto", "cpu", "cuda")] == ["GPU", "CPU", "GPU"]
+    assert resource("auto", {"CPU": 4.0}) == "CPU"
+    with pytest.raises(InputError, match="has no GPU"):
+        resource("cuda", {"CPU": 4.0})
+    assert executors.anywhere(digits_config(device="cuda:3")).device == "cuda"
