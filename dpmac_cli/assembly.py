@@ -257,9 +257,9 @@ def cache_folder() -> Path:
 
 
 def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:
-    """What must be the same for a resumed run to compute the same bits."""
+    """What must be the same for a resumed run to compute the same bits: at every rank."""
     return {
-        **({} if ranks is None else {"ranks": ranks.size}),
+        **({} if ranks is None else {"ranks": ranks.posted()}),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "device": device_name(device),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpmac_cli import config as configuration
-from dpmac_cli.assembly import choose_device, make_trainer
+from dpmac_cli.assembly import choose_device, environment, make_trainer
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError
@@ -59,6 +59,7 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
     """
     try:
         with explained():
+            ranks.post(environment(choose_device(local.get("device") or "auto", ranks)))
             said = ranks.brief()
             config = configuration.change(said["config"], local).config
             trainer = make_trainer(

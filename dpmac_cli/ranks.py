@@ -31,6 +31,8 @@ from dpmac_cli.sampling import Batch, Sampler
 
 #: Seconds that a rank may keep the others waiting: computing features may take many minutes.
 PATIENCE = 3600.0
+#: Seconds that all ranks may take to begin, once they have met.
+ARRIVAL = 300.0
 #: Seconds between signs of life, and without one until a rank is taken for dead.
 PULSE, SILENCE = 0.5, 5.0
 #: In place of the size of a batch: there is none, training is over.
@@ -107,6 +109,19 @@ class Ranks:
         said = torch.tensor([number])
         self._meet(dist.all_reduce, said, dist.ReduceOp.MIN)
         return int(said)
+
+    def post(self, machine: Mapping[str, Any]) -> None:
+        """Tell rank 0 what this rank computes on, as JSON values."""
+        self._store.set(f"machine {self.rank}", json.dumps(machine))
+
+    def posted(self) -> list[dict[str, Any]]:
+        """What the others compute on. Raises RunError if one of them never says."""
+        names = [f"machine {rank}" for rank in range(1, self.size)]
+        try:
+            self._store.wait(names, timedelta(seconds=ARRIVAL))
+            return [json.loads(self._store.get(name)) for name in names]
+        except RuntimeError as failure:
+            raise RunError(_lost([], self.size)) from failure
 
     def agree(self, tensors: Iterable[Tensor]) -> None:
         """Make sure that tensors are the same at every rank, bit by bit.

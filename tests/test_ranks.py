@@ -265,6 +265,21 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
     assert weights(Path("run"))
 
 
+@pytest.mark.privacy
+def test_another_machine_at_another_rank_is_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share of the sum may round otherwise, under the same noise."""
+    together(2, training(steps=4, out="run", seed=4))
+
+    def go_on(ranks: Ranks) -> Any:
+        if not ranks.leads:
+            monkeypatch.setattr(assist, "environment", lambda *_: {"instructions": "others"})
+            return assist.assist(ranks, {})
+        started = next(iter(run.resume(Path("run"), {"steps": "6"}, ranks=ranks)))
+        return started.branch if isinstance(started, run.Started) else None
+
+    assert "the machine or its software" in together(2, go_on)[0]
+
+
 def test_what_several_processes_cannot_do() -> None:
     found = together(2, training(steps=2, canaries=20, diagnostics=True))
     assert isinstance(found[0], InputError)
