@@ -104,7 +104,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         config = resolve({**flags, "device": "cpu", "out": out}).config
         *_, last = run.train(config)
         found = read_audit(out)
-    assert isinstance(last, run.Finished)  # noqa: S101
+    assert isinstance(last, run.Finished)
     return {
         **found.verdict(),
         "accuracy": last.report["test"]["accuracy"],

@@ -68,7 +68,7 @@ def main() -> None:
     """Read a compare.json, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
-    print(table(json.loads(parser.parse_args().file.read_bytes())))  # noqa: T201
+    print(table(json.loads(parser.parse_args().file.read_bytes())))
 
 
 if __name__ == "__main__":

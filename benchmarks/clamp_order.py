@@ -37,14 +37,14 @@ class ClampBefore(MacAdam):
     def begin(self, step: int, spread: Spread | None) -> None:
         """An average of clamped variances is corrected like any average started at 0."""
         super().begin(step, spread)
-        assert spread is not None  # noqa: S101
+        assert spread is not None
         spread.kappa = 1 - self.beta1**step
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
         """Clamp, then average, then correct."""
-        assert spread is not None  # noqa: S101
+        assert spread is not None
         m_hat = region.centre.copy_(moments.m_hat())
         variance = private.without_noise((private.value - m_hat).square_())
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta1)

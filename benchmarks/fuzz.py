@@ -47,7 +47,7 @@ def type_apart(args: Sequence[str]) -> Outcome:
     """Type a command in the working folder, as a process of its own."""
     began = time.perf_counter()
     try:
-        ended = subprocess.run(  # noqa: S603
+        ended = subprocess.run(
             [sys.executable, "-m", "dpmac_cli", *args],
             check=False,
             capture_output=True,
@@ -90,8 +90,8 @@ class Tally:
             shutil.rmtree(kept, ignore_errors=True)
             kept.parent.mkdir(parents=True, exist_ok=True)
             prepare(case, world, kept)
-            print(f"(cd {kept} && {case.typed})", *wrong, *case.damages, sep="\n    ")  # noqa: T201
-            print(f"    {outcome.stderr[-400:]}", flush=True)  # noqa: T201
+            print(f"(cd {kept} && {case.typed})", *wrong, *case.damages, sep="\n    ")
+            print(f"    {outcome.stderr[-400:]}", flush=True)
 
     def summary(self) -> dict[str, Any]:
         """As JSON values."""
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    sys.stdout.reconfigure(errors="surrogateescape")
     torch.set_num_threads(1)
     keep = options.keep.absolute()
     results = {}
@@ -130,7 +130,7 @@ def main() -> None:
             with nullcontext() if apart else quickened():
                 generate(tally.attempt, Path(name, "world"), count, options.seed)
             results[kind] = tally.summary()
-            print(f"{kind}: {json.dumps(results[kind], indent=2)}", flush=True)  # noqa: T201
+            print(f"{kind}: {json.dumps(results[kind], indent=2)}", flush=True)
     if options.out:
         document = {"seed": options.seed, "hypothesis": hypothesis.__version__, **results}
         options.out.write_text(json.dumps(document, indent=2) + "\n")

@@ -103,7 +103,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 def start_from(state: TrainState, variance: float) -> None:
     """Begin with the same s_0^2 in every coordinate."""
-    assert state.spread is not None  # noqa: S101
+    assert state.spread is not None
     state.spread.s.fill_(variance)
     state.region.inverse.fill_(variance**-0.5)
     state.region.factor.fill_(variance**0.5 * state.theta.numel())

@@ -73,7 +73,7 @@ def main() -> None:
             with torch.no_grad():
                 predicted = torch.cat([model(part).argmax(1) for part in torch.split(x_test, 500)])
             accuracy = (predicted == y_test).float().mean().item()
-            print(f"epoch {step // per_epoch}: {accuracy:.2%}", flush=True)  # noqa: T201
+            print(f"epoch {step // per_epoch}: {accuracy:.2%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -173,14 +173,14 @@ def study_all() -> None:
     rows = []
     for optimizer in OPTIMIZERS:
         rows.append(study(optimizer, each, rng))
-        print(  # noqa: T201
+        print(
             "{optimizer:14} {kills:3} kills  {identical}/{runs} runs identical  {stages}".format(
                 **rows[-1]
             ),
             flush=True,
         )
     total = {key: sum(row[key] for row in rows) for key in ("kills", "runs", "identical")}
-    print("{kills} kills, {identical} of {runs} runs identical".format(**total))  # noqa: T201
+    print("{kills} kills, {identical} of {runs} runs identical".format(**total))
     if options.out:
         document = {"torch": torch.__version__, "seed": options.seed, **total, "rows": rows}
         options.out.write_text(json.dumps(document, indent=2) + "\n")

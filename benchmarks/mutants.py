@@ -149,7 +149,7 @@ def read_table() -> list[Mutant]:
 def check(mutants: Sequence[Mutant]) -> None:
     """End the program, with exit code 1 if any mutant does not apply."""
     faults = [f"{mutant.name}: {fault}" for mutant in mutants for fault in mutant.faults()]
-    print("\n".join(faults) or f"{len(mutants)} mutants apply.")  # noqa: T201
+    print("\n".join(faults) or f"{len(mutants)} mutants apply.")
     sys.exit(bool(faults))
 
 
@@ -309,9 +309,9 @@ def main() -> None:
     chosen = [m for m in mutants if options.only in m.name or options.only in m.file]
     verdicts = earlier(options.out) if options.only else {}
     load_libraries()
-    print(HEAD, flush=True)  # noqa: T201
+    print(HEAD, flush=True)
     for verdict in examine_all(chosen, options.jobs):
-        print(as_row(verdict), flush=True)  # noqa: T201
+        print(as_row(verdict), flush=True)
         verdicts[verdict.name] = verdict
         kept = [verdicts[m.name] for m in mutants if m.name in verdicts]
         if options.out:
@@ -319,7 +319,7 @@ def main() -> None:
         if options.page:
             write_page(options.page, kept)
     count = killed(verdicts[m.name] for m in chosen)
-    print(f"\n{count} of {len(chosen)} killed.")  # noqa: T201
+    print(f"\n{count} of {len(chosen)} killed.")
     sys.exit(count < len(chosen))
 
 

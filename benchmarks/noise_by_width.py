@@ -75,7 +75,7 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     _, forms = trainer._clipped_sum._gradients(x, data.train.labels[:RECORDS])
     squares = []
     for form in forms:
-        assert isinstance(form, OuterProducts)  # noqa: S101
+        assert isinstance(form, OuterProducts)
         delta = form.delta.square()
         squares += [(delta.T @ form.a.square()).flatten(), delta.sum(0)]
     s = (torch.cat(squares) / RECORDS - mean.square()).clamp(min=0).sqrt()

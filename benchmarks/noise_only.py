@@ -43,7 +43,7 @@ def main() -> None:
     for kappa in KAPPAS:
         for sigma in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
             pairs = ", ".join(f"{low:.1%} / {high:.1%}" for low, high in shares(sigma, kappa))
-            print(f"{kappa:8} sigma {sigma:g}: on h1 / on h2 {pairs}", flush=True)  # noqa: T201
+            print(f"{kappa:8} sigma {sigma:g}: on h1 / on h2 {pairs}", flush=True)
 
 
 if __name__ == "__main__":

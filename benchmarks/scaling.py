@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from contenders import Size, ours, random_images
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from dpmac_cli.ranks import Ranks
 
@@ -76,8 +76,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     rows = []
-    print("| network | batch | optimizer | processes | step, ms | speed-up | efficiency |")  # noqa: T201
-    print("|---|---|---|---|---|---|---|")  # noqa: T201
+    print("| network | batch | optimizer | processes | step, ms | speed-up | efficiency |")
+    print("|---|---|---|---|---|---|---|")
     for size in SIZES:
         for name in NAMES:
             rounds = [
@@ -97,7 +97,7 @@ def main() -> None:
                     "efficiency": round(speedup * options.processes[0] / count, 3),
                 }
                 rows.append(row)
-                print("|", *(f"{value} |" for value in row.values()), flush=True)  # noqa: T201
+                print("|", *(f"{value} |" for value in row.values()), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

@@ -32,7 +32,7 @@ def carry_on(
         line = {"setting": setting, "result": measure(setting)}
         with file.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
-        print(setting, flush=True)  # noqa: T201
+        print(setting, flush=True)
 
 
 def main(

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     options = parser.parse_args()
     count = {"pack": pack, "unpack": unpack}[options.what](options.source, options.target)
-    print(f"{count} runs in {options.target}")  # noqa: T201
+    print(f"{count} runs in {options.target}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ OPTIMIZERS = ("dp-sgd", "dp-macadam")
 def seconds(*command: str) -> float:
     """Of a command, which must succeed."""
     begin = time.perf_counter()
-    subprocess.run([sys.executable, *command], check=True, capture_output=True)  # noqa: S603
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
     return time.perf_counter() - begin
 
 

@@ -1,13 +1,14 @@
 """What a rank other than the first does: its share of every batch, and nothing else."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dpmac_cli import config as configuration
 from dpmac_cli.assembly import choose_device, environment, make_trainer
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.engine import Trainer
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.faults import explained
 from dpmac_cli.ranks import DismissedError, Ranks
 
@@ -34,12 +35,13 @@ def check(config: TrainConfig) -> None:
         raise InputError(faults)
 
 
-def begin(ranks: Ranks, config: TrainConfig, trainer: Trainer) -> None:
-    """Rank 0 tells the others what the run is, and where it is. No secret is told."""
+def begin(ranks: Ranks, config: TrainConfig, trainer: Trainer, where: Path) -> None:
+    """Rank 0 tells the others what the run is, how far, and its folder. No secret is told."""
     numbers = trainer.state.numbers()
     ranks.brief(
         {
             "config": config.recorded(),
+            "folder": str(where),
             "steps": trainer.plan.steps,
             "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star", "layers")},
         }
@@ -57,6 +59,7 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
     Raises:
         DpmacError: this rank cannot go on, or another one cannot.
     """
+    said = None
     try:
         with explained():
             ranks.post(environment(choose_device(local.get("device") or "auto", ranks)))
@@ -71,6 +74,12 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
                 trainer.step()
     except DismissedError:
         return
+    except RunError as failure:
+        if said is None:
+            raise
+        raise RunError(
+            f"{failure} To go on from the last checkpoint: dpmac train --resume {said['folder']}"
+        ) from failure
 
 
 def _share_state(ranks: Ranks, trainer: Trainer) -> None:

@@ -166,27 +166,30 @@ class TrainState:
             )
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
+        self._go_to(numbers)
+
+    def join_in(self, numbers: Mapping[str, Any]) -> None:
+        """Take over what every rank must know of another's numbers: no secret is among them."""
+        self._go_to(numbers)
+        self._divide_as(numbers)
+
+    def _go_to(self, numbers: Mapping[str, Any]) -> None:
         self.step = numbers["step"]
         if self.spread is not None:
             self.spread.kappa_star = numbers["kappa_star"]
 
-    def join_in(self, numbers: Mapping[str, Any]) -> None:
-        """Take over what every rank must know of another's numbers: no secret is among them."""
-        self.step, self.chunk = numbers["step"], numbers["chunk"]
-        if self.spread is not None:
-            self.spread.kappa_star = numbers["kappa_star"]
+    def _divide_as(self, numbers: Mapping[str, Any]) -> None:
+        self.chunk = numbers["chunk"]
         if self.layers is not None:
             self.layers.restore(numbers["layers"])
 
     def restore_generators(self, numbers: Mapping[str, Any]) -> None:
         """Go on with the saved draws and chunks: only ever on the very same computation."""
-        self.chunk = numbers["chunk"]
+        self._divide_as(numbers)
         self.sampler.restore(numbers["sampler"])
         self.noise.restore(numbers["noise"])
         if self.canaries is not None:
             self.canaries.restore(numbers["canaries"])
-        if self.layers is not None:
-            self.layers.restore(numbers["layers"])
 
 
 def build_geometry(optimizer: Optimizer, hyper: Hyperparameters, private: bool = True) -> Geometry:

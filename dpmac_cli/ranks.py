@@ -174,28 +174,28 @@ class Ranks:
         try:
             operation(tensor, *rest)
         except RuntimeError as failure:
-            seen = self._signs()
-            time.sleep(SILENCE)
-            gone = [rank for rank, sign in enumerate(self._signs()) if sign in ("", seen[rank])]
-            if self._is_over():
+            gone = self._gone()
+            if gone is None:
                 raise DismissedError from failure
             raise RunError(_lost(gone, self.size)) from failure
 
-    def _is_over(self) -> bool:
-        with contextlib.suppress(RuntimeError):
-            return bool(self._store.check([OVER]))
-        return False
+    def _gone(self) -> list[int] | None:
+        """The ranks that give no more signs of life; None if rank 0 has ended in order."""
+        try:
+            seen = self._signs()
+            time.sleep(SILENCE)
+            if self._store.check([OVER]):
+                return None
+            return [rank for rank, sign in enumerate(self._signs()) if sign in ("", seen[rank])]
+        except RuntimeError:  # rank 0 keeps the signs, or its launcher does
+            return [0]
 
     def _signs(self) -> list[str]:
-        """What each rank left last as a sign of life."""
-        found = []
-        for rank in range(self.size):
-            sign = ""
-            with contextlib.suppress(RuntimeError):  # whoever kept the notes may be gone, too
-                if self._store.check([f"alive {rank}"]):
-                    sign = self._store.get(f"alive {rank}").decode()
-            found.append(sign)
-        return found
+        """What each rank left last as a sign of life. Raises RuntimeError."""
+        names = [f"alive {rank}" for rank in range(self.size)]
+        return [
+            self._store.get(name).decode() if self._store.check([name]) else "" for name in names
+        ]
 
     def _live(self) -> None:
         """Leave signs of life."""

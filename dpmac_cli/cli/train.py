@@ -93,6 +93,8 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
 @contextlib.contextmanager
 def joined() -> "Iterator[Ranks]":
     """The processes that a launcher has started, met."""
+    # When one of them dies, torch would show the others' stacks. Read when it is loaded.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from dpmac_cli.ranks import join  # noqa: PLC0415
 
     ranks = join()

@@ -75,6 +75,22 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
     assert len(report()["privacy"]["events"]) == 2  # a branch, which pays for both
 
 
+def test_where_rank_0_is_lost_the_others_say_so_and_how_to_go_on() -> None:
+    with started(3, *TRAIN, "--epochs", "2000") as (first, *others):
+        limit = time.monotonic() + 90
+        while not Path("run/metrics.jsonl").exists() and time.monotonic() < limit:
+            time.sleep(0.1)
+        first.send_signal(signal.SIGKILL)
+        for other in others:
+            out, err = other.communicate(timeout=60)
+            said = " ".join(err.split())
+            assert other.returncode == 4, said
+            assert "Rank 0 of the 3 processes of this run stopped" in said
+            assert "dpmac train --resume run" in said
+            assert "frame #" not in said  # a stack of torch's own
+            assert out == ""
+
+
 def test_bad_input_is_said_once() -> None:
     with started(2, *TRAIN, "--lr", "-1") as (first, second):
         said = first.communicate(timeout=90)[1]
