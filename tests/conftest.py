@@ -7,6 +7,7 @@ import pytest
 import torch
 
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.noise import stream_seeds
 from tests import secret_search
-from tests.conftest import OPTIMIZER_NAMES
+from tests.conftest import every_optimizer
 from tests.digits_runs import SEED, after, digits_config, finish, same_weights, train_digits
 from tests.helpers import (
     CLASSES,
@@ -37,7 +37,6 @@ from tests.helpers import (
     walk,
 )
 
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 RECORDS, COUNT, RATE = 40, 10, 0.2
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from dpmac_cli.engine import (
     fit,
 )
 from dpmac_cli.errors import DivergedError
-from tests.conftest import OPTIMIZER_NAMES
+from tests.conftest import every_optimizer
 from tests.helpers import (
     CLASSES,
     DIMENSION,
@@ -42,7 +42,6 @@ from tests.helpers import (
     walk,
 )
 
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 T = Plan(steps=12, steps_per_epoch=5, physical_batch=1000)
 
 

@@ -25,11 +25,10 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.noise import SeededNoise
 from dpmac_cli.ranks import DismissedError, NoNoise, Ranks
 from dpmac_cli.recipe import Recipe
-from tests.conftest import OPTIMIZER_NAMES
+from tests.conftest import every_optimizer
 from tests.digits_runs import digits_config, same_weights, weights
 from tests.helpers import DIMENSION, PLAN, Batches, in_chunks_of, make_trainer, walk
 
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 #: Odd shares, an empty share, an empty batch, a share of several chunks.
 BATCHES = [[0, 3, 7, 9, 12], [5], [], [1, 2, 30, 31], list(range(23)), *([i] for i in range(6))]
 FORKS = multiprocessing.get_context("fork")

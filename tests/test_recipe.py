@@ -23,7 +23,7 @@ from dpmac_cli.engine import NO_CLIPPING, Evaluated, Trainer, evaluate, fit
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import address
 from dpmac_cli.recipe import AUGMENTS, Recipe
-from tests.conftest import OPTIMIZER_NAMES
+from tests.conftest import every_optimizer
 from tests.digits_runs import digits_config, same_weights, train_digits
 from tests.helpers import (
     HYPER,
@@ -37,7 +37,6 @@ from tests.helpers import (
     walk,
 )
 
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 #: Everything at a time.
 ALL: dict[str, Any] = {
     "lr_schedule": "cosine",

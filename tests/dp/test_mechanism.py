@@ -8,7 +8,7 @@ from torch import Tensor
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.dp.per_sample import CLIP_LIMIT
-from tests.conftest import OPTIMIZER_NAMES
+from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.helpers import (
     DIMENSION,
     HYPER,
@@ -23,8 +23,6 @@ from tests.helpers import (
     tiny_data,
     walk,
 )
-
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
 def random_ellipsoid(size: float, dtype: torch.dtype = torch.float64) -> Ellipsoid:

@@ -15,7 +15,7 @@ from dpmac_cli.data import Data
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import NO_CLIPPING
-from tests.conftest import OPTIMIZER_NAMES
+from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.helpers import (
     HYPER,
     MECHANISM,
@@ -33,8 +33,6 @@ from tests.helpers import (
 BALLS = [name for name in OPTIMIZER_NAMES if OPTIMIZERS[name].geometry == "ball"]
 ELLIPSOIDS = [name for name in OPTIMIZER_NAMES if name not in BALLS]
 WITHOUT_NOISE = GaussianMechanism(0.0, MECHANISM.expected_batch)
-
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 
 
 def test_names() -> None:

@@ -23,7 +23,7 @@ from dpmac_cli.dp.per_sample import CLIP_LIMIT
 from dpmac_cli.engine import ROUNDING_SHARE
 from dpmac_cli.errors import ModelError
 from dpmac_cli.noise import SecureNoise
-from tests.conftest import OPTIMIZER_NAMES
+from tests.conftest import every_optimizer
 from tests.helpers import (
     DIMENSION,
     Batches,
@@ -35,7 +35,6 @@ from tests.helpers import (
     walk,
 )
 
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 either_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 BATCHES: tuple[list[int], ...] = ([3, 1, 4, 5, 9], [], list(range(11)), [7])
 
