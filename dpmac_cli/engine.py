@@ -572,37 +572,33 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
-    """Score every sample of a split, the last partial batch included."""
+def _logits(model: nn.Module, data: Data, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels of every sample of a split, a batch at a time, the last partial one too."""
     training = model.training
     model.eval()
-    loss, confusion = 0.0, None
     for begin in range(0, len(split), EVALUATION_BATCH):
         part = slice(begin, begin + EVALUATION_BATCH)
-        labels = split.labels[part]
-        logits = model(data.standardised(split.images[part]))
+        yield model(data.standardised(split.images[part])), split.labels[part]
+    model.train(training)
+
+
+def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
+    """Score every sample of a split."""
+    loss, confusion = 0.0, None
+    for logits, labels in _logits(model, data, split):
         loss += cross_entropy(logits, labels, reduction="sum").item()
         classes = logits.shape[1]
         cells = torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2)
         cells = cells.view(classes, classes)
         confusion = cells if confusion is None else confusion + cells
-    model.train(training)
     assert confusion is not None, "an empty split"  # noqa: S101
     return Evaluation(loss / len(split), confusion.cpu())
 
 
-@torch.no_grad()
 def losses_of(model: nn.Module, data: Data, split: Split) -> Tensor:
     """The cross entropy of each sample of a split, shape (samples,)."""
-    training = model.training
-    model.eval()
-    losses = []
-    for begin in range(0, len(split), EVALUATION_BATCH):
-        part = slice(begin, begin + EVALUATION_BATCH)
-        logits = model(data.standardised(split.images[part]))
-        losses.append(cross_entropy(logits, split.labels[part], reduction="none"))
-    model.train(training)
-    return torch.cat(losses)
+    scored = _logits(model, data, split)
+    return torch.cat([cross_entropy(*batch, reduction="none") for batch in scored])
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ PATIENCE = 3600.0
 ARRIVAL = 300.0
 #: Seconds between signs of life, and without one until a rank is taken for dead.
 PULSE, SILENCE = 0.5, 5.0
+#: Seconds that rank 0 waits at its end for the others to hear of it.
+FAREWELL = 3.0
 #: In place of the size of a batch: there is none, training is over.
 NO_MORE = -1
 #: Where rank 0 leaves word that it has ended.
@@ -58,7 +60,7 @@ class Ranks:
     def __init__(self, rank: int, size: int, store: Store, local: int = 0) -> None:
         self.rank, self.size, self.local = rank, size, local
         self._store = store
-        self._over = threading.Event()
+        self._over, self._ended = threading.Event(), threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
 
     @property
@@ -157,11 +159,15 @@ class Ranks:
             self.share(None)
 
     def leave(self) -> None:
-        """This rank will do no more; if it is rank 0, nothing is left to do for the others."""
-        if self.leads:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(OVER, "yes")
+        """This rank will do no more. Rank 0 sees to it that the others know that of it."""
         self._over.set()
+        others = [f"left {rank}" for rank in range(1, self.size)]
+        with contextlib.suppress(RuntimeError):
+            if self.leads:
+                self._store.set(OVER, "yes")
+                self._store.wait(others, timedelta(seconds=FAREWELL))
+            else:
+                self._store.set(f"left {self.rank}", "yes")
         dist.destroy_process_group()
 
     def _meet(self, operation: Any, tensor: Tensor, *rest: Any) -> None:
@@ -181,14 +187,17 @@ class Ranks:
 
     def _gone(self) -> list[int] | None:
         """The ranks that give no more signs of life; None if rank 0 has ended in order."""
+        if self._ended.is_set():
+            return None
         try:
             seen = self._signs()
             time.sleep(SILENCE)
-            if self._store.check([OVER]):
-                return None
-            return [rank for rank, sign in enumerate(self._signs()) if sign in ("", seen[rank])]
+            signs = self._signs()
         except RuntimeError:  # rank 0 keeps the signs, or its launcher does
-            return [0]
+            return None if self._ended.is_set() else [0]
+        if self._ended.is_set():
+            return None
+        return [rank for rank, sign in enumerate(signs) if sign in ("", seen[rank])]
 
     def _signs(self) -> list[str]:
         """What each rank left last as a sign of life. Raises RuntimeError."""
@@ -198,14 +207,16 @@ class Ranks:
         ]
 
     def _live(self) -> None:
-        """Leave signs of life."""
-        for beat in itertools.count():
-            if self._over.wait(PULSE):
-                return
-            try:
+        """Leave signs of life, and hear of rank 0's end."""
+        with contextlib.suppress(RuntimeError):
+            for beat in itertools.count():
+                if self._over.wait(PULSE):
+                    return
                 self._store.set(f"alive {self.rank}", str(beat))
-            except RuntimeError:
-                return
+                if not self.leads and self._store.check([OVER]):
+                    self._ended.set()
+                    self._store.set(f"left {self.rank}", "yes")
+                    return
 
 
 def _lost(gone: list[int], size: int) -> str:
