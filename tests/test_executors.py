@@ -133,7 +133,7 @@ def environ(pid: int) -> bytes:
 
 def wait_for(condition: Callable[[], Any]) -> Any:
     """Until something holds: what."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180  # a guard against hanging, not a bound
     while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
