@@ -587,6 +587,32 @@ def _typed(flags: Mapping[str, Any]) -> dict[str, _Given]:
     }
 
 
+#: What torch, Opacus and TensorFlow Privacy, or just other people, call settings of ours.
+OTHER_NAMES: Mapping[str, str] = {
+    "noise-multiplier": "sigma",
+    "noise": "sigma",
+    "target-epsilon": "epsilon",
+    "eps": "epsilon",
+    "target-delta": "delta",
+    "learning-rate": "lr",
+    "max-grad-norm": "clip-norm",
+    "l2-norm-clip": "clip-norm",
+    "clipping-norm": "clip-norm",
+    "expected-batch-size": "batch-size",
+    "max-physical-batch-size": "physical-batch",
+    "num-epochs": "epochs",
+    "data": "dataset",
+    "network": "model",
+    "architecture": "model",
+    "gpu": "device",
+    "output": "out",
+    "random-seed": "seed",
+    "optimizer": "optimizers",  # of a comparison
+    "optimizers": "optimizer",
+    "seed": "seeds",
+    "seeds": "seed",
+    "secure-mode": "secure",
+}
 #: What a value must be, in words.
 KIND_WORDS: Mapping[type, str] = {
     bool: "true or false",
@@ -656,7 +682,7 @@ def _entries(
         name = written.replace("-", "_")
         origin = f"{flag_name(name)} in {file}"
         if name not in known:
-            hint = near(written, map(flag_name, known))
+            hint = near_setting(written, known)
             errors.append(f"{written} in {file} is not {what}.{hint}")
         elif name in seen:
             line = key.start_mark.line + 1
@@ -776,11 +802,18 @@ def _fault_of_text(name: str, text: str, origin: str) -> str | None:
 def _fault_of_number(name: str, number: float | None, entry: _Given) -> str | None:
     bounds = SETTINGS[name].bounds
     if number is None:
-        return f"{entry.origin}: '{entry.value}' is not {KIND_WORDS[KINDS[name]]}."
+        return f"{entry.origin}: '{entry.value}' is not {KIND_WORDS[KINDS[name]]}.{_point(entry)}"
     if bounds and not bounds.holds(number):
         hint = " To train without privacy use --no-dp." if name == "sigma" and number == 0 else ""
         return f"{entry.origin} must be {bounds}, not {entry.value}.{hint}"
     return None
+
+
+def _point(entry: _Given) -> str:
+    """A hint for those who write a decimal comma."""
+    pointed = str(entry.value).replace(",", ".")
+    meant = pointed != entry.value and _number(pointed, float) is not None
+    return f" Did you mean {pointed}?" if meant else ""
 
 
 def _number(value: Any, kind: type) -> float | int | None:
@@ -790,6 +823,14 @@ def _number(value: Any, kind: type) -> float | int | None:
         return number if math.isfinite(number) else None
     except (ValueError, OverflowError):
         return None
+
+
+def near_setting(written: str, known: Collection[str]) -> str:
+    """The same for what was written in the place of a setting, one of ``known`` as fields."""
+    ours = OTHER_NAMES.get(written.replace("_", "-"), "")
+    if ours.replace("-", "_") in known:
+        return f" Here it is called {ours}."
+    return near(written, map(flag_name, known))
 
 
 def near(text: str, names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dpmac_cli import config as configuration
 from dpmac_cli.budget import settle_noise
-from dpmac_cli.config import SETTINGS, TrainConfig, flag_name, read_lists, resolve
+from dpmac_cli.config import SETTINGS, TrainConfig, flag_name, near, read_lists, resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 
@@ -82,43 +82,66 @@ def plan(flags: Mapping[str, Any], file: Path | None, root: Path) -> Grid:
         InputError: with every fault found.
     """
     errors: list[str] = []
-    given = {} if file is None else read_lists(file, (*_studied(), "optimizers", "seeds"), errors)
+    known = (*_studied(), "optimizer", "optimizers", "seeds")
+    given = {} if file is None else read_lists(file, known, errors)
     typed = {name: _split(value) for name, value in flags.items() if value not in (None, False)}
     for group in configuration.EXCLUSIVE:
         if any(name in typed for name in group):
             given = {name: values for name, values in given.items() if name not in group}
     given |= typed
+    one = given.pop("optimizer", ["all"])  # as in the file of a single run
+    given["optimizer"] = _optimizers(given.pop("optimizers", one), errors)
+    seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
     if errors:
-        raise InputError(errors)
-    given["optimizer"] = _optimizers(given.pop("optimizers", ["all"]))
-    seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]))
+        raise InputError([*errors, *_faults_of_values(given)])
     return _build(given, seeds, root)
+
+
+def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
+    """What is wrong with any value for itself."""
+    for name, values in given.items():
+        for value in values if name != "optimizer" else ():
+            try:
+                configuration.parse({name: _meant(name, value)})
+            except InputError as failure:
+                yield from failure.errors
 
 
 def _studied() -> tuple[str, ...]:
     return tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
 
 
+def _meant(name: str, text: str) -> str | bool:
+    """A value as flags and YAML have it: of a switch no text."""
+    switches = {"true": True, "false": False}
+    return switches.get(text.lower(), text) if configuration.KINDS[name] is bool else text
+
+
 def _split(value: Any) -> list[str]:
     return ["true"] if value is True else [part.strip() for part in str(value).split(",")]
 
 
-def _optimizers(names: Sequence[str]) -> list[str]:
+def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
+    errors.extend(
+        f"--optimizers: there is no optimizer '{name}'.{near(name, OPTIMIZERS)} "
+        f"Known: all, {', '.join(OPTIMIZERS)}."
+        for name in names
+        if name not in (*OPTIMIZERS, "all")
+    )
     return list(OPTIMIZERS) if "all" in names else list(dict.fromkeys(names))
 
 
-def _seeds(texts: Sequence[str]) -> tuple[int, ...]:
-    """How many (5), or which (3,7,8)."""
+def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
+    """How many (5), or which (3,7,8; one alone with a comma: 3,)."""
     try:
-        numbers = [int(text) for text in texts]
+        numbers = [int(text) for text in texts if text or len(texts) == 1]
     except ValueError:
-        raise InputError(
-            f"--seeds: '{','.join(texts)}' is neither how many (5) nor which (3,7,8)."
-        ) from None
-    alone = len(numbers) == 1
+        errors.append(f"--seeds: '{','.join(texts)}' is neither how many (5) nor which (3,7,8).")
+        return ()
+    alone = len(texts) == 1
     seeds = range(min(numbers[0], MOST_SEEDS + 1)) if alone else tuple(dict.fromkeys(numbers))
     if not 1 <= len(seeds) <= MOST_SEEDS or min(seeds) < 0:
-        raise InputError(
+        errors.append(
             f"--seeds must be a number from 1 to {MOST_SEEDS:,}, or seeds that are not negative."
         )
     return tuple(seeds)
@@ -137,8 +160,8 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     errors: dict[str, None] = {}
     notes: dict[str, None] = {}
     for values in itertools.product(*given.values()):
-        flags = dict(zip(given, values, strict=True))
-        labels = {name: flags[name] for name in axes}
+        flags: dict[str, Any] = dict(zip(given, map(_meant, given, values), strict=True))
+        labels = {name: str(flags[name]) for name in axes}
         for name in list(_without_effect(flags)):
             if name in varied:  # the same run for each of its values
                 flags.pop(name)

@@ -13,7 +13,7 @@ from dpmac_cli.grid import Grid, plan
 ROOT = Path("study")
 
 
-def grid(**flags: str) -> Grid:
+def grid(**flags: Any) -> Grid:
     return plan({"dataset": "digits", **flags}, None, ROOT)
 
 
@@ -163,3 +163,27 @@ def test_too_large_a_study_is_refused_before_it_is_worked_out() -> None:
 
 def test_sigma_and_epsilon_contradict() -> None:
     assert "contradict" in faults(optimizers="dp-sgd", sigma="1", epsilon="3")[0]
+
+
+def test_one_seed_alone_may_be_named() -> None:
+    assert grid(optimizers="dp-sgd", seeds="7,").seeds == (7,)
+
+
+def test_a_switch_is_the_same_in_every_run(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("dataset: digits\nno-dp: true\noptimizers: dp-sgd\n")
+    for study in (grid(optimizers="dp-sgd", seeds="1", no_dp=True), plan({}, file, ROOT)):
+        assert all(run.config.no_dp for run in study.runs)
+
+
+def test_the_file_of_a_single_run_is_a_study(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("dataset: digits\noptimizer: dp-adam\nsigma: 1.5\n")
+    assert {run.config.optimizer for run in plan({}, file, ROOT).runs} == {"dp-adam"}
+    both = plan({"optimizers": "dp-sgd"}, file, ROOT)
+    assert {run.config.optimizer for run in both.runs} == {"dp-sgd"}
+
+
+def test_faults_of_names_seeds_and_values_come_together() -> None:
+    found = faults(optimizers="dp-sdg", seeds="many", sigma="high")
+    assert [fault.split(":")[0] for fault in found] == ["--optimizers", "--seeds", "--sigma"]

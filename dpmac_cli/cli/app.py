@@ -6,6 +6,7 @@ import typer
 
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, evaluate, train
+from dpmac_cli.cli.command import Command
 
 app = typer.Typer(
     name="dpmac",
@@ -14,10 +15,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("train", help=train.HELP)(train.command())
-app.command("account", help=account.HELP)(account.account)
-app.command("compare", help=compare.HELP)(compare.command())
-app.command("eval", help=evaluate.HELP)(evaluate.evaluate)
+app.command("train", cls=Command, help=train.HELP)(train.command())
+app.command("account", cls=Command, help=account.HELP)(account.account)
+app.command("compare", cls=Command, help=compare.HELP)(compare.command())
+app.command("eval", cls=Command, help=evaluate.HELP)(evaluate.evaluate)
 
 
 def _version(value: bool) -> None:

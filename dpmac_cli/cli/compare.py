@@ -175,7 +175,7 @@ def command() -> Callable[..., None]:
         option(
             "seeds",
             str | None,
-            f"How many (5), or which (3,7,8). [default: {DEFAULT_SEEDS}]",
+            f"How many (5), or which (3,7,8; one alone: 3,). [default: {DEFAULT_SEEDS}]",
             "Study",
         ),
         option("jobs", int | None, "Runs at a time. [default: one a core or GPU]", "Study"),

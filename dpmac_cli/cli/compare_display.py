@@ -224,8 +224,8 @@ def print_plan(out: Console, grid: Grid, seconds: Mapping[int, float], jobs: int
             tables.clock(each),
         )
     out.print(table)
-    wall = total / max(1, jobs)
+    wall, count = total / max(1, jobs), len(grid.runs)
     out.print(
-        f"{len(grid.runs)} runs, about {tables.clock(total)} of one process, "
+        f"{count} run{'s' if count > 1 else ''}, about {tables.clock(total)} of one process, "
         f"{tables.clock(wall)} in {jobs}; finished ones are not run again"
     )

@@ -25,7 +25,7 @@ class ArrayFile:
         self._arrays = dict(_read_npz(source.path))
         faults = list(_faults_of_arrays(self._arrays, source))
         if faults:
-            raise InputError([f"{source.path}: {fault}" for fault in faults])
+            raise InputError([f"{source.path}: {fault}." for fault in faults])
         x, y = self._arrays["x"], self._arrays["y"]
         self._own_test = "x_test" in self._arrays
         labels = [y, *([self._arrays["y_test"]] if self._own_test else [])]

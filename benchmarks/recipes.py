@@ -1,0 +1,106 @@
+"""What each ingredient of a recipe is worth at one epsilon: a comparison a line, a table of all.
+
+    python benchmarks/recipes.py cnn runs/recipes-cnn --seeds 0,1
+    python benchmarks/recipes.py scatter runs/recipes-scatter --seeds 0,1,2
+
+`cnn` changes one thing at a time in the paper's network on CIFAR-10; `scatter` puts each of the six
+optimizers on fixed features. Each line is `dpmac compare` with the flags shown; finished runs are
+used as they are, so the study may take several sittings, and `benchmarks/study.py` packs it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+EPSILON = "--epsilon 2.435"
+CNN = f"--dataset cifar10 {EPSILON} --optimizers dp-macadam --kappa tracked"
+SCATTER = f"--dataset cifar10 --features scatter --model linear {EPSILON} --batch-size 8192"
+
+#: What a study holds the same, and what each of its lines adds.
+STUDIES: dict[str, tuple[str, dict[str, str]]] = {
+    "cnn": (
+        CNN,
+        {
+            "the paper's": "",
+            "averaged weights": "--ema 0.98",
+            "averaged for longer": "--ema 0.99",
+            "cosine schedule": "--lr-schedule cosine",
+            "cosine, twice the rate": "--lr-schedule cosine --lr 0.002",
+            "weight decay": "--weight-decay 0.1",
+            "twice the epochs": "--epochs 10",
+            "twice the epochs and batch": "--epochs 10 --batch-size 1024",
+            "and twice the rate": "--epochs 10 --batch-size 1024 --lr 0.002",
+            "two views": "--augmentations 2",
+            "four views": "--augmentations 4",
+            "four times the epochs and batch": "--epochs 20 --batch-size 2048 --lr 0.002",
+        },
+    ),
+    "scatter": (
+        SCATTER,
+        {
+            "dp-sgd": "--optimizers dp-sgd --clip-norm 0.1 --epochs 20 --lr 20,40,80",
+            "adaclip": "--optimizers adaclip --epochs 20 --lr 0.3,1,3,10",
+            "dp-adam": "--optimizers dp-adam --epochs 20 --lr 0.0003,0.001,0.003,0.01",
+            "dp-adambc": "--optimizers dp-adambc --epochs 20 --lr 0.0003,0.001,0.003,0.01",
+            "dp-macadam": "--optimizers dp-macadam --kappa tracked --epochs 20 "
+            "--lr 0.0003,0.001,0.003,0.01",
+            "dp-macadambc": "--optimizers dp-macadambc --kappa tracked --epochs 20 "
+            "--lr 0.0003,0.001,0.003,0.01",
+        },
+    ),
+}
+
+
+def study(name: str, out: Path, seeds: str, only: Sequence[str]) -> list[dict[str, Any]]:
+    """Run a study's lines, or those named; a row for each value of what a line varies."""
+    same, lines = STUDIES[name]
+    rows = []
+    for label, flags in lines.items():
+        if only and label not in only:
+            continue
+        command = ["compare", *same.split(), *flags.split(), "--seeds", seeds]
+        command += ["--jobs", "1", "--quiet", "--out", str(out)]
+        subprocess.run([sys.executable, "-m", "dpmac_cli", *command], check=True)
+        comparison = json.loads((out / "compare.json").read_text())
+        for row in comparison["rows"]:
+            varied = {axis: row[axis] for axis in comparison["axes"] if axis != "optimizer"}
+            rows.append({"label": label, "flags": flags, "varied": varied, **row})
+        print(as_markdown(rows), flush=True)
+    return rows
+
+
+def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """A line a row, with what it gains over the first on the seeds that both have."""
+    table = ["| | flags | accuracy | gain | seeds | minutes |", "|---|---|---|---|---|---|"]
+    first = rows[0]["accuracies"]
+    for row in rows:
+        varied = " ".join(f"{axis} {value}" for axis, value in row["varied"].items())
+        both = [seed for seed in row["accuracies"] if seed in first]
+        gains = [100 * (row["accuracies"][seed] - first[seed]) for seed in both]
+        gain = f"{sum(gains) / len(gains):+.2f}" if gains else "–"
+        spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
+        accuracy = f"{100 * row['mean']:.2f}{spread}"
+        cells = [row["label"], f"`{row['flags']}` {varied}".strip(), accuracy, gain]
+        cells += [str(row["seeds"]), f"{row['training_seconds'] / 60:.1f}"]
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def main() -> None:
+    """Run a study and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--only", nargs="*", default=[], help="labels of lines")
+    options = parser.parse_args()
+    rows = study(options.study, options.out, options.seeds, options.only)
+    (options.out / "recipes.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

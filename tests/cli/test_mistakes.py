@@ -1,0 +1,106 @@
+"""What a newcomer plausibly does wrong, and all that the terminal then says, word for word.
+
+The transcripts stand in mistakes.md. ``python -m tests.cli.test_mistakes`` writes them anew, for a
+person to read before they are kept.
+"""
+
+import contextlib
+import re
+import shlex
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from dpmac_cli.cli.app import app
+from tests.digits_runs import contents
+
+TRANSCRIPTS = Path(__file__).with_name("mistakes.md")
+HEADING = """# Mistakes
+
+What a newcomer plausibly types, what dpmac then says, and its exit code. `test_mistakes.py` holds
+the tool to it; typer's boxes are left out.
+"""
+BLOCK = re.compile(r"```\n\$ dpmac ([^\n]*)\n(.*?)\[exit (\d+)\]\n```", re.DOTALL)
+NET = """from torch import nn
+
+
+def Net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))
+"""
+
+
+def transcripts() -> list[tuple[str, str, int]]:
+    """Command, output and exit code of each."""
+    found = BLOCK.findall(TRANSCRIPTS.read_text(encoding="utf-8"))
+    return [(typed, said, int(code)) for typed, said, code in found]
+
+
+def set_scene(folder: Path) -> None:
+    """What lies about in the folder in which the mistakes are made, a finished run among it."""
+    texts = {
+        "notes.txt": "hello\n",
+        "broken.yaml": "sigma: [0.5\nlr: 1\n",
+        "settings.yaml": "dataset: digits\nlearning_rate: 0.1\nsigma: high\n",
+        "net.py": NET,
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "photos" / "cats").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(folder / "photos" / "cats" / "1.png")
+    np.savez(folder / "table.npz", x=np.zeros((30, 4), np.float32), y=np.arange(30) % 3)
+    np.savez(folder / "unlabelled.npz", x=np.zeros((30, 4), np.float32))
+    with contextlib.chdir(folder):
+        assert say("train --dataset digits --steps 3 --seed 0 --out run --quiet") == ("", 0)
+
+
+def say(typed: str) -> tuple[str, int]:
+    """What a command prints, without typer's usage lines and boxes, and its exit code."""
+    result = CliRunner().invoke(app, shlex.split(typed), env={"COLUMNS": "80", "NO_COLOR": "1"})
+    lines = (line.strip("│╭╮╰╯─ ") for line in result.output.splitlines())
+    kept = [line for line in lines if line not in ("", "Error")]
+    said = [line for line in kept if not line.startswith(("Usage: ", "Try 'dpmac"))]
+    return "".join(f"{line}\n" for line in said), result.exit_code
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scene")
+    set_scene(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("typed", "said", "code"), transcripts())
+def test_a_mistake_is_answered_so_and_changes_nothing(
+    scene: Path, typed: str, said: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(scene)
+    before = contents(scene)
+
+    assert say(typed) == (said, code)
+
+    assert code
+    assert contents(scene) == before
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len({typed for typed, _, _ in transcripts()}) >= 30
+
+
+def main() -> None:
+    """Write the transcripts of the same commands anew."""
+    blocks = []
+    with tempfile.TemporaryDirectory() as folder:
+        set_scene(Path(folder))
+        with contextlib.chdir(folder):
+            for typed, _, _ in transcripts():
+                said, code = say(typed)
+                blocks.append(f"\n```\n$ dpmac {typed}\n{said}[exit {code}]\n```\n")
+    TRANSCRIPTS.write_text(HEADING + "".join(blocks), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
