@@ -1,13 +1,35 @@
 """Fixtures shared by all tests."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dpmac_cli import assembly
+from dpmac_cli.data import Data, Split
+from dpmac_cli.feature_cache import Computing, Featured
+from dpmac_cli.features import FrozenFeatures
+
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Long tests are left out of a newcomer's run, and of none of CI's."""
+    parser.addoption("--long", action="store_true", help="run the long tests, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked as long, unless it is asked for, or named on the command line."""
+    named = any("::" in name for name in config.invocation_params.args)
+    if config.getoption("--long") or os.environ.get("CI") or named:
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    items[:] = [item for item in items if item not in set(long)]
+    config.hook.pytest_deselected(items=long)
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +59,22 @@ def real_data_dir() -> Path:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@pytest.fixture
+def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every record the features of the first: those of all of them take minutes."""
+
+    def featured(
+        parts: FrozenFeatures, data: Data, *_: Any
+    ) -> Generator[Computing, None, Featured]:
+        yield from ()
+        first = parts.features(data.standardised(data.train.images[:1]))
+
+        def split(part: Split) -> Split:
+            return Split(first.expand(len(part), *first.shape[1:]), part.labels)
+
+        plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
+        return Featured(Data(split(data.train), split(data.test), *plain), "")
+
+    monkeypatch.setattr(assembly, "featured", featured)

@@ -1,18 +1,13 @@
 """Every shipped configuration trains, and every shipped study begins."""
 
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from dpmac_cli import assembly
 from dpmac_cli.config import resolve
-from dpmac_cli.data import Data, Split, load_data
-from dpmac_cli.feature_cache import Computing, Featured
-from dpmac_cli.features import FrozenFeatures
+from dpmac_cli.data import Split, load_data
 from dpmac_cli.grid import plan
 from dpmac_cli.run import Finished, train
 
@@ -30,27 +25,8 @@ def test_there_are_some() -> None:
     assert STUDIES
 
 
-@pytest.fixture
-def _features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every record the features of the first: those of all of them take minutes."""
-
-    def featured(
-        parts: FrozenFeatures, data: Data, *_: Any
-    ) -> Generator[Computing, None, Featured]:
-        yield from ()
-        first = parts.features(data.standardised(data.train.images[:1]))
-
-        def split(part: Split) -> Split:
-            return Split(first.expand(len(part), *first.shape[1:]), part.labels)
-
-        plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
-        return Featured(Data(split(data.train), split(data.test), *plain), "")
-
-    monkeypatch.setattr(assembly, "featured", featured)
-
-
 @pytest.mark.real_data
-@pytest.mark.usefixtures("_features_of_one")
+@pytest.mark.usefixtures("features_of_one")
 @pytest.mark.parametrize("file", CONFIGS, ids=by_name)
 def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     config = resolve({"device": "cpu", "data_dir": str(real_data_dir)}, file).config

@@ -242,7 +242,7 @@ def _evaluated(event: engine.Evaluated, epsilon: float | None) -> Text:
         else (f"epsilon {format_epsilon(epsilon)}", "")
     )
     return Text.assemble(
-        f"epoch {event.epoch:.4g}  step {event.step}  ",
+        f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         price,
         "  test accuracy ",
         (f"{event.result.accuracy:.2%}", "green"),

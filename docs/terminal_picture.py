@@ -1,0 +1,52 @@
+"""Draw docs/train.svg: the terminal two thirds into a real `dpmac train --dataset digits`.
+
+python docs/terminal_picture.py
+"""
+
+import contextlib
+import io
+import re
+import tempfile
+from pathlib import Path
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+from dpmac_cli.cli.display import Lines, LiveBar
+from dpmac_cli.config import resolve
+from dpmac_cli.engine import Evaluated
+from dpmac_cli.run import Started, Update, train
+
+COMMAND = "dpmac train --dataset digits"
+WIDTH, EPOCHS_SHOWN = 88, 13
+#: Rich's frame with the reader's own typeface: a picture need not fetch one from elsewhere.
+FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+    "Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono"
+)
+PICTURE = Path(__file__).resolve().with_name("train.svg")
+
+
+def main() -> None:
+    """Train, stop to look, and draw."""
+    shown = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True)
+    lines, bar = Lines(shown), LiveBar(Console(file=io.StringIO(), width=WIDTH))
+    shown.print(Text.assemble(("$ ", "dim"), (COMMAND, "bold")))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        config = resolve({"dataset": "digits"}).config
+        for event in train(config):
+            if isinstance(event, Started):
+                lines.started(event)
+                bar.started(event)
+            if isinstance(event, Update):
+                lines.update(event)
+                bar.update(event)
+                if isinstance(event.event, Evaluated) and event.event.epoch >= EPOCHS_SHOWN:
+                    break
+    shown.print(bar._bar)
+    bar.close()
+    shown.save_svg(str(PICTURE), title="dpmac", code_format=FORMAT, unique_id="dpmac-train")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Every command of the README runs, in order, in the folder of one newcomer; only shorter."""
+
+import re
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+from PIL import Image
+from torch import nn
+from typer.testing import CliRunner
+
+from dpmac_cli import assembly, scoring
+from dpmac_cli.cli.app import app
+from dpmac_cli.config import resolve
+from dpmac_cli.data import Data, Split, load_data
+from dpmac_cli.run import train
+from tests.digits_runs import after
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+NET = """from torch import nn
+
+
+def Net(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 8), nn.Linear(8, classes))
+"""
+#: The run that the README goes on with. Here it is one that was interrupted.
+RUN = "runs/mnist-dp-macadam-1"
+#: What is typed instead, so that no command takes minutes.
+SHORTER = {
+    "--epochs 10": "--steps 4",
+    "--seeds 3": "--seeds 1",
+    "cifar10-de2022.yaml": "cifar10-de2022.yaml --batch-size 16 --physical-batch 8",
+    "--warmup-steps 20": "--warmup-steps 1",
+    "photos --test-fraction": "album --test-fraction",
+}
+
+
+def commands() -> list[str]:
+    """What a reader would type, without comments; the lines that install are CI's to try."""
+    lines = "\n".join(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))).splitlines()
+    typed = [shlex.join(shlex.split(line, comments=True)) for line in lines]
+    return [line for line in typed if line.startswith(("dpmac ", "torchrun "))]
+
+
+def shortened(command: str) -> str:
+    """The command with two steps, where it trains."""
+    for long, short in SHORTER.items():
+        command = command.replace(long, short)
+    trains = " train " in command or " compare " in command
+    return f"{command} --steps 2" if trains and "--resume" not in command else command
+
+
+def set_scene(folder: Path) -> None:
+    """What a reader has who types all of that."""
+    (folder / "sample_configs").symlink_to(ROOT / "sample_configs")
+    (folder / "net.py").write_text(NET)
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for name in ("cats", "dogs"):
+            place = folder / "photos" / split / name
+            place.mkdir(parents=True)
+            for number in range(20):
+                pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")
+    (folder / "album").symlink_to(folder / "photos" / "train")
+    np.savez(folder / "table.npz", x=rng.random((300, 4)), y=np.arange(300) % 3)
+    weights = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 2)).state_dict()
+    safetensors.torch.save_file(weights, folder / "weights.safetensors")
+
+
+@pytest.fixture
+def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score on a few records: on all of them the network of CIFAR-10 takes seconds."""
+
+    def few(*args: Any) -> Data:
+        data = load_data(*args)
+        return replace(data, test=Split(data.test.images[:200], data.test.labels[:200]))
+
+    monkeypatch.setattr(assembly, "load_data", few)
+    monkeypatch.setattr(scoring, "load_data", few)
+
+
+@pytest.mark.long
+@pytest.mark.real_data
+@pytest.mark.usefixtures("features_of_one", "_few_to_score")
+def test_every_command_of_the_readme_runs(
+    tmp_path: Path, real_data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPMAC_DATA_DIR", str(real_data_dir))
+    set_scene(tmp_path)
+    interrupted = {"dataset": "mnist", "sigma": "0.8", "steps": "2", "out": RUN}
+    list(train(resolve(interrupted).config, after(1)))
+    assert len(commands()) > 30
+    for command in map(shortened, commands()):
+        program, *typed = shlex.split(command)
+        if program == "dpmac":
+            result = CliRunner().invoke(app, typed)
+            assert result.exit_code == 0, f"{command}\n{result.output}"
+        else:
+            subprocess.run([program, *typed], check=True)
