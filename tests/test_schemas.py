@@ -18,9 +18,9 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.folder import to_json
 from dpmac_cli.grid import plan
 from dpmac_cli.recipe import AUGMENTS, SCHEDULES
-from dpmac_cli.run import resume, train
+from dpmac_cli.run import finish, resume, train
 from dpmac_cli.tables import as_values
-from tests.digits_runs import after, digits_config, finish, train_digits
+from tests.digits_runs import after, digits_config, train_digits
 
 DOCS = Path(__file__).parent.parent / "docs"
 
