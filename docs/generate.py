@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.catalog import DATASETS, FEATURES, MODELS
+from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset
 from dpmac_cli.config import (
     EXCLUSIVE,
     INCOMPATIBLE,
@@ -17,6 +17,8 @@ from dpmac_cli.config import (
     resolve,
 )
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.own_data.common import LEAST_CNN, facts_of
+from dpmac_cli.source import Source
 
 FILE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -25,11 +27,11 @@ INTRODUCTION = """\
 Every setting of `dpmac train`, by the groups of its help. Written by `python docs/generate.py`
 from the settings themselves: change those, not this page.
 
-A setting has one name everywhere: `--batch-size 128` as a flag, `batch-size: 128` in the YAML file of
-`--config`, `batch_size=128` in [`resolve`](library.md#train). Flags win over the file. A switch is given
-as a flag alone, or as `true`. Everything is checked before anything is done, and all that is wrong
-is told at once. `dpmac compare` takes the same settings with several values each, but for those
-that its help leaves out.
+A setting has one name everywhere: `--batch-size 128` as a flag, `batch-size: 128` in the YAML file
+of `--config`, `batch_size=128` in [`resolve`](library.md#train). Flags win over the file. A switch
+is given as a flag alone, or as `true`. Everything is checked before anything is done, and all that
+is wrong is told at once. `dpmac compare` takes the same settings with several values each, but for
+those that its help leaves out.
 """
 CHOICES = {
     "Data sets": {name: facts.about for name, facts in DATASETS.items()},
@@ -100,13 +102,26 @@ def about(setting: Setting) -> str:
 def by_data_set() -> str:
     """Defaults that a data set brings."""
     head = ("", *(f"`--{flag_name(name)}`" for name in (*OF_DATA, "augment")))
+    small = LEAST_CNN - 1
+    rows = {
+        **{f"`{name}`": facts for name, facts in DATASETS.items()},
+        f"your own images, {LEAST_CNN}x{LEAST_CNN} and more": _own((3, LEAST_CNN, LEAST_CNN), 255),
+        "your own images, smaller": _own((3, small, small), 255),
+        "your own rows of numbers": _own((9, 1, 1), 1),
+    }
     return table(
         head,
         (
-            (f"`{name}`", *(shown(getattr(facts.defaults, key)) for key in OF_DATA), facts.augment)
-            for name, facts in DATASETS.items()
+            (name, *(shown(getattr(facts.defaults, key)) for key in OF_DATA), facts.augment)
+            for name, facts in rows.items()
         ),
     )
+
+
+def _own(shape: tuple[int, int, int], levels: int) -> Dataset:
+    """Facts of a person's own data, with many records."""
+    sizes = 10**6, 1
+    return facts_of(Source(Path("data")), sizes, shape, ("a", "b"), (0.0,), (1.0,), levels)
 
 
 def learning_rates() -> str:
