@@ -139,3 +139,10 @@ def test_the_configuration_page_is_what_the_settings_say() -> None:
     assert text == script["configuration"](), "run python docs/generate.py"
     for name in SETTINGS:
         assert f"| `--{name.replace('_', '-')}` |" in text
+
+
+def test_the_index_has_every_page() -> None:
+    targets = {target for _, target in links(ROOT / "docs" / "README.md")}
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.json")]
+    assert {file.name for file in files} - {"README.md"} <= targets
+    assert "docs/README.md" in {target for _, target in links(ROOT / "README.md")}
