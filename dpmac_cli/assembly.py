@@ -12,17 +12,19 @@ import torch
 from torch import nn
 
 from dpmac_cli import config as configuration
+from dpmac_cli.budget import settle_noise
 from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries, Recipe
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, load_data
 from dpmac_cli.diagnostics import Diagnostics
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
+from dpmac_cli.dp.rules import Rule
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError
 from dpmac_cli.feature_cache import Computing, featured
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
-from dpmac_cli.models import build_model
+from dpmac_cli.models import build_model, check_model
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.pretrained import PublicWeights, read_weights
 from dpmac_cli.ranks import Ranks
@@ -150,22 +152,44 @@ def outcome(events: Generator[Any, None, Task]) -> Task:
 
 def make_trainer(
     config: TrainConfig,
-    steps: int,
-    device: torch.device,
+    steps: int | None = None,
+    device: torch.device | None = None,
     diagnostics: Diagnostics | None = None,
     branch: int = 0,
     data: Data | None = None,
     task: Task | None = None,
     ranks: Ranks | None = None,
+    model: nn.Module | None = None,
+    rule: Rule | None = None,
 ) -> Trainer:
     """Data, model, optimizer and secrets of a run or a branch, ready for its first step.
 
     Args:
+        config: of the run. Its noise is worked out, if that is not yet done.
+        steps: T; None for all that the configuration asks for.
+        device: None for the configuration's.
         task: of :func:`make_task`, with the same branch; None to make it of ``data``.
         ranks: the processes of the run; all but rank 0 get no secrets.
+        model: a network that is at hand, in place of the one that the configuration names. It is
+            trained as it is, in place.
+        rule: see :class:`~dpmac_cli.engine.Trainer`.
+
+    Raises:
+        InputError: data or device cannot be used, or the configuration freezes a part of a network
+            that it does not build.
+        BudgetError: no noise meets the configuration's epsilon.
+        ModelError: the model mixes samples.
     """
+    if config.sigma is None and not config.no_dp:
+        config = settle_noise(config)
+    device = device or choose_device(config.device)
     seeds = stream_seeds(config.seed, branch)
+    if model is not None:
+        task = _task_of(model, config, device, data)
     task = task or outcome(make_task(config, device, branch, data))
+    draws = LayerDraws(seeds["layers"], 0 if ranks is None else ranks.rank)
+    # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
+    drawing = model is not None or ":" in config.model or config.augment
     model, data = task.trained, task.data
     canaries = _canaries(config, model, data, seeds)
     if isinstance(canaries, ImageCanaries):
@@ -183,7 +207,6 @@ def make_trainer(
     noise = noise_source(seeds["noise"], config.secure)
     if ranks is not None:
         mechanism, sampler, noise = ranks.divide(mechanism, sampler, noise)
-    draws = LayerDraws(seeds["layers"], 0 if ranks is None else ranks.rank)
     return Trainer(
         model,
         data,
@@ -191,7 +214,7 @@ def make_trainer(
         hyperparameters(config),
         mechanism,
         Plan(
-            steps,
+            config.total_steps if steps is None else steps,
             config.steps_per_epoch,
             config.physical_batch,
             not config.no_dp,
@@ -202,10 +225,25 @@ def make_trainer(
         noise,
         diagnostics.observe if diagnostics else None,
         canaries,
-        # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
-        draws if ":" in config.model or config.augment else None,
+        draws if drawing else None,
         ranks,
+        rule,
     )
+
+
+def _task_of(
+    model: nn.Module, config: TrainConfig, device: torch.device, data: Data | None
+) -> Task:
+    """A network that is at hand, checked at the door as one that is built."""
+    if config.features is not None or config.pretrained is not None:
+        raise InputError(
+            "features and pretrained are for a network that the configuration names: leave them "
+            "out, or do what they do in the network that is given."
+        )
+    check_model(model, config.facts.shape)
+    data = data or load_data(config.data, data_folder(config.data_dir), device)
+    model = model.to(device)
+    return Task(model, model, data)
 
 
 def hyperparameters(config: TrainConfig) -> Hyperparameters:

@@ -10,10 +10,19 @@ from dpmac_cli.config import TrainConfig
 from dpmac_cli.errors import BudgetError
 
 
-def training_event(config: TrainConfig, steps: int) -> TrainingEvent:
-    """So many steps of a configuration whose noise is settled."""
+def training_event(config: TrainConfig, steps: int | None = None) -> TrainingEvent:
+    """What a configuration whose noise is settled does with its records.
+
+    Args:
+        config: of the run.
+        steps: T; None for all that the configuration asks for.
+    """
     return TrainingEvent(
-        config.sampling_rate, config.sigma or 0.0, steps, config.sampler, config.steps_per_epoch
+        config.sampling_rate,
+        config.sigma or 0.0,
+        config.total_steps if steps is None else steps,
+        config.sampler,
+        config.steps_per_epoch,
     )
 
 
@@ -21,7 +30,7 @@ def settle_noise(config: TrainConfig) -> TrainConfig:
     """Replace a target epsilon by the least noise whose whole run costs no more."""
     if config.epsilon is None:
         return config
-    event = training_event(config, config.total_steps)
+    event = training_event(config)
     return replace(config, sigma=_noise_for(event, config.delta, config.epsilon))
 
 

@@ -492,19 +492,22 @@ class Resolved:
     notes: tuple[str, ...]
 
 
-def resolve(flags: Mapping[str, Any], file: Path | None = None) -> Resolved:
+def resolve(
+    flags: Mapping[str, Any] | None = None, file: Path | None = None, **settings: Any
+) -> Resolved:
     """Turn flags and a YAML file into one checked configuration. Flags win.
 
     Args:
-        flags: field name -> value as typed; None and False where not given.
+        flags: field name -> value, as typed or of its type; None and False where not given.
         file: YAML with flag names for keys.
+        settings: more of what ``flags`` may hold: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
         InputError: with every fault found.
     """
     errors: list[str] = []
     given = {} if file is None else _read_file(file, errors)
-    return _resolved(flags, given, errors)
+    return _resolved({**(flags or {}), **settings}, given, errors)
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
@@ -527,7 +530,7 @@ def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
 
 def _resolved(flags: Mapping[str, Any], given: dict[str, _Given], errors: list[str]) -> Resolved:
     """A checked configuration; ``errors`` were found before."""
-    typed = _typed(flags)
+    typed = _typed(_known(flags, errors))
     _settle_exclusives(given, typed, errors)
     given |= typed
     _refuse_incompatibles(given, errors)
@@ -573,10 +576,18 @@ def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
         InputError: with every fault found.
     """
     errors: list[str] = []
-    values = _parse_all(_typed(flags), errors)
+    values = _parse_all(_typed(_known(flags, errors)), errors)
     if errors:
         raise InputError(errors)
     return values
+
+
+def _known(flags: Mapping[str, Any], errors: list[str]) -> Mapping[str, Any]:
+    """The flags that there are; what is wrong with the others joins ``errors``."""
+    errors.extend(
+        f"There is no setting '{name}'.{near(name, SETTINGS)}" for name in flags.keys() - SETTINGS
+    )
+    return {name: value for name, value in flags.items() if name in SETTINGS}
 
 
 def _typed(flags: Mapping[str, Any]) -> dict[str, _Given]:

@@ -239,6 +239,8 @@ class Trainer:
         layers: see :class:`TrainState`.
         ranks: the processes of the run, of which each is given its share of every batch; None for
             one on its own.
+        rule: how the private mean moves theta, in place of the table's. It is given a block of
+            theta, and of the moments, at a time, so it must treat each coordinate by itself.
 
     Raises:
         ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
@@ -258,6 +260,7 @@ class Trainer:
         canaries: Canaries | None = None,
         layers: LayerDraws | None = None,
         ranks: Ranks | None = None,
+        rule: Rule | None = None,
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("a run without privacy clips nothing, so noise would have no scale")
@@ -282,8 +285,9 @@ class Trainer:
             mechanism.expected_batch,
         )
         self._geometry = build_geometry(optimizer, hyper, plan.private)
-        rule, track_noise = build_rule(optimizer, hyper, mechanism)
-        self._rule = WithDecay(rule, plan.recipe.weight_decay) if plan.recipe.weight_decay else rule
+        tabled, track_noise = build_rule(optimizer, hyper, mechanism)
+        rule, decay = rule or tabled, plan.recipe.weight_decay
+        self._rule = WithDecay(rule, decay) if decay else rule
         region, spread = self._geometry.start(theta)
         kept = theta[:0] if optimizer.rule == "sgd" else theta
         moments = Moments(
@@ -631,7 +635,7 @@ class Evaluated:
 
 def fit(
     trainer: Trainer,
-    stop: Callable[[], bool],
+    stop: Callable[[], bool] = lambda: False,
     pause: Callable[[int], bool] = lambda step: False,
     seconds: float = 0.0,
 ) -> Iterator[Progress | Evaluated]:

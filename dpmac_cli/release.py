@@ -59,8 +59,8 @@ def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
 
 def load_model(
     path: Path,
-    dataset: str | None,
-    device: torch.device,
+    dataset: str | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (never changes)
     *,
     own: Dataset | None = None,
     factory: str | None = None,

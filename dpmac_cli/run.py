@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,7 +72,8 @@ class Update:
     Attributes:
         event: of the engine.
         epsilon: spent up to the event's step, exactly after the last one and as an upper bound
-            before; None while the prices are still being worked out, ``inf`` without privacy.
+            before; None while the prices are still being worked out, which they are by the first
+            Evaluated; ``inf`` without privacy.
         planned: what the whole run costs, likewise.
         not_private: averages since the last evaluation, if diagnostics are on.
     """
@@ -197,6 +198,17 @@ def train(
         yield from _train(config, stop, data, ranks)
 
 
+def finish(events: Iterable[RunEvent]) -> Finished:
+    """Go on to the end of a run, without a look at what happens on the way.
+
+    Args:
+        events: of :func:`train` or :func:`resume`, whose exceptions come through.
+    """
+    *_, last = events
+    assert isinstance(last, Finished)  # noqa: S101
+    return last
+
+
 def _train(
     config: TrainConfig, stop: Callable[[], bool], data: Data | None, ranks: Ranks | None
 ) -> Iterator[RunEvent]:
@@ -263,7 +275,7 @@ def _write_config(session: Session) -> None:
 
 def resume(
     where: Path,
-    flags: Mapping[str, Any],
+    flags: Mapping[str, Any] | None = None,
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
@@ -277,7 +289,7 @@ def resume(
 
     Args:
         where: a run folder.
-        flags: settings to change, as typed; None and False where not given.
+        flags: settings to change, as in :func:`~dpmac_cli.config.resolve`.
         stop, data, ranks: as in :func:`train`. With another number of ranks it is a branch.
 
     Raises:
@@ -287,7 +299,7 @@ def resume(
     """
     folder.check_run_folder(where)
     with folder.locked(where), explained():
-        session = yield from _resumed(where, flags, data, stop, ranks)
+        session = yield from _resumed(where, flags or {}, data, stop, ranks)
         yield from _drive(session, stop)
 
 

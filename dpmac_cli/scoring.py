@@ -32,7 +32,11 @@ class Scored:
 
 
 def score(
-    path: Path, dataset: str | None, data_dir: Path | None, device: str, factory: str | None = None
+    path: Path,
+    dataset: str | None = None,
+    data_dir: Path | None = None,
+    device: str = "auto",
+    factory: str | None = None,
 ) -> Scored:
     """Score a published model on the whole test split.
 

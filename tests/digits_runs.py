@@ -1,6 +1,6 @@
 """Short runs on digits, for the tests that need one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.config import TrainConfig, resolve
-from dpmac_cli.run import Finished, RunEvent, train
+from dpmac_cli.run import Finished, RunEvent, finish, train
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.
 SIGMA = 6.0
@@ -28,13 +28,6 @@ def digits_config(file: Path | None = None, **flags: Any) -> TrainConfig:
         if not {"sigma", "epsilon", "no_dp"} & flags.keys():
             short["sigma"] = SIGMA
     return resolve({**short, "device": "cpu", **flags}, file).config
-
-
-def finish(events: Iterable[RunEvent]) -> Finished:
-    """Go on to the end."""
-    *_, last = events
-    assert isinstance(last, Finished)
-    return last
 
 
 def after(steps: int) -> Callable[[], bool]:

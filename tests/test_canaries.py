@@ -22,9 +22,10 @@ from dpmac_cli.dp.per_sample import CLIP_LIMIT
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.noise import stream_seeds
+from dpmac_cli.run import finish
 from tests import secret_search
 from tests.conftest import every_optimizer
-from tests.digits_runs import SEED, after, digits_config, finish, same_weights, train_digits
+from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits
 from tests.helpers import (
     CLASSES,
     DIMENSION,

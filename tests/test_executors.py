@@ -19,9 +19,10 @@ from dpmac_cli import checkpoint, executors, folder, run
 from dpmac_cli.compare import collect, finished_report
 from dpmac_cli.executors import Choice, Ended, Moved, RunEvent, told
 from dpmac_cli.grid import Grid, plan
+from dpmac_cli.run import finish
 from dpmac_cli.tables import as_values
 from dpmac_cli.workers import Pool, carry_out, share_data
-from tests.digits_runs import after, digits_config, finish, train_digits
+from tests.digits_runs import after, digits_config, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
 
 SETTINGS = {

@@ -12,9 +12,10 @@ import safetensors.torch
 import torch
 
 from dpmac_cli import folder, run
+from dpmac_cli.run import finish
 from tests import secret_search as search
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import SEED, after, digits_config, finish
+from tests.digits_runs import SEED, after, digits_config
 from tests.secret_search import Secrets
 
 #: Batches of a size that no public number is near to: a draw deviates by 19 on average.

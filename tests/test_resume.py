@@ -16,10 +16,10 @@ from dpmac_cli.dp.per_sample import ClippedSum
 from dpmac_cli.engine import Evaluated, Trainer
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.noise import noise_source as seeded_source
-from dpmac_cli.run import Reduced, RunEvent, Started, Update
+from dpmac_cli.run import Reduced, RunEvent, Started, Update, finish
 from dpmac_cli.sampling import EpochSampler, IndependentSampler
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import RATE, SIGMA, after, digits_config, finish
+from tests.digits_runs import RATE, SIGMA, after, digits_config
 
 STEPS = 21
 

@@ -25,13 +25,12 @@ from dpmac_cli.keystream import KeyStream
 from dpmac_cli.noise import SecureNoise, SeededNoise
 from dpmac_cli.release import load_model
 from dpmac_cli.report import DRAWN, DRAWN_BOTH_WAYS, DRAWN_SECURELY, NO_SECRETS
-from dpmac_cli.run import Finished, Started
+from dpmac_cli.run import Finished, Started, finish
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     after,
     contents,
     digits_config,
-    finish,
     same_weights,
     train_digits,
     weights,

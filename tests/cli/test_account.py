@@ -20,12 +20,12 @@ from dpmac_cli.accounting import SAMPLERS, TrainingEvent, format_epsilon, total_
 from dpmac_cli.cli import console
 from dpmac_cli.cli.account import CURVE_WIDTH
 from dpmac_cli.errors import InputError
+from dpmac_cli.run import finish
 from tests.digits_runs import (
     RATE,
     after,
     contents,
     digits_config,
-    finish,
     train_digits,
     train_events,
 )

@@ -1,0 +1,173 @@
+"""Write docs/configuration.md from the settings themselves: ``python docs/generate.py``."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from dpmac_cli.accounting import SAMPLERS
+from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset
+from dpmac_cli.config import (
+    EXCLUSIVE,
+    INCOMPATIBLE,
+    KIND_WORDS,
+    KINDS,
+    SETTINGS,
+    Setting,
+    TrainConfig,
+    flag_name,
+    resolve,
+)
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.own_data.common import LEAST_CNN, facts_of
+from dpmac_cli.source import Source
+
+FILE = Path(__file__).with_name("configuration.md")
+INTRODUCTION = """\
+# Configuration
+
+Every setting of `dpmac train`, by the groups of its help. Written by `python docs/generate.py`
+from the settings themselves: change those, not this page.
+
+A setting has one name everywhere: `--batch-size 128` as a flag, `batch-size: 128` in the YAML file
+of `--config`, `batch_size=128` in [`resolve`](library.md#train). Flags win over the file. A switch
+is given as a flag alone, or as `true`. Everything is checked before anything is done, and all that
+is wrong is told at once. `dpmac compare` takes the same settings with several values each, but for
+those that its help leaves out.
+"""
+CHOICES = {
+    "Data sets": {name: facts.about for name, facts in DATASETS.items()},
+    "Networks": MODELS,
+    "Features": {name: kind.about for name, kind in FEATURES.items()},
+    "Samplers": {name: sampling.summary for name, sampling in SAMPLERS.items()},
+    "Optimizers": {name: row.summary for name, row in OPTIMIZERS.items()},
+}
+#: Settings whose defaults a data set brings, by the names of both.
+OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
+
+
+def configuration() -> str:
+    """The page."""
+    parts = [INTRODUCTION]
+    for panel in dict.fromkeys(setting.panel for setting in SETTINGS.values()):
+        rows = [
+            (f"`--{flag_name(name)}`", what(name, setting), default(name, setting), about(setting))
+            for name, setting in SETTINGS.items()
+            if setting.panel == panel
+        ]
+        parts += [f"## {panel}\n", table(("setting", "value", "default", ""), rows)]
+    parts += ["## By data set\n", by_data_set()]
+    parts += ["Learning rates:\n", learning_rates(), "## By optimizer\n", by_optimizer()]
+    parts += ["## What does not go together\n", exclusions()]
+    for title, known in CHOICES.items():
+        rows = [(f"`{name}`", said) for name, said in known.items()]
+        parts += [f"## {title}\n", table(("name", ""), rows)]
+    return "\n".join(parts)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def what(name: str, setting: Setting) -> str:
+    """What a setting may be."""
+    if KINDS[name] is bool:
+        return "switch"
+    if setting.choices:
+        more = f"; or {setting.besides[1]}" if setting.besides else ""
+        return ", ".join(f"`{choice}`" for choice in setting.choices) + more
+    if setting.pattern:
+        return setting.pattern[1]
+    kind = KIND_WORDS[KINDS[name]]
+    return f"{kind}, {setting.bounds}" if setting.bounds else kind
+
+
+def default(name: str, setting: Setting) -> str:
+    """What it is where it is not given."""
+    value = getattr(TrainConfig, name)
+    if KINDS[name] is bool:
+        return "off"
+    if value is not None:
+        return f"`{value}`"
+    _, given, rest = setting.help.partition("[default: ")
+    return rest.rstrip("]") if given else "none"
+
+
+def about(setting: Setting) -> str:
+    """Its help, without the default."""
+    kept = "" if setting.recorded else " Not kept in `config.yaml`."
+    return setting.help.partition(" [default")[0] + kept
+
+
+def by_data_set() -> str:
+    """Defaults that a data set brings."""
+    head = ("", *(f"`--{flag_name(name)}`" for name in (*OF_DATA, "augment")))
+    small = LEAST_CNN - 1
+    rows = {
+        **{f"`{name}`": facts for name, facts in DATASETS.items()},
+        f"your own images, {LEAST_CNN}x{LEAST_CNN} and more": _own((3, LEAST_CNN, LEAST_CNN), 255),
+        "your own images, smaller": _own((3, small, small), 255),
+        "your own rows of numbers": _own((9, 1, 1), 1),
+    }
+    return table(
+        head,
+        (
+            (name, *(shown(getattr(facts.defaults, key)) for key in OF_DATA), facts.augment)
+            for name, facts in rows.items()
+        ),
+    )
+
+
+def _own(shape: tuple[int, int, int], levels: int) -> Dataset:
+    """Facts of a person's own data, with many records."""
+    sizes = 10**6, 1
+    return facts_of(Source(Path("data")), sizes, shape, ("a", "b"), (0.0,), (1.0,), levels)
+
+
+def learning_rates() -> str:
+    """Of each optimizer on each data set."""
+    return table(
+        ("", *(f"`{name}`" for name in OPTIMIZERS)),
+        (
+            (f"`{name}`", *(shown(facts.defaults.lr[row]) for row in OPTIMIZERS))
+            for name, facts in DATASETS.items()
+        ),
+    )
+
+
+def by_optimizer() -> str:
+    """Which settings have an effect on which optimizer, and their defaults on MNIST."""
+    names = sorted(set().union(*(row.settings for row in OPTIMIZERS.values())))
+    rows = []
+    for optimizer, row in OPTIMIZERS.items():
+        config = resolve(dataset="mnist", optimizer=optimizer).config
+        cells = [shown(getattr(config, name)) if name in row.settings else "" for name in names]
+        rows.append((f"`{optimizer}`", *cells))
+    head = ("", *(f"`--{flag_name(name)}`" for name in names))
+    return f"Defaults on MNIST; an empty cell has no effect.\n\n{table(head, rows)}"
+
+
+def exclusions() -> str:
+    """Settings of which one may be given."""
+    return "".join(f"- {line}\n" for line in _exclusions())
+
+
+def _exclusions() -> Iterator[str]:
+    for group in EXCLUSIVE:
+        yield f"{flags(group)} answer the same question. A flag replaces a file's answer."
+    for pair, why in INCOMPATIBLE.items():
+        yield f"{flags(pair)}: {why}."
+
+
+def flags(names: Iterable[str]) -> str:
+    """Some settings, as typed."""
+    return ", ".join(f"`--{flag_name(name)}`" for name in names)
+
+
+def shown(value: object) -> str:
+    """A default in short."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    FILE.write_text(configuration())

@@ -1,0 +1,148 @@
+"""The pages: links lead somewhere, names exist, commands print what stands below them."""
+
+import ast
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dpmac_cli.config import SETTINGS
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from tests.typed import dpmac
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+#: A file of this repository, by its path.
+FILE = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|toml|md|json|jsonl|yaml))`")
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are called in links, as GitHub does it."""
+    found: set[str] = set()
+    for heading in HEADING.findall(FENCE.sub("", page.read_text())):
+        words = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        again = sum(1 for name in found if re.fullmatch(rf"{re.escape(words)}(-\d+)?", name))
+        found.add(f"{words}-{again}" if again else words)
+    return found
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Text and target of a page's links, but for those to other sites."""
+    for text, target in LINK.findall(FENCE.sub("", page.read_text())):
+        if "://" not in target:
+            yield text, target
+
+
+def broken(page: Path) -> list[str]:
+    """Links that lead nowhere."""
+    found = []
+    for _, target in links(page):
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        lost = file.suffix == ".md" and file.exists() and anchor and anchor not in anchors(file)
+        if not file.exists() or lost:
+            found.append(target)
+    return found
+
+
+def defined(file: Path, dotted: str) -> bool:
+    """Whether a module has a name: a function, a class, a constant, or a class's method."""
+    body = ast.parse(file.read_text()).body
+    for part in dotted.split("."):
+        for node in body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            if part == getattr(node, "name", None) or part in names:
+                body = getattr(node, "body", [])
+                break
+        else:
+            return False
+    return True
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A b\n## A b\n[1](#a-b) [2](#a-b-1) [3](#c) [4](gone.md) [5](page.md#x)\n")
+    assert broken(page) == ["#c", "gone.md", "page.md#x"]
+
+
+@by_page
+def test_what_is_named_in_the_code_is_there(page: Path) -> None:
+    """Links such as [`geometry.MacAdam.estimate`](../dpmac_cli/dp/geometry.py)."""
+    for text, target in links(page):
+        file, name = page.parent / target, text.strip("`")
+        if file.suffix == ".py" and "/" not in name:
+            module, _, dotted = name.partition(".")
+            assert module == file.stem, text
+            assert defined(file, dotted), text
+
+
+@by_page
+def test_files_that_are_named_are_there(page: Path) -> None:
+    for name in FILE.findall(FENCE.sub("", page.read_text())):
+        places = (ROOT, ROOT / "dpmac_cli", ROOT / "tests", page.parent)
+        assert any((place / name).exists() for place in places), name
+
+
+def test_names_that_are_not_there_would_be_found() -> None:
+    file = ROOT / "dpmac_cli" / "dp" / "geometry.py"
+    assert defined(file, "MacAdam.estimate")
+    assert defined(file, "LEAST_KAPPA")
+    assert not defined(file, "MacAdam.estimates")
+    assert not defined(file, "Macadam")
+
+
+def commands() -> Iterator[tuple[str, str, list[str]]]:
+    """Page, command and some of the lines that it prints, in their order."""
+    for page in PAGES:
+        for block in CONSOLE.findall(page.read_text()):
+            for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, *lines = part.splitlines()
+                yield page.name, command, lines
+
+
+@pytest.mark.parametrize(("page", "command", "lines"), list(commands()))
+def test_commands_print_what_stands_below_them(page: str, command: str, lines: list[str]) -> None:
+    name, *args = command.split()
+    assert name == "dpmac", page
+    assert lines
+    printed = iter(dpmac(*args, columns=120).output.splitlines())
+    assert all(line in printed for line in lines), command
+
+
+def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
+    text = (ROOT / "docs" / "optimizers.md").read_text()
+    headings = re.findall(r"^## `(.+)`$", text, re.MULTILINE)
+    assert sorted(headings) == sorted(OPTIMIZERS)
+    for name in set().union(*(row.settings for row in OPTIMIZERS.values())):
+        assert f"`--{name.replace('_', '-')}`" in text
+        assert name in SETTINGS
+
+
+def test_the_configuration_page_is_what_the_settings_say() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    assert text == script["configuration"](), "run python docs/generate.py"
+    for name in SETTINGS:
+        assert f"| `--{name.replace('_', '-')}` |" in text
+
+
+def test_the_index_has_every_page() -> None:
+    targets = {target for _, target in links(ROOT / "docs" / "README.md")}
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.json")]
+    assert {file.name for file in files} - {"README.md"} <= targets
+    assert "docs/README.md" in {target for _, target in links(ROOT / "README.md")}

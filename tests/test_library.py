@@ -1,0 +1,198 @@
+"""What ``from dpmac_cli import`` offers, and the examples of docs/library.md."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dpmac_cli
+from dpmac_cli import (
+    Evaluated,
+    InputError,
+    ModelError,
+    Moments,
+    PrivateMean,
+    TrainingEvent,
+    fit,
+    make_trainer,
+    resolve,
+    settle_noise,
+    training_event,
+)
+from dpmac_cli.dp.rules import sgd
+from tests.conftest import every_optimizer
+from tests.digits_runs import SIGMA, digits_config
+
+SOURCE = Path(dpmac_cli.__file__)
+PAGE = SOURCE.parent.parent / "docs" / "library.md"
+#: What is printed whatever is drawn.
+SHOWN = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+
+
+# The names
+
+
+def for_type_checkers() -> dict[str, set[str]]:
+    """Names by their homes, as a type checker and an editor see them."""
+    (block,) = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {
+        (node.module or "").removeprefix("dpmac_cli."): {alias.name for alias in node.names}
+        for node in imports
+    }
+
+
+def test_the_three_lists_of_names_agree() -> None:
+    homes = {home: set(names) for home, names in dpmac_cli._HOMES.items()}
+    assert for_type_checkers() == homes
+    names = [name for group in homes.values() for name in group]
+    assert sorted(dpmac_cli.__all__) == sorted([*names, "__version__"])
+
+
+@pytest.mark.parametrize("name", dpmac_cli.__all__)
+def test_every_name_is_there_and_documented(name: str) -> None:
+    value = getattr(dpmac_cli, name)
+    assert name in dir(dpmac_cli)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert value.__doc__
+
+
+def test_a_name_that_is_not_there_is_named() -> None:
+    with pytest.raises(AttributeError, match="'dpmac_cli' has no attribute 'trian'"):
+        dpmac_cli.trian  # noqa: B018
+
+
+def test_prices_and_settings_load_no_torch() -> None:
+    script = (
+        "import sys\n"
+        "from dpmac_cli import TrainingEvent, resolve, training_event, price, plan, OPTIMIZERS\n"
+        "config = resolve(dataset='digits', sigma=6, steps=3).config\n"
+        "assert training_event(config).epsilon(1e-5) > 0\n"
+        "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"
+        "print(*(m for m in slow if m in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+# Settings as keywords
+
+
+def test_settings_are_given_by_name_in_their_own_types() -> None:
+    config = resolve(dataset="digits", sigma=2, lr=0.5, optimizer="dp-sgd", out=Path("x")).config
+    assert config == resolve({"dataset": "digits", "sigma": "2", "lr": "0.5"}, None,
+                             optimizer="dp-sgd", out="x").config  # fmt: skip
+    assert (config.sigma, config.epochs, config.batch_size) == (2.0, 20, 128)
+
+
+def test_every_fault_is_told_at_once() -> None:
+    with pytest.raises(InputError) as failure:
+        resolve(dataset="digits", sigm=2, lr=-1, beta1="x")
+    assert "There is no setting 'sigm'. Did you mean sigma?" in failure.value.errors
+    assert len(failure.value.errors) == 3
+
+
+def test_without_a_number_an_event_is_of_the_whole_run() -> None:
+    config = digits_config(steps=7)
+    assert training_event(config) == TrainingEvent(128 / 1437, SIGMA, 7, "poisson", 12)
+    assert training_event(config, 3).steps == 3
+
+
+# A network and a loop of one's own
+
+
+@every_optimizer
+def test_a_network_at_hand_is_trained_in_place(name: str) -> None:
+    network = net()
+    before = [p.clone() for p in network.parameters()]
+    trainer = make_trainer(digits_config(optimizer=name, steps=3, seed=1), model=network)
+    *_, last = fit(trainer)
+    assert isinstance(last, Evaluated)
+    assert (last.step, trainer.state.step) == (3, 3)
+    assert trainer.model is network
+    assert all(not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True))
+    assert trainer.evaluate().accuracy == last.result.accuracy
+
+
+@pytest.mark.privacy
+def test_a_network_at_hand_that_mixes_samples_is_refused() -> None:
+    mixing = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    with pytest.raises(ModelError, match="BatchNorm1d, which mixes the samples"):
+        make_trainer(digits_config(), model=mixing)
+
+
+@pytest.mark.privacy
+def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
+    """A target for epsilon is no sigma of 0."""
+    config = resolve(dataset="digits", epsilon=0.1, steps=3, device="cpu").config
+    assert config.sigma is None
+    trainer = make_trainer(config, model=net())
+    sigma = trainer.mechanism.noise_multiplier
+    assert sigma == settle_noise(config).sigma
+    assert sigma > 4
+    assert training_event(settle_noise(config)).epsilon(config.delta) <= 0.1
+
+
+def test_a_frozen_part_is_for_networks_that_are_named() -> None:
+    with pytest.raises(InputError, match="that the configuration names"):
+        make_trainer(digits_config(features="scatter"), model=net())
+
+
+def test_a_rule_of_ones_own_moves_theta() -> None:
+    told: list[tuple[float, float, int]] = []
+
+    def halved(theta: Tensor, eta: float | Tensor, private: PrivateMean, moments: Moments) -> None:
+        told.append((float(eta), private.noise_ratio, moments.step))
+        sgd(theta, eta / 2, private, moments)
+
+    config = digits_config(optimizer="dp-sgd", seed=1, lr=0.25)
+    ours = make_trainer(config, rule=halved)
+    double = make_trainer(digits_config(optimizer="dp-sgd", seed=1, lr=0.125))
+    for _ in range(3):
+        ours.step()
+        double.step()
+    assert torch.equal(ours.state.theta, double.state.theta)
+    assert told == [(0.25, SIGMA / 128, step) for step in (1, 2, 3)]
+
+
+# The page
+
+
+def test_the_examples_of_the_page_run_in_order(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    blocks = BLOCK.findall(PAGE.read_text())
+    assert len(blocks) > 6
+    names: dict[str, object] = {"__name__": "notebook"}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"library.md, example {number}", "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    trained = [line.split() for line in printed[:2]]
+    assert [name for name, _, _ in trained] == ["dp-adam", "dp-macadam"]
+    assert {epsilon for _, epsilon, _ in trained} == {"1.184"}
+    assert all(0.6 < float(accuracy) < 1 for _, _, accuracy in trained)
+    shown = [line for text in SHOWN.findall(PAGE.read_text()) for line in text.splitlines()]
+    assert len(shown) == 5
+    assert set(shown) <= set(printed)
+    assert Path("training.png").stat().st_size > 10_000
+
+
+def test_the_page_names_what_there_is() -> None:
+    text = PAGE.read_text()
+    named = set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
+    assert named == {name for name in dpmac_cli.__all__ if name != "__version__"}

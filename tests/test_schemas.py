@@ -1,0 +1,192 @@
+"""Every key of report.json and compare.json is described, and every report is as described."""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from dpmac_cli.accounting import SAMPLERS
+from dpmac_cli.compare import collect
+from dpmac_cli.config import KAPPAS, PHIS
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.folder import to_json
+from dpmac_cli.grid import plan
+from dpmac_cli.recipe import AUGMENTS, SCHEDULES
+from dpmac_cli.run import finish, resume, train
+from dpmac_cli.tables import as_values
+from tests.digits_runs import after, digits_config, train_digits
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def load(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((DOCS / name).read_text())
+    return loaded
+
+
+REPORT, COMPARE = load("report.schema.json"), load("compare.schema.json")
+#: Kinds of run, by what makes them.
+RUNS: Mapping[str, dict[str, Any]] = {
+    "ordinary": {},
+    "seeded": {"seed": 1},
+    "secure": {"secure": True},
+    "baseline": {"no_dp": True},
+    "budget spent": {"max_epsilon": "0.08"},
+    "audit": {"canaries": 1000},
+    "fixed size": {"sampler": "fixed-size"},
+    "diagnostics": {"diagnostics": True},
+    "recipe": {"augmentations": 2, "ema": 0.9, "lr_schedule": "cosine", "warmup_steps": 1},
+    "features": {"features": "scatter"},
+    "no price": {"delta": "1e-300", "steps": 1},
+    **{name: {"optimizer": name, "steps": 1} for name in OPTIMIZERS},
+}
+
+
+def objects(schema: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every object of a schema whose keys are fixed."""
+    if isinstance(schema, Mapping):
+        if "properties" in schema and schema.get("type") == "object":
+            yield path, schema
+        for key, part in schema.items():
+            yield from objects(part, f"{path}/{key}")
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from objects(part, path)
+
+
+def faults(schema: Mapping[str, Any], value: Any) -> list[str]:
+    return [
+        f"{fault.json_path}: {fault.message}"
+        for fault in Draft202012Validator(schema).iter_errors(value)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of a run of each kind, as it lies in its folder."""
+    root = tmp_path_factory.mktemp("reports")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("DPMAC_CACHE_DIR", str(root / "cache"))
+        for name, flags in RUNS.items():
+            train_digits(out=root / name, **flags)
+        half = finish(train(digits_config(out=root / "stopped"), after(2))).folder
+        own = root / "own.npz"
+        rng = np.random.default_rng(0)
+        np.savez(own, x=rng.random((60, 5)), y=np.arange(60) % 3)
+        more: dict[str, Any] = {"feature_range": "0,1", "batch_size": 8, "model": "linear"}
+        train_digits(dataset=str(own), out=root / "own", **more)
+        where = train_digits(model="mlp-small", out=root / "source", no_dp=True).folder
+        public = str(where / "model.safetensors")
+        head: dict[str, Any] = {"pretrained": public, "train": "head", "no_dp": True}
+        train_digits(model="mlp-small", out=root / "pretrained", **head)
+    found = {path.parent.name: json.loads(path.read_text()) for path in root.glob("*/report.json")}
+    finish(resume(half, {"steps": "4", "sigma": "5"}))
+    return {**found, "branch": json.loads((half / "report.json").read_text())}
+
+
+@pytest.mark.parametrize("schema", [REPORT, COMPARE], ids=["report", "compare"])
+def test_schemas_are_schemas_that_describe_every_key(schema: dict[str, Any]) -> None:
+    Draft202012Validator.check_schema(schema)
+    found = dict(objects(schema))
+    assert found
+    for path, part in found.items():
+        assert part["additionalProperties"] is False or path == "/properties/rows/items"
+        assert set(part["required"]) <= part["properties"].keys()
+        for name, described in part["properties"].items():
+            assert described["description"].endswith("."), f"{path}/{name}"
+
+
+def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
+    assert len(reports) == len(RUNS) + 5
+    assert {report["state"] for report in reports.values()} == {
+        *("finished", "interrupted", "budget-spent")
+    }
+    assert reports["seeded"]["privacy"]["seed_policy"]["given"]
+    assert reports["secure"]["privacy"]["randomness"]["secure"]
+    assert reports["audit"]["audit"]["kind"] == "gradients"
+    assert reports["own"]["dataset"]["held_out"]
+    assert len(reports["branch"]["privacy"]["events"]) == 2
+    assert reports["branch"]["privacy"]["noise_multiplier"] is None
+    assert reports["no price"]["privacy"]["epsilon"] is None
+    assert reports["features"]["model"]["public_part"]["features"] == "scatter"
+    assert reports["pretrained"]["model"]["public_part"]["train"] == "head"
+
+
+def test_reports_are_as_described(reports: dict[str, Any]) -> None:
+    for name, report in reports.items():
+        assert faults(REPORT, report) == [], name
+
+
+def test_no_key_is_described_that_no_run_has(reports: dict[str, Any]) -> None:
+    def keys(value: Any) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            yield from value
+        for part in value.values() if isinstance(value, Mapping) else value:
+            if isinstance(part, (Mapping, list)):
+                yield from keys(part)
+
+    described = {name for _, part in objects(REPORT) for name in part["properties"]}
+    assert described == {key for report in reports.values() for key in keys(report)}
+
+
+def test_names_are_those_that_may_be_chosen() -> None:
+    properties = REPORT["properties"]
+    assert properties["optimizer"]["enum"] == list(OPTIMIZERS)
+    assert properties["privacy"]["properties"]["sampler"]["enum"] == list(SAMPLERS)
+    hyper = properties["hyperparameters"]["properties"]
+    assert (hyper["kappa"]["enum"], hyper["phi"]["enum"]) == (list(KAPPAS), list(PHIS))
+    recipe = properties["recipe"]["properties"]
+    assert recipe["lr_schedule"]["enum"] == list(SCHEDULES)
+    assert recipe["augment"]["enum"] == [*AUGMENTS, None]
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "value"),
+    [
+        ((), "loss", 0.5),
+        (("privacy",), "batches", [1]),
+        (("privacy", "events", 0), "drawn", 3),
+        (("privacy",), "epsilon", "small"),
+        (("privacy",), "delta", None),
+        (("test",), "accuracy", 61.0),
+        (("hyperparameters",), "momentum", 0.9),
+        (("dataset",), "train_size", None),
+    ],
+)
+def test_another_report_is_refused(
+    reports: dict[str, Any], where: tuple[str | int, ...], key: str, value: Any
+) -> None:
+    changed = copy.deepcopy(reports["ordinary"])
+    part = changed
+    for name in where:
+        part = part[name]
+    part[key] = value
+    assert faults(REPORT, changed)
+
+
+def test_a_baseline_that_claims_something_is_refused(reports: dict[str, Any]) -> None:
+    for key, value in (("epsilon", 1.0), ("delta", 1e-5), ("adjacency", "zero-out")):
+        changed = copy.deepcopy(reports["baseline"])
+        changed["privacy"][key] = value
+        assert faults(REPORT, changed)
+
+
+def test_a_comparison_is_as_described(tmp_path: Path) -> None:
+    flags = {"optimizers": "dp-sgd,dp-adam", "sigma": "6,8", "seeds": "1", "steps": "1"}
+    grid = plan({"dataset": "digits", "device": "cpu", **flags}, None, tmp_path)
+    for run in grid.runs[:-1]:
+        finish(train(replace(run.config, seed=run.seed)))
+    study = json.loads(to_json(as_values(collect(grid, {3: "memory ran out"}))))
+    assert faults(COMPARE, study) == []
+    assert [row["failures"] for row in study["rows"]] == [{}, {}, {}, {"0": "memory ran out"}]
+    for row in study["rows"]:
+        others = row.keys() - COMPARE["properties"]["rows"]["items"]["properties"].keys()
+        assert others == set(study["axes"])
+    del study["rows"][0]["std"]
+    assert faults(COMPARE, study)
