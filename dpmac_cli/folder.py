@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,9 @@ SUMS = "SHA256SUMS"
 LINE_SUM = "sha256"
 #: How the name of a file ends that is being written.
 PART = ".part"
+
+#: How often a lock is tried for, and the seconds in between. Who lists runs holds it for a moment.
+TRIES, PATIENCE = 10, 0.02
 
 PUBLIC_MODE = 0o644
 PRIVATE_MODE = 0o600
@@ -183,19 +187,49 @@ def locked(run: Path) -> Iterator[None]:
     except OSError as failure:
         raise InputError(_unwritable(run, failure)) from failure
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _taken(handle):
             raise InputError(
                 f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
                 "stop it."
-            ) from None
+            )
         for place in (run, run / CHECKPOINTS):
             for part in place.glob(f".*{PART}"):
                 part.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    """Whether a lock could be had, sooner or later."""
+    for attempt in range(TRIES):
+        if attempt:
+            time.sleep(PATIENCE)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+def in_use(run: Path) -> bool:
+    """Whether a process holds a run's folder; False where that cannot be told.
+
+    The lock is shared with others who ask, and held for no longer than that takes: a run that
+    starts meanwhile tries again.
+    """
+    try:
+        handle = os.open(run / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 @dataclass(frozen=True)
@@ -325,8 +359,11 @@ def _holds_run(folder: Path) -> bool:
     """Whether a folder is a run's: other tools, too, call a file config.yaml."""
     if any((folder / name).exists() for name in (REPORT, MODEL)):
         return True
-    if any(map(_holds_run, replaced(folder))):
-        return True
+    return any(map(_holds_run, replaced(folder))) or is_configured(folder)
+
+
+def is_configured(folder: Path) -> bool:
+    """Whether a folder holds a config.yaml, and it is one of ours."""
     try:
         return (folder / CONFIG).read_text(encoding="utf-8").startswith(HEADER)
     except (OSError, UnicodeDecodeError):

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, evaluate, train
+from dpmac_cli.cli import account, compare, evaluate, runs, train
 
 app = typer.Typer(
     name="dpmac",
@@ -18,6 +18,7 @@ app.command("train", help=train.HELP)(train.command())
 app.command("account", help=account.HELP)(account.account)
 app.command("compare", help=compare.HELP)(compare.command())
 app.command("eval", help=evaluate.HELP)(evaluate.evaluate)
+app.command("runs", help=runs.HELP)(runs.runs)
 
 
 def _version(value: bool) -> None:
