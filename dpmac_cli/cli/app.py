@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, evaluate, runs, train
+from dpmac_cli.cli import account, compare, doctor, evaluate, runs, train
 
 app = typer.Typer(
     name="dpmac",
@@ -19,6 +19,7 @@ app.command("account", help=account.HELP)(account.account)
 app.command("compare", help=compare.HELP)(compare.command())
 app.command("eval", help=evaluate.HELP)(evaluate.evaluate)
 app.command("runs", help=runs.HELP)(runs.runs)
+app.command("doctor", help=doctor.HELP)(doctor.doctor)
 
 
 def _version(value: bool) -> None:
