@@ -19,13 +19,9 @@ from typing import Any
 
 from dpmac_cli import __version__
 from dpmac_cli.catalog import DATASETS
+from dpmac_cli.extras import EXTRAS
 from dpmac_cli.places import cache_folder, data_folder
 
-#: What can be installed beside dpmac, by the name of its extra: the package, and what it is for.
-EXTRAS: Mapping[str, tuple[str, str]] = {
-    "ray": ("ray", "dpmac compare --executor ray"),
-    "slurm": ("submitit", "dpmac compare --executor slurm"),
-}
 #: Where a data set may be.
 BUILT_IN, HERE, PARTLY, ABSENT = "built-in", "here", "partly", "absent"
 #: Seconds that a compiler may take to say its version.
@@ -77,7 +73,7 @@ class Checkup:
 
     Attributes:
         versions: of Python, dpmac and what it depends on; None where it is not installed.
-        extras: of the packages of :data:`EXTRAS`, likewise.
+        extras: of the packages of :data:`dpmac_cli.extras.EXTRAS`, likewise.
         system, processor: names.
         devices: what computes.
         data: where data sets lie. datasets: for each, whether it does.

@@ -24,10 +24,13 @@ CARD = "model-card.md"
 AUDIT = "audit.json"
 DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
 CHECKPOINTS = "checkpoint"
+#: The folder of events for TensorBoard.
+EVENTS = "tensorboard"
 LOCK = ".lock"
 PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
 SEALED = (*PUBLISHED, AUDIT)
 FILES = (*SEALED, DIAGNOSTICS)
+FOLDERS = (CHECKPOINTS, EVENTS)
 #: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
 #: of the diagnostics would tell something of them.
 SUMS = "SHA256SUMS"
@@ -44,7 +47,7 @@ PRIVATE_MODE = 0o600
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Have an OSError say which file it is about: a full disk, for one, does not."""
     try:
         yield
@@ -65,7 +68,7 @@ def written_atomically(path: Path, mode: int) -> Iterator[Path]:
 
     Until then its owner alone can read it. Raises OSError, naming the file.
     """
-    with _naming(path):
+    with naming(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         partial = Path(name)
         try:
@@ -98,7 +101,7 @@ def _line_sum(record: Mapping[str, Any]) -> str:
 def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) -> None:
     """Append one line of JSON, and have it on the disk. Raises OSError, naming the file."""
     line = to_line(record)
-    with _naming(path):
+    with naming(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
         with os.fdopen(handle, "ab") as file:
             size = file.tell()
@@ -273,7 +276,7 @@ def set_aside(run: Path) -> None:
     for name in (CONFIG, METRICS):
         if (run / name).exists():
             shutil.copy2(run / name, aside / name)
-    for name in (REPORT, CARD, MODEL, AUDIT, DIAGNOSTICS):
+    for name in (REPORT, CARD, MODEL, AUDIT, DIAGNOSTICS, EVENTS):
         if (run / name).exists():
             os.replace(run / name, aside / name)
 
@@ -293,7 +296,7 @@ def make_way(run: Path) -> None:
 
     Files that are not a run's stay where they are. Raises OSError.
     """
-    names = (*FILES, SUMS, CHECKPOINTS, *(path.name for path in _all_numbered(run, "branch")))
+    names = (*FILES, SUMS, *FOLDERS, *(path.name for path in _all_numbered(run, "branch")))
     there = [name for name in names if (run / name).exists()]
     if there:
         aside = _numbered(run, "replaced")
@@ -305,7 +308,8 @@ def put_back(run: Path) -> None:
     """Undo :func:`make_way`, whatever was begun in the run's place. Raises OSError."""
     for name in (*FILES, SUMS):
         (run / name).unlink(missing_ok=True)
-    shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+    for name in FOLDERS:
+        shutil.rmtree(run / name, ignore_errors=True)
     for aside in replaced(run)[-1:]:
         for path in aside.iterdir():
             os.replace(path, run / path.name)

@@ -76,6 +76,7 @@ VALUES: Mapping[str, Any] = {
     "out": Path("out"),
     "force": True,
     "diagnostics": True,
+    "tensorboard": True,
     "json": True,
     "quiet": True,
     "debug": True,
