@@ -321,6 +321,9 @@ class TrainConfig:
     tensorboard: bool = _setting(
         False, "Also write what metrics.jsonl holds for TensorBoard, into the run folder.", OUTPUT
     )
+    plot: bool = _setting(
+        False, "At the end, draw test accuracy and epsilon by epoch, into the run folder.", OUTPUT
+    )
     json: bool = _setting(False, "Print the report as JSON.", OUTPUT, recorded=False)
     quiet: bool = _setting(False, "Print nothing but errors.", OUTPUT, recorded=False)
     debug: bool = _setting(False, "Show tracebacks.", OUTPUT, recorded=False)
@@ -445,8 +448,9 @@ class TrainConfig:
             kept = {name: value for name, value in kept.items() if SETTINGS[name].panel != DATA}
         if ":" not in self.model:
             kept.pop("fix_norm")
-        if not self.tensorboard:
-            kept.pop("tensorboard")
+        for name in ("tensorboard", "plot"):  # a run without is recorded as one of before they were
+            if not kept[name]:
+                kept.pop(name)
         for name, default in RECIPE_DEFAULTS.items():
             if kept.get(name) == default:
                 kept.pop(name, None)

@@ -22,13 +22,14 @@ METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
 CARD = "model-card.md"
 AUDIT = "audit.json"
+CURVES = "curves.svg"
 DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
 CHECKPOINTS = "checkpoint"
 #: The folder of events for TensorBoard.
 EVENTS = "tensorboard"
 LOCK = ".lock"
 PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
-SEALED = (*PUBLISHED, AUDIT)
+SEALED = (*PUBLISHED, AUDIT, CURVES)
 FILES = (*SEALED, DIAGNOSTICS)
 FOLDERS = (CHECKPOINTS, EVENTS)
 #: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
@@ -276,7 +277,7 @@ def set_aside(run: Path) -> None:
     for name in (CONFIG, METRICS):
         if (run / name).exists():
             shutil.copy2(run / name, aside / name)
-    for name in (REPORT, CARD, MODEL, AUDIT, DIAGNOSTICS, EVENTS):
+    for name in (REPORT, CARD, MODEL, AUDIT, CURVES, DIAGNOSTICS, EVENTS):
         if (run / name).exists():
             os.replace(run / name, aside / name)
 

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -145,10 +145,50 @@ def draw_comparison(comparison: "Comparison", path: Path) -> bool:
     return True
 
 
+def draw_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Test accuracy and epsilon by epoch; without a guarantee, the accuracy alone.
+
+    Args:
+        history: lines of metrics.jsonl; nothing else is drawn.
+        title: of the run. path: of the picture.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
+    epochs = [line["epoch"] for line in history]
+    priced = all(line["epsilon"] is not None for line in history)
+    figure, panels = new_figure(2 if priced else 1)
+    look = {"marker": "o", "markersize": 3.5, **line_style(0)}
+    panels[0].plot(epochs, [100 * line["test_accuracy"] for line in history], **look)
+    panels[0].set(ylabel="test accuracy, %")
+    if priced:
+        # What an epoch's steps cost before it was scored is not known here: at most its price.
+        epsilons = [line["epsilon"] for line in history]
+        panels[1].plot(epochs, epsilons, drawstyle="steps-pre", **look)
+        panels[1].set(ylabel=f"epsilon at delta {history[-1]['delta']:g}")
+        panels[1].set_ylim(bottom=0)
+    for panel in panels:
+        panel.set(xlabel="epoch")
+        panel.set_xlim(left=0)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(title if priced else f"{title}, no privacy", fontsize="medium")
+    _write(figure, path)
+
+
 def _write(figure: "Figure", path: Path) -> None:
-    """Write a picture whole, or leave what was there. Raises OSError."""
+    """Write a picture whole, or leave what was there. Raises OSError.
+
+    The same picture is the same bytes: without a date, and with names that are not drawn by chance.
+    """
+    from matplotlib import rc_context  # noqa: PLC0415
+
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=200, format=path.suffix.lower().removeprefix("."))
+    kind = path.suffix.lower().removeprefix(".")
+    with rc_context({"svg.hashsalt": "dpmac"}):
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(picture, dpi=200, format=kind, metadata=metadata)
     write_atomically(path, picture.getvalue())
 
 

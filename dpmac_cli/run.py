@@ -301,7 +301,7 @@ FIXED = (
     *("features", "feature_groups", "pretrained", "train"),
 )
 #: Settings that change nothing about what is computed.
-ASIDE = ("device", "diagnostics", "tensorboard")
+ASIDE = ("device", "diagnostics", "tensorboard", "plot")
 
 
 def _resumed(
@@ -555,6 +555,11 @@ def _publish(session: Session, total_seconds: float) -> Finished:
         _write_audit(session, report)
     if trainer.state.step == session.steps:  # else lines may be ahead, or damaged, and must stay
         _write_metrics(session)
+    if config.plot:
+        from dpmac_cli.plots import draw_curves  # noqa: PLC0415  (loads matplotlib)
+
+        title = f"{config.dataset_name}, {config.optimizer}"
+        draw_curves(session.history, title, where / folder.CURVES)
     folder.seal(where)
     folder.drop_replaced(where)
     return Finished(report, where, state)

@@ -77,6 +77,7 @@ VALUES: Mapping[str, Any] = {
     "force": True,
     "diagnostics": True,
     "tensorboard": True,
+    "plot": True,
     "json": True,
     "quiet": True,
     "debug": True,
