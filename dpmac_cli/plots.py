@@ -25,6 +25,11 @@ SUFFIXES = (".png", ".svg")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = len(COLOURS) * len(DASHES)
+#: Of a confusion matrix: classes with counts in the cells, with each name beside its row, and
+#: letters of a name.
+MOST_COUNTS, MOST_NAMES, LONGEST = 20, 150, 28
+#: The share from which on a cell is dark.
+DARK = 0.25
 
 
 def faults_of_picture(path: Path) -> Iterator[str]:
@@ -175,6 +180,52 @@ def draw_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) ->
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title if priced else f"{title}, no privacy", fontsize="medium")
     _write(figure, path)
+
+
+def draw_confusion(
+    counts: Sequence[Sequence[int]], classes: Sequence[str], title: str, path: Path
+) -> None:
+    """Which classes are taken for which: the darker, the larger the share of the true class.
+
+    Args:
+        counts: a row for each true class, a column for each predicted one.
+        classes: their names. title: of the picture. path: of it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.colors import PowerNorm  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    many = len(classes) > MOST_COUNTS
+    inches = min(max(4.8, 2.0 + len(classes) * (0.14 if many else 0.42)), 24.0)
+    figure = Figure(figsize=(inches + 1.0, inches), layout="constrained")
+    axes = figure.subplots()
+    # By the root of the share, or the few percent that are taken for another class look white.
+    picture = axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+    step = -(-len(classes) // MOST_NAMES)
+    ticks = range(0, len(classes), step)
+    names = [_shortened(classes[number]) for number in ticks]
+    size = 5 if many else 9
+    upright = many or max(map(len, names)) > 3
+    axes.set_xticks(ticks, names, rotation=90 if upright else 0, fontsize=size)
+    axes.set_yticks(ticks, names, fontsize=size)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    if not many:
+        for i, row in enumerate(counts):
+            for j, count in enumerate(row):
+                ink = "white" if shares[i][j] > DARK else "black"
+                axes.text(j, i, f"{count:,}", ha="center", va="center", color=ink, fontsize=8)
+    figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
+    figure.suptitle(title, fontsize="medium")
+    _write(figure, path)
+
+
+def _shortened(name: str) -> str:
+    """A class's name, cut where it would leave no room for the picture."""
+    # A dollar sign would begin a formula.
+    return (name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…").replace("$", r"\$")
 
 
 def _write(figure: "Figure", path: Path) -> None:
