@@ -194,8 +194,7 @@ def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
 
 def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
     """What clears a run, sets a branch aside or names what was written must leave nothing out."""
-    drawn = {"tensorboard": True, "plot": True}
-    finished = train_digits(out="run", diagnostics=True, canaries=100, **drawn)
+    finished = train_digits(out="run", diagnostics=True, canaries=100, tensorboard=True, plot=True)
     written = {path.name for path in finished.folder.iterdir()}
     assert written == {*folder.FILES, *folder.FOLDERS, folder.SUMS, folder.LOCK}
     folder.set_aside(finished.folder)

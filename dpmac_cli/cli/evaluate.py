@@ -11,6 +11,7 @@ from dpmac_cli.accounting import format_epsilon
 from dpmac_cli.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
+from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import MISFIT, explained
 from dpmac_cli.config import OWN_DATA, parse
 from dpmac_cli.errors import InputError
@@ -40,7 +41,12 @@ BROKEN = (
 @explained
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run folder, or a model.safetensors.")
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="A run folder, or a model.safetensors.",
+            autocompletion=run_folders,
+        ),
     ],
     dataset: Annotated[
         str | None,
@@ -48,6 +54,7 @@ def evaluate(
             metavar="NAME|PATH",
             help=f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. "
             "[default: what it was trained on]",
+            autocompletion=one_of(DATASETS),
         ),
     ] = None,
     network: Annotated[

@@ -60,6 +60,7 @@ def runs(
             metavar="NAME",
             help=f"One of {', '.join(ORDERS)}: newest, lowest or best first. [default: age]",
             show_default=False,
+            autocompletion=lambda incomplete: [n for n in ORDERS if n.startswith(incomplete)],
         ),
     ] = "age",
     reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
