@@ -79,6 +79,7 @@ def test_runs_are_offered(command: str) -> None:
     assert offered(f"dpmac {command} runs/mnist-2") == ["runs/mnist-2"]
     assert offered(f"dpmac {command} runs/study/runs/") == ["runs/study/runs/digits-3"]
     assert offered(f"dpmac {command} m") == ["mine"]
+    assert offered(f"dpmac {command} .") == []
     assert offered(f"dpmac {command} nowhere/x") == []
 
 
