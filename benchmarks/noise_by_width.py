@@ -21,7 +21,7 @@ import torch
 from sittings import Setting, carry_on, product
 from torch import Tensor, nn
 
-from dpmac_cli.assembly import data_folder, hyperparameters
+from dpmac_cli.assembly import hyperparameters
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.config import resolve
 from dpmac_cli.data import load_data
@@ -30,6 +30,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.dp.per_sample import Metric
 from dpmac_cli.engine import Plan, Trainer
 from dpmac_cli.noise import noise_source, stream_seeds
+from dpmac_cli.places import data_folder
 from dpmac_cli.sampling import make_sampler
 
 WIDTHS = (30, 100, 300, 1000, 3000)

@@ -1,6 +1,5 @@
 """From a checked configuration to a trainer: device, data, model, optimizer and secrets."""
 
-import os
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.models import build_model, check_model
 from dpmac_cli.noise import noise_source, stream_seeds
+from dpmac_cli.places import cache_folder, data_folder
 from dpmac_cli.pretrained import PublicWeights, read_weights
 from dpmac_cli.ranks import Ranks
 from dpmac_cli.sampling import make_sampler
@@ -277,21 +277,6 @@ def _canaries(
         return ImageCanaries(data, facts.levels, len(facts.classes), recipe)
     parameters = sum(p.numel() for p in model.parameters())
     return GradientCanaries(parameters, config.sampling_rate, len(data.train), recipe)
-
-
-def data_folder(chosen: Path | None) -> Path:
-    """Where data sets lie: the flag, the environment, or a cache in the home folder."""
-    if chosen is not None:
-        return chosen
-    named = os.environ.get("DPMAC_DATA_DIR")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "dpmac"
-
-
-def cache_folder() -> Path:
-    """Where features are kept: the environment's folder, or a cache in the home folder."""
-    named = os.environ.get("DPMAC_CACHE_DIR")
-    root = Path(named).expanduser() if named else Path.home() / ".cache" / "dpmac"
-    return root / "features"
 
 
 def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:

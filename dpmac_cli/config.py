@@ -18,6 +18,7 @@ from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset, Features
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
 from dpmac_cli.errors import InputError
+from dpmac_cli.extras import fault_of_extra
 from dpmac_cli.recipe import AUGMENTS, SCHEDULES, Recipe
 from dpmac_cli.source import STANDARDS, Found, Source
 
@@ -317,6 +318,12 @@ class TrainConfig:
     diagnostics: bool = _setting(
         False, "Also show and store losses and gradient norms, which are NOT private.", OUTPUT
     )
+    tensorboard: bool = _setting(
+        False, "Also write what metrics.jsonl holds for TensorBoard, into the run folder.", OUTPUT
+    )
+    plot: bool = _setting(
+        False, "At the end, draw test accuracy and epsilon by epoch, into the run folder.", OUTPUT
+    )
     json: bool = _setting(False, "Print the report as JSON.", OUTPUT, recorded=False)
     quiet: bool = _setting(False, "Print nothing but errors.", OUTPUT, recorded=False)
     debug: bool = _setting(False, "Show tracebacks.", OUTPUT, recorded=False)
@@ -441,6 +448,9 @@ class TrainConfig:
             kept = {name: value for name, value in kept.items() if SETTINGS[name].panel != DATA}
         if ":" not in self.model:
             kept.pop("fix_norm")
+        for name in ("tensorboard", "plot"):  # a run without is recorded as one of before they were
+            if not kept[name]:
+                kept.pop(name)
         for name, default in RECIPE_DEFAULTS.items():
             if kept.get(name) == default:
                 kept.pop(name, None)
@@ -902,6 +912,8 @@ def _check_together(config: TrainConfig, errors: list[str]) -> None:
     errors.extend(_audit_faults(config))
     errors.extend(_recipe_faults(config))
     errors.extend(_frozen_faults(config))
+    if config.tensorboard:
+        errors.extend(fault_of_extra("tensorboard", "--tensorboard"))
     if not STEPS.holds(config.total_steps):
         errors.append(
             f"--epochs {config.epochs} is {config.total_steps:,} steps in all at a --batch-size of "

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,7 @@ def _like_mnist(name: str, kind: str) -> Loader:
         # Where torchvision finds a cache of its first versions, it would read that by torch.load.
         uncached = {"_check_legacy_exist": lambda self: False}
         dataset: Any = type(kind, (getattr(datasets, kind),), uncached)
-        folder = data_dir / kind / "raw"
-        files = [folder / Path(archive).stem for archive, _ in dataset.resources]
+        files = _mnist_files(kind, data_dir)
 
         def part(train: bool, may_download: bool) -> Split:
             loaded = dataset(data_dir, train=train, download=may_download)
@@ -175,6 +175,13 @@ def _like_mnist(name: str, kind: str) -> Loader:
     return load
 
 
+def _mnist_files(kind: str, data_dir: Path) -> list[Path]:
+    from torchvision import datasets  # noqa: PLC0415
+
+    archives = [archive for archive, _ in getattr(datasets, kind).resources]
+    return [data_dir / kind / "raw" / Path(archive).stem for archive in archives]
+
+
 def _like_cifar(name: str, kind: str) -> Loader:
     """CIFAR10 and CIFAR100: pickles, whose md5 torchvision checks before it reads them."""
 
@@ -182,9 +189,7 @@ def _like_cifar(name: str, kind: str) -> Loader:
         from torchvision import datasets  # noqa: PLC0415
 
         dataset = getattr(datasets, kind)
-        folder = data_dir / dataset.base_folder
-        listed = [file for file, _ in (*dataset.train_list, *dataset.test_list)]
-        files = [folder / file for file in (*listed, dataset.meta["filename"])]
+        files = _cifar_files(kind, data_dir)
 
         def part(train: bool, may_download: bool) -> Split:
             loaded = dataset(data_dir, train=train, download=may_download)
@@ -196,6 +201,14 @@ def _like_cifar(name: str, kind: str) -> Loader:
     return load
 
 
+def _cifar_files(kind: str, data_dir: Path) -> list[Path]:
+    from torchvision import datasets  # noqa: PLC0415
+
+    dataset = getattr(datasets, kind)
+    listed = [file for file, _ in (*dataset.train_list, *dataset.test_list)]
+    return [data_dir / dataset.base_folder / file for file in (*listed, dataset.meta["filename"])]
+
+
 def _svhn(data_dir: Path, download: bool) -> tuple[Split, Split]:
     from torchvision.datasets import SVHN  # noqa: PLC0415
 
@@ -203,8 +216,13 @@ def _svhn(data_dir: Path, download: bool) -> tuple[Split, Split]:
         loaded = SVHN(data_dir, split="train" if train else "test", download=may_download)
         return Split(torch.from_numpy(loaded.data), torch.from_numpy(loaded.labels).long())
 
-    files = [data_dir / SVHN.split_list[split][1] for split in ("train", "test")]
-    return _from_torchvision("svhn", files, part, download)
+    return _from_torchvision("svhn", _svhn_files(data_dir), part, download)
+
+
+def _svhn_files(data_dir: Path) -> list[Path]:
+    from torchvision.datasets import SVHN  # noqa: PLC0415
+
+    return [data_dir / SVHN.split_list[split][1] for split in ("train", "test")]
 
 
 def _from_torchvision(
@@ -265,3 +283,19 @@ LOADERS: Mapping[str, Loader] = {
     "cifar100": _like_cifar("cifar100", "CIFAR100"),
     "svhn": _svhn,
 }
+#: The files of each, in a folder of data sets; none of what comes with a package.
+FILES: Mapping[str, Callable[[Path], list[Path]]] = {
+    "digits": lambda data_dir: [],
+    "mnist": partial(_mnist_files, "MNIST"),
+    "fashion-mnist": partial(_mnist_files, "FashionMNIST"),
+    "kmnist": partial(_mnist_files, "KMNIST"),
+    "cifar10": partial(_cifar_files, "CIFAR10"),
+    "cifar100": partial(_cifar_files, "CIFAR100"),
+    "svhn": _svhn_files,
+}
+
+
+def missing_files(name: str, data_dir: Path) -> tuple[int, int]:
+    """How many files of a data set of the catalogue are not there, and how many it has."""
+    files = FILES[name](data_dir)
+    return len(_missing(files)), len(files)

@@ -1,6 +1,5 @@
 """Who carries out the runs of a study: processes here, a Ray cluster, or SLURM. Loads no torch."""
 
-import importlib.util
 import os
 import re
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dpmac_cli import folder
 from dpmac_cli.config import TrainConfig
+from dpmac_cli.extras import EXTRAS, fault_of_extra
 from dpmac_cli.source import Source
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class Executor(Protocol):
         """
 
 
-#: What each executor needs that does not come with dpmac: a module.
-EXECUTORS: Mapping[str, str | None] = {"local": None, "ray": "ray", "slurm": "submitit"}
+#: All but the first are extras too, of the same names.
+EXECUTORS = ("local", "ray", "slurm")
 #: sbatch options that the jobs depend on.
 OURS = (
     *("array", "error", "export", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
@@ -85,7 +85,7 @@ class Choice:
     """Who is to carry out the runs.
 
     Attributes:
-        name: a key of :data:`EXECUTORS`.
+        name: one of :data:`EXECUTORS`.
         jobs: at a time; None for as many as serve best.
         cluster: address of the Ray cluster; None for that of RAY_ADDRESS, or one started here.
         slurm: sbatch options of a job, KEY=VALUE with commas between; None without SLURM.
@@ -108,12 +108,8 @@ class Choice:
             yield "--slurm is for jobs of SLURM. Add --executor slurm, or leave it out."
         if self.name == "slurm":
             yield from _slurm_faults(self.slurm or "")
-        module = EXECUTORS.get(self.name)
-        if module is not None and importlib.util.find_spec(module) is None:
-            yield (
-                f"--executor {self.name} needs {module}, which is not installed: "
-                f"pip install 'dpmac[{self.name}]'"
-            )
+        if self.name in EXTRAS:
+            yield from fault_of_extra(self.name, f"--executor {self.name}")
 
     @property
     def sbatch(self) -> dict[str, str]:

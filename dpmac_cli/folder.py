@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,16 @@ METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
 CARD = "model-card.md"
 AUDIT = "audit.json"
+CURVES = "curves.svg"
 DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
 CHECKPOINTS = "checkpoint"
+#: The folder of events for TensorBoard.
+EVENTS = "tensorboard"
 LOCK = ".lock"
 PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
-SEALED = (*PUBLISHED, AUDIT)
+SEALED = (*PUBLISHED, AUDIT, CURVES)
 FILES = (*SEALED, DIAGNOSTICS)
+FOLDERS = (CHECKPOINTS, EVENTS)
 #: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
 #: of the diagnostics would tell something of them.
 SUMS = "SHA256SUMS"
@@ -35,12 +40,15 @@ LINE_SUM = "sha256"
 #: How the name of a file ends that is being written.
 PART = ".part"
 
+#: How often a lock is tried for, and the seconds in between. Who lists runs holds it for a moment.
+TRIES, PATIENCE = 10, 0.02
+
 PUBLIC_MODE = 0o644
 PRIVATE_MODE = 0o600
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Have an OSError say which file it is about: a full disk, for one, does not."""
     try:
         yield
@@ -61,7 +69,7 @@ def written_atomically(path: Path, mode: int) -> Iterator[Path]:
 
     Until then its owner alone can read it. Raises OSError, naming the file.
     """
-    with _naming(path):
+    with naming(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         partial = Path(name)
         try:
@@ -94,7 +102,7 @@ def _line_sum(record: Mapping[str, Any]) -> str:
 def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) -> None:
     """Append one line of JSON, and have it on the disk. Raises OSError, naming the file."""
     line = to_line(record)
-    with _naming(path):
+    with naming(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
         with os.fdopen(handle, "ab") as file:
             size = file.tell()
@@ -183,19 +191,49 @@ def locked(run: Path) -> Iterator[None]:
     except OSError as failure:
         raise InputError(_unwritable(run, failure)) from failure
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _taken(handle):
             raise InputError(
                 f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
                 "stop it."
-            ) from None
+            )
         for place in (run, run / CHECKPOINTS):
             for part in place.glob(f".*{PART}"):
                 part.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    """Whether a lock could be had, sooner or later."""
+    for attempt in range(TRIES):
+        if attempt:
+            time.sleep(PATIENCE)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+def in_use(run: Path) -> bool:
+    """Whether a process holds a run's folder; False where that cannot be told.
+
+    The lock is shared with others who ask, and held for no longer than that takes: a run that
+    starts meanwhile tries again.
+    """
+    try:
+        handle = os.open(run / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 @dataclass(frozen=True)
@@ -239,7 +277,7 @@ def set_aside(run: Path) -> None:
     for name in (CONFIG, METRICS):
         if (run / name).exists():
             shutil.copy2(run / name, aside / name)
-    for name in (REPORT, CARD, MODEL, AUDIT, DIAGNOSTICS):
+    for name in (REPORT, CARD, MODEL, AUDIT, CURVES, DIAGNOSTICS, EVENTS):
         if (run / name).exists():
             os.replace(run / name, aside / name)
 
@@ -259,7 +297,7 @@ def make_way(run: Path) -> None:
 
     Files that are not a run's stay where they are. Raises OSError.
     """
-    names = (*FILES, SUMS, CHECKPOINTS, *(path.name for path in _all_numbered(run, "branch")))
+    names = (*FILES, SUMS, *FOLDERS, *(path.name for path in _all_numbered(run, "branch")))
     there = [name for name in names if (run / name).exists()]
     if there:
         aside = _numbered(run, "replaced")
@@ -271,7 +309,8 @@ def put_back(run: Path) -> None:
     """Undo :func:`make_way`, whatever was begun in the run's place. Raises OSError."""
     for name in (*FILES, SUMS):
         (run / name).unlink(missing_ok=True)
-    shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+    for name in FOLDERS:
+        shutil.rmtree(run / name, ignore_errors=True)
     for aside in replaced(run)[-1:]:
         for path in aside.iterdir():
             os.replace(path, run / path.name)
@@ -325,8 +364,11 @@ def _holds_run(folder: Path) -> bool:
     """Whether a folder is a run's: other tools, too, call a file config.yaml."""
     if any((folder / name).exists() for name in (REPORT, MODEL)):
         return True
-    if any(map(_holds_run, replaced(folder))):
-        return True
+    return any(map(_holds_run, replaced(folder))) or is_configured(folder)
+
+
+def is_configured(folder: Path) -> bool:
+    """Whether a folder holds a config.yaml, and it is one of ours."""
     try:
         return (folder / CONFIG).read_text(encoding="utf-8").startswith(HEADER)
     except (OSError, UnicodeDecodeError):

@@ -18,7 +18,7 @@ from dpmac_cli.errors import InputError
 #: Settings of one run that are the study's own business.
 NOT_IN_A_STUDY = (
     *("seed", "secure", "out", "force", "json", "quiet", "debug"),
-    *("max_epsilon", "diagnostics", "canaries", "canary_kind", "guesses"),
+    *("max_epsilon", "diagnostics", "tensorboard", "plot", "canaries", "canary_kind", "guesses"),
 )
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"

@@ -12,6 +12,21 @@ from numpy.typing import NDArray
 AES_BLOCK = 16
 #: Bytes that the cipher asks for and may not use, behind what is filled.
 SPARE = 2 * AES_BLOCK
+#: Key, counter and the first block of the key stream: NIST SP 800-38A, F.5.5.
+KNOWN = tuple(
+    bytes.fromhex(text)
+    for text in (
+        "603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4",
+        "f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff",
+        "0bdf7df1591716335e9a8b15c860c502",
+    )
+)
+
+
+def cipher_works() -> bool:
+    """Whether the cipher gives a published block, where it can be used at all."""
+    key, counter, block = KNOWN
+    return Cipher(AES256(key), CTR(counter)).encryptor().update(bytes(AES_BLOCK)) == block
 
 
 class KeyStream:

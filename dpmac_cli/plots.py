@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,11 @@ SUFFIXES = (".png", ".svg")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = len(COLOURS) * len(DASHES)
+#: Of a confusion matrix: classes with counts in the cells, with each name beside its row, and
+#: letters of a name.
+MOST_COUNTS, MOST_NAMES, LONGEST = 20, 150, 28
+#: The share from which on a cell is dark.
+DARK = 0.25
 
 
 def faults_of_picture(path: Path) -> Iterator[str]:
@@ -145,10 +150,96 @@ def draw_comparison(comparison: "Comparison", path: Path) -> bool:
     return True
 
 
+def draw_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Test accuracy and epsilon by epoch; without a guarantee, the accuracy alone.
+
+    Args:
+        history: lines of metrics.jsonl; nothing else is drawn.
+        title: of the run. path: of the picture.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
+    epochs = [line["epoch"] for line in history]
+    priced = all(line["epsilon"] is not None for line in history)
+    figure, panels = new_figure(2 if priced else 1)
+    look = {"marker": "o", "markersize": 3.5, **line_style(0)}
+    panels[0].plot(epochs, [100 * line["test_accuracy"] for line in history], **look)
+    panels[0].set(ylabel="test accuracy, %")
+    if priced:
+        # What an epoch's steps cost before it was scored is not known here: at most its price.
+        epsilons = [line["epsilon"] for line in history]
+        panels[1].plot(epochs, epsilons, drawstyle="steps-pre", **look)
+        panels[1].set(ylabel=f"epsilon at delta {history[-1]['delta']:g}")
+        panels[1].set_ylim(bottom=0)
+    for panel in panels:
+        panel.set(xlabel="epoch")
+        panel.set_xlim(left=0)
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(title if priced else f"{title}, no privacy", fontsize="medium")
+    _write(figure, path)
+
+
+def draw_confusion(
+    counts: Sequence[Sequence[int]], classes: Sequence[str], title: str, path: Path
+) -> None:
+    """Which classes are taken for which: the darker, the larger the share of the true class.
+
+    Args:
+        counts: a row for each true class, a column for each predicted one.
+        classes: their names. title: of the picture. path: of it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.colors import PowerNorm  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    many = len(classes) > MOST_COUNTS
+    inches = min(max(4.8, 2.0 + len(classes) * (0.14 if many else 0.42)), 24.0)
+    figure = Figure(figsize=(inches + 1.0, inches), layout="constrained")
+    axes = figure.subplots()
+    # By the root of the share, or the few percent that are taken for another class look white.
+    picture = axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+    step = -(-len(classes) // MOST_NAMES)
+    ticks = range(0, len(classes), step)
+    names = [_shortened(classes[number]) for number in ticks]
+    size = 5 if many else 9
+    upright = many or max(map(len, names)) > 3
+    axes.set_xticks(ticks, names, rotation=90 if upright else 0, fontsize=size)
+    axes.set_yticks(ticks, names, fontsize=size)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    if not many:
+        for i, row in enumerate(counts):
+            for j, count in enumerate(row):
+                ink = "white" if shares[i][j] > DARK else "black"
+                axes.text(j, i, f"{count:,}", ha="center", va="center", color=ink, fontsize=8)
+    figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
+    figure.suptitle(title, fontsize="medium")
+    _write(figure, path)
+
+
+def _shortened(name: str) -> str:
+    """A class's name, cut where it would leave no room for the picture."""
+    # A dollar sign would begin a formula.
+    return (name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…").replace("$", r"\$")
+
+
 def _write(figure: "Figure", path: Path) -> None:
-    """Write a picture whole, or leave what was there. Raises OSError."""
+    """Write a picture whole, or leave what was there. Raises OSError.
+
+    The same picture is the same bytes: without a date, and with names that are not drawn by chance.
+    """
+    from matplotlib import rc_context  # noqa: PLC0415
+
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=200, format=path.suffix.lower().removeprefix("."))
+    kind = path.suffix.lower().removeprefix(".")
+    with rc_context({"svg.hashsalt": "dpmac"}):
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(picture, dpi=200, format=kind, metadata=metadata)
     write_atomically(path, picture.getvalue())
 
 

@@ -33,6 +33,7 @@ from dpmac_cli.data import Data
 from dpmac_cli.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
 from dpmac_cli.errors import DivergedError, InputError
+from dpmac_cli.events import EventLog
 from dpmac_cli.faults import explained
 from dpmac_cli.feature_cache import Computing
 from dpmac_cli.ranks import Ranks
@@ -134,6 +135,7 @@ class Session:
         branch: why it is a branch, if it has just become one.
         notes: what the person who resumes it should know.
         ranks: the processes that work on it; None for this one on its own.
+        events: for TensorBoard, if it is to have any.
     """
 
     config: TrainConfig
@@ -152,6 +154,7 @@ class Session:
     branch: str | None = None
     notes: tuple[str, ...] = ()
     ranks: Ranks | None = None
+    events: EventLog | None = None
 
     def scores_at(self, step: int) -> bool:
         """Whether the test set is scored after a step."""
@@ -310,7 +313,7 @@ FIXED = (
     *("features", "feature_groups", "pretrained", "train"),
 )
 #: Settings that change nothing about what is computed.
-ASIDE = ("device", "diagnostics")
+ASIDE = ("device", "diagnostics", "tensorboard", "plot")
 
 
 def _resumed(
@@ -463,6 +466,9 @@ def _losses(saved: checkpoint.Checkpoint, metrics: folder.Lines, branched: bool)
 def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a session to its end and write its files."""
     began = time.perf_counter()
+    if session.config.tensorboard:
+        session.events = EventLog.begin(session.where)
+        session.events.follow(session.history)
     yield Started(
         session.config,
         session.where,
@@ -561,6 +567,11 @@ def _publish(session: Session, total_seconds: float) -> Finished:
         _write_audit(session, report)
     if trainer.state.step == session.steps:  # else lines may be ahead, or damaged, and must stay
         _write_metrics(session)
+    if config.plot:
+        from dpmac_cli.plots import draw_curves  # noqa: PLC0415  (loads matplotlib)
+
+        title = f"{config.dataset_name}, {config.optimizer}"
+        draw_curves(session.history, title, where / folder.CURVES)
     folder.seal(where)
     folder.drop_replaced(where)
     return Finished(report, where, state)
@@ -597,11 +608,13 @@ def _divergence_shown(session: Session) -> Iterator[None]:
 
 
 def _show(session: Session) -> None:
-    """Add to metrics.jsonl the lines that are not there yet."""
+    """Add to metrics.jsonl, and to the events, the lines that are not there yet."""
     for line in session.history:
         if line["step"] not in session.shown:
             folder.append_line(session.where / folder.METRICS, line)
             session.shown.add(line["step"])
+    if session.events is not None:
+        session.events.follow(session.history)
 
 
 def _save(session: Session) -> Path:

@@ -15,7 +15,8 @@ import torch
 import torch.multiprocessing as processes
 
 from dpmac_cli import run
-from dpmac_cli.assembly import choose_device, data_folder, make_trainer
+from dpmac_cli.assembly import choose_device, make_trainer
+from dpmac_cli.checkup import usable_cores
 from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, Split, load_data
 from dpmac_cli.engine import Evaluated
@@ -23,6 +24,7 @@ from dpmac_cli.errors import DpmacError, explain_os_error
 from dpmac_cli.executors import PATIENCE, Ended, Moved, RunEvent, died
 from dpmac_cli.faults import device_lost
 from dpmac_cli.grid import Grid
+from dpmac_cli.places import data_folder
 from dpmac_cli.source import Source
 
 #: Steps that --dry-run times.
@@ -33,7 +35,7 @@ def default_jobs(device: str) -> int:
     """Processes that serve best: one a GPU, or one a core, since a small step fills only one."""
     if choose_device(device).type == "cuda":
         return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores()
 
 
 def share_data(configs: Sequence[TrainConfig]) -> dict[str | Source, Data]:

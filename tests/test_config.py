@@ -76,6 +76,8 @@ VALUES: Mapping[str, Any] = {
     "out": Path("out"),
     "force": True,
     "diagnostics": True,
+    "tensorboard": True,
+    "plot": True,
     "json": True,
     "quiet": True,
     "debug": True,

@@ -120,7 +120,7 @@ def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
 def test_force_moves_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
     for name in (*folder.FILES, folder.SUMS, "notes.txt", "plot.png"):
         (tmp_path / name).write_text(name)
-    for name in (folder.CHECKPOINTS, "branch-1", "branch-of-mine"):
+    for name in (*folder.FOLDERS, "branch-1", "branch-of-mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     before = contents(tmp_path)
@@ -134,8 +134,9 @@ def test_force_moves_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
     assert left == {"notes.txt", "plot.png", "branch-of-mine", "replaced-1"}
     folder.check_chosen_folder(tmp_path, force=True)
     (tmp_path / folder.CONFIG).write_text("begun")
-    (tmp_path / folder.CHECKPOINTS).mkdir()
-    (tmp_path / folder.CHECKPOINTS / "other").write_text("begun")
+    for name in folder.FOLDERS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "other").write_text("begun")
     folder.put_back(tmp_path)
     assert contents(tmp_path) == before
     folder.make_way(tmp_path)
@@ -193,12 +194,12 @@ def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
 
 def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
     """What clears a run, sets a branch aside or names what was written must leave nothing out."""
-    finished = train_digits(out="run", diagnostics=True, canaries=100)
+    finished = train_digits(out="run", diagnostics=True, canaries=100, tensorboard=True, plot=True)
     written = {path.name for path in finished.folder.iterdir()}
-    assert written == {*folder.FILES, folder.SUMS, folder.LOCK, checkpoint.FOLDER}
+    assert written == {*folder.FILES, *folder.FOLDERS, folder.SUMS, folder.LOCK}
     folder.set_aside(finished.folder)
     aside = {path.name for path in (finished.folder / "branch-1").iterdir()}
-    assert aside == {*folder.FILES, folder.SUMS}
+    assert aside == {*folder.FILES, folder.SUMS, folder.EVENTS}
     left = {path.name for path in finished.folder.iterdir()}
     kept = {folder.CONFIG, folder.METRICS}
     assert left == {*kept, folder.LOCK, checkpoint.FOLDER, "branch-1"}

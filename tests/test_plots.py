@@ -113,6 +113,16 @@ def test_a_file_that_cannot_be_written_is_an_os_error() -> None:
         draw_prices(list(answer(SMALL)), Path("price.png"))
 
 
+@pytest.mark.parametrize("name", ["price.svg", "price.png"])
+def test_the_same_picture_is_the_same_bytes(name: str) -> None:
+    written = []
+    for _ in range(2):
+        draw_prices(list(answer(SMALL)), Path(name))
+        written.append(Path(name).read_bytes())
+    assert written[0] == written[1]
+    assert b"<dc:date>" not in written[0]
+
+
 # What is drawn
 
 GRIDS = [

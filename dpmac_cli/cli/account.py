@@ -16,6 +16,7 @@ from dpmac_cli import pricing
 from dpmac_cli.accounting import ACCOUNTANTS, NO_PRIVACY, SAMPLERS, format_epsilon, meaning
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
+from dpmac_cli.cli.completion import Completer, one_of, run_folders
 from dpmac_cli.cli.failures import USAGE, explained
 from dpmac_cli.errors import BudgetError
 from dpmac_cli.folder import to_json
@@ -57,17 +58,25 @@ COLUMNS = (
 TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
 
 
-def _option(text: str, panel: str, metavar: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+def _option(text: str, panel: str, metavar: str, names: Completer | None = None) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, metavar=metavar, autocompletion=names)
 
 
 @explained
 def account(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run folder or report to price again.")
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run folder or report to price again.",
+            autocompletion=run_folders,
+        ),
     ] = None,
     dataset: Annotated[
-        str | None, _option(f"One of {', '.join(DATASETS)}. [default: mnist]", TRAINING, "NAME")
+        str | None,
+        _option(
+            f"One of {', '.join(DATASETS)}. [default: mnist]", TRAINING, "NAME", one_of(DATASETS)
+        ),
     ] = None,
     dataset_size: Annotated[
         str | None, _option("n, for data we never see.", TRAINING, "INT")
@@ -91,6 +100,7 @@ def account(
             "[default: sigma, or steps if --sigma is given]",
             QUESTION,
             "NAME",
+            one_of(pricing.SOLVABLE),
         ),
     ] = None,
     delta: Annotated[
@@ -102,11 +112,18 @@ def account(
     ] = None,
     sampler: Annotated[
         str | None,
-        _option(f"One of {', '.join(SAMPLERS)}. [default: poisson]", METHOD, "NAME"),
+        _option(
+            f"One of {', '.join(SAMPLERS)}. [default: poisson]", METHOD, "NAME", one_of(SAMPLERS)
+        ),
     ] = None,
     accountant: Annotated[
         str | None,
-        _option(f"One of {', '.join(ACCOUNTANTS)}, all. [default: pld]", METHOD, "NAME"),
+        _option(
+            f"One of {', '.join(ACCOUNTANTS)}, all. [default: pld]",
+            METHOD,
+            "NAME",
+            one_of((*ACCOUNTANTS, "all")),
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = (
         False

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, evaluate, train
+from dpmac_cli.cli import account, compare, doctor, evaluate, runs, train
 from dpmac_cli.cli.command import Command
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app.command("train", cls=Command, help=train.HELP)(train.command())
 app.command("account", cls=Command, help=account.HELP)(account.account)
 app.command("compare", cls=Command, help=compare.HELP)(compare.command())
 app.command("eval", cls=Command, help=evaluate.HELP)(evaluate.evaluate)
+app.command("runs", cls=Command, help=runs.HELP)(runs.runs)
+app.command("doctor", cls=Command, help=doctor.HELP)(doctor.doctor)
 
 
 def _version(value: bool) -> None:

@@ -10,9 +10,11 @@ import typer
 
 from dpmac_cli import folder
 from dpmac_cli.cli import console
+from dpmac_cli.cli.completion import Completer, one_of
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.train import text_option
 from dpmac_cli.config import SETTINGS, parse
+from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
@@ -162,16 +164,31 @@ def _write_results(
 def command() -> Callable[..., None]:
     """The command with one flag for each studied field of TrainConfig."""
 
-    def option(name: str, kind: Any, text: str, panel: str, default: Any = None) -> Any:
+    def option(
+        name: str,
+        kind: Any,
+        text: str,
+        panel: str,
+        default: Any = None,
+        names: Completer | None = None,
+    ) -> Any:
         flag = f"--{name.replace('_', '-')}"
-        shown = typer.Option(flag, help=text, rich_help_panel=panel, show_default=False)
+        shown = typer.Option(
+            flag, help=text, rich_help_panel=panel, show_default=False, autocompletion=names
+        )
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
         )
 
     parameters = [
         option("config", Path | None, "YAML with the same names; flags win.", "Study"),
-        option("optimizers", str | None, "Which, or all. [default: all]", "Study"),
+        option(
+            "optimizers",
+            str | None,
+            "Which, or all. [default: all]",
+            "Study",
+            names=one_of(("all", *OPTIMIZERS), several=True),
+        ),
         option(
             "seeds",
             str | None,
@@ -186,6 +203,7 @@ def command() -> Callable[..., None]:
             "folder that this is typed in on storage that all machines share. [default: local]",
             "Study",
             "local",
+            one_of(EXECUTORS),
         ),
         option(
             "cluster",
@@ -201,7 +219,7 @@ def command() -> Callable[..., None]:
         ),
         option("dry_run", bool, "Show runs, prices and time, and train nothing.", "Study", False),
         *(
-            text_option(name, setting)
+            text_option(name, setting, several=True)
             for name, setting in SETTINGS.items()
             if name not in (*NOT_IN_A_STUDY, "optimizer")
         ),

@@ -293,6 +293,11 @@ def _summary(event: Finished) -> list[Text]:
             lines.append(Text(f"what the attack found: dpmac eval {event.folder} --audit"))
     if report["diagnostics"]:
         names.append(f"{folder.DIAGNOSTICS} (do not publish)")
+    if (event.folder / folder.CURVES).exists():
+        names.append(folder.CURVES)
+    if (event.folder / folder.EVENTS).is_dir():
+        names.append(f"{folder.EVENTS}/")
+        lines.append(Text(f"its curves: tensorboard --logdir {event.folder}"))
     lines.append(Text(f"{event.folder}: {', '.join(names)}"))
     return lines
 

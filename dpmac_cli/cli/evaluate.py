@@ -1,8 +1,9 @@
 """dpmac eval."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,14 +11,18 @@ from dpmac_cli.accounting import format_epsilon
 from dpmac_cli.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
+from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import MISFIT, explained
 from dpmac_cli.config import OWN_DATA, parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import to_json
 
+if TYPE_CHECKING:
+    from dpmac_cli.scoring import Scored
+
 HELP = """Score every test sample with a trained model, or an attack on a run's guarantee.
 
-Example: dpmac eval runs/mnist-dp-macadam-1
+Examples: dpmac eval runs/mnist-dp-macadam-1, dpmac eval RUN --plot confusion.svg
 
 Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data, or the
 audit shows a claim to be false.
@@ -36,7 +41,12 @@ BROKEN = (
 @explained
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run folder, or a model.safetensors.")
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="A run folder, or a model.safetensors.",
+            autocompletion=run_folders,
+        ),
     ],
     dataset: Annotated[
         str | None,
@@ -44,6 +54,7 @@ def evaluate(
             metavar="NAME|PATH",
             help=f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. "
             "[default: what it was trained on]",
+            autocompletion=one_of(DATASETS),
         ),
     ] = None,
     network: Annotated[
@@ -65,22 +76,30 @@ def evaluate(
             help="Of a run with --canaries: what the attack proves, beside what the run claims.",
         ),
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the confusion matrix (.png or .svg)."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Load a model, score the test set, print the result."""
     del debug
     if audit:
-        _check_alone(dataset, data_dir)
+        _check_alone({"dataset": dataset, "data-dir": data_dir, "plot": plot})
         _judge(read_audit(model), model, json)
         return
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
+    if plot is not None:
+        _check_picture(plot)
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
     from dpmac_cli.folder import CARD  # noqa: PLC0415
     from dpmac_cli.scoring import score  # noqa: PLC0415
 
     scored = score(model, dataset, given.get("data_dir"), device, network)
     result, card = scored.result, scored.path.with_name(CARD)
+    if plot is not None:
+        _draw(scored, plot)
     if json:
         body: dict[str, Any] = {
             "model": str(scored.path),
@@ -107,12 +126,31 @@ def evaluate(
         out.print(f"what it is and what its privacy is worth: {card}")
 
 
-def _check_alone(dataset: str | None, data_dir: str | None) -> None:
+def _check_picture(plot: Path) -> None:
+    """Refuse a file that no picture can be written to, before anything is worked out."""
+    from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415  (loads prices)
+
+    errors = list(faults_of_picture(plot))
+    if errors:
+        raise InputError(errors)
+
+
+def _draw(scored: "Scored", plot: Path) -> None:
+    """Draw the confusion matrix, and say so."""
+    from dpmac_cli.plots import draw_confusion  # noqa: PLC0415  (loads matplotlib)
+
+    result = scored.result
+    title = f"{scored.path.parent.name} on {scored.dataset}: accuracy {result.accuracy:.2%}"
+    draw_confusion(result.confusion.tolist(), scored.classes, title, plot)
+    console.print_notes([f"drew {plot}"])
+
+
+def _check_alone(given: Mapping[str, object]) -> None:
     """An audit reads what its run has written, and nothing else."""
     errors = [
         f"--audit scores guesses, not test samples: leave out --{name}."
-        for name, given in (("dataset", dataset), ("data-dir", data_dir))
-        if given is not None
+        for name, value in given.items()
+        if value is not None
     ]
     if errors:
         raise InputError(errors)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpmac_cli.cli import console
+from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
 from dpmac_cli.config import KINDS, SETTINGS, Setting, TrainConfig, flag_name, parse, resolve
 from dpmac_cli.errors import DpmacError, InputError, RunError
@@ -126,8 +127,13 @@ def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:
         raise InputError(errors)
 
 
-def text_option(name: str, setting: Setting) -> inspect.Parameter:
-    """The flag of a field. Values stay text: one parser checks flags and YAML alike."""
+def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
+    """The flag of a field. Values stay text: one parser checks flags and YAML alike.
+
+    Args:
+        name: of the field. setting: of it.
+        several: whether it takes several values, with commas between.
+    """
     flag = f"--{flag_name(name)}"
     if KINDS[name] is bool:
         option = typer.Option(flag, help=setting.help, rich_help_panel=setting.panel)
@@ -140,6 +146,7 @@ def text_option(name: str, setting: Setting) -> inspect.Parameter:
             rich_help_panel=setting.panel,
             metavar="NAME" if setting.choices else KINDS[name].__name__.upper(),
             show_default=False,
+            autocompletion=one_of(setting.choices, several=several) if setting.choices else None,
         )
         annotation = Annotated[str | None, option]
         default = None
@@ -172,6 +179,7 @@ def command() -> Callable[..., None]:
         "--resume",
         help="Go on in this run folder from its newest checkpoint: exactly if nothing is changed.",
         rich_help_panel="Task",
+        autocompletion=run_folders,
     )
     parameters = [
         inspect.Parameter(
