@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from dpmac_cli import folder, plots, run
 from dpmac_cli.plots import draw_curves
+from dpmac_cli.run import finish
 from tests import secret_search as search
-from tests.digits_runs import SEED, after, digits_config, finish, train_digits
+from tests.digits_runs import SEED, after, digits_config, train_digits
 from tests.typed import dpmac
 
 EPOCH = 12

@@ -11,9 +11,9 @@ import pytest
 from dpmac_cli import events, folder, run
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.run import Update
+from dpmac_cli.run import Update, finish
 from tests import secret_search as search
-from tests.digits_runs import SEED, after, digits_config, finish, train_digits
+from tests.digits_runs import SEED, after, digits_config, train_digits
 from tests.typed import dpmac
 
 reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -18,8 +18,8 @@ from dpmac_cli.config import HEADER
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.listing import Entry
-from dpmac_cli.run import Update
-from tests.digits_runs import SEED, after, contents, digits_config, finish, train_digits
+from dpmac_cli.run import Update, finish
+from tests.digits_runs import SEED, after, contents, digits_config, train_digits
 from tests.typed import dpmac, hooked, loading
 
 
