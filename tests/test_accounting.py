@@ -80,6 +80,7 @@ def digits(sampler: str, sigma: float = 1.5, steps: int = 60) -> TrainingEvent:
 # Golden numbers.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sigma", "ours", "paper"), MNIST_GOLDEN)
 def test_mnist_epsilons_of_the_paper(sigma: float, ours: float, paper: float) -> None:
     config = resolve({"dataset": "mnist", "sigma": sigma}).config

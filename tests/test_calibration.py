@@ -254,6 +254,7 @@ def by_bisection(prices: list[float], budget: float) -> int:
     return low
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_largest_batch_is_the_largest_of_all(case: Case) -> None:
     """Against the price of every batch there is, at budgets among all of them."""
@@ -287,6 +288,7 @@ def test_where_epochs_are_paid_for_all_batches_cost_the_same(sampler: str) -> No
         case.largest(price * 0.999)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_with_a_number_of_steps_the_largest_batch_is_no_less_the_largest(sampler: str) -> None:
     """Without a sawtooth; and the more batches an epoch has, the fewer epochs are begun."""

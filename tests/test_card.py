@@ -74,6 +74,7 @@ def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finis
     assert int(done.stdout) / 360 == finished.report["test"]["accuracy"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "dataset"), [*((name, "cifar10") for name in MODELS), ("cnn", "mnist")]
 )

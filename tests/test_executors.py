@@ -146,6 +146,7 @@ def under_way(out: Path) -> bool:
     return any(out.glob("runs/*/checkpoint/step-0*[1-9]*.safetensors"))
 
 
+@pytest.mark.long
 def test_on_ray_a_killed_worker_leaves_the_table_as_it_would_have_been(
     local: dict[str, Any], cluster: str, tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_on_ray_a_killed_worker_leaves_the_table_as_it_would_have_been(
     assert table(json.loads(output)) == written(out) == local
 
 
+@pytest.mark.long
 def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     local: dict[str, Any], cluster: str, tmp_path: Path
 ) -> None:
@@ -204,6 +206,7 @@ def array(monkeypatch: pytest.MonkeyPatch) -> Array:
     return make
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_is_told(
     array: Array, local: dict[str, Any], tmp_path: Path
@@ -239,6 +242,7 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
         assert len(content) < 20_000
 
 
+@pytest.mark.long
 def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     array: Array, tmp_path: Path
 ) -> None:
@@ -258,6 +262,7 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert finished_report(other) is not None
 
 
+@pytest.mark.long
 def test_a_job_killed_after_its_run_was_finished_is_no_failure(
     array: Array, tmp_path: Path
 ) -> None:
@@ -360,6 +365,7 @@ def test_neither_is_loaded_unless_asked_for() -> None:
     assert Path("loaded").read_text() == ""
 
 
+@pytest.mark.long
 def test_a_cluster_that_is_not_there_is_told_at_once_and_nothing_is_left() -> None:
     need("ray")
     for where in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"):
@@ -369,6 +375,7 @@ def test_a_cluster_that_is_not_there_is_told_at_once_and_nothing_is_left() -> No
         assert not Path("study").exists()
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 def test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_no_more_than_it_should() -> (
     None

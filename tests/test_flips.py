@@ -94,6 +94,7 @@ def test_the_files_of_a_run_are_these(runs: Path) -> None:
     assert found == {*FILES, folder.LOCK, folder.CHECKPOINTS}
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_byte_changes_no_score(name: str, runs: Path) -> None:
@@ -110,6 +111,7 @@ def test_a_flipped_byte_changes_no_score(name: str, runs: Path) -> None:
     assert (refused > PLACES / 2) == (name == folder.MODEL)
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
@@ -133,6 +135,7 @@ def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
     assert noted > count / 2 or name not in (NEWEST, folder.METRICS)
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", [folder.METRICS, NEWEST])
 def test_a_flipped_byte_makes_no_branch_cheaper(name: str, runs: Path) -> None:
@@ -157,6 +160,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return planned
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", [*folder.PUBLISHED, folder.SUMS])
 def test_a_flipped_byte_changes_no_table(name: str, study: Run) -> None:

@@ -33,6 +33,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
+@pytest.mark.long
 def test_nothing_that_is_typed_or_damaged_breaks_a_promise(world: Path, tmp_path: Path) -> None:
     counts: Counter[tuple[str, int | None]] = Counter()
 
@@ -51,6 +52,7 @@ def test_nothing_that_is_typed_or_damaged_breaks_a_promise(world: Path, tmp_path
     assert {code for _, code in counts} >= {0, 2}
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", [*DAMAGES, *LOSSES])
 def test_no_damage_of_any_kind_breaks_a_promise(kind: str, world: Path, tmp_path: Path) -> None:

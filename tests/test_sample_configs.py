@@ -25,6 +25,7 @@ def test_there_are_some() -> None:
     assert STUDIES
 
 
+@pytest.mark.long
 @pytest.mark.real_data
 @pytest.mark.usefixtures("features_of_one")
 @pytest.mark.parametrize("file", CONFIGS, ids=by_name)
@@ -56,6 +57,7 @@ def test_a_shipped_study_is_what_it_says(name: str, runs: int) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.real_data
 @pytest.mark.parametrize("file", STUDIES, ids=by_name)
 def test_the_first_run_of_a_shipped_study_trains(file: Path, real_data_dir: Path) -> None:

@@ -17,6 +17,7 @@ def python(*args: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.long
 def test_packed_runs_are_found_finished_where_they_are_unpacked(tmp_path: Path) -> None:
     first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "runs.jsonl"
     python("-m", "dpmac_cli", "compare", *FLAGS.split(), "--out", first, "--quiet")

@@ -83,6 +83,7 @@ def test_the_line_of_the_issue() -> None:
 PAPER = {0.5: 7.4793, 0.6: 3.9886, 0.7: 2.3158, 0.8: 1.4470, 0.9: 1.0122, 1.0: 0.7850}
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 def test_the_row_of_the_paper_in_one_table() -> None:
     line = f"--sigma {','.join(map(str, PAPER))}"
@@ -219,6 +220,7 @@ def test_a_full_batch_and_one_record() -> None:
     assert row["epsilon"] == TrainingEvent(1.0, 6.0, 3).epsilon(DELTA)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [10**8, 10**9])
 def test_one_record_of_very_many_has_a_price(size: int) -> None:
     line = f"--dataset-size {size} --batch-size 1 --sigma 1 --steps 10 --delta 1e-10"
@@ -269,6 +271,7 @@ INVERSES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("method", ["poisson", "shuffle --accountant rdp"])
 @pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: inverse.solve)
@@ -286,6 +289,7 @@ def test_an_answer_that_is_copied_stays_within_the_target(inverse: Inverse, meth
     assert copied["epsilon"] <= 0.7
 
 
+@pytest.mark.long
 def test_what_to_solve_is_what_is_missing() -> None:
     (row,) = answered(f"{UNSOLVED} --steps 3 --epsilon 0.7 --accountant rdp")
     assert row["solved"] == "sigma"
@@ -295,6 +299,7 @@ def test_what_to_solve_is_what_is_missing() -> None:
     assert row["solved"] is None
 
 
+@pytest.mark.long
 def test_several_targets_make_a_table() -> None:
     line = f"{UNSOLVED} --sigma 6,7 --epsilon 1,2 --accountant rdp"
     rows = answered(line)
@@ -303,6 +308,7 @@ def test_several_targets_make_a_table() -> None:
     assert account(line).stdout.splitlines()[0].split() == ["epsilon", "sigma", "epochs", "steps"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["0.001", "100"])
 def test_small_and_large_targets_are_met(target: str) -> None:
     (row,) = answered(f"{UNSOLVED} --steps 10 --epsilon {target}")
@@ -323,6 +329,7 @@ UNREACHABLE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("case", UNREACHABLE, ids=lambda case: case.line)
 def test_a_target_out_of_reach_is_exit_code_3_with_the_nearest(
@@ -338,6 +345,7 @@ def test_a_target_out_of_reach_is_exit_code_3_with_the_nearest(
     assert format_epsilon(row["epsilon"]) in result.stderr
 
 
+@pytest.mark.long
 def test_targets_out_of_reach_do_not_hide_those_within() -> None:
     result = account("--dataset-size 40 --batch-size 8 --steps 10 --epsilon 1e-6,0.2,0.3 --csv")
     assert result.exit_code == 3
@@ -365,6 +373,7 @@ def test_a_delta_that_no_noise_can_show_is_out_of_reach(
     assert f"delta {delta}" in result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("solve", ["sigma", "steps", "batch-size"])
 def test_where_privacy_losses_end_the_way_on_is_said(solve: str) -> None:
     sigma = "" if solve == "sigma" else "--sigma 2"
@@ -817,6 +826,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_priced(
 # Processes of their own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "loaded"), [("", ""), ("--plot price.svg", "matplotlib")], ids=["price", "plot"]
 )
@@ -835,6 +845,7 @@ def test_whoever_has_seen_enough_is_no_error() -> None:
     assert done.stdout.startswith("epsilon")
 
 
+@pytest.mark.long
 def test_a_result_that_is_lost_is_a_failure() -> None:
     done = shell(f"dpmac account {SMALL} --json > /dev/full")
     assert done.returncode == 2

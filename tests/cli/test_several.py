@@ -40,6 +40,7 @@ def report() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_by_torchrun() -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     done = subprocess.run(
@@ -54,6 +55,7 @@ def test_by_torchrun() -> None:
     assert report()["privacy"]["steps"] == 5
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
     with started(2, *TRAIN, "--epochs", "2000", "--checkpoint-every", "5") as (first, second):
@@ -75,6 +77,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
     assert len(report()["privacy"]["events"]) == 2  # a branch, which pays for both
 
 
+@pytest.mark.long
 def test_where_rank_0_is_lost_the_others_say_so_and_how_to_go_on() -> None:
     with started(3, *TRAIN, "--epochs", "2000") as (first, *others):
         limit = time.monotonic() + 90
@@ -91,6 +94,7 @@ def test_where_rank_0_is_lost_the_others_say_so_and_how_to_go_on() -> None:
             assert out == ""
 
 
+@pytest.mark.long
 def test_bad_input_is_said_once() -> None:
     with started(2, *TRAIN, "--lr", "-1") as (first, second):
         said = first.communicate(timeout=90)[1]

@@ -78,6 +78,7 @@ def _all_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(("name", "choice"), VARIANTS)
 def test_compiled_steps_are_the_same_steps(name: str, choice: str) -> None:
@@ -115,6 +116,7 @@ def private_means(trainer: Trainer, steps: int) -> Iterator[tuple[Tensor, Tensor
         yield (trainer.state.moments.m - beta * before) / (1 - beta), centre, scale
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", ["dp-adam", "dp-macadam"])
 def test_the_noise_is_the_stated_one(name: str) -> None:
@@ -135,6 +137,7 @@ def test_the_noise_is_the_stated_one(name: str) -> None:
     assert_deviation_of(torch.cat(seen).numpy(), sigma)
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", ["dp-adam", "dp-macadam"])
 def test_a_record_more_or_less_moves_the_compiled_sum_by_at_most_1(name: str) -> None:
@@ -187,6 +190,7 @@ def test_the_compiled_third_term_is_added_up_in_float64() -> None:
     assert abs(float(s3 / exact) - 1) < 1e-9  # rounded products average out, a float32 sum does not
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["mlp", "conv", "group-norm", "conv-reflect", "gated-root"])
@@ -197,6 +201,7 @@ def test_compiled_norms_and_what_is_clipped_by_them_match_the_oracle(name: str, 
         assert_matches_oracle(subject, *NETS[name].batch(samples), kind)
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("build", [mlp, cnn])
 def test_the_bound_holds_for_compiled_norms(build: Callable[[], nn.Sequential]) -> None:
@@ -206,6 +211,7 @@ def test_the_bound_holds_for_compiled_norms(build: Callable[[], nn.Sequential]) 
         assert_no_sample_weighs_more_than_one(case, ratio)
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["mlp", "group-norm"])

@@ -112,6 +112,7 @@ def test_only_empty_batches(name: str) -> None:
     assert trainer.state.step == 10
 
 
+@pytest.mark.long
 @every_optimizer
 def test_physical_batches_do_not_show(name: str) -> None:
     """Noise included: chunks of any size give the run that whole batches give."""

@@ -328,6 +328,7 @@ def test_the_margin_covers_the_rounding_of_the_sum(kind: str, size: int, trials:
     assert worst <= 1
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("pieces", [False, True])
 def test_the_margin_covers_the_rounding_of_what_is_written_out(
@@ -349,6 +350,7 @@ def test_the_margin_covers_the_rounding_of_what_is_written_out(
     assert worst_contribution("ball", 1024, 6, Places) <= 1
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("size", "chunk", "trials"), [(512, 32, 40), (4096, 1024, 30), (4096, 256, 30), (8192, 32, 12)]
