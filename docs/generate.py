@@ -5,19 +5,10 @@ from pathlib import Path
 
 from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset
-from dpmac_cli.config import (
-    EXCLUSIVE,
-    INCOMPATIBLE,
-    KIND_WORDS,
-    KINDS,
-    SETTINGS,
-    Setting,
-    TrainConfig,
-    flag_name,
-    resolve,
-)
+from dpmac_cli.config import EXCLUSIVE, INCOMPATIBLE, KIND_WORDS, resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.own_data.common import LEAST_CNN, facts_of
+from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
 from dpmac_cli.source import Source
 
 FILE = Path(__file__).with_name("configuration.md")

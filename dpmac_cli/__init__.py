@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dpmac_cli.calibration import calibrate_noise, largest_batch, least_delta, longest_run
     from dpmac_cli.catalog import DATASETS, MODELS
     from dpmac_cli.compare import Comparison, collect
-    from dpmac_cli.config import Resolved, TrainConfig, resolve
+    from dpmac_cli.config import Resolved, resolve
     from dpmac_cli.data import Data, Split, load_data
     from dpmac_cli.dp.mechanism import PrivateMean
     from dpmac_cli.dp.moments import Moments
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dpmac_cli.release import Released, load_model
     from dpmac_cli.run import Finished, Reduced, RunEvent, Started, Update, finish, resume, train
     from dpmac_cli.scoring import Scored, score
+    from dpmac_cli.settings import TrainConfig
 
 #: Where each name is.
 _HOMES = {
@@ -60,7 +61,7 @@ _HOMES = {
     "calibration": ("calibrate_noise", "largest_batch", "least_delta", "longest_run"),
     "catalog": ("DATASETS", "MODELS"),
     "compare": ("Comparison", "collect"),
-    "config": ("Resolved", "TrainConfig", "resolve"),
+    "config": ("Resolved", "resolve"),
     "data": ("Data", "Split", "load_data"),
     "dp.mechanism": ("PrivateMean",),
     "dp.moments": ("Moments",),
@@ -79,6 +80,7 @@ _HOMES = {
         *("Finished", "Reduced", "RunEvent", "Started", "Update", "finish", "resume", "train"),
     ),
     "scoring": ("Scored", "score"),
+    "settings": ("TrainConfig",),
 }
 
 __all__ = [

@@ -10,10 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpmac_cli import config as configuration
 from dpmac_cli.budget import settle_noise
 from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries, Recipe
-from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, load_data
 from dpmac_cli.diagnostics import Diagnostics
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
@@ -29,6 +27,7 @@ from dpmac_cli.places import cache_folder, data_folder
 from dpmac_cli.pretrained import PublicWeights, read_weights
 from dpmac_cli.ranks import Ranks
 from dpmac_cli.sampling import make_sampler
+from dpmac_cli.settings import DEVICE, TrainConfig
 
 
 def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
@@ -37,7 +36,7 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
     Raises:
         InputError: it is not there.
     """
-    pattern, meaning = configuration.DEVICE
+    pattern, meaning = DEVICE
     if not re.fullmatch(pattern, name):
         raise InputError(f"--device must be {meaning}, not '{name}'.")
     if name == "auto":

@@ -6,11 +6,11 @@ from typing import Any
 
 from dpmac_cli import config as configuration
 from dpmac_cli.assembly import choose_device, environment, make_trainer
-from dpmac_cli.config import TrainConfig
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.faults import explained
 from dpmac_cli.ranks import DismissedError, Ranks
+from dpmac_cli.settings import TrainConfig, flag_name
 
 #: Settings that look at or change one process, and why several cannot have them.
 ALONE = {
@@ -27,7 +27,7 @@ def check(config: TrainConfig) -> None:
         InputError: with every fault.
     """
     faults = [
-        f"--{configuration.flag_name(name)} is for a run of one process: {why}. Leave it out."
+        f"--{flag_name(name)} is for a run of one process: {why}. Leave it out."
         for name, why in ALONE.items()
         if getattr(config, name)
     ]

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dpmac_cli import folder
-from dpmac_cli.config import CANARY_KINDS
 from dpmac_cli.errors import InputError
+from dpmac_cli.settings import CANARY_KINDS
 
 #: That the true epsilon is no lower than the bound.
 CONFIDENCE = 0.95

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from dpmac_cli.accounting import TrainingEvent, format_epsilon, total_epsilon
 from dpmac_cli.calibration import affordable_steps, calibrate_noise, check_within_reach
-from dpmac_cli.config import TrainConfig
 from dpmac_cli.errors import BudgetError
+from dpmac_cli.settings import TrainConfig
 
 
 def training_event(config: TrainConfig, steps: int | None = None) -> TrainingEvent:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpmac_cli import folder
 from dpmac_cli.accounting import NEIGHBOURS, NO_PRIVACY, format_epsilon
-from dpmac_cli.config import RECIPE_DEFAULTS
+from dpmac_cli.settings import RECIPE_DEFAULTS
 
 #: Each holds for every model that is trained under privacy.
 NOT_COVERED = (

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dpmac_cli import folder
-from dpmac_cli.config import TrainConfig
 from dpmac_cli.extras import EXTRAS, fault_of_extra
+from dpmac_cli.settings import TrainConfig
 from dpmac_cli.source import Source
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import Any
 
 from dpmac_cli import config as configuration
 from dpmac_cli.budget import settle_noise
-from dpmac_cli.config import SETTINGS, TrainConfig, flag_name, near, read_lists, resolve
+from dpmac_cli.config import near, read_lists, resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
+from dpmac_cli.settings import KINDS, OPTIMIZER, SETTINGS, TrainConfig, flag_name
 
 #: Settings of one run that are the study's own business.
 NOT_IN_A_STUDY = (
@@ -114,7 +115,7 @@ def _studied() -> tuple[str, ...]:
 def _meant(name: str, text: str) -> str | bool:
     """A value as flags and YAML have it: of a switch no text."""
     switches = {"true": True, "false": False}
-    return switches.get(text.lower(), text) if configuration.KINDS[name] is bool else text
+    return switches.get(text.lower(), text) if KINDS[name] is bool else text
 
 
 def _split(value: Any) -> list[str]:
@@ -185,7 +186,7 @@ def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
     """Settings of other optimizers."""
     optimizer = OPTIMIZERS.get(flags["optimizer"])
     for name in flags:
-        tunable = SETTINGS[name].panel == configuration.OPTIMIZER and name != "optimizer"
+        tunable = SETTINGS[name].panel == OPTIMIZER and name != "optimizer"
         if optimizer and tunable and name not in optimizer.settings:
             yield name
 

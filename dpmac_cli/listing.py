@@ -13,7 +13,7 @@ import yaml
 
 from dpmac_cli import folder
 from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.config import TrainConfig
+from dpmac_cli.settings import TrainConfig
 
 #: States that no report tells: a process holds the run; it diverged; it ended without a word;
 #: its files cannot be read, or are not as they were written.

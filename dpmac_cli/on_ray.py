@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpmac_cli.config import TrainConfig
 from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.executors import PATIENCE, Ended, Moved, RunEvent, died, told
+from dpmac_cli.settings import TrainConfig
 
 #: Nothing is reported to Ray's makers. Read when ray is loaded.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

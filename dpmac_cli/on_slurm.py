@@ -20,9 +20,9 @@ import torch
 from submitit.core.utils import UncompletedJobError
 
 from dpmac_cli import folder
-from dpmac_cli.config import TrainConfig
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import Ended, Moved, RunEvent, died, told
+from dpmac_cli.settings import TrainConfig
 from dpmac_cli.workers import carry_out
 
 #: Seconds between looks at the folders of the runs.

@@ -28,8 +28,9 @@ from dpmac_cli.calibration import (
     longest_run,
 )
 from dpmac_cli.catalog import DATASETS
-from dpmac_cli.config import COUNT, POSITIVE, PROBABILITY, Bounds, delta_note, near
+from dpmac_cli.config import delta_note, near
 from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.settings import COUNT, POSITIVE, PROBABILITY, Bounds
 
 DEFAULT_DATASET, DEFAULT_DELTA = "mnist", 1e-5
 MOST_ROWS = 1000

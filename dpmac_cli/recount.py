@@ -9,10 +9,10 @@ from pathlib import Path
 from dpmac_cli import pricing
 from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN, TrainingEvent, total_epsilon
 from dpmac_cli.calibration import MOST_STEPS
-from dpmac_cli.config import COUNT, PROBABILITY
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import CONFIG, REPORT
 from dpmac_cli.pricing import Row
+from dpmac_cli.settings import COUNT, PROBABILITY
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from dpmac_cli import accounting
 from dpmac_cli.accounting import TrainingEvent
 from dpmac_cli.catalog import FEATURES
-from dpmac_cli.config import RECIPE_DEFAULTS, TrainConfig
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.engine import Evaluated
 from dpmac_cli.factories import built_by
 from dpmac_cli.models import seen_by_network
+from dpmac_cli.settings import RECIPE_DEFAULTS, TrainConfig
 
 SCHEMA_VERSION = 1
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")

@@ -28,7 +28,6 @@ from dpmac_cli.assembly import (
 )
 from dpmac_cli.budget import affordable, settle_noise, training_event
 from dpmac_cli.card import model_card
-from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data
 from dpmac_cli.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
@@ -39,6 +38,7 @@ from dpmac_cli.feature_cache import Computing
 from dpmac_cli.ranks import Ranks
 from dpmac_cli.release import save_model
 from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
+from dpmac_cli.settings import TrainConfig, flag_name
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def _resumed(
     saved = checkpoint.newest(where)
     record = saved.record
     typed = {name: value for name, value in flags.items() if value is not None}
-    for name in map(configuration.flag_name, FIXED):
+    for name in map(flag_name, FIXED):
         given = typed.pop(name.replace("-", "_"), None)
         if given and str(given) != str(record["config"].get(name)):
             raise InputError(

@@ -7,13 +7,14 @@ from typing import Any
 
 from dpmac_cli.assembly import choose_device
 from dpmac_cli.catalog import DATASETS
-from dpmac_cli.config import TrainConfig, data_settings, resolve
+from dpmac_cli.config import data_settings, resolve
 from dpmac_cli.data import load_data
 from dpmac_cli.engine import Evaluation, evaluate
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.folder import CONFIG
 from dpmac_cli.places import data_folder
 from dpmac_cli.release import load_model, read_facts
+from dpmac_cli.settings import TrainConfig
 
 
 @dataclass(frozen=True)

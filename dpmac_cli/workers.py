@@ -17,7 +17,6 @@ import torch.multiprocessing as processes
 from dpmac_cli import run
 from dpmac_cli.assembly import choose_device, make_trainer
 from dpmac_cli.checkup import usable_cores
-from dpmac_cli.config import TrainConfig
 from dpmac_cli.data import Data, Split, load_data
 from dpmac_cli.engine import Evaluated
 from dpmac_cli.errors import DpmacError, explain_os_error
@@ -25,6 +24,7 @@ from dpmac_cli.executors import PATIENCE, Ended, Moved, RunEvent, died
 from dpmac_cli.faults import device_lost
 from dpmac_cli.grid import Grid
 from dpmac_cli.places import data_folder
+from dpmac_cli.settings import TrainConfig
 from dpmac_cli.source import Source
 
 #: Steps that --dry-run times.

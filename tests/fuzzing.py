@@ -31,10 +31,10 @@ from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
-from dpmac_cli.config import KINDS, SETTINGS, flag_name
 from dpmac_cli.data import Data
 from dpmac_cli.grid import NOT_IN_A_STUDY
 from dpmac_cli.pricing import CHOICES, NUMBERS
+from dpmac_cli.settings import KINDS, SETTINGS, flag_name
 from tests.digits_runs import contents
 
 #: Exit codes that each command documents, but for 1, which is a bug.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmac_cli.config import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.settings import SETTINGS
 from tests.typed import dpmac
 
 ROOT = Path(__file__).parent.parent

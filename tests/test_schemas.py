@@ -13,12 +13,12 @@ from jsonschema import Draft202012Validator
 
 from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.compare import collect
-from dpmac_cli.config import KAPPAS, PHIS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.folder import to_json
 from dpmac_cli.grid import plan
 from dpmac_cli.recipe import AUGMENTS, SCHEDULES
 from dpmac_cli.run import finish, resume, train
+from dpmac_cli.settings import KAPPAS, PHIS
 from dpmac_cli.tables import as_values
 from tests.digits_runs import after, digits_config, train_digits
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpmac_cli import assembly, checkpoint, folder, run
 from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.config import TrainConfig, resolve
+from dpmac_cli.config import resolve
 from dpmac_cli.dp import mechanism
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.errors import InputError
@@ -26,6 +26,7 @@ from dpmac_cli.noise import SecureNoise, SeededNoise
 from dpmac_cli.release import load_model
 from dpmac_cli.report import DRAWN, DRAWN_BOTH_WAYS, DRAWN_SECURELY, NO_SECRETS
 from dpmac_cli.run import Finished, Started, finish
+from dpmac_cli.settings import TrainConfig
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     after,

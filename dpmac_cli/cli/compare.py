@@ -13,11 +13,12 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import Completer, one_of
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.train import text_option
-from dpmac_cli.config import SETTINGS, parse
+from dpmac_cli.config import parse
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
+from dpmac_cli.settings import SETTINGS
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
 

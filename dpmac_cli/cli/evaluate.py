@@ -13,9 +13,10 @@ from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import MISFIT, explained
-from dpmac_cli.config import OWN_DATA, parse
+from dpmac_cli.config import parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import to_json
+from dpmac_cli.settings import OWN_DATA
 
 if TYPE_CHECKING:
     from dpmac_cli.scoring import Scored

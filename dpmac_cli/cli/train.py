@@ -12,9 +12,10 @@ import typer
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
-from dpmac_cli.config import KINDS, SETTINGS, Setting, TrainConfig, flag_name, parse, resolve
+from dpmac_cli.config import parse, resolve
 from dpmac_cli.errors import DpmacError, InputError, RunError
 from dpmac_cli.folder import check_run_folder, to_json
+from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
 
 if TYPE_CHECKING:
     from dpmac_cli.ranks import Ranks

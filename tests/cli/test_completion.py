@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from dpmac_cli.catalog import DATASETS, MODELS
 from dpmac_cli.cli.app import app
-from dpmac_cli.config import HEADER, SETTINGS, flag_name
+from dpmac_cli.config import HEADER
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.settings import SETTINGS, flag_name
 from tests.typed import ENVIRONMENT, loading
 
 

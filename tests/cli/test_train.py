@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dpmac_cli import __version__
-from dpmac_cli.config import SETTINGS, flag_name
 from dpmac_cli.scoring import score
+from dpmac_cli.settings import SETTINGS, flag_name
 from tests.digits_runs import SEED, contents, train_digits
 from tests.typed import dpmac, process, shell
 

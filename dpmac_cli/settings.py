@@ -1,0 +1,465 @@
+"""What can be set: each field of :class:`TrainConfig` is a flag of ``dpmac train`` and a key of its
+YAML files, under the same name with hyphens. Nothing here imports torch.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset, Features
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
+from dpmac_cli.recipe import AUGMENTS, SCHEDULES, Recipe
+from dpmac_cli.source import STANDARDS, Found, Source
+
+DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
+INTERVAL = (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
+_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
+RANGE = (rf"{_NUMBER},{_NUMBER}", "two numbers, such as 0,1")
+KAPPAS = ("paper", "exact", "tracked")
+PHIS = ("paper", "tracked")
+CANARY_KINDS = ("gradients", "images")
+TRAINED = ("all", "head")
+#: Samples worked on at a time where one linear layer is trained.
+ROWS_AT_A_TIME = 1024
+#: Fewer guesses, all of them right, could not show an epsilon above 1.8.
+FEW_GUESSES = 20
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """An interval of numbers; ``open_low`` and ``open_high`` leave the ends out."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether the value lies inside."""
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.open_low else 'at least'} {_in_digits(self.low)}"
+        if math.isinf(self.high):
+            return low
+        return f"{low} and {'below' if self.open_high else 'at most'} {_in_digits(self.high)}"
+
+
+def _in_digits(number: float) -> str:
+    """Counts in full, their thousands apart; measures in short."""
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+POSITIVE = Bounds(0, open_low=True)
+NOISE = Bounds(SIGMA_MIN, SIGMA_MAX)
+# float32 holds the squares and fourth roots of these, and what they are divided by.
+SCALE = Bounds(1e-10, 1e10)
+VARIANCE = Bounds(1e-30, 1e10)
+COUNT = Bounds(1, 10**9)
+STEPS = Bounds(1, 10**7)
+DECAY = Bounds(0, 1, open_high=True)
+PROBABILITY = Bounds(0, 1, open_low=True, open_high=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the command line and the YAML reader need to know of a field.
+
+    Attributes:
+        help: one line.
+        panel: the group it is shown in.
+        bounds: of a number.
+        choices: of a name.
+        pattern: of other text, and what it stands for in words.
+        besides: what may be given besides the choices: a test, and what it is in words.
+        recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
+    """
+
+    help: str
+    panel: str
+    bounds: Bounds | None = None
+    choices: tuple[str, ...] = ()
+    pattern: tuple[str, str] | None = None
+    besides: tuple[Callable[[str], bool], str] | None = None
+    recorded: bool = True
+
+
+def _setting(default: Any, *args: Any, **kwargs: Any) -> Any:
+    return field(default=default, metadata={"setting": Setting(*args, **kwargs)})
+
+
+TASK, PRIVACY, OPTIMIZER, RUN, OUTPUT = "Task", "Privacy", "Optimizer", "Run", "Output"
+RECIPE = "Recipe"
+DATA = "Your own data"
+#: What may be given in place of a name of the catalogue.
+OWN_DATA = (
+    lambda text: "/" in text or text.endswith(".npz") or Path(text).exists(),
+    "a folder with a folder of images a class, or an .npz",
+)
+OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
+AUDIT = "Audit"
+PER_DATASET = "[default: the data set's]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of one training run.
+
+    Defaults that depend on data set or optimizer are None here and filled in by :func:`resolve`,
+    which also checks everything; ``sigma`` stays None while ``epsilon`` asks for calibration.
+    """
+
+    dataset: str = _setting(
+        "mnist", "What to train on.", TASK, choices=tuple(DATASETS), besides=OWN_DATA
+    )
+    model: str = _setting(
+        None, f"Network. {PER_DATASET}", TASK, choices=tuple(MODELS), besides=OWN_MODEL
+    )
+    fix_norm: bool = _setting(
+        False, "In a network of your own, put group norm in the place of batch norm.", TASK
+    )
+    features: str | None = _setting(
+        None,
+        "Train on fixed, public features of the images instead: scatter is wavelet scattering. "
+        "[default: none]",
+        TASK,
+        choices=tuple(FEATURES),
+    )
+    feature_groups: int | None = _setting(
+        None,
+        "Groups of the norm behind the features; 0 for none. [default: 27]",
+        TASK,
+        bounds=Bounds(0, 10**6),
+    )
+    pretrained: str | None = _setting(
+        None, "Start from the public weights in this safetensors file.", TASK
+    )
+    train: str | None = _setting(
+        None,
+        "With --pretrained: train all of the network, or its last linear layer alone. "
+        "[default: all]",
+        TASK,
+        choices=TRAINED,
+    )
+    test_fraction: float = _setting(
+        0.2,
+        "Share of your own data to hold out where it has no test set.",
+        DATA,
+        bounds=PROBABILITY,
+    )
+    split_seed: int = _setting(0, "Decides which share; public.", DATA, bounds=Bounds(0, 2**32 - 1))
+    image_size: int | None = _setting(
+        None, "Height and width to resize your own images to.", DATA, bounds=Bounds(1, 1024)
+    )
+    standardise: str = _setting(
+        "half",
+        "Public constants for your own images: half maps them to [-1, 1].",
+        DATA,
+        choices=tuple(STANDARDS),
+    )
+    feature_range: str | None = _setting(
+        None,
+        "Public range, LOW,HIGH, that columns of your own numbers are clipped to.",
+        DATA,
+        pattern=RANGE,
+    )
+    skip_bad: bool = _setting(
+        False, "Leave out files that are no images, instead of refusing them.", DATA
+    )
+    epochs: int | None = _setting(
+        None, f"Passes of ceil(n/B) steps. {PER_DATASET}", TASK, bounds=COUNT
+    )
+    steps: int | None = _setting(None, "Steps, instead of epochs.", TASK, bounds=STEPS)
+    batch_size: int = _setting(None, f"Expected batch B. {PER_DATASET}", TASK, bounds=COUNT)
+
+    sigma: float | None = _setting(None, f"Noise multiplier. {PER_DATASET}", PRIVACY, bounds=NOISE)
+    epsilon: float | None = _setting(
+        None, "Instead of --sigma: the least noise whose run costs this.", PRIVACY, bounds=POSITIVE
+    )
+    max_epsilon: float | None = _setting(
+        None, "Stop before epsilon passes this (exit code 3).", PRIVACY, bounds=POSITIVE
+    )
+    sampler: str = _setting(
+        "poisson",
+        "How batches are drawn; says which adjacency the guarantee is for.",
+        PRIVACY,
+        choices=tuple(SAMPLERS),
+    )
+    delta: float = _setting(1e-5, "Delta of (epsilon, delta).", PRIVACY, bounds=PROBABILITY)
+    no_dp: bool = _setting(False, "Train without privacy, as a baseline.", PRIVACY)
+    secure: bool = _setting(
+        False,
+        "Draw everything from a cipher, and noise on a fixed grid: against attacks on generators "
+        "and on floating point. Slower.",
+        PRIVACY,
+    )
+
+    optimizer: str = _setting(
+        "dp-macadam", "How to clip and to step.", OPTIMIZER, choices=tuple(OPTIMIZERS)
+    )
+    lr: float = _setting(
+        None, "Learning rate. [default: the data set's, by optimizer]", OPTIMIZER, bounds=SCALE
+    )
+    clip_norm: float = _setting(
+        None, f"Clipping norm C of the fixed ball. {PER_DATASET}", OPTIMIZER, bounds=SCALE
+    )
+    beta1: float = _setting(
+        None, "Decay of the mean. [default: 0.9; adaclip 0.99]", OPTIMIZER, bounds=DECAY
+    )
+    beta2: float = _setting(
+        None, "Decay of the second moment. [default: 0.999; adaclip 0.9]", OPTIMIZER, bounds=DECAY
+    )
+    gamma: float = _setting(1e-8, "Adam's stability constant.", OPTIMIZER, bounds=Bounds(0, 1))
+    gamma_prime: float = _setting(
+        1e-8, "Floor of the corrected second moment.", OPTIMIZER, bounds=VARIANCE
+    )
+    h1: float = _setting(
+        None, f"Lower bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=VARIANCE
+    )
+    h2: float = _setting(
+        None, f"Upper bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=VARIANCE
+    )
+    kappa: str = _setting("paper", "DP-MacAdam's variance estimate.", OPTIMIZER, choices=KAPPAS)
+    phi: str = _setting(
+        "paper", "What DP-MacAdamBC takes for the noise's share.", OPTIMIZER, choices=PHIS
+    )
+
+    lr_schedule: str = _setting(
+        "constant", "How the learning rate goes after the warm-up.", RECIPE, choices=SCHEDULES
+    )
+    warmup_steps: int = _setting(
+        0, "Steps in which the learning rate rises to --lr.", RECIPE, bounds=Bounds(0, STEPS.high)
+    )
+    weight_decay: float = _setting(
+        0.0, "Shrink weights by lr times this in every step.", RECIPE, bounds=Bounds(0, 1e3)
+    )
+    ema: float | None = _setting(
+        None,
+        "Score and publish an average of the weights, which keeps this share of itself in a step.",
+        RECIPE,
+        bounds=PROBABILITY,
+    )
+    augmentations: int | None = _setting(
+        None,
+        "Views of each image in each step; the mean of their gradients is clipped.",
+        RECIPE,
+        bounds=Bounds(1, 1024),
+    )
+    augment: str | None = _setting(
+        None, f"How views are drawn. {PER_DATASET}", RECIPE, choices=AUGMENTS
+    )
+
+    canaries: int | None = _setting(
+        None,
+        "Attack this run's own guarantee by so many made-up records: 1,000 or more. The model is "
+        "then for the audit only.",
+        AUDIT,
+        bounds=Bounds(2, 10**6),
+    )
+    canary_kind: str | None = _setting(
+        None,
+        "What they are: gradients, for the strongest attack, or images. [default: gradients]",
+        AUDIT,
+        choices=CANARY_KINDS,
+    )
+    guesses: int | None = _setting(
+        None,
+        "How many the attack guesses, half of them in, half out. [default: a tenth of the "
+        f"canaries, and {FEW_GUESSES} at least]",
+        AUDIT,
+        bounds=Bounds(1, 10**6),
+    )
+
+    physical_batch: int = _setting(
+        None, f"Samples worked on at a time. {PER_DATASET}", RUN, bounds=COUNT
+    )
+    compile: bool = _setting(
+        False,
+        "Fuse vector operations by torch.compile: faster steps after half a minute (needs a C++ "
+        "compiler).",
+        RUN,
+    )
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", RUN, pattern=DEVICE)
+    seed: int | None = _setting(
+        None,
+        "Repeatable draws, with no privacy against anyone who knows it. [default: secret]",
+        RUN,
+        bounds=Bounds(0, 2**63),
+        recorded=False,
+    )
+    data_dir: Path | None = _setting(
+        None, "Where data sets lie (or DPMAC_DATA_DIR).", RUN, recorded=False
+    )
+
+    checkpoint_every: str = _setting(
+        "60s",
+        "Save the state every N steps (100) or seconds (60s).",
+        OUTPUT,
+        pattern=INTERVAL,
+        recorded=False,
+    )
+    out: Path | None = _setting(
+        None, "Run folder. [default: a new one in runs/]", OUTPUT, recorded=False
+    )
+    force: bool = _setting(False, "Replace the run in --out.", OUTPUT, recorded=False)
+    diagnostics: bool = _setting(
+        False, "Also show and store losses and gradient norms, which are NOT private.", OUTPUT
+    )
+    tensorboard: bool = _setting(
+        False, "Also write what metrics.jsonl holds for TensorBoard, into the run folder.", OUTPUT
+    )
+    plot: bool = _setting(
+        False, "At the end, draw test accuracy and epsilon by epoch, into the run folder.", OUTPUT
+    )
+    json: bool = _setting(False, "Print the report as JSON.", OUTPUT, recorded=False)
+    quiet: bool = _setting(False, "Print nothing but errors.", OUTPUT, recorded=False)
+    debug: bool = _setting(False, "Show tracebacks.", OUTPUT, recorded=False)
+
+    @property
+    def source(self) -> Source | None:
+        """Where a person's own data is; None for a data set of the catalogue."""
+        if self.dataset in DATASETS:
+            return None
+        ends = None
+        if self.feature_range is not None:
+            low, high = self.feature_range.split(",")
+            ends = float(low), float(high)
+        return Source(
+            Path(self.dataset),
+            self.test_fraction,
+            self.split_seed,
+            self.image_size,
+            self.standardise,
+            ends,
+            self.skip_bad,
+        )
+
+    @property
+    def data(self) -> str | Source:
+        """What :func:`dpmac_cli.data.load_data` takes."""
+        return self.source or self.dataset
+
+    @property
+    def found(self) -> Found:
+        """The data set and its public facts.
+
+        Raises:
+            InputError: it is a person's own, and cannot be used.
+        """
+        if self.source is None:
+            return Found(DATASETS[self.dataset], held_out=False, skipped=())
+        from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
+
+        return inspect(self.source)
+
+    @property
+    def facts(self) -> Dataset:
+        """Public facts of the data set. Raises InputError as :attr:`found` does."""
+        return self.found.facts
+
+    @property
+    def dataset_name(self) -> str:
+        """What the data set is called, without the folders above it."""
+        return self.dataset if self.source is None else self.source.path.resolve().stem
+
+    @property
+    def model_name(self) -> str:
+        """What the network is called, without the folders above it."""
+        return self.model.rpartition("/")[2] if ":" in self.model else self.model
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the run does besides its optimizer's steps."""
+        return Recipe(
+            self.lr_schedule,
+            self.warmup_steps,
+            self.weight_decay,
+            self.ema,
+            self.augmentations or 1,
+            self.augment,
+        )
+
+    @property
+    def chosen_features(self) -> Features | None:
+        """What the network takes in place of images; None for the images."""
+        if self.features is None:
+            return None
+        groups = FEATURES[self.features].groups
+        return Features(
+            self.features, groups if self.feature_groups is None else self.feature_groups
+        )
+
+    @property
+    def head_only(self) -> bool:
+        """Whether all of the network but its last layer is frozen."""
+        return self.train == "head"
+
+    @property
+    def method(self) -> Optimizer:
+        """The optimizer's row in the table."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def sampling_rate(self) -> float:
+        """q = B/n; with K canaries B/(n + K/2), where how many of them are in is secret."""
+        return self.batch_size / (self.facts.train_size + (self.canaries or 0) / 2)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """ceil(n/B)."""
+        return math.ceil(self.facts.train_size / self.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """T."""
+        return self.steps or (self.epochs or 0) * self.steps_per_epoch
+
+    @property
+    def checkpoint_interval(self) -> tuple[int | None, float | None]:
+        """Steps or seconds between checkpoints; the other is None."""
+        text = self.checkpoint_every
+        return (None, float(text[:-1])) if text.endswith("s") else (int(text), None)
+
+    def recorded(self) -> dict[str, Any]:
+        """What config.yaml keeps, under the names of the flags."""
+        kept = {
+            name: getattr(self, name)
+            for name, setting in SETTINGS.items()
+            if setting.recorded and getattr(self, name) is not None
+        }
+        if self.no_dp:
+            kept.pop("sigma")
+        if "sigma" in kept:
+            kept.pop("epsilon", None)
+        if self.source is None:
+            kept = {name: value for name, value in kept.items() if SETTINGS[name].panel != DATA}
+        if ":" not in self.model:
+            kept.pop("fix_norm")
+        for name in ("tensorboard", "plot"):  # a run without is recorded as one of before they were
+            if not kept[name]:
+                kept.pop(name)
+        for name, default in RECIPE_DEFAULTS.items():
+            if kept.get(name) == default:
+                kept.pop(name, None)
+        return {flag_name(name): value for name, value in kept.items()}
+
+
+def flag_name(name: str) -> str:
+    """The name of a field as people type it."""
+    return name.replace("_", "-")
+
+
+SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(TrainConfig)}
+KINDS: Mapping[str, type] = {
+    f.name: next(kind for kind in (*get_args(f.type), f.type) if isinstance(kind, type))
+    for f in fields(TrainConfig)
+}
+#: What a run that follows no recipe has; not recorded.
+RECIPE_DEFAULTS: Mapping[str, Any] = {
+    f.name: f.default for f in fields(TrainConfig) if SETTINGS[f.name].panel == RECIPE
+}
