@@ -49,7 +49,7 @@ STUDIES: dict[str, tuple[str, dict[str, str]]] = {
             "dp-macadam": "--optimizers dp-macadam --kappa tracked --lr 0.0003,0.001,0.003",
             "dp-adambc": "--optimizers dp-adambc --lr 0.0003,0.001,0.003",
             "dp-macadambc": "--optimizers dp-macadambc --kappa tracked --lr 0.0003,0.001,0.003",
-            "adaclip": "--optimizers adaclip --lr 1,10,100",
+            "adaclip": "--optimizers adaclip --lr 0.1,0.3,1",
         },
     ),
 }

@@ -383,6 +383,7 @@ def test_a_run_that_is_certain_to_show_all_has_a_price(accountant: str) -> None:
     assert total_delta((event,), 1.0, accountant) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "event",
     [TrainingEvent(1.0, 0.3, 30), TrainingEvent(0.1, 0.5, 3000), mnist("balls-in-bins", 0.05)],
@@ -408,6 +409,7 @@ def test_rdp_of_next_to_nothing_has_a_delta(event: TrainingEvent) -> None:
     assert 0 <= event.epsilon(DELTA, "rdp") < 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sampler", "accountant"), PRICED)
 def test_the_smallest_rates_are_priced_as_larger_ones(sampler: str, accountant: str) -> None:
     """Not as smaller: below, the library's arithmetic gives nothing, or too little."""
@@ -462,6 +464,7 @@ def test_an_accountant_is_called_by_its_name_and_version() -> None:
 # Monotone, and composing.
 
 
+@pytest.mark.long
 @given(
     rate=st.floats(0.01, 0.1),
     sigma=st.floats(1, 3),
@@ -517,6 +520,7 @@ def test_steps_composed_in_blocks_cost_what_they_cost_in_one(
     assert blocks == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sampler", "accountant"), PRICED)
 def test_two_halves_cost_the_whole(sampler: str, accountant: str) -> None:
     whole, half = digits(sampler, steps=48), digits(sampler, steps=24)
@@ -553,6 +557,7 @@ def test_delta_of_full_batches_is_what_the_closed_form_says(
     assert delta <= exact * 1.01 + 1e-14
 
 
+@pytest.mark.long
 def test_a_branch_with_much_noise_does_not_make_one_with_little_a_matter_of_minutes() -> None:
     """A grid fine enough for the losses of the one has no end for those of the other."""
     loud, quiet = mnist("poisson", 100.0), mnist("poisson", 0.5)
@@ -599,6 +604,7 @@ def test_schedule_is_an_increasing_upper_bound_with_an_exact_end(
     assert_upper_bound(schedule, event, lambda part: part.epsilon(DELTA))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sampler", "accountant"), PRICED)
 @pytest.mark.parametrize("steps", [24, 27, 5])
 def test_every_sampler_has_such_a_schedule(sampler: str, accountant: str, steps: int) -> None:
@@ -623,6 +629,7 @@ def test_where_epochs_are_paid_for_the_schedule_steps_at_their_ends(
         assert exact * (1 - 1e-12) <= price <= exact * 1.003 + 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sampler", "accountant"), PRICED)
 def test_a_branchs_schedule_starts_from_what_was_spent_before(
     sampler: str, accountant: str

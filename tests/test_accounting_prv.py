@@ -68,6 +68,7 @@ def test_there_are_enough_settings() -> None:
     assert len(set(SETTINGS)) == len(SETTINGS) >= 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), SETTINGS)
 def test_our_price_lies_within_the_bounds_of_opacus(
     rate: float, sigma: float, steps: int, delta: float
@@ -91,6 +92,7 @@ def test_what_opacus_reports_is_its_upper_bound() -> None:
     assert reported - 0.011 < TrainingEvent(256 / 60_000, 1.0, 1175).epsilon(1e-5) < reported
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "event",
     [

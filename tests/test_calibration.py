@@ -41,6 +41,7 @@ def digits(sampler: str = "poisson", sigma: float = 0.0, steps: int = 24) -> Tra
 # The noise.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sampler", "accountant"), PRICED)
 @pytest.mark.parametrize("target", [0.3, 3.0])
 def test_noise_priced_forward_meets_the_target_and_no_less_would(
@@ -55,6 +56,7 @@ def test_noise_priced_forward_meets_the_target_and_no_less_would(
     assert less.epsilon(DELTA, accountant) > target
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("event", "delta", "target"),
     [
@@ -159,6 +161,7 @@ def test_affordable_steps_at_the_ends() -> None:
     assert affordable_steps(DIGITS_RUN, DELTA, 1e3) == DIGITS_RUN.steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_what_was_spent_before_is_taken_off_the_budget(sampler: str) -> None:
     earlier = (digits(sampler, 4.0, 6),)
@@ -172,6 +175,7 @@ def test_what_was_spent_before_is_taken_off_the_budget(sampler: str) -> None:
     assert affordable_steps(event, DELTA, spent * 0.99, earlier) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sampler", "accountant"), PRICED)
 def test_the_longest_run_is_the_longest(sampler: str, accountant: str | None) -> None:
     event = digits(sampler, 4.0, 1)
@@ -277,6 +281,7 @@ def test_the_largest_batch_is_the_largest_of_all(case: Case) -> None:
     assert f" {format_epsilon(min(prices))} " in str(failure.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if SAMPLERS[name].once_an_epoch])
 def test_where_epochs_are_paid_for_all_batches_cost_the_same(sampler: str) -> None:
     case = Case(sampler, None, 100, 2, 3.0)

@@ -402,6 +402,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     del monkeypatch
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("bug", "low", "high"), [(untouched, 0, 0.6), (half_the_noise, 0.9, 2), (no_clipping, 4, 5)]

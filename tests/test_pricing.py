@@ -284,6 +284,7 @@ SOLVED: Sequence[tuple[str, Mapping[str, Any]]] = [
 METHODS = [("poisson", "pld"), ("poisson", "rdp"), ("balls-in-bins", "pld"), ("shuffle", "rdp")]
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(("sampler", "accountant"), METHODS)
 @pytest.mark.parametrize(("solve", "open_"), SOLVED, ids=[name for name, _ in SOLVED])
@@ -370,6 +371,7 @@ def test_noise_never_promises_a_delta_of_nothing(accountant: str) -> None:
     assert only(replace(question, solve="delta")).delta > 0
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 def test_steps_of_fixed_size_batches_are_as_many_as_the_budget_pays_for() -> None:
     question = replace(SMALL, sampler="fixed-size", accountants=("rdp",), lengths=())

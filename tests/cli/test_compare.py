@@ -80,6 +80,7 @@ def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
     assert max(map(len, result.output.splitlines()[:8])) <= 80
 
 
+@pytest.mark.long
 def test_finished_runs_are_found_again_and_never_run_twice(tmp_path: Path) -> None:
     out = tmp_path / "study"
     assert dpmac(*SMALL, "--out", str(out)).exit_code == 0
@@ -102,6 +103,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_a_killed_worker_leaves_the_table_as_it_would_have_been(
     undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_a_killed_worker_leaves_the_table_as_it_would_have_been(
     assert table(hurt) == table(undisturbed)
 
 
+@pytest.mark.long
 def test_a_killed_command_goes_on_where_it_was(undisturbed: Path, tmp_path: Path) -> None:
     hurt = tmp_path / "hurt"
     running = process(*LONG, *OFTEN, "--out", str(hurt))
@@ -130,6 +133,7 @@ def test_a_killed_command_goes_on_where_it_was(undisturbed: Path, tmp_path: Path
     assert table(hurt) == table(undisturbed)
 
 
+@pytest.mark.long
 def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "study"
     running = process(*LONG, *OFTEN, "--out", str(out))
@@ -141,6 +145,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.long
 def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
     """Where two of the runs should go there is something else."""
     out = tmp_path / "study"
@@ -173,11 +178,13 @@ def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.long
 def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
     output = completed(*SMALL, "--out", str(tmp_path / "study"), "--json")
     assert json.loads(output) == json.loads((tmp_path / "study" / "compare.json").read_text())
 
 
+@pytest.mark.long
 def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
     out = tmp_path / "study"
     first = process(*LONG, "--out", str(out), "--jobs", "1", "--checkpoint-every", "5")

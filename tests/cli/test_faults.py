@@ -433,6 +433,7 @@ def test_what_is_damaged_is_said() -> None:
     assert "paid for in full: 9 steps" in shown[2]
 
 
+@pytest.mark.long
 def test_a_comparison_says_what_is_damaged_and_goes_on() -> None:
     study = ("compare", "--dataset", "digits", "--sigma", "6", "--steps", "3", "--out", "study")
     flags = ("--optimizers", "dp-sgd", "--seeds", "1", "--device", "cpu", "--jobs", "1")
@@ -457,6 +458,7 @@ def test_a_comparison_says_what_is_damaged_and_goes_on() -> None:
     assert json.loads(Path("study/compare.json").read_text())["rows"][0]["mean"] == rows[0]["mean"]
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 def test_a_run_killed_again_and_again_ends_bit_identical() -> None:
     settings = ("train", "--dataset", "digits", "--sigma", "6", "--epochs", "60", "--seed", "7")

@@ -44,6 +44,7 @@ def test_a_signal_while_starting_ends_it_quietly(module: str, number: int, tmp_p
     assert os.listdir() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_end_changes_nothing(number: int) -> None:
     hook = f"atexit.register(lambda: os.kill(os.getpid(), {int(number)}))"

@@ -215,6 +215,7 @@ def test_exit_codes_of_real_processes() -> None:
     assert sorted(os.listdir()) == ["quiet", "run"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["| true", ">&-", "> /dev/full"])
 def test_a_display_that_is_lost_costs_only_itself(where: str) -> None:
     done = shell(f"dpmac {' '.join(DIGITS)} --steps 30 --out run {where}")
@@ -224,6 +225,7 @@ def test_a_display_that_is_lost_costs_only_itself(where: str) -> None:
     assert score(Path("run"), None, None, "cpu").result.accuracy == report["test"]["accuracy"]
 
 
+@pytest.mark.long
 def test_a_result_that_is_lost_is_a_failure() -> None:
     done = shell(f"dpmac {' '.join(DIGITS)} --quiet --json --out run > /dev/full")
     assert done.returncode == 2

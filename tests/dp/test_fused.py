@@ -96,6 +96,7 @@ def test_compiled_steps_are_the_same_steps(name: str, choice: str) -> None:
         assert compiled.state.numbers() == plain.state.numbers()
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", ["dp-adam", "dp-macadam"])
 def test_compiled_steps_are_the_same_in_float32(name: str) -> None:
