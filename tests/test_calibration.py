@@ -127,6 +127,7 @@ def test_a_run_of_no_steps_needs_no_noise_to_speak_of() -> None:
 # The delta.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sampler", "accountant"), PRICED)
 @pytest.mark.parametrize("target", [0.5, 3.0])
 def test_delta_priced_forward_meets_the_target_and_no_less_would(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dpmac_cli import events, folder, run
-from dpmac_cli.engine import Trainer
+from dpmac_cli.engine import Evaluated, Trainer
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.run import Update, finish
 from tests import secret_search as search
@@ -134,7 +134,8 @@ def test_force_leaves_none_of_the_run_before() -> None:
 
 def test_they_come_while_the_run_goes_on() -> None:
     going = run.train(digits_config(out="run", steps=5 * EPOCH, tensorboard=True))
-    next(event for event in going if isinstance(event, Update) and event.event.step >= EPOCH)
+    updates = (event for event in going if isinstance(event, Update))
+    next(update for update in updates if isinstance(update.event, Evaluated))
     assert read(Path("run"))["test_accuracy"]
     going.close()  # type: ignore[attr-defined]
 

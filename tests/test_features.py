@@ -495,6 +495,7 @@ def test_who_waits_says_so_and_computes_nothing(cache: Path) -> None:
     assert not list(cache.glob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_a_comparison_shares_them(cache: Path) -> None:
     args = ("compare", "--dataset", "digits", "--features", "scatter", "--optimizers")
     rest = ("dp-adam,dp-sgd", "--seeds", "2", "--steps", "2", "--sigma", "6", "--jobs", "2")

@@ -89,6 +89,7 @@ def test_a_step_takes_ten_vectors(name: str, physical_batch: int) -> None:
     assert peak <= 10 * 4 * d + 24 * MIB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dp-adam", "dp-macadam"])
 def test_the_batch_costs_no_more_than_its_activations(name: str) -> None:
     """Per-sample gradients would take 31 MiB a sample."""
@@ -98,6 +99,7 @@ def test_the_batch_costs_no_more_than_its_activations(name: str) -> None:
     assert large - small <= 5 * 450 * activations
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dp-adam", "dp-macadam"])
 def test_the_batch_costs_nothing_beyond_its_chunk(name: str) -> None:
     plan = replace(PLAN, physical_batch=16)

@@ -256,6 +256,7 @@ def test_an_outsiders_network_trains_resumes_and_is_scored(name: str) -> None:
     assert ran.stdout.strip() == "torch.Size([2])", ran.stderr
 
 
+@pytest.mark.long
 def test_own_data_in_a_comparison() -> None:
     wine("wine.npz")
     flags = ("--optimizers", "dp-sgd,dp-adam", "--seeds", "2", "--jobs", "1", "--out", "study")

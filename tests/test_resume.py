@@ -38,6 +38,7 @@ def start(**flags: Any) -> Any:
     return digits_config(**{"steps": STEPS, "seed": 7, "checkpoint_every": "4", **flags})
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("optimizer", "sampler"),

@@ -150,6 +150,7 @@ def test_processes_started_in_the_same_instant_have_nothing_in_common() -> None:
 # Resuming.
 
 
+@pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     ("optimizer", "sampler"),
