@@ -52,6 +52,7 @@ def evaluate(
     dataset: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel="Task",
             metavar="NAME|PATH",
             help=f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. "
             "[default: what it was trained on]",
@@ -62,27 +63,44 @@ def evaluate(
         str | None,
         typer.Option(
             "--model",
+            rich_help_panel="Task",
             metavar="FILE.py:FACTORY",
             help="Where a network of your own is. What a model file names is never imported.",
         ),
     ] = None,
     data_dir: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where data sets lie (or DPMAC_DATA_DIR).")
+        str | None,
+        typer.Option(
+            rich_help_panel="Run",
+            metavar="PATH",
+            help="Where data sets lie (or DPMAC_DATA_DIR).",
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[
+        str, typer.Option(rich_help_panel="Run", help="auto, cpu, cuda or cuda:N.")
+    ] = "auto",
     audit: Annotated[
         bool,
         typer.Option(
             "--audit",
+            rich_help_panel="Task",
             help="Of a run with --canaries: what the attack proves, beside what the run claims.",
         ),
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the confusion matrix (.png or .svg)."),
+        typer.Option(
+            rich_help_panel="Output",
+            metavar="FILE",
+            help="Draw the confusion matrix (.png or .svg).",
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", rich_help_panel="Output", help="Print JSON.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", rich_help_panel="Output", help="Show tracebacks.")
+    ] = False,
 ) -> None:
     """Load a model, score the test set, print the result."""
     del debug
