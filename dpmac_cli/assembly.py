@@ -12,12 +12,13 @@ from torch import nn
 
 from dpmac_cli.budget import settle_noise
 from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries, Recipe
-from dpmac_cli.data import Data, load_data
+from dpmac_cli.data import Data, fingerprint, load_data
 from dpmac_cli.diagnostics import Diagnostics
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError
+from dpmac_cli.factories import is_factory, source_sum
 from dpmac_cli.feature_cache import Computing, featured
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
@@ -60,8 +61,8 @@ class Task:
         model: the whole network, which takes images; it is what is published.
         trained: the part of it that is trained, all of it but for what is frozen.
         data: what that takes.
-        fingerprints: SHA-256 of what must be the same for a run to go on: the file of public
-            weights, and the features.
+        fingerprints: SHA-256 of what must be the same for a run to go on: records and network of
+            a person's own, the file of public weights, and the features. Private, like the records.
         notes: what the person who runs it should know.
     """
 
@@ -95,6 +96,10 @@ def make_task(
         frozen=config.head_only,
     )
     fingerprints: dict[str, str] = {}
+    if config.source is not None:
+        fingerprints["data"] = fingerprint(data.train, data.test)
+    if is_factory(config.model):
+        fingerprints["network"] = source_sum(config.model)
     notes: tuple[str, ...] = ()
     if config.pretrained is not None:
         weights = read_weights(Path(config.pretrained))

@@ -120,12 +120,12 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
 
 
 def fingerprint(*splits: Split) -> str:
-    """SHA-256 over shapes and contents of images and labels. Recorded for public data only."""
+    """SHA-256 over shapes and contents of images and labels. Published for public data only."""
     digest = hashlib.sha256()
     for split in splits:
         for tensor in (split.images, split.labels):
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().data)
+            digest.update(tensor.cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """A person's own network: ``package.module:factory`` or ``file.py:factory``."""
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -51,6 +52,16 @@ def built_by(spec: str, dataset: Dataset) -> str:
     """How a factory is called, as code: "net.py:Net((1, 28, 28), 10)", without folders."""
     arguments = _arguments(_find(spec), dataset)
     return f"{spec.rpartition('/')[2]}({', '.join(map(repr, arguments))})"
+
+
+def source_sum(spec: str) -> str:
+    """SHA-256 of the file that a factory is in, once built; of what that imports nothing is known.
+
+    Raises OSError.
+    """
+    place = spec.rpartition(":")[0]
+    file = place if place.endswith(".py") else inspect.getfile(sys.modules[place])
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _arguments(factory: Callable[..., Any], dataset: Dataset) -> tuple[Any, ...]:

@@ -368,7 +368,7 @@ def _resumed(
             f"--steps (above {step})."
         )
     session = yield from _session(config, device, data, stop, ranks, where, base, earlier)
-    _check_frozen(session.task, record.get("fingerprints", {}), exactly=branch is None)
+    _check_same(session.task, record.get("fingerprints", {}), exactly=branch is None)
     state = session.trainer.state
     state.restore(saved.tensors, record["state"])
     session = replace(
@@ -399,12 +399,25 @@ def _resumed(
     return session
 
 
-def _check_frozen(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
-    """Refuse to go on with other public weights, or exactly with other features.
+def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
+    """Refuse to go on with other records or public weights, or exactly with another network.
+
+    Records that were added or removed would change the rate at which the steps before sampled.
 
     Raises:
         InputError: they are others.
     """
+    if task.fingerprints.get("data") != before.get("data"):
+        raise InputError(
+            "The records are not those that the run began with, and what it has spent was spent on "
+            "those, at their sampling rate. Put them back as they were, or start a new run."
+        )
+    if exactly and task.fingerprints.get("network") != before.get("network"):
+        raise InputError(
+            "The file of --model is not the one that the run began with, and the noise of a run "
+            "that goes on exactly must never meet other gradients. Put it back; or change a "
+            "setting, such as --epochs, to go on as a branch with new noise; or start a new run."
+        )
     if task.fingerprints.get("pretrained") != before.get("pretrained"):
         raise InputError(
             "The file of --pretrained is not the one that the run began with: its contents have "

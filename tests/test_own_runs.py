@@ -15,6 +15,9 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 
+from dpmac_cli.config import resolve
+from dpmac_cli.run import Finished, finish, train
+from tests.digits_runs import after
 from tests.typed import dpmac
 
 SHORT = ("--steps", "4", "--batch-size", "64", "--sigma", "4", "--device", "cpu")
@@ -294,3 +297,45 @@ def test_settings_for_own_data_do_nothing_to_a_published_set() -> None:
     output = done("train", "--dataset", "digits", "--image-size", "9", "--out", "run", *SHORT)
     assert "--image-size has no effect with digits" in output
     assert "image-size" not in Path("run/config.yaml").read_text()
+
+
+def interrupted(data: str, *flags: str) -> Finished:
+    """A run that was stopped after its third step of eight."""
+    named = dict(zip(flags[::2], flags[1::2], strict=True))
+    settings = {"steps": "8", "batch_size": "64", "sigma": "4", "device": "cpu", "out": "run"}
+    return finish(train(resolve({"dataset": data, **settings, **named}).config, after(3)))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("change", [(), ("--steps", "9")], ids=["exactly", "as-a-branch"])
+@pytest.mark.parametrize("what", ["more", "fewer", "others"])
+def test_a_run_goes_on_with_the_records_that_it_began_with(
+    what: str, change: tuple[str, ...]
+) -> None:
+    data = Path(wine("wine.npz"))
+    arrays = dict(np.load(data))
+    before = interrupted("wine.npz").report["privacy"]
+    x, y = arrays["x"], arrays["y"]
+    found = {
+        "more": {"x": np.concatenate([x, x]), "y": np.concatenate([y, y])},
+        "fewer": {"x": x[:-1], "y": y[:-1]},
+        "others": {"x": x[::-1], "y": y[::-1]},
+    }[what]
+    np.savez(data, **{**arrays, **found})
+    said = refused("train", "--resume", "run", *change)
+    assert "not those that the run began with" in said
+    assert report_of("run")["privacy"] == before
+
+    np.savez(data, **arrays)
+    done("train", "--resume", "run", *change)
+    assert report_of("run")["privacy"]["epsilon"] > before["epsilon"]
+
+
+@pytest.mark.privacy
+def test_another_network_is_another_branch() -> None:
+    Path("net_own.py").write_text(NETWORKS["recurrent"])
+    interrupted(wine("wine.npz"), "model", "net_own.py:make")
+    Path("net_own.py").write_text(NETWORKS["recurrent"].replace("sigmoid", "tanh"))
+    assert "--model is not the one" in refused("train", "--resume", "run")
+    assert "as a branch: steps changed" in done("train", "--resume", "run", "--steps", "9")
+    assert len(report_of("run")["privacy"]["events"]) == 2
