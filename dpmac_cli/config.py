@@ -390,7 +390,7 @@ def _fault_of_number(name: str, number: float | None, entry: _Given) -> str | No
 def _point(entry: _Given) -> str:
     """A hint for those who write a decimal comma."""
     pointed = str(entry.value).replace(",", ".")
-    meant = pointed != entry.value and _number(pointed, float) is not None
+    meant = pointed != str(entry.value) and _number(pointed, float) is not None
     return f" Did you mean {pointed}?" if meant else ""
 
 

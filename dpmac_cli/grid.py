@@ -70,7 +70,7 @@ class Grid:
     notes: tuple[str, ...]
 
 
-def plan(flags: Mapping[str, Any], file: Path | None, root: Path) -> Grid:
+def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "runs") -> Grid:
     """Turn flags and a YAML file, with lists for values, into a grid. Flags win.
 
     Args:
@@ -84,7 +84,7 @@ def plan(flags: Mapping[str, Any], file: Path | None, root: Path) -> Grid:
     """
     errors: list[str] = []
     known = (*_studied(), "optimizer", "optimizers", "seeds")
-    given = {} if file is None else read_lists(file, known, errors)
+    given = {} if file is None else read_lists(Path(file), known, errors)
     typed = {name: _split(value) for name, value in flags.items() if value not in (None, False)}
     for group in configuration.EXCLUSIVE:
         if any(name in typed for name in group):
@@ -95,7 +95,7 @@ def plan(flags: Mapping[str, Any], file: Path | None, root: Path) -> Grid:
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
     if errors:
         raise InputError([*errors, *_faults_of_values(given)])
-    return _build(given, seeds, root)
+    return _build(given, seeds, Path(root))
 
 
 def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:

@@ -58,7 +58,7 @@ def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
 
 
 def load_model(
-    path: Path,
+    path: Path | str,
     dataset: str | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008  (never changes)
     *,
@@ -78,7 +78,7 @@ def load_model(
         InputError: there is no such file, it is not a dpmac model, or it is damaged; or no factory.
         ModelError: the model does not fit the data set.
     """
-    file = _find(path)
+    file = _find(Path(path))
     tensors, facts = _read(file)
     name = dataset or str(facts["dataset"]["name"])
     itself = dataset is None and facts["dataset"]["own"]

@@ -277,7 +277,7 @@ def _write_config(session: Session) -> None:
 
 
 def resume(
-    where: Path,
+    where: Path | str,
     flags: Mapping[str, Any] | None = None,
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
@@ -300,6 +300,7 @@ def resume(
             Or no checkpoint is whole, or config.yaml was altered.
         RunError: as in :func:`train`.
     """
+    where = Path(where)
     folder.check_run_folder(where)
     with folder.locked(where), explained():
         session = yield from _resumed(where, flags or {}, data, stop, ranks)

@@ -34,9 +34,9 @@ class Scored:
 
 
 def score(
-    path: Path,
+    path: Path | str,
     dataset: str | None = None,
-    data_dir: Path | None = None,
+    data_dir: Path | str | None = None,
     device: str = "auto",
     factory: str | None = None,
 ) -> Scored:
@@ -54,11 +54,13 @@ def score(
         ModelError: the model does not fit the data set.
     """
     where = choose_device(device)
+    path = Path(path)
     file, facts = read_facts(path)
     config = _chosen(file, facts, dataset)
     own = None if config.source is None else config.facts
     released = load_model(path, config.dataset_name, where, own=own, factory=factory)
-    data = load_data(config.data, data_folder(data_dir), where).prepared_by(facts["input"])
+    there = data_folder(None if data_dir is None else Path(data_dir))
+    data = load_data(config.data, there, where).prepared_by(facts["input"])
     if own is not None and own.classes != tuple(facts["classes"]):
         raise ModelError(
             f"{config.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "

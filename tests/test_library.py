@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,16 @@ from dpmac_cli import (
     Moments,
     PrivateMean,
     TrainingEvent,
+    finish,
     fit,
+    load_model,
     make_trainer,
+    plan,
     resolve,
+    resume,
+    score,
     settle_noise,
+    train,
     training_event,
 )
 from dpmac_cli.dp.rules import sgd
@@ -196,3 +203,28 @@ def test_the_page_names_what_there_is() -> None:
     text = PAGE.read_text()
     named = set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
     assert named == {name for name in dpmac_cli.__all__ if name != "__version__"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: score("nowhere"),
+        lambda: load_model("nowhere"),
+        lambda: finish(resume("nowhere")),
+        lambda: plan({}, "nowhere.yaml", "study"),
+        lambda: resolve(dataset="digits", batch_size=12.5),
+    ],
+    ids=["score", "load_model", "resume", "plan", "resolve"],
+)
+def test_paths_may_be_text_and_what_is_wrong_is_told(call: Callable[[], object]) -> None:
+    with pytest.raises(InputError) as failure:
+        call()
+    assert "nowhere" in str(failure.value) or "not a whole number." in str(failure.value)
+    assert "Did you mean" not in str(failure.value)
+
+
+def test_text_leads_to_a_run_as_a_path_does() -> None:
+    where = str(finish(train(digits_config(out="run"))).folder)
+    assert score(where).result.accuracy == score(Path(where)).result.accuracy
+    assert load_model(where).path == load_model(Path(where)).path
+    assert plan({"dataset": "digits"}, None, "study").runs[0].folder.parent == Path("study")
