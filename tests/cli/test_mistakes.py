@@ -7,6 +7,7 @@ person to read before they are kept.
 import contextlib
 import re
 import shlex
+import sys
 import tempfile
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def test_a_mistake_is_answered_so_and_changes_nothing(
     scene: Path, typed: str, said: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(scene)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python's own, beside net.py
     before = contents(scene)
 
     assert say(typed) == (said, code)
