@@ -176,7 +176,7 @@ def _like_mnist(name: str, kind: str) -> Loader:
 
 
 def _mnist_files(kind: str, data_dir: Path) -> list[Path]:
-    from torchvision import datasets  # noqa: PLC0415
+    from torchvision import datasets  # noqa: PLC0415  (seconds to load)
 
     archives = [archive for archive, _ in getattr(datasets, kind).resources]
     return [data_dir / kind / "raw" / Path(archive).stem for archive in archives]
@@ -202,7 +202,7 @@ def _like_cifar(name: str, kind: str) -> Loader:
 
 
 def _cifar_files(kind: str, data_dir: Path) -> list[Path]:
-    from torchvision import datasets  # noqa: PLC0415
+    from torchvision import datasets  # noqa: PLC0415  (seconds to load)
 
     dataset = getattr(datasets, kind)
     listed = [file for file, _ in (*dataset.train_list, *dataset.test_list)]
@@ -210,7 +210,7 @@ def _cifar_files(kind: str, data_dir: Path) -> list[Path]:
 
 
 def _svhn(data_dir: Path, download: bool) -> tuple[Split, Split]:
-    from torchvision.datasets import SVHN  # noqa: PLC0415
+    from torchvision.datasets import SVHN  # noqa: PLC0415  (seconds to load)
 
     def part(train: bool, may_download: bool) -> Split:
         loaded = SVHN(data_dir, split="train" if train else "test", download=may_download)
@@ -220,7 +220,7 @@ def _svhn(data_dir: Path, download: bool) -> tuple[Split, Split]:
 
 
 def _svhn_files(data_dir: Path) -> list[Path]:
-    from torchvision.datasets import SVHN  # noqa: PLC0415
+    from torchvision.datasets import SVHN  # noqa: PLC0415  (seconds to load)
 
     return [data_dir / SVHN.split_list[split][1] for split in ("train", "test")]
 
