@@ -1,5 +1,6 @@
 """Several processes on one run: the same numbers as one, noise once, and no secret told."""
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -32,8 +33,10 @@ from tests.helpers import DIMENSION, PLAN, Batches, in_chunks_of, make_trainer, 
 #: Odd shares, an empty share, an empty batch, a share of several chunks.
 BATCHES = [[0, 3, 7, 9, 12], [5], [], [1, 2, 30, 31], list(range(23)), *([i] for i in range(6))]
 FORKS = multiprocessing.get_context("fork")
-#: Seconds for what takes one or two.
-LIMIT = 60.0
+#: Seconds after which what takes one or two is given up, and says before where it hangs.
+LIMIT = 300.0
+#: torch looks up the name of whoever connects, only to log it, and waits where no server answers.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
@@ -60,6 +63,7 @@ def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
 
 
 def _one(rank: int, size: int, port: int, work: Callable[[Ranks], Any], answer: Any) -> None:
+    faulthandler.dump_traceback_later(LIMIT / 2)
     torch.set_num_threads(1)
     store = TCPStore("localhost", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
