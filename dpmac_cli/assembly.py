@@ -244,7 +244,7 @@ def _task_of(
             "features and pretrained are for a network that the configuration names: leave them "
             "out, or do what they do in the network that is given."
         )
-    check_model(model, config.facts.shape)
+    check_model(model, config.facts.shape, len(config.facts.classes))
     data = data or load_data(config.data, data_folder(config.data_dir), device)
     model = model.to(device)
     return Task(model, model, data)

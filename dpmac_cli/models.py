@@ -17,6 +17,7 @@ from dpmac_cli.catalog import Dataset, Features
 from dpmac_cli.errors import ModelError
 from dpmac_cli.features import scattered
 
+LOGITS = "The logits"
 # Layers that compute statistics over the batch, so that one sample changes another's output.
 MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
 
@@ -105,7 +106,7 @@ def build_model(
             model, _ = factories.without_batch_norm(model)
         if features is not None:
             model = scattered(model, dataset.shape, features)
-    check_model(model, dataset.shape, frozen=frozen)
+    check_model(model, dataset.shape, len(dataset.classes), frozen=frozen)
     return model
 
 
@@ -116,7 +117,9 @@ def seen_by_network(dataset: Dataset, features: Features | None) -> Dataset:
     return replace(dataset, shape=features.shape_of(dataset.shape))
 
 
-def check_model(model: nn.Module, shape: tuple[int, ...], *, frozen: bool = False) -> None:
+def check_model(
+    model: nn.Module, shape: tuple[int, ...], classes: int, *, frozen: bool = False
+) -> None:
     """Refuse a model in which one sample can change what another sample computes.
 
     Clipping bounds what a sample does to its own gradient, so a layer that lets it into the
@@ -126,8 +129,9 @@ def check_model(model: nn.Module, shape: tuple[int, ...], *, frozen: bool = Fals
     are refused likewise.
 
     Args:
-        model: maps (samples, *shape) to logits.
+        model: maps (samples, *shape) to logits, (samples, classes).
         shape: of one sample.
+        classes: how many there are.
         frozen: only the last layer, a linear one, is trained. What lies before it is checked in
             evaluation mode, in which it is run: batch norm is a public constant there.
 
@@ -148,11 +152,11 @@ def check_model(model: nn.Module, shape: tuple[int, ...], *, frozen: bool = Fals
                 f"The layer {name} changes its weights, or its gradients, by what is in the batch. "
                 "Leave out max_norm and scale_grad_by_freq."
             )
-    _check_behaviour(copy.deepcopy(model).double().train(not frozen), shape)
+    _check_behaviour(copy.deepcopy(model).double().train(not frozen), shape, classes)
 
 
 @torch.no_grad()
-def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
+def _check_behaviour(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
     """Watch a float64 copy of the model, in the mode it is run in, at work on random batches."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -160,11 +164,13 @@ def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[0].mul_(20)  # an outlier shows what a maximum over the batch would hide
-    seen = _watch(model, x)
-    if seen["The logits"].ndim != 2:
+    seen = _first_look(model, x, classes)
+    _check_buffers(model, buffers)
+    again = _watch(model, x)
+    if again.keys() == seen.keys() and not all(_close(again[name], seen[name]) for name in seen):
         raise ModelError(
-            f"The model gives {tuple(seen['The logits'].shape)} for a batch of {len(x)}; logits of "
-            "shape (samples, classes) are wanted."
+            "The model gives another output for the same batch: it draws at random where a record "
+            "more would move the draws of others. Draw by nn.Dropout layers, which are dealt with."
         )
     for name, rows in seen.items():
         if rows.ndim == 0 or len(rows) != len(x):
@@ -193,13 +199,43 @@ def _check_behaviour(model: nn.Module, shape: tuple[int, ...]) -> None:
                     "place among them (for example x - x.mean(0)): the model mixes samples. Make "
                     "every operation work on one sample alone, in its own row."
                 )
+    _check_buffers(model, buffers)
+
+
+def _check_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     changed = [name for name, b in model.named_buffers() if not _same(b, buffers[name])]
     if changed:
         raise ModelError(
-            f"A forward pass changes the buffer {changed[0]}: statistics of "
-            "private data would be kept without noise. Switch that off "
-            "(for normalisation layers, track_running_stats=False)."
+            f"A forward pass changes the buffer {changed[0]}: statistics of private data would be "
+            "kept without noise. Switch that off (for normalisation layers, "
+            "track_running_stats=False)."
         )
+
+
+def _first_look(model: nn.Module, x: Tensor, classes: int) -> dict[str, Tensor]:
+    """:func:`_watch`, of a model that may not work at all, or not fit the classes."""
+    batch = f"{len(x)} samples of shape {tuple(x.shape[1:])}"
+    try:
+        seen = _watch(model, x)
+    except Exception as failure:
+        first, *_ = str(failure).splitlines() or [""]
+        raise ModelError(
+            f"The model, given {batch} in float64, raised {type(failure).__name__}: {first} It "
+            "must take any number of such samples; what it makes by itself takes its dtype and "
+            "device from them (x.new_zeros)."
+        ) from failure
+    logits = seen[LOGITS]
+    if not isinstance(logits, Tensor):
+        raise ModelError(
+            f"The model gives a {type(logits).__name__} for {batch}; one tensor of logits, of "
+            f"shape (samples, {classes}), is wanted."
+        )
+    if logits.ndim != 2 or logits.shape[1] != classes:
+        raise ModelError(
+            f"The model gives {tuple(logits.shape)} for {batch}; logits of shape (samples, "
+            f"{classes}) are wanted, a column for each of the {classes} classes."
+        )
+    return seen
 
 
 def _watch(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -224,7 +260,7 @@ def _watch(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
         if any(True for _ in module.parameters(recurse=False))
     ]
     try:
-        seen["The logits"] = model(x)
+        seen[LOGITS] = model(x)
     finally:
         for hook in hooks:
             hook.remove()

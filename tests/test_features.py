@@ -176,10 +176,10 @@ def test_a_frozen_part_that_mixes_samples_is_refused() -> None:
     for layer, said in ((Mixes(), "mixes samples"), (still, "mixes samples"), (keeps, None)):
         model = nn.Sequential(layer, nn.Flatten(), nn.Linear(64, 10))
         if said is None:
-            check_model(model, DIGITS.shape, frozen=True)
+            check_model(model, DIGITS.shape, 10, frozen=True)
             continue
         with pytest.raises(ModelError, match=said):
-            check_model(model, DIGITS.shape, frozen=True)
+            check_model(model, DIGITS.shape, 10, frozen=True)
 
 
 @pytest.mark.privacy

@@ -84,7 +84,7 @@ def test_batch_norm_is_refused_by_name_with_its_remedy(norm: Callable[..., nn.Mo
     layer = norm() if norm is nn.LazyBatchNorm2d else norm(4)
     model = classifier(nn.Sequential(nn.ReLU(), layer))
     with pytest.raises(ModelError, match=rf"1\.1 is a {type(layer).__name__}.*GroupNorm"):
-        check_model(model, IMAGE)
+        check_model(model, IMAGE, 3)
 
 
 @pytest.mark.privacy
@@ -92,15 +92,15 @@ def test_batch_norm_is_refused_in_evaluation_mode_and_without_statistics() -> No
     flat = nn.BatchNorm1d(144, track_running_stats=False)
     model = nn.Sequential(nn.Flatten(), flat, nn.Linear(144, 3)).eval()
     with pytest.raises(ModelError, match="1 is a BatchNorm1d"):
-        check_model(model, IMAGE)
+        check_model(model, IMAGE, 3)
 
 
 @pytest.mark.privacy
 def test_running_statistics_are_refused() -> None:
     keeps = nn.InstanceNorm2d(4, track_running_stats=True)
     with pytest.raises(ModelError, match=r"buffer 1\.running_mean.*track_running_stats=False"):
-        check_model(classifier(keeps), IMAGE)
-    check_model(classifier(nn.InstanceNorm2d(4, affine=True)), IMAGE)
+        check_model(classifier(keeps), IMAGE, 3)
+    check_model(classifier(nn.InstanceNorm2d(4, affine=True)), IMAGE, 3)
 
 
 @pytest.mark.privacy
@@ -119,7 +119,7 @@ def test_running_statistics_are_refused() -> None:
 )
 def test_functions_that_mix_samples_are_refused(mix: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ModelError, match="mixes samples"):
-        check_model(classifier(Through(mix)), IMAGE)
+        check_model(classifier(Through(mix)), IMAGE, 3)
 
 
 @pytest.mark.privacy
@@ -134,7 +134,7 @@ def test_functions_that_mix_samples_are_refused(mix: Callable[[Tensor], Tensor])
 )
 def test_other_dependence_on_the_batch_is_refused(mix: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ModelError):
-        check_model(classifier(Through(mix)), IMAGE)
+        check_model(classifier(Through(mix)), IMAGE, 3)
 
 
 @pytest.mark.privacy
@@ -143,7 +143,7 @@ def test_a_layer_that_sees_the_samples_in_another_order_is_refused() -> None:
     backwards = Through(lambda x: x.flip(0))
     model = classifier(backwards, nn.Conv2d(4, 4, 1), backwards)
     with pytest.raises(ModelError):
-        check_model(model, IMAGE)
+        check_model(model, IMAGE, 3)
 
 
 class Again(nn.Module):
@@ -160,7 +160,7 @@ class Again(nn.Module):
 
 
 def test_a_layer_used_twice_passes() -> None:
-    check_model(classifier(Again(torch.tanh)), IMAGE)
+    check_model(classifier(Again(torch.tanh)), IMAGE, 3)
 
 
 @pytest.mark.privacy
@@ -171,7 +171,7 @@ def test_each_use_of_a_layer_is_watched(use: str) -> None:
     middle = (Through(turn), model) if use == "first" else (model, Through(turn))
     number = {"first": 1, "second": 2}[use]
     with pytest.raises(ModelError, match=rf"inputs of layer \d.conv \(0, use {number}\)"):
-        check_model(classifier(*middle), IMAGE)
+        check_model(classifier(*middle), IMAGE, 3)
 
 
 @pytest.mark.privacy
@@ -186,7 +186,69 @@ def test_a_batch_that_decides_how_often_a_layer_is_used_is_refused() -> None:
             return self.conv(x) if x.abs().max() > 10 else x
 
     with pytest.raises(ModelError, match="how often, depends on the batch"):
-        check_model(classifier(Until()), IMAGE)
+        check_model(classifier(Until()), IMAGE, 3)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(nn.functional.dropout, id="dropout"),
+        pytest.param(lambda x: x + torch.randn_like(x), id="noise"),
+        pytest.param(
+            lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+            id="attention",
+        ),
+    ],
+)
+def test_draws_that_are_not_a_dropout_layers_are_refused(draw: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ModelError, match=r"draws at random.*nn\.Dropout"):
+        check_model(classifier(Through(draw)), IMAGE, 3)
+
+
+@pytest.mark.privacy
+def test_a_buffer_that_a_forward_pass_moves_is_named() -> None:
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))
+    with pytest.raises(ModelError, match=r"changes the buffer 1\.parametrizations"):
+        check_model(classifier(spectral), IMAGE, 3)
+
+
+def _raises(x: Tensor) -> Tensor:
+    raise ValueError(f"cannot take {x.ndim} dimensions\nof that kind")
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (
+            _raises,
+            r"given 5 samples of shape \(4, 6, 6\) in float64, raised ValueError: cannot take",
+        ),
+        (lambda x: x + torch.zeros(7, dtype=torch.float64), "raised RuntimeError"),
+        (lambda x: x.matmul(torch.zeros(6, 6)), "takes its dtype and device from them"),
+    ],
+)
+def test_a_network_that_fails_is_refused_with_what_it_raised(
+    forward: Callable[[Tensor], Tensor], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        check_model(classifier(Through(forward)), IMAGE, 3)
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (lambda x: (x, x), "gives a tuple"),
+        (lambda x: {"logits": x}, "gives a dict"),
+        (lambda x: x[:, :2], r"gives \(5, 2\).*a column for each of the 3"),
+        (lambda x: torch.cat([x, x], 1), r"gives \(5, 6\)"),
+    ],
+)
+def test_logits_that_do_not_fit_the_classes_are_refused(
+    forward: Callable[[Tensor], Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        check_model(nn.Sequential(classifier(), Through(forward)), IMAGE, 3)
 
 
 @pytest.mark.privacy
@@ -194,7 +256,7 @@ def test_a_batch_that_decides_how_often_a_layer_is_used_is_refused() -> None:
 def test_an_output_that_is_not_a_row_a_sample_is_refused(shape: tuple[int, ...]) -> None:
     model = nn.Sequential(nn.Flatten(), Through(lambda x: x.reshape(shape)))
     with pytest.raises(ModelError):
-        check_model(model, IMAGE)
+        check_model(model, IMAGE, 3)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +272,7 @@ def test_an_output_that_is_not_a_row_a_sample_is_refused(shape: tuple[int, ...])
     ids=lambda middle: type(middle[0]).__name__,
 )
 def test_models_that_keep_samples_apart_pass(middle: tuple[nn.Module, ...]) -> None:
-    check_model(classifier(*middle), IMAGE)
+    check_model(classifier(*middle), IMAGE, 3)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -218,7 +280,7 @@ def test_the_check_leaves_no_trace(training: bool) -> None:
     model = classifier(nn.Dropout(0.5)).train(training)
     before: dict[str, Any] = {key: value.clone() for key, value in model.state_dict().items()}
     generator = torch.get_rng_state()
-    check_model(model, IMAGE)
+    check_model(model, IMAGE, 3)
     assert model.training is training
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
