@@ -400,6 +400,33 @@ def _resumed(
     return session
 
 
+#: What must be as it was, by its fingerprint: whether for a branch, too, and what is said if not.
+_SAME: Mapping[str, tuple[bool, str]] = {
+    "data": (
+        True,
+        "The records are not those that the run began with, and what it has spent was spent on "
+        "those, at their sampling rate. Put them back as they were, or start a new run.",
+    ),
+    "network": (
+        False,
+        "The file of --model is not the one that the run began with, and the noise of a run that "
+        "goes on exactly must never meet other gradients. Put it back; or change a setting, such "
+        "as --epochs, to go on as a branch with new noise; or start a new run.",
+    ),
+    "pretrained": (
+        True,
+        "The file of --pretrained is not the one that the run began with: its contents have "
+        "changed. Put that one back, or start a new run.",
+    ),
+    "features": (
+        False,
+        "The features are not those that the run began with, and the noise of a run that goes on "
+        "exactly must never meet other gradients. Change a setting, such as --epochs, to go on as "
+        "a branch with new noise; or start a new run.",
+    ),
+}
+
+
 def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
     """Refuse to go on with other records or public weights, or exactly with another network.
 
@@ -408,28 +435,13 @@ def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None
     Raises:
         InputError: they are others.
     """
-    if task.fingerprints.get("data") != before.get("data"):
-        raise InputError(
-            "The records are not those that the run began with, and what it has spent was spent on "
-            "those, at their sampling rate. Put them back as they were, or start a new run."
-        )
-    if exactly and task.fingerprints.get("network") != before.get("network"):
-        raise InputError(
-            "The file of --model is not the one that the run began with, and the noise of a run "
-            "that goes on exactly must never meet other gradients. Put it back; or change a "
-            "setting, such as --epochs, to go on as a branch with new noise; or start a new run."
-        )
-    if task.fingerprints.get("pretrained") != before.get("pretrained"):
-        raise InputError(
-            "The file of --pretrained is not the one that the run began with: its contents have "
-            "changed. Put that one back, or start a new run."
-        )
-    if exactly and task.fingerprints.get("features") != before.get("features"):
-        raise InputError(
-            "The features are not those that the run began with, and the noise of a run that goes "
-            "on exactly must never meet other gradients. Change a setting, such as --epochs, to go "
-            "on as a branch with new noise; or start a new run."
-        )
+    others = [
+        refusal
+        for of, (always, refusal) in _SAME.items()
+        if (always or exactly) and task.fingerprints.get(of) != before.get(of)
+    ]
+    if others:
+        raise InputError(others)
 
 
 def _write_metrics(session: Session) -> None:
