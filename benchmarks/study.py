@@ -24,13 +24,19 @@ def pack(study: Path, file: Path) -> int:
     """Add a study's finished runs to a file; how many it then holds."""
     kept = {line["run"]: line for line in _lines(file)}
     for run in sorted((study / RUNS).iterdir()):
-        if folder.reported_steps(run):
+        if _is_finished(run):
             files = (f for f in run.iterdir() if f.is_file() and f.name not in LEFT_BEHIND)
             texts = {f.name: f.read_text(encoding="utf-8") for f in sorted(files)}
             kept[run.name] = {"run": run.name, "files": texts}
     lines = (json.dumps(kept[name]) + "\n" for name in sorted(kept))
     folder.write_atomically(file, "".join(lines).encode())
     return len(kept)
+
+
+def _is_finished(run: Path) -> bool:
+    if not folder.reported_steps(run):
+        return False
+    return bool(json.loads((run / folder.REPORT).read_bytes())["state"] == "finished")
 
 
 def unpack(file: Path, study: Path) -> int:
