@@ -4,8 +4,9 @@
     python benchmarks/recipes.py scatter runs/recipes-scatter --seeds 0,1,2
 
 `cnn` changes one thing at a time in the paper's network on CIFAR-10; `scatter` puts each of the six
-optimizers on fixed features, and `longer` trains the best of them for longer. Each line is `dpmac compare` with the flags shown; finished runs are
-used as they are, so the study may take several sittings, and `benchmarks/study.py` packs it.
+optimizers on fixed features, and `longer` trains the best of them for longer. Each line is `dpmac
+compare` with the flags shown; finished runs are used as they are, so the study may take several
+sittings, and `benchmarks/study.py` packs it.
 """
 
 import argparse

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dpmac_cli import run
+from tests.digits_runs import digits_config
+
 ROOT = Path(__file__).parent.parent
 FLAGS = "--dataset digits --sigma 6 --steps 3 --optimizers dp-sgd,dp-adam --seeds 2 --device cpu"
 
@@ -29,6 +32,17 @@ def test_packed_runs_are_found_finished_where_they_are_unpacked(tmp_path: Path) 
     one, other = (json.loads((out / "compare.json").read_text()) for out in (first, second))
     assert one == other
     assert "4 runs" in python(ROOT / "benchmarks/study.py", "pack", second, file)
+
+
+def test_a_run_that_was_interrupted_is_not_packed(tmp_path: Path) -> None:
+    asked = iter(range(100))
+    out = str(tmp_path / "study" / "runs" / "one")
+    config = digits_config(steps=8, out=out)
+    *_, last = run.train(config, lambda: next(asked) >= 3)
+    assert isinstance(last, run.Finished)
+    assert last.report["state"] == "interrupted"
+    file = tmp_path / "runs.jsonl"
+    assert "0 runs" in python(ROOT / "benchmarks/study.py", "pack", tmp_path / "study", file)
 
 
 @pytest.mark.parametrize(("mean", "std", "bold"), [(0.927, 0.001, False), (0.921, 0.001, True)])
