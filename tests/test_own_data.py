@@ -9,6 +9,7 @@ from PIL import Image
 
 from dpmac_cli.errors import InputError
 from dpmac_cli.own_data import inspect, load
+from dpmac_cli.own_data.common import split
 from dpmac_cli.source import Found, Source
 
 CLASSES = ("cat", "dog", "eel")
@@ -71,8 +72,10 @@ def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
 def test_a_folder_is_split_without_loss_or_overlap_and_always_alike(tmp_path: Path) -> None:
     source = Source(folder(tmp_path, 10), test_fraction=0.3)
     assert inspect(source).held_out
-    assert described(inspect(source)) == (21, 9, (1, 6, 8), CLASSES)
     (x, y), (x_test, y_test) = load(source)
+    assert described(inspect(source)) == (len(x), len(x_test), (1, 6, 8), CLASSES)
+    # With these names and this seed; another number means that splits are no longer what they were.
+    assert len(x_test) == 11
     pixels = np.concatenate([x[:, 0, 0, 0], x_test[:, 0, 0, 0]])
     labels = np.concatenate([y, y_test])
     assert sorted(zip(labels.tolist(), pixels.tolist(), strict=True)) == [
@@ -82,6 +85,63 @@ def test_a_folder_is_split_without_loss_or_overlap_and_always_alike(tmp_path: Pa
     other = load(Source(tmp_path, test_fraction=0.3, split_seed=1))[1][0]
     assert again.tolist() == y_test.tolist()
     assert other[:, 0, 0, 0].tolist() != x_test[:, 0, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_as_large_a_share_as_asked_for_is_held_out(fraction: float, seed: int) -> None:
+    names = [f"cat/{number}.png".encode() for number in range(4000)]
+    source = Source(Path("photos"), test_fraction=fraction, split_seed=seed)
+    train, test = split(names, np.zeros(4000, np.int64), CLASSES, source)
+    assert sorted([*train, *test]) == list(range(4000))
+    deviation = (4000 * fraction * (1 - fraction)) ** 0.5
+    assert abs(len(test) - 4000 * fraction) < 4 * deviation
+
+
+def sides(path: Path) -> tuple[set[int], set[int]]:
+    """The records to train on and those held out, by their greys."""
+    (x, _), (x_test, _) = load(Source(path, test_fraction=0.3))
+    return set(x[:, 0, 0, 0].tolist()), set(x_test[:, 0, 0, 0].tolist())
+
+
+@pytest.mark.privacy
+def test_a_file_that_comes_or_goes_moves_no_other_between_train_and_test(tmp_path: Path) -> None:
+    train, test = sides(folder(tmp_path, 10))
+    (tmp_path / "dog" / "4.png").unlink()
+    assert sides(tmp_path) == (train - {14}, test - {14})
+    picture(tmp_path / "cat" / "00.png", 200)
+    assert [part - {200} for part in sides(tmp_path)] == [train - {14}, test - {14}]
+
+
+@pytest.mark.privacy
+def test_a_row_that_comes_or_goes_moves_no_other_between_train_and_test(tmp_path: Path) -> None:
+    x = np.repeat(np.arange(60, dtype=np.uint8), 20).reshape(60, 4, 5)
+    y = np.arange(60) % 3
+    train, test = sides(table(tmp_path / "all.npz", x=x, y=y))
+    kept = np.delete(np.arange(60), [7, 33])
+    fewer = sides(table(tmp_path / "fewer.npz", x=x[kept], y=y[kept]))
+    assert fewer == (train - {7, 33}, test - {7, 33})
+    assert sides(table(tmp_path / "turned.npz", x=x[::-1], y=y[::-1])) == (train, test)
+    twice = table(tmp_path / "twice.npz", x=np.concatenate([x, x]), y=np.concatenate([y, y]))
+    assert sides(twice) == (train, test)  # a record's copies are never on both sides
+
+
+def test_a_class_that_is_all_held_out(tmp_path: Path) -> None:
+    folder(tmp_path, 1)
+    said = refused(tmp_path, test_fraction=0.5, split_seed=1)
+    assert "All records of the class cat are held out" in said
+    assert "--split-seed" in said
+
+
+def test_classes_without_a_test_record_are_known(tmp_path: Path) -> None:
+    folder(tmp_path / "train")
+    folder(tmp_path / "test")
+    assert inspect(Source(tmp_path)).untested == ()
+    for file in (tmp_path / "test" / "dog").iterdir():
+        file.unlink()
+    assert inspect(Source(tmp_path)).untested == ("dog",)
+    tests = {"x_test": np.zeros((1, 4, 5), np.uint8), "y_test": np.array([1])}
+    assert inspect(Source(table(tmp_path / "d.npz", **tests))).untested == ("0", "2")
 
 
 def test_one_colour_image_makes_all_of_them_colour(tmp_path: Path) -> None:
@@ -131,13 +191,17 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
 
 
 def test_an_npz_without_a_test_set_is_split(tmp_path: Path) -> None:
-    source = Source(table(tmp_path / "d.npz", classes=np.array(CLASSES)), test_fraction=0.5)
+    x = np.repeat(np.arange(60, dtype=np.uint8), 20).reshape(60, 4, 5)
+    y, names = np.arange(60) % 3, np.array(CLASSES)
+    source = Source(table(tmp_path / "d.npz", x=x, y=y, classes=names), test_fraction=0.5)
     found = inspect(source)
-    assert described(found) == (3, 3, (1, 4, 5), CLASSES)
     assert found.held_out
     (x, y), (x_test, y_test) = load(source)
-    assert sorted([*x[:, 0, 0, 0], *x_test[:, 0, 0, 0]]) == [0, 20, 40, 60, 80, 100]
-    assert sorted([*y, *y_test]) == [0, 0, 1, 1, 2, 2]
+    assert described(found) == (len(x), len(x_test), (1, 4, 5), CLASSES)
+    greys, labels = [*x[:, 0, 0, 0], *x_test[:, 0, 0, 0]], [*y, *y_test]
+    assert sorted(greys) == list(range(60))
+    assert all(label == grey % 3 for grey, label in zip(greys, labels, strict=True))
+    assert len(x_test) == 25  # as above
 
 
 @pytest.mark.privacy

@@ -11,7 +11,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, constants, facts_of, split
+from dpmac_cli.own_data.common import Arrays, constants, facts_of, split, untested
 from dpmac_cli.source import Found, Source
 
 ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high")
@@ -34,11 +34,13 @@ class ArrayFile:
         classes = (
             [str(name) for name in names] if names is not None else list(map(str, range(count)))
         )
-        self._rows = None if self._own_test else split(len(x), source)
+        # Rows have no names, and numbers of rows shift: a row's contents say where it belongs.
+        keys = (row.tobytes() for row in x)
+        self._rows = None if self._own_test else split(keys, y, classes, source)
         if self._rows is None:
-            sizes = (len(x), len(self._arrays["x_test"]))
+            sizes, tested = (len(x), len(self._arrays["x_test"])), self._arrays["y_test"]
         else:
-            sizes = (len(self._rows[0]), len(self._rows[1]))
+            sizes, tested = (len(self._rows[0]), len(self._rows[1])), y[self._rows[1]]
         if x.ndim == 2:
             low, high = self._range()
             mean = tuple(((low + high) / 2).tolist())
@@ -48,7 +50,7 @@ class ArrayFile:
             shape, levels = _image_shape(x, source.image_size), 255
             mean, std = constants(source, shape[0])
         facts = facts_of(source, sizes, shape, classes, mean, std, levels)
-        self.found = Found(facts, not self._own_test, ())
+        self.found = Found(facts, not self._own_test, (), untested(classes, tested))
 
     def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What columns are clipped to: the flag's numbers, or the file's."""

@@ -1,5 +1,6 @@
 """Images in folders named after their classes."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, constants, facts_of, refuse, split
+from dpmac_cli.own_data.common import Arrays, constants, facts_of, refuse, split, untested
 from dpmac_cli.source import Found, Source
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -36,14 +37,16 @@ class ImageFolder:
             self._train, self._test = (self._files(part) for part in parts)
         else:
             everyone = self._files(root)
-            train, test = split(len(everyone), source)
+            names = [os.fsencode(path.relative_to(root).as_posix()) for path, _ in everyone]
+            train, test = split(names, _labels(everyone), self._classes, source)
             self._train, self._test = ([everyone[i] for i in rows] for rows in (train, test))
         self._channels, size = self._survey([path for path, _ in (*self._train, *self._test)])
         mean, std = constants(source, self._channels)
         shape = (self._channels, *size)
         sizes = (len(self._train), len(self._test))
         facts = facts_of(source, sizes, shape, self._classes, mean, std, 255)
-        self.found = Found(facts, not parts, tuple(self._skipped))
+        unseen = untested(self._classes, _labels(self._test))
+        self.found = Found(facts, not parts, tuple(self._skipped), unseen)
 
     def _files(self, part: Path) -> list[tuple[Path, int]]:
         """Images and their labels, in order."""
@@ -117,7 +120,11 @@ class ImageFolder:
                 images[row] = _decode(path, shape, self._source.image_size is not None)
             except (OSError, ValueError, SyntaxError) as failure:
                 faults.append(f"{path} cannot be read as an image ({failure})")
-        return images, np.array([label for _, label in files], np.int64)
+        return images, _labels(files)
+
+
+def _labels(files: Sequence[tuple[Path, int]]) -> NDArray[np.int64]:
+    return np.array([label for _, label in files], np.int64)
 
 
 def _class_names(part: Path) -> list[str]:
