@@ -9,7 +9,6 @@ from dpmac_cli.config import EXCLUSIVE, INCOMPATIBLE, KIND_WORDS, resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.own_data.common import LEAST_CNN, facts_of
 from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
-from dpmac_cli.source import Source
 
 FILE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -112,7 +111,7 @@ def by_data_set() -> str:
 def _own(shape: tuple[int, int, int], levels: int) -> Dataset:
     """Facts of a person's own data, with many records."""
     sizes = 10**6, 1
-    return facts_of(Source(Path("data")), sizes, shape, ("a", "b"), (0.0,), (1.0,), levels)
+    return facts_of(sizes, shape, ("a", "b"), (0.0,), (1.0,), levels)
 
 
 def learning_rates() -> str:

@@ -1,5 +1,6 @@
 """A folder of images or an .npz becomes a data set, and what cannot become one is explained."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,28 @@ def test_a_row_that_comes_or_goes_moves_no_other_between_train_and_test(tmp_path
     fewer = sides(table(tmp_path / "fewer.npz", x=x[kept], y=y[kept]))
     assert fewer == (train - {7, 33}, test - {7, 33})
     assert sides(table(tmp_path / "turned.npz", x=x[::-1], y=y[::-1])) == (train, test)
-    twice = table(tmp_path / "twice.npz", x=np.concatenate([x, x]), y=np.concatenate([y, y]))
-    assert sides(twice) == (train, test)  # a record's copies are never on both sides
+
+
+@pytest.mark.privacy
+def test_of_equal_rows_one_less_is_one_less_on_one_side(tmp_path: Path) -> None:
+    x = np.repeat(np.arange(40) % 2, 20).reshape(40, 4, 5).astype(np.uint8)
+    y = np.arange(40) // 2 % 3
+
+    def counts(name: str, kept: list[int]) -> tuple[Counter[Any], Counter[Any]]:
+        file = table(tmp_path / f"{name}.npz", x=x[kept], y=y[kept])
+        (x0, y0), (x1, y1) = load(Source(file, test_fraction=0.3))
+        train, test = (zip(x[:, 0, 0, 0], y, strict=True) for x, y in ((x0, y0), (x1, y1)))
+        return Counter(train), Counter(test)
+
+    train, test = counts("all", list(range(40)))
+    assert len(train) > 2
+    assert len(test) > 2
+    for gone in range(40):
+        fewer = counts(str(gone), [row for row in range(40) if row != gone])
+        lost = train - fewer[0], test - fewer[1]
+        assert lost[0] + lost[1] == Counter([(x[gone, 0, 0], y[gone])])
+        assert not fewer[0] - train
+        assert not fewer[1] - test
 
 
 def test_a_class_that_is_all_held_out(tmp_path: Path) -> None:
@@ -201,7 +222,7 @@ def test_an_npz_without_a_test_set_is_split(tmp_path: Path) -> None:
     greys, labels = [*x[:, 0, 0, 0], *x_test[:, 0, 0, 0]], [*y, *y_test]
     assert sorted(greys) == list(range(60))
     assert all(label == grey % 3 for grey, label in zip(greys, labels, strict=True))
-    assert len(x_test) == 25  # as above
+    assert len(x_test) == 38  # as above
 
 
 @pytest.mark.privacy

@@ -27,6 +27,14 @@ def refuse(faults: Sequence[str], remedy: str = "") -> None:
         raise InputError(f"{'; '.join(faults[:NAMED])}{more}.{remedy}")
 
 
+def check_classes(classes: Sequence[str], source: Source) -> None:
+    """Refuse what no classifier can be trained on."""
+    if len(classes) < 2:
+        raise InputError(
+            f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
+        )
+
+
 def split(
     keys: Iterable[bytes], labels: NDArray[np.int64], classes: Sequence[str], source: Source
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -42,7 +50,8 @@ def split(
     if not (len(train) and len(test)):
         raise InputError(
             f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves none to "
-            "train on, or none to test on. Give more records, or another --test-fraction."
+            "train on, or none to test on. Give more records, or another --test-fraction "
+            "or --split-seed."
         )
     only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
     refuse(
@@ -66,7 +75,6 @@ def untested(classes: Sequence[str], labels: NDArray[np.int64]) -> tuple[str, ..
 
 
 def facts_of(
-    source: Source,
     sizes: tuple[int, int],
     shape: tuple[int, int, int],
     classes: Sequence[str],
@@ -75,10 +83,6 @@ def facts_of(
     levels: int,
 ) -> Dataset:
     """A data set like the catalogue's, with cautious settings where none are given."""
-    if len(classes) < 2:
-        raise InputError(
-            f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
-        )
     images = levels > 1
     large = min(shape[1:]) >= LEAST_CNN
     defaults = Defaults(

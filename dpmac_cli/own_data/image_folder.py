@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, constants, facts_of, refuse, split, untested
+from dpmac_cli.own_data.common import (
+    Arrays,
+    check_classes,
+    constants,
+    facts_of,
+    refuse,
+    split,
+    untested,
+)
 from dpmac_cli.source import Found, Source
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -29,6 +37,7 @@ class ImageFolder:
                 "or the classes' folders right there, and --test-fraction of them is held out."
             )
         self._classes = _class_names(parts[0] if parts else root)
+        check_classes(self._classes, source)
         if parts:
             strange = sorted(set(_class_names(parts[1])) - set(self._classes))
             refuse(
@@ -44,7 +53,7 @@ class ImageFolder:
         mean, std = constants(source, self._channels)
         shape = (self._channels, *size)
         sizes = (len(self._train), len(self._test))
-        facts = facts_of(source, sizes, shape, self._classes, mean, std, 255)
+        facts = facts_of(sizes, shape, self._classes, mean, std, 255)
         unseen = untested(self._classes, _labels(self._test))
         self.found = Found(facts, not parts, tuple(self._skipped), unseen)
 
