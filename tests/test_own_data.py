@@ -176,6 +176,44 @@ def test_one_colour_image_makes_all_of_them_colour(tmp_path: Path) -> None:
     assert (13, 13, 13) in corners
 
 
+DEEP = np.array([[0, 128, 129, 257], [32896, 55746, 65278, 65535]], np.uint16)
+SHALLOW = [[0, 0, 1, 1], [128, 217, 254, 255]]  # 65535 is 255, to the nearest
+
+
+def deep(path: Path) -> None:
+    """A grey image with 16 bits a pixel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".pgm":
+        path.write_bytes(b"P5 4 2 65535\n" + DEEP.astype(">u2").tobytes())
+    else:
+        Image.fromarray(DEEP).save(path)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+@pytest.mark.parametrize("colour", [False, True])
+def test_sixteen_bits_become_eight_by_the_range_of_the_format(
+    tmp_path: Path, suffix: str, colour: bool
+) -> None:
+    folder(tmp_path, 5, size=(4, 2))
+    deep(tmp_path / "cat" / f"deep.{suffix}")
+    if colour:
+        picture(tmp_path / "dog" / "9.png", 200, (4, 2), mode="RGB")
+    for source in (Source(tmp_path), Source(tmp_path, skip_bad=True)):
+        assert inspect(source).facts.shape == (3 if colour else 1, 2, 4)
+        (x, _), (x_test, _) = load(source)
+        assert SHALLOW in [plane for image in (*x.tolist(), *x_test.tolist()) for plane in image]
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_without_a_public_range_are_refused_or_left_out(tmp_path: Path, kind: Any) -> None:
+    folder(tmp_path, 5, size=(4, 2))
+    Image.fromarray(DEEP.astype(kind)).save(tmp_path / "cat" / "wide.tif")
+    said = refused(tmp_path)
+    assert "wide.tif has 32 bits a pixel, which no public range goes with" in said
+    assert "8 or 16 bits" in said
+    assert len(inspect(Source(tmp_path, skip_bad=True)).skipped) == 1
+
+
 def test_images_are_resized_on_request(tmp_path: Path) -> None:
     folder(tmp_path)
     picture(tmp_path / "cat" / "big.png", 99, (30, 40))
@@ -259,6 +297,14 @@ def test_rows_of_numbers_are_clipped_to_a_public_range(tmp_path: Path, by_flag: 
         ({"x": np.zeros((6, 4, 5))}, "not float64 of shape (6, 4, 5)"),
         ({"x": np.zeros((6, 4, 5, 2), np.uint8)}, "1 or 3 channels"),
         ({"x": np.array([[np.nan], *[[0.0]] * 5])}, "NaN or infinity in 1 of 6 rows"),
+        ({"x": np.zeros((6, 2)), "low": np.zeros(2), "high": np.full(2, 1e300)}, "in 2 of 2 col"),
+        ({"x": np.zeros((6, 2)), "low": np.zeros(2), "high": np.full(2, 1e-40)}, "in 2 of 2 col"),
+        ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.array([2, 1 + 1e-9])}, "in 1 of 2"),
+        ({"x": np.zeros((6, 2)), "low": np.ones(2, complex), "high": np.ones(2) * 2}, "finite"),
+        ({"x": np.zeros((6, 2)), "low": np.array(["a", "b"]), "high": np.ones(2)}, "finite"),
+        ({"y": np.array([0, 999_999] * 3)}, "the label 999999, but no 1"),
+        ({"y": np.array([1, 2, 3] * 2)}, "the label 3, but no 0"),
+        ({"y": np.array([0, 2**63] * 3, np.uint64)}, f"the label {2**63}, but no 1"),
         ({"x": np.zeros((6, 2))}, "--feature-range LOW,HIGH"),
         ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.ones(2)}, "low below high"),
         ({"y": np.zeros(6, np.int64)}, "one class, 0: there is nothing to tell apart"),
@@ -277,6 +323,28 @@ def test_rows_of_numbers_are_clipped_to_a_public_range(tmp_path: Path, by_flag: 
 )
 def test_arrays_that_are_no_data_set(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     assert message in refused(table(tmp_path / "d.npz", **arrays))
+
+
+def test_classes_that_are_named_need_no_records(tmp_path: Path) -> None:
+    source = Source(table(tmp_path / "d.npz", y=np.array([0, 2] * 3), classes=np.array(CLASSES)))
+    assert inspect(source).facts.classes == CLASSES
+
+
+@pytest.mark.parametrize("ends", [(0.0, float("inf")), (0.0, 1e300), (0.0, 1e-40), (1.0, 1 + 1e-9)])
+def test_a_range_that_training_cannot_hold(tmp_path: Path, ends: tuple[float, float]) -> None:
+    path = table(tmp_path / "d.npz", x=np.arange(12.0).reshape(6, 2))
+    said = refused(path, feature_range=ends)
+    assert "--feature-range" in said
+    assert "in 2 of 2 columns" in said
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.longdouble])
+def test_numbers_too_large_for_training_are_clipped_as_others(tmp_path: Path, kind: Any) -> None:
+    x = np.full((30, 2), np.finfo(kind).max, kind)
+    x[::2] = -5
+    path = table(tmp_path / "d.npz", x=x, y=np.arange(30) % 3)
+    (rows, _), _ = load(Source(path, feature_range=(0.0, 1.0)))
+    assert sorted(set(rows.flatten().tolist())) == [0, 1]
 
 
 def test_all_faults_of_a_file_are_said_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,14 @@ from dpmac_cli.own_data.common import (
 )
 from dpmac_cli.source import Found, Source
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+#: Modes of Pillow's that have no colour, but for what I;16 and its kin say of their bytes.
+GREY = ("1", "L", "LA", "I", "F")
+#: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
+DEEP = ("PNG", "PPM")
 TRAIN, TEST = "train", "test"
 
 
@@ -98,8 +106,10 @@ class ImageFolder:
         for path in paths:
             try:
                 with Image.open(path) as image:
-                    colour = colour or image.mode not in ("1", "L", "LA", "I", "I;16", "F")
+                    colour = colour or image.mode.partition(";")[0] not in GREY
                     sizes.setdefault((image.height, image.width), path)
+                    if fault := _fault_of_pixels(image):
+                        faults.append(f"{path} {fault}")
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as failure:
                 faults.append(f"{path} cannot be read as an image ({failure})")
         refuse(faults, " Remove them, or add --skip-bad to go on without them.")
@@ -154,11 +164,27 @@ def _decode(path: Path, shape: tuple[int, int, int], resize: bool) -> NDArray[np
 
     channels, height, width = shape
     with Image.open(path) as opened:
-        image = opened.convert("L" if channels == 1 else "RGB")
+        image = _in_eight_bits(opened).convert("L" if channels == 1 else "RGB")
     if resize:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
     return pixels.transpose(2, 0, 1)
+
+
+def _in_eight_bits(opened: "Image") -> "Image":
+    """The same image; of 16 bits a pixel, 65535 becomes 255. Pillow cuts off at 255 instead."""
+    from PIL import Image  # noqa: PLC0415
+
+    if not opened.mode.startswith("I"):
+        return opened
+    return Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
+
+
+def _fault_of_pixels(image: "Image") -> str | None:
+    """Why it cannot be known what black and white are."""
+    if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+        return "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 bits)"
+    return None
 
 
 def _fault_of_image(path: Path) -> str | None:
@@ -168,6 +194,6 @@ def _fault_of_image(path: Path) -> str | None:
     try:
         with Image.open(path) as image:
             image.load()
+            return _fault_of_pixels(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as failure:
         return f"cannot be read as an image ({failure})"
-    return None
