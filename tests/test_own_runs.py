@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from sklearn.datasets import load_digits, load_wine
 
 from dpmac_cli.config import resolve
 from dpmac_cli.run import Finished, finish, train
+from dpmac_cli.settings import DATA, SETTINGS
 from tests.digits_runs import after
 from tests.typed import dpmac
 
@@ -300,6 +302,70 @@ def test_settings_for_own_data_do_nothing_to_a_published_set() -> None:
     output = done("train", "--dataset", "digits", "--image-size", "9", "--out", "run", *SHORT)
     assert "--image-size has no effect with digits" in output
     assert "image-size" not in Path("run/config.yaml").read_text()
+
+
+def notes_on(data: str, **flags: str | bool) -> tuple[str, ...]:
+    """What the author of a run should know, with small batches unless told otherwise."""
+    return resolve({"dataset": data, "batch_size": "8", **flags}).notes
+
+
+def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
+    wine("wine.npz")
+    photos("photos")
+    photos("album", split=False)
+    x, y = np.zeros((30, 8, 8), np.uint8), np.arange(30) % 3
+    np.savez("images.npz", x=x, y=y, x_test=x[:3], y_test=y[:3])
+    every: dict[str, str | bool] = {
+        "test_fraction": "0.3",
+        "split_seed": "1",
+        "image_size": "8",
+        "standardise": "half",
+        "feature_range": "0,1",
+        "skip_bad": True,
+        "data_dir": "there",
+    }
+    assert every.keys() == {n for n, s in SETTINGS.items() if s.panel == DATA} | {"data_dir"}
+    split_off = {"test_fraction", "split_seed"}
+    idle = {
+        "photos": {*split_off, "feature_range", "data_dir"},
+        "album": {"feature_range", "data_dir"},
+        "wine.npz": {"image_size", "standardise", "skip_bad", "data_dir"},
+        "images.npz": {*split_off, "feature_range", "skip_bad", "data_dir"},
+    }
+    for data, names in idle.items():
+        said = notes_on(data, **every)
+        found = [note for note in said if "has no effect with" in note]
+        assert {note.split()[0].removeprefix("--").replace("-", "_") for note in found} == names
+        assert notes_on(data) == ()
+    assert notes_on("photos", test_fraction="0.3") == (
+        "--test-fraction has no effect with photos, which has a test set of its own.",
+    )
+
+
+def test_batches_of_all_records_are_remarked_on() -> None:
+    wine("wine.npz")
+    size = resolve({"dataset": "wine.npz"}).config.facts.train_size
+    assert size < 256
+    (note,) = resolve({"dataset": "wine.npz"}).notes
+    assert f"of --batch-size {size} every record takes part" in note
+    assert "Choose a smaller --batch-size" in note
+    assert notes_on("wine.npz", batch_size=str(size - 1)) == ()
+    whole = str(size)
+    assert notes_on("wine.npz", batch_size=whole, no_dp=True) == ()
+    assert notes_on("wine.npz", batch_size=whole, sampler="shuffle") == ()
+    assert len(notes_on("wine.npz", batch_size=whole, sampler="fixed-size")) == 1
+
+
+def test_classes_that_are_not_tested_are_named() -> None:
+    photos("photos")
+    for digit in (3, 7):
+        shutil.rmtree(f"photos/test/digit-{digit}")
+    (note,) = notes_on("photos")
+    assert note == (
+        "photos has no test record of the classes digit-3, digit-7: accuracy says nothing of them."
+    )
+    output = done("train", "--dataset", "photos", "--out", "run", "--steps", "1", "--sigma", "9")
+    assert "no test record" in output
 
 
 def interrupted(data: str, *flags: str) -> Finished:
