@@ -401,6 +401,75 @@ def test_a_run_goes_on_with_the_records_that_it_began_with(
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["npz", "folder"])
+def test_data_that_has_moved_is_named_anew_and_the_run_goes_on_exactly(kind: str) -> None:
+    data, moved = ("wine.npz", "there/vino.npz") if kind == "npz" else ("photos", "there/pictures")
+    if kind == "npz":
+        wine(data)
+    else:
+        photos(data, split=False)
+    settings = {"model": "mlp-small", "steps": "8", "batch_size": "64", "sigma": "4"}
+    common = {"dataset": data, "device": "cpu", "seed": "5", **settings}
+    whole = finish(train(resolve(common, out="whole").config))
+    finish(train(resolve(common, out="run").config, after(3)))
+    Path("there").mkdir()
+    Path(data).rename(moved)
+    said = refused("train", "--resume", "run")
+    assert f"{data} is not where it was" in said
+    assert "name its new place with --dataset" in said
+
+    output = done("train", "--resume", "run", "--dataset", moved)
+    assert "as a branch" not in output
+    report = report_of("run")
+    assert report["privacy"]["events"] == whole.report["privacy"]["events"]
+    assert report["test"]["accuracy"] == whole.report["test"]["accuracy"]
+    one, other = (
+        safetensors.torch.load_file(f"{run}/model.safetensors") for run in ("whole", "run")
+    )
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert f"dataset: {moved}" in Path("run/config.yaml").read_text()
+    done("eval", "run")
+    assert "is finished" in refused("train", "--resume", "run")
+
+
+@pytest.mark.privacy
+def test_only_the_same_records_may_be_named_anew() -> None:
+    interrupted(wine("wine.npz"))
+    before = Path("run/config.yaml").read_bytes()
+    arrays = dict(np.load("wine.npz"))
+    np.savez("other.npz", **{**arrays, "x": arrays["x"][::-1]})
+    for change in ((), ("--steps", "9")):
+        said = refused("train", "--resume", "run", "--dataset", "other.npz", *change)
+        assert "not those that the run began with" in said
+    assert "cannot change" in refused("train", "--resume", "run", "--dataset", "digits")
+    assert Path("run/config.yaml").read_bytes() == before
+    finish(train(resolve(dataset="digits", steps=2, sigma=4, out="digits").config, after(1)))
+    assert "cannot change" in refused("train", "--resume", "digits", "--dataset", "wine.npz")
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("what", ["low", "high", "classes"])
+def test_records_are_read_as_they_were_in_a_run_that_goes_on_exactly(what: str) -> None:
+    interrupted(wine("wine.npz"))
+    arrays = dict(np.load("wine.npz"))
+    wider = {"low": arrays["low"] - 1, "high": arrays["high"] + 1}
+    renamed = np.array(["other", *arrays["classes"][1:]])
+    np.savez(
+        "wine.npz",
+        **{
+            **arrays,
+            **wider,
+            "classes": renamed,
+            **{name: arrays[name] for name in {"low", "high", "classes"} - {what}},
+        },
+    )
+    said = refused("train", "--resume", "run")
+    assert "not those that the run began with" in said
+    np.savez("wine.npz", **arrays)
+    done("train", "--resume", "run")
+
+
+@pytest.mark.privacy
 def test_another_network_is_another_branch() -> None:
     Path("net_own.py").write_text(NETWORKS["recurrent"])
     interrupted(wine("wine.npz"), "model", "net_own.py:make")
