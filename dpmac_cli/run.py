@@ -316,7 +316,7 @@ FIXED = (
 )
 #: Settings that change nothing about what is computed. A data set, where it may be named anew, has
 #: the same records.
-ASIDE = ("dataset", "device", "diagnostics", "tensorboard", "plot")
+ASIDE = ("device", "diagnostics", "tensorboard", "plot", "dataset")
 
 
 def _resumed(
