@@ -9,7 +9,6 @@ from dpmac_cli.config import EXCLUSIVE, INCOMPATIBLE, KIND_WORDS, resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.own_data.common import LEAST_CNN, facts_of
 from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
-from dpmac_cli.source import Source
 
 FILE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -33,6 +32,8 @@ CHOICES = {
 }
 #: Settings whose defaults a data set brings, by the names of both.
 OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
+#: Records of one's own data, where it has many.
+MANY = 10**6
 
 
 def configuration() -> str:
@@ -93,26 +94,36 @@ def about(setting: Setting) -> str:
 def by_data_set() -> str:
     """Defaults that a data set brings."""
     head = ("", *(f"`--{flag_name(name)}`" for name in (*OF_DATA, "augment")))
+    return table(
+        head,
+        (
+            (name, *(of_data(facts, key) for key in OF_DATA), facts.augment)
+            for name, facts in _data_sets().items()
+        ),
+    )
+
+
+def of_data(facts: Dataset, name: str) -> str:
+    """A default that a data set brings."""
+    value = shown(getattr(facts.defaults, name))
+    return f"{value}, at most n" if name == "batch_size" and facts.train_size == MANY else value
+
+
+def _data_sets() -> dict[str, Dataset]:
+    """Those of the catalogue, and the kinds of a person's own."""
     small = LEAST_CNN - 1
-    rows = {
+    return {
         **{f"`{name}`": facts for name, facts in DATASETS.items()},
         f"your own images, {LEAST_CNN}x{LEAST_CNN} and more": _own((3, LEAST_CNN, LEAST_CNN), 255),
         "your own images, smaller": _own((3, small, small), 255),
         "your own rows of numbers": _own((9, 1, 1), 1),
     }
-    return table(
-        head,
-        (
-            (name, *(shown(getattr(facts.defaults, key)) for key in OF_DATA), facts.augment)
-            for name, facts in rows.items()
-        ),
-    )
 
 
 def _own(shape: tuple[int, int, int], levels: int) -> Dataset:
     """Facts of a person's own data, with many records."""
-    sizes = 10**6, 1
-    return facts_of(Source(Path("data")), sizes, shape, ("a", "b"), (0.0,), (1.0,), levels)
+    sizes = MANY, 1
+    return facts_of(sizes, shape, ("a", "b"), (0.0,), (1.0,), levels)
 
 
 def learning_rates() -> str:
@@ -120,8 +131,8 @@ def learning_rates() -> str:
     return table(
         ("", *(f"`{name}`" for name in OPTIMIZERS)),
         (
-            (f"`{name}`", *(shown(facts.defaults.lr[row]) for row in OPTIMIZERS))
-            for name, facts in DATASETS.items()
+            (name, *(shown(facts.defaults.lr[row]) for row in OPTIMIZERS))
+            for name, facts in _data_sets().items()
         ),
     )
 

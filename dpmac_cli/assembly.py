@@ -14,6 +14,7 @@ from dpmac_cli.budget import settle_noise
 from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries, Recipe
 from dpmac_cli.data import Data, fingerprint, load_data
 from dpmac_cli.diagnostics import Diagnostics
+from dpmac_cli.digest import digest
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
@@ -61,8 +62,9 @@ class Task:
         model: the whole network, which takes images; it is what is published.
         trained: the part of it that is trained, all of it but for what is frozen.
         data: what that takes.
-        fingerprints: SHA-256 of what must be the same for a run to go on: records and network of
-            a person's own, the file of public weights, and the features. Private, like the records.
+        fingerprints: SHA-256 of what must be the same for a run to go on: records of a person's
+            own with their classes and what they are standardised by, a network of a person's own,
+            the file of public weights, and the features. Private, like the records.
         notes: what the person who runs it should know.
     """
 
@@ -97,7 +99,10 @@ def make_task(
     )
     fingerprints: dict[str, str] = {}
     if config.source is not None:
+        facts = config.facts
         fingerprints["data"] = fingerprint(data.train, data.test)
+        fingerprints["classes"] = digest({}, {"classes": facts.classes})
+        fingerprints["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
     if is_factory(config.model):
         fingerprints["network"] = source_sum(config.model)
     notes: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.extras import fault_of_extra
 from dpmac_cli.settings import (
@@ -41,6 +42,8 @@ INCOMPATIBLE = {
     ("compile", "canaries"): "compiled steps do not hand out what the attack looks at",
     ("features", "pretrained"): "public weights are for networks that take images",
 }
+#: Classes that a note names; the rest are counted.
+NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -547,8 +550,9 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
     for name in tunable:
         if name != "optimizer" and name in typed and name not in used:
             yield f"{typed[name].origin} has no effect with {config.optimizer}."
-    for name in (name for name in typed if SETTINGS[name].panel == DATA and config.source is None):
-        yield f"{typed[name].origin} has no effect with {config.dataset}."
+    for name, why in _idle_on(config).items():
+        if name in typed:
+            yield f"{typed[name].origin} has no effect with {config.dataset}{why}."
     if "fix_norm" in typed and ":" not in config.model:
         yield f"{typed['fix_norm'].origin} has no effect with {config.model}."
     if config.found.skipped:
@@ -556,8 +560,36 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
             f"{len(config.found.skipped)} files of {config.dataset} are left out: "
             f"{config.found.skipped[0]}."
         )
+    if config.found.untested:
+        some, more = config.found.untested[:NAMED], len(config.found.untested) - NAMED
+        yield (
+            f"{config.dataset} has no test record of the classes {', '.join(some)}"
+            f"{f' and {more} more' if more > 0 else ''}: accuracy says nothing of them."
+        )
     if not config.no_dp:
         yield from delta_note(config.delta, config.facts.train_size)
+        if config.sampling_rate == 1 and not SAMPLERS[config.sampler].once_an_epoch:
+            yield (
+                f"With batches of --batch-size {config.batch_size} every record takes part in "
+                "every step: drawing them at random makes nothing cheaper. Choose a smaller "
+                "--batch-size."
+            )
+
+
+def _idle_on(config: TrainConfig) -> dict[str, str]:
+    """Settings that do nothing to the data set, and why where that is not plain."""
+    if config.source is None:
+        return {name: "" for name, setting in SETTINGS.items() if setting.panel == DATA}
+    idle = {"data_dir": ", which is a path itself"}
+    if not config.found.held_out:
+        idle |= dict.fromkeys(("test_fraction", "split_seed"), ", which has a test set of its own")
+    if config.facts.levels == 1:
+        idle |= dict.fromkeys(("image_size", "standardise"), ", which holds rows of numbers")
+    else:
+        idle["feature_range"] = ", which holds images"
+    if not config.source.path.is_dir():
+        idle["skip_bad"] = ", which is one file"
+    return idle
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:

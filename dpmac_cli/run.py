@@ -28,6 +28,7 @@ from dpmac_cli.assembly import (
 )
 from dpmac_cli.budget import affordable, settle_noise, training_event
 from dpmac_cli.card import model_card
+from dpmac_cli.catalog import DATASETS
 from dpmac_cli.data import Data
 from dpmac_cli.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
@@ -313,8 +314,9 @@ FIXED = (
     *("canaries", "canary_kind", "guesses"),
     *("features", "feature_groups", "pretrained", "train"),
 )
-#: Settings that change nothing about what is computed.
-ASIDE = ("device", "diagnostics", "tensorboard", "plot")
+#: Settings that change nothing about what is computed. A data set, where it may be named anew, has
+#: the same records.
+ASIDE = ("device", "diagnostics", "tensorboard", "plot", "dataset")
 
 
 def _resumed(
@@ -327,7 +329,8 @@ def _resumed(
     saved = checkpoint.newest(where)
     record = saved.record
     typed = {name: value for name, value in flags.items() if value is not None}
-    for name in map(flag_name, FIXED):
+    may_move = _may_move(record["config"]["dataset"], typed)
+    for name in map(flag_name, (name for name in FIXED if name != "dataset" or not may_move)):
         given = typed.pop(name.replace("-", "_"), None)
         if given and str(given) != str(record["config"].get(name)):
             raise InputError(
@@ -400,12 +403,40 @@ def _resumed(
     return session
 
 
+def _may_move(recorded: str, typed: Mapping[str, Any]) -> bool:
+    """Whether the data set may be named anew: it is a person's own, and so is what is typed.
+
+    Raises:
+        InputError: it must be, for it is not where it was.
+    """
+    given = typed.get("dataset")
+    if recorded in DATASETS:
+        return False
+    if given is None and not Path(recorded).exists():
+        raise InputError(
+            f"The run's data {recorded} is not where it was. Put it back, or name its new place "
+            "with --dataset."
+        )
+    return given not in DATASETS
+
+
 #: What must be as it was, by its fingerprint: whether for a branch, too, and what is said if not.
 _SAME: Mapping[str, tuple[bool, str]] = {
     "data": (
         True,
         "The records are not those that the run began with, and what it has spent was spent on "
         "those, at their sampling rate. Put them back as they were, or start a new run.",
+    ),
+    "classes": (
+        True,
+        "The names of the classes are not those that the run began with, so that its labels mean "
+        "something else. Put them back as they were, or start a new run.",
+    ),
+    "constants": (
+        False,
+        "The ranges low and high are not those that the run began with, and the noise of a run "
+        "that goes on exactly must never meet other gradients. Put them back; or change a setting, "
+        "such as --epochs, to go on as a branch with new noise; or start a new run.",
     ),
     "network": (
         False,

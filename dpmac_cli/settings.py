@@ -148,11 +148,16 @@ class TrainConfig:
     )
     test_fraction: float = _setting(
         0.2,
-        "Share of your own data to hold out where it has no test set.",
+        "About this share of your own data is held out where it has no test set.",
         DATA,
         bounds=PROBABILITY,
     )
-    split_seed: int = _setting(0, "Decides which share; public.", DATA, bounds=Bounds(0, 2**32 - 1))
+    split_seed: int = _setting(
+        0,
+        "Decides which, for each record by itself; public.",
+        DATA,
+        bounds=Bounds(0, 2**32 - 1),
+    )
     image_size: int | None = _setting(
         None, "Height and width to resize your own images to.", DATA, bounds=Bounds(1, 1024)
     )

@@ -19,8 +19,8 @@ class Source:
 
     Attributes:
         path: a folder, or an .npz.
-        test_fraction: of the records to hold out, where there is no test set.
-        split_seed: of that choice.
+        test_fraction: chance of each record to be held out, where there is no test set.
+        split_seed: of that choice, which looks at each record by itself.
         image_size: height and width to resize images to; None to leave them as they are.
         standardise: a key of :data:`STANDARDS`.
         feature_range: what every column of a table is clipped to; None where the file says.
@@ -44,8 +44,10 @@ class Found:
         facts: as of a data set of the catalogue.
         held_out: whether the test records were split off the private ones.
         skipped: files left out.
+        untested: classes without a test record.
     """
 
     facts: Dataset
     held_out: bool
     skipped: tuple[str, ...]
+    untested: tuple[str, ...] = ()

@@ -5,9 +5,12 @@ import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from dpmac_cli.config import resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.settings import SETTINGS
 from tests.typed import dpmac
@@ -139,6 +142,30 @@ def test_the_configuration_page_is_what_the_settings_say() -> None:
     assert text == script["configuration"](), "run python docs/generate.py"
     for name in SETTINGS:
         assert f"| `--{name.replace('_', '-')}` |" in text
+
+
+def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).random((900, 4)), np.arange(900) % 3
+    for name, records in (("many", 900), ("few", 90)):
+        arrays: dict[str, Any] = {"x": x[:records], "y": y[:records], "x_test": x, "y_test": y}
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    few, *many = (
+        resolve(dataset=str(tmp_path / name), optimizer=optimizer, feature_range="0,1").config
+        for name, optimizer in (("few.npz", "dp-sgd"), *(("many.npz", row) for row in OPTIMIZERS))
+    )
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    rows = re.findall(r"^\| your own rows of numbers \| (.+) \|$", text, re.MULTILINE)
+    defaults, rates = (row.split(" | ") for row in rows)
+    one = many[0]
+    assert [float(rate) for rate in rates] == [config.lr for config in many]
+    assert defaults[:3] == [one.model, f"{one.sigma:g}", f"{one.batch_size}, at most n"]
+    assert few.batch_size == 90
+    told = list(map(float, defaults[3:7]))
+    assert told == [one.epochs, one.clip_norm, one.h1, one.h2]
+    said = " ".join((ROOT / "README.md").read_text().split())
+    assert "sigma 1, delta 1e-5, 10 epochs, B = 256 (or n, if that is less), C = 1, and" in said
+    values = (one.sigma, one.delta, one.epochs, one.batch_size, one.clip_norm)
+    assert values == (1, 1e-5, 10, 256, 1)
 
 
 def test_the_index_has_every_page() -> None:

@@ -1,5 +1,6 @@
 """A folder of images or an .npz becomes a data set, and what cannot become one is explained."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from PIL import Image
 
 from dpmac_cli.errors import InputError
 from dpmac_cli.own_data import inspect, load
+from dpmac_cli.own_data.common import split
 from dpmac_cli.source import Found, Source
 
 CLASSES = ("cat", "dog", "eel")
@@ -71,8 +73,10 @@ def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
 def test_a_folder_is_split_without_loss_or_overlap_and_always_alike(tmp_path: Path) -> None:
     source = Source(folder(tmp_path, 10), test_fraction=0.3)
     assert inspect(source).held_out
-    assert described(inspect(source)) == (21, 9, (1, 6, 8), CLASSES)
     (x, y), (x_test, y_test) = load(source)
+    assert described(inspect(source)) == (len(x), len(x_test), (1, 6, 8), CLASSES)
+    # With these names and this seed; another number means that splits are no longer what they were.
+    assert len(x_test) == 11
     pixels = np.concatenate([x[:, 0, 0, 0], x_test[:, 0, 0, 0]])
     labels = np.concatenate([y, y_test])
     assert sorted(zip(labels.tolist(), pixels.tolist(), strict=True)) == [
@@ -84,6 +88,83 @@ def test_a_folder_is_split_without_loss_or_overlap_and_always_alike(tmp_path: Pa
     assert other[:, 0, 0, 0].tolist() != x_test[:, 0, 0, 0].tolist()
 
 
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_as_large_a_share_as_asked_for_is_held_out(fraction: float, seed: int) -> None:
+    names = [f"cat/{number}.png".encode() for number in range(4000)]
+    source = Source(Path("photos"), test_fraction=fraction, split_seed=seed)
+    train, test = split(names, np.zeros(4000, np.int64), CLASSES, source)
+    assert sorted([*train, *test]) == list(range(4000))
+    deviation = (4000 * fraction * (1 - fraction)) ** 0.5
+    assert abs(len(test) - 4000 * fraction) < 4 * deviation
+
+
+def sides(path: Path) -> tuple[set[int], set[int]]:
+    """The records to train on and those held out, by their greys."""
+    (x, _), (x_test, _) = load(Source(path, test_fraction=0.3))
+    return set(x[:, 0, 0, 0].tolist()), set(x_test[:, 0, 0, 0].tolist())
+
+
+@pytest.mark.privacy
+def test_a_file_that_comes_or_goes_moves_no_other_between_train_and_test(tmp_path: Path) -> None:
+    train, test = sides(folder(tmp_path, 10))
+    (tmp_path / "dog" / "4.png").unlink()
+    assert sides(tmp_path) == (train - {14}, test - {14})
+    picture(tmp_path / "cat" / "00.png", 200)
+    assert [part - {200} for part in sides(tmp_path)] == [train - {14}, test - {14}]
+
+
+@pytest.mark.privacy
+def test_a_row_that_comes_or_goes_moves_no_other_between_train_and_test(tmp_path: Path) -> None:
+    x = np.repeat(np.arange(60, dtype=np.uint8), 20).reshape(60, 4, 5)
+    y = np.arange(60) % 3
+    train, test = sides(table(tmp_path / "all.npz", x=x, y=y))
+    kept = np.delete(np.arange(60), [7, 33])
+    fewer = sides(table(tmp_path / "fewer.npz", x=x[kept], y=y[kept]))
+    assert fewer == (train - {7, 33}, test - {7, 33})
+    assert sides(table(tmp_path / "turned.npz", x=x[::-1], y=y[::-1])) == (train, test)
+
+
+@pytest.mark.privacy
+def test_of_equal_rows_one_less_is_one_less_on_one_side(tmp_path: Path) -> None:
+    x = np.repeat(np.arange(40) % 2, 20).reshape(40, 4, 5).astype(np.uint8)
+    y = np.arange(40) // 2 % 3
+
+    def counts(name: str, kept: list[int]) -> tuple[Counter[Any], Counter[Any]]:
+        file = table(tmp_path / f"{name}.npz", x=x[kept], y=y[kept])
+        (x0, y0), (x1, y1) = load(Source(file, test_fraction=0.3))
+        train, test = (zip(x[:, 0, 0, 0], y, strict=True) for x, y in ((x0, y0), (x1, y1)))
+        return Counter(train), Counter(test)
+
+    train, test = counts("all", list(range(40)))
+    assert len(train) > 2
+    assert len(test) > 2
+    for gone in range(40):
+        fewer = counts(str(gone), [row for row in range(40) if row != gone])
+        lost = train - fewer[0], test - fewer[1]
+        assert lost[0] + lost[1] == Counter([(x[gone, 0, 0], y[gone])])
+        assert not fewer[0] - train
+        assert not fewer[1] - test
+
+
+def test_a_class_that_is_all_held_out(tmp_path: Path) -> None:
+    folder(tmp_path, 1)
+    said = refused(tmp_path, test_fraction=0.5, split_seed=1)
+    assert "All records of the class cat are held out" in said
+    assert "--split-seed" in said
+
+
+def test_classes_without_a_test_record_are_known(tmp_path: Path) -> None:
+    folder(tmp_path / "train")
+    folder(tmp_path / "test")
+    assert inspect(Source(tmp_path)).untested == ()
+    for file in (tmp_path / "test" / "dog").iterdir():
+        file.unlink()
+    assert inspect(Source(tmp_path)).untested == ("dog",)
+    tests = {"x_test": np.zeros((1, 4, 5), np.uint8), "y_test": np.array([1])}
+    assert inspect(Source(table(tmp_path / "d.npz", **tests))).untested == ("0", "2")
+
+
 def test_one_colour_image_makes_all_of_them_colour(tmp_path: Path) -> None:
     folder(tmp_path)
     picture(tmp_path / "dog" / "9.png", 200, mode="RGB")
@@ -93,6 +174,44 @@ def test_one_colour_image_makes_all_of_them_colour(tmp_path: Path) -> None:
     corners = {tuple(pixel.tolist()) for pixel in np.concatenate([x, x_test])[:, :, 0, 0]}
     assert (200, 0, 55) in corners
     assert (13, 13, 13) in corners
+
+
+DEEP = np.array([[0, 128, 129, 257], [32896, 55746, 65278, 65535]], np.uint16)
+SHALLOW = [[0, 0, 1, 1], [128, 217, 254, 255]]  # 65535 is 255, to the nearest
+
+
+def deep(path: Path) -> None:
+    """A grey image with 16 bits a pixel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".pgm":
+        path.write_bytes(b"P5 4 2 65535\n" + DEEP.astype(">u2").tobytes())
+    else:
+        Image.fromarray(DEEP).save(path)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+@pytest.mark.parametrize("colour", [False, True])
+def test_sixteen_bits_become_eight_by_the_range_of_the_format(
+    tmp_path: Path, suffix: str, colour: bool
+) -> None:
+    folder(tmp_path, 5, size=(4, 2))
+    deep(tmp_path / "cat" / f"deep.{suffix}")
+    if colour:
+        picture(tmp_path / "dog" / "9.png", 200, (4, 2), mode="RGB")
+    for source in (Source(tmp_path), Source(tmp_path, skip_bad=True)):
+        assert inspect(source).facts.shape == (3 if colour else 1, 2, 4)
+        (x, _), (x_test, _) = load(source)
+        assert SHALLOW in [plane for image in (*x.tolist(), *x_test.tolist()) for plane in image]
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_without_a_public_range_are_refused_or_left_out(tmp_path: Path, kind: Any) -> None:
+    folder(tmp_path, 5, size=(4, 2))
+    Image.fromarray(DEEP.astype(kind)).save(tmp_path / "cat" / "wide.tif")
+    said = refused(tmp_path)
+    assert "wide.tif has 32 bits a pixel, which no public range goes with" in said
+    assert "8 or 16 bits" in said
+    assert len(inspect(Source(tmp_path, skip_bad=True)).skipped) == 1
 
 
 def test_images_are_resized_on_request(tmp_path: Path) -> None:
@@ -131,13 +250,17 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
 
 
 def test_an_npz_without_a_test_set_is_split(tmp_path: Path) -> None:
-    source = Source(table(tmp_path / "d.npz", classes=np.array(CLASSES)), test_fraction=0.5)
+    x = np.repeat(np.arange(60, dtype=np.uint8), 20).reshape(60, 4, 5)
+    y, names = np.arange(60) % 3, np.array(CLASSES)
+    source = Source(table(tmp_path / "d.npz", x=x, y=y, classes=names), test_fraction=0.5)
     found = inspect(source)
-    assert described(found) == (3, 3, (1, 4, 5), CLASSES)
     assert found.held_out
     (x, y), (x_test, y_test) = load(source)
-    assert sorted([*x[:, 0, 0, 0], *x_test[:, 0, 0, 0]]) == [0, 20, 40, 60, 80, 100]
-    assert sorted([*y, *y_test]) == [0, 0, 1, 1, 2, 2]
+    assert described(found) == (len(x), len(x_test), (1, 4, 5), CLASSES)
+    greys, labels = [*x[:, 0, 0, 0], *x_test[:, 0, 0, 0]], [*y, *y_test]
+    assert sorted(greys) == list(range(60))
+    assert all(label == grey % 3 for grey, label in zip(greys, labels, strict=True))
+    assert len(x_test) == 38  # as above
 
 
 @pytest.mark.privacy
@@ -174,6 +297,14 @@ def test_rows_of_numbers_are_clipped_to_a_public_range(tmp_path: Path, by_flag: 
         ({"x": np.zeros((6, 4, 5))}, "not float64 of shape (6, 4, 5)"),
         ({"x": np.zeros((6, 4, 5, 2), np.uint8)}, "1 or 3 channels"),
         ({"x": np.array([[np.nan], *[[0.0]] * 5])}, "NaN or infinity in 1 of 6 rows"),
+        ({"x": np.zeros((6, 2)), "low": np.zeros(2), "high": np.full(2, 1e300)}, "in 2 of 2 col"),
+        ({"x": np.zeros((6, 2)), "low": np.zeros(2), "high": np.full(2, 1e-40)}, "in 2 of 2 col"),
+        ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.array([2, 1 + 1e-9])}, "in 1 of 2"),
+        ({"x": np.zeros((6, 2)), "low": np.ones(2, complex), "high": np.ones(2) * 2}, "finite"),
+        ({"x": np.zeros((6, 2)), "low": np.array(["a", "b"]), "high": np.ones(2)}, "finite"),
+        ({"y": np.array([0, 999_999] * 3)}, "the label 999999, but no 1"),
+        ({"y": np.array([1, 2, 3] * 2)}, "the label 3, but no 0"),
+        ({"y": np.array([0, 2**63] * 3, np.uint64)}, f"the label {2**63}, but no 1"),
         ({"x": np.zeros((6, 2))}, "--feature-range LOW,HIGH"),
         ({"x": np.zeros((6, 2)), "low": np.ones(2), "high": np.ones(2)}, "low below high"),
         ({"y": np.zeros(6, np.int64)}, "one class, 0: there is nothing to tell apart"),
@@ -192,6 +323,28 @@ def test_rows_of_numbers_are_clipped_to_a_public_range(tmp_path: Path, by_flag: 
 )
 def test_arrays_that_are_no_data_set(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     assert message in refused(table(tmp_path / "d.npz", **arrays))
+
+
+def test_classes_that_are_named_need_no_records(tmp_path: Path) -> None:
+    source = Source(table(tmp_path / "d.npz", y=np.array([0, 2] * 3), classes=np.array(CLASSES)))
+    assert inspect(source).facts.classes == CLASSES
+
+
+@pytest.mark.parametrize("ends", [(0.0, float("inf")), (0.0, 1e300), (0.0, 1e-40), (1.0, 1 + 1e-9)])
+def test_a_range_that_training_cannot_hold(tmp_path: Path, ends: tuple[float, float]) -> None:
+    path = table(tmp_path / "d.npz", x=np.arange(12.0).reshape(6, 2))
+    said = refused(path, feature_range=ends)
+    assert "--feature-range" in said
+    assert "in 2 of 2 columns" in said
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.longdouble])
+def test_numbers_too_large_for_training_are_clipped_as_others(tmp_path: Path, kind: Any) -> None:
+    x = np.full((30, 2), np.finfo(kind).max, kind)
+    x[::2] = -5
+    path = table(tmp_path / "d.npz", x=x, y=np.arange(30) % 3)
+    (rows, _), _ = load(Source(path, feature_range=(0.0, 1.0)))
+    assert sorted(set(rows.flatten().tolist())) == [0, 1]
 
 
 def test_all_faults_of_a_file_are_said_at_once(tmp_path: Path) -> None:

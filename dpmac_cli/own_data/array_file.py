@@ -1,7 +1,9 @@
 """Arrays of an .npz: images, or rows of numbers."""
 
+import hashlib
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, constants, facts_of, split
+from dpmac_cli.own_data.common import Arrays, check_classes, constants, facts_of, split, untested
 from dpmac_cli.source import Found, Source
 
+#: How far from 0 the ends of a range may be, and how near to one another.
+FARTHEST, NARROWEST = 1e30, 1e-30
 ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high")
 
 
@@ -34,11 +38,12 @@ class ArrayFile:
         classes = (
             [str(name) for name in names] if names is not None else list(map(str, range(count)))
         )
-        self._rows = None if self._own_test else split(len(x), source)
+        check_classes(classes, source)
+        self._rows = None if self._own_test else split(_keys(x, y), y, classes, source)
         if self._rows is None:
-            sizes = (len(x), len(self._arrays["x_test"]))
+            sizes, tested = (len(x), len(self._arrays["x_test"])), self._arrays["y_test"]
         else:
-            sizes = (len(self._rows[0]), len(self._rows[1]))
+            sizes, tested = (len(self._rows[0]), len(self._rows[1])), y[self._rows[1]]
         if x.ndim == 2:
             low, high = self._range()
             mean = tuple(((low + high) / 2).tolist())
@@ -47,8 +52,8 @@ class ArrayFile:
         else:
             shape, levels = _image_shape(x, source.image_size), 255
             mean, std = constants(source, shape[0])
-        facts = facts_of(source, sizes, shape, classes, mean, std, levels)
-        self.found = Found(facts, not self._own_test, ())
+        facts = facts_of(sizes, shape, classes, mean, std, levels)
+        self.found = Found(facts, not self._own_test, (), untested(classes, tested))
 
     def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What columns are clipped to: the flag's numbers, or the file's."""
@@ -69,8 +74,8 @@ class ArrayFile:
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         if x.ndim == 2:
             low, high = self._range()
-            clipped = np.clip(x.astype(np.float64), low, high)
-            return clipped.astype(np.float32).reshape(*x.shape, 1, 1)
+            rows: NDArray[np.float32] = np.clip(x, low, high).astype(np.float32)
+            return rows.reshape(*x.shape, 1, 1)
         images = _channels_first(x)
         size = self._source.image_size
         return images if size is None else _resized(images, size)
@@ -114,19 +119,38 @@ def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Ite
         only = sorted(set(np.unique(arrays["y_test"])) - set(np.unique(arrays["y"])))
         if only:
             yield f"the label {only[0]} is in y_test, but not in y"
-    x = arrays["x"]
-    if x.ndim == 2 and source.feature_range is None:
-        if not {"low", "high"} <= arrays.keys():
-            yield (
-                "rows of numbers need a public range to be clipped to: --feature-range LOW,HIGH, "
-                "or arrays low and high with a number a column. Take it from what the columns "
-                "mean, not from these records, which are private"
-            )
-        else:
-            low, high = arrays["low"], arrays["high"]
-            good = all(end.shape == x.shape[1:] and np.isfinite(end).all() for end in (low, high))
-            if not good or not (low < high).all():
-                yield f"low and high must be finite, one a column ({x.shape[1]}), low below high"
+    if arrays["x"].ndim == 2:
+        yield from _faults_of_range(arrays, source)
+
+
+def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
+    columns = arrays["x"].shape[1]
+    if source.feature_range is not None:
+        name = "--feature-range"
+        low, high = (_spread(end, columns) for end in source.feature_range)
+    elif not {"low", "high"} <= arrays.keys():
+        yield (
+            "rows of numbers need a public range to be clipped to: --feature-range LOW,HIGH, "
+            "or arrays low and high with a number a column. Take it from what the columns "
+            "mean, not from these records, which are private"
+        )
+        return
+    else:
+        name, low, high = "low and high", arrays["low"], arrays["high"]
+        ends = (low, high)
+        good = all(end.shape == (columns,) and end.dtype.kind in "fiu" for end in ends)
+        if not (good and all(np.isfinite(end).all() for end in ends) and (low < high).all()):
+            yield f"low and high must be finite, one a column ({columns}), low below high"
+            return
+    # Inputs and what standardises them are float32.
+    first, last = (np.clip(end, -FARTHEST, FARTHEST).astype(np.float32) for end in (low, high))
+    far = (np.abs(low) > FARTHEST) | (np.abs(high) > FARTHEST)
+    if bad := int((far | ((low < high) & (last - first < NARROWEST))).sum()):
+        yield (
+            f"{name} must lie between -{FARTHEST:g} and {FARTHEST:g}, and in single precision "
+            f"{NARROWEST:g} apart at least, which is not so in {bad} of {columns} columns. Give "
+            "the range that the columns really have, or scale them"
+        )
 
 
 def _faults_of_pair(
@@ -142,6 +166,11 @@ def _faults_of_pair(
         yield f"{y_name} holds the label {y.min()}; labels begin at 0"
     elif len(y) and classes is not None and y.max() >= classes:
         yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {classes - 1}"
+    elif y_name == "y" and classes is None and (gap := _gap(y)) is not None:
+        yield (
+            f"y holds the label {y.max()}, but no {gap}. Number the classes 0, 1, 2 and so on, or "
+            "name all of them, those without a record too, in an array classes"
+        )
     if x.ndim == 2:
         if x.dtype.kind not in "fiu":
             yield f"{x_name} must be numbers, not {x.dtype}"
@@ -153,6 +182,25 @@ def _faults_of_pair(
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or rows of numbers, not {x.dtype} of shape {x.shape}"
         )
+
+
+def _gap(y: NDArray[Any]) -> int | None:
+    """The least label that is not there below one that is."""
+    labels = np.unique(y).tolist()
+    return next((number for number, label in enumerate(labels) if number != label), None)
+
+
+def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
+    """What tells records apart. Numbers of rows shift when one goes: contents do not.
+
+    Equal records are told apart by a count, so that not all of them come to one side; which of them
+    has which number does not matter.
+    """
+    seen: Counter[bytes] = Counter()
+    for row, label in zip(x, y, strict=True):
+        content = hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
+        yield content + seen[content].to_bytes(8, "big")
+        seen[content] += 1
 
 
 def _channels_of(x: NDArray[Any]) -> int:

@@ -1,6 +1,7 @@
 """What folders of images and files of arrays have in common."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,21 +27,54 @@ def refuse(faults: Sequence[str], remedy: str = "") -> None:
         raise InputError(f"{'; '.join(faults[:NAMED])}{more}.{remedy}")
 
 
-def split(records: int, source: Source) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows to train on and rows held out, each in order."""
-    held_out = round(records * source.test_fraction)
-    if not 0 < held_out < records:
+def check_classes(classes: Sequence[str], source: Source) -> None:
+    """Refuse what no classifier can be trained on."""
+    if len(classes) < 2:
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of {records} records leaves none to train "
-            "on, or none to test on."
+            f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
         )
-    # RandomState's streams are frozen by numpy, so a split never changes.
-    order = np.random.RandomState(source.split_seed).permutation(records)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def split(
+    keys: Iterable[bytes], labels: NDArray[np.int64], classes: Sequence[str], source: Source
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows to train on and rows held out, each in order.
+
+    Args:
+        keys: what says of each record on which side it is: its name, or itself.
+        labels: of each record.
+        classes: their names.
+    """
+    held_out = np.array([_is_held_out(key, source) for key in keys])
+    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if not (len(train) and len(test)):
+        raise InputError(
+            f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves none to "
+            "train on, or none to test on. Give more records, or another --test-fraction "
+            "or --split-seed."
+        )
+    only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
+    refuse(
+        [f"All records of the class {classes[label]} are held out" for label in only],
+        " Choose a smaller --test-fraction or another --split-seed, or add records.",
+    )
+    return train, test
+
+
+def _is_held_out(key: bytes, source: Source) -> bool:
+    """By this record alone: one that comes or goes must move no other to the other side."""
+    seed = source.split_seed.to_bytes(8, "big")
+    word = int.from_bytes(hashlib.blake2b(key, digest_size=8, key=seed).digest(), "big")
+    return word < source.test_fraction * 2**64
+
+
+def untested(classes: Sequence[str], labels: NDArray[np.int64]) -> tuple[str, ...]:
+    """Classes of which there is no record among those with these labels."""
+    found = set(labels.tolist())
+    return tuple(name for label, name in enumerate(classes) if label not in found)
 
 
 def facts_of(
-    source: Source,
     sizes: tuple[int, int],
     shape: tuple[int, int, int],
     classes: Sequence[str],
@@ -49,10 +83,6 @@ def facts_of(
     levels: int,
 ) -> Dataset:
     """A data set like the catalogue's, with cautious settings where none are given."""
-    if len(classes) < 2:
-        raise InputError(
-            f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
-        )
     images = levels > 1
     large = min(shape[1:]) >= LEAST_CNN
     defaults = Defaults(

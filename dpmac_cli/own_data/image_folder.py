@@ -1,16 +1,33 @@
 """Images in folders named after their classes."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, constants, facts_of, refuse, split
+from dpmac_cli.own_data.common import (
+    Arrays,
+    check_classes,
+    constants,
+    facts_of,
+    refuse,
+    split,
+    untested,
+)
 from dpmac_cli.source import Found, Source
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+#: Modes of Pillow's that have no colour, but for what I;16 and its kin say of their bytes.
+GREY = ("1", "L", "LA", "I", "F")
+#: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
+DEEP = ("PNG", "PPM")
 TRAIN, TEST = "train", "test"
 
 
@@ -28,6 +45,7 @@ class ImageFolder:
                 "or the classes' folders right there, and --test-fraction of them is held out."
             )
         self._classes = _class_names(parts[0] if parts else root)
+        check_classes(self._classes, source)
         if parts:
             strange = sorted(set(_class_names(parts[1])) - set(self._classes))
             refuse(
@@ -36,14 +54,16 @@ class ImageFolder:
             self._train, self._test = (self._files(part) for part in parts)
         else:
             everyone = self._files(root)
-            train, test = split(len(everyone), source)
+            names = [os.fsencode(path.relative_to(root).as_posix()) for path, _ in everyone]
+            train, test = split(names, _labels(everyone), self._classes, source)
             self._train, self._test = ([everyone[i] for i in rows] for rows in (train, test))
         self._channels, size = self._survey([path for path, _ in (*self._train, *self._test)])
         mean, std = constants(source, self._channels)
         shape = (self._channels, *size)
         sizes = (len(self._train), len(self._test))
-        facts = facts_of(source, sizes, shape, self._classes, mean, std, 255)
-        self.found = Found(facts, not parts, tuple(self._skipped))
+        facts = facts_of(sizes, shape, self._classes, mean, std, 255)
+        unseen = untested(self._classes, _labels(self._test))
+        self.found = Found(facts, not parts, tuple(self._skipped), unseen)
 
     def _files(self, part: Path) -> list[tuple[Path, int]]:
         """Images and their labels, in order."""
@@ -86,8 +106,10 @@ class ImageFolder:
         for path in paths:
             try:
                 with Image.open(path) as image:
-                    colour = colour or image.mode not in ("1", "L", "LA", "I", "I;16", "F")
+                    colour = colour or image.mode.partition(";")[0] not in GREY
                     sizes.setdefault((image.height, image.width), path)
+                    if fault := _fault_of_pixels(image):
+                        faults.append(f"{path} {fault}")
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as failure:
                 faults.append(f"{path} cannot be read as an image ({failure})")
         refuse(faults, " Remove them, or add --skip-bad to go on without them.")
@@ -117,7 +139,11 @@ class ImageFolder:
                 images[row] = _decode(path, shape, self._source.image_size is not None)
             except (OSError, ValueError, SyntaxError) as failure:
                 faults.append(f"{path} cannot be read as an image ({failure})")
-        return images, np.array([label for _, label in files], np.int64)
+        return images, _labels(files)
+
+
+def _labels(files: Sequence[tuple[Path, int]]) -> NDArray[np.int64]:
+    return np.array([label for _, label in files], np.int64)
 
 
 def _class_names(part: Path) -> list[str]:
@@ -138,11 +164,27 @@ def _decode(path: Path, shape: tuple[int, int, int], resize: bool) -> NDArray[np
 
     channels, height, width = shape
     with Image.open(path) as opened:
-        image = opened.convert("L" if channels == 1 else "RGB")
+        image = _in_eight_bits(opened).convert("L" if channels == 1 else "RGB")
     if resize:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
     return pixels.transpose(2, 0, 1)
+
+
+def _in_eight_bits(opened: "Image") -> "Image":
+    """The same image; of 16 bits a pixel, 65535 becomes 255. Pillow cuts off at 255 instead."""
+    from PIL import Image  # noqa: PLC0415
+
+    if not opened.mode.startswith("I"):
+        return opened
+    return Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
+
+
+def _fault_of_pixels(image: "Image") -> str | None:
+    """Why it cannot be known what black and white are."""
+    if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+        return "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 bits)"
+    return None
 
 
 def _fault_of_image(path: Path) -> str | None:
@@ -152,6 +194,6 @@ def _fault_of_image(path: Path) -> str | None:
     try:
         with Image.open(path) as image:
             image.load()
+            return _fault_of_pixels(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as failure:
         return f"cannot be read as an image ({failure})"
-    return None

@@ -53,6 +53,7 @@ def set_scene(folder: Path) -> None:
     (folder / "photos" / "cats").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(folder / "photos" / "cats" / "1.png")
     np.savez(folder / "table.npz", x=np.zeros((30, 4), np.float32), y=np.arange(30) % 3)
+    np.savez(folder / "gap.npz", x=np.zeros((30, 4), np.float32), y=np.arange(30) % 2 * 999_999)
     np.savez(folder / "unlabelled.npz", x=np.zeros((30, 4), np.float32))
     with contextlib.chdir(folder):
         assert say("train --dataset digits --steps 3 --seed 0 --out run --quiet") == ("", 0)
