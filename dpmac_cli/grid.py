@@ -21,6 +21,8 @@ NOT_IN_A_STUDY = (
     *("seed", "secure", "out", "force", "json", "quiet", "debug"),
     *("max_epsilon", "diagnostics", "tensorboard", "plot", "canaries", "canary_kind", "guesses"),
 )
+#: Settings of which one value holds a comma; several of them are a list in a file.
+WITH_COMMA = ("feature_range",)
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
 
@@ -85,7 +87,11 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     errors: list[str] = []
     known = (*_studied(), "optimizer", "optimizers", "seeds")
     given = {} if file is None else read_lists(Path(file), known, errors)
-    typed = {name: _split(value) for name, value in flags.items() if value not in (None, False)}
+    typed = {
+        name: [str(value)] if name in WITH_COMMA else _split(value)
+        for name, value in flags.items()
+        if value not in (None, False)
+    }
     for group in configuration.EXCLUSIVE:
         if any(name in typed for name in group):
             given = {name: values for name, values in given.items() if name not in group}

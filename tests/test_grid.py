@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dpmac_cli.accounting import total_epsilon
@@ -174,6 +175,18 @@ def test_a_switch_is_the_same_in_every_run(tmp_path: Path) -> None:
     file.write_text("dataset: digits\nno-dp: true\noptimizers: dp-sgd\n")
     for study in (grid(optimizers="dp-sgd", seeds="1", no_dp=True), plan({}, file, ROOT)):
         assert all(run.config.no_dp for run in study.runs)
+
+
+def test_a_range_is_one_value(tmp_path: Path) -> None:
+    table = tmp_path / "table.npz"
+    labels = np.arange(40) % 2
+    np.savez(table, x=np.zeros((40, 3)), y=labels, x_test=np.zeros((2, 3)), y_test=labels[:2])
+    flags = {"dataset": str(table), "optimizers": "dp-sgd", "sigma": "2", "seeds": "1"}
+    study = plan({**flags, "feature_range": "0,1"}, None)
+    assert [run.config.feature_range for run in study.runs] == ["0,1"]
+    file = tmp_path / "study.yaml"
+    file.write_text('feature-range: ["0,1", "0,2"]\n')
+    assert [run.config.feature_range for run in plan(flags, file).runs] == ["0,1", "0,2"]
 
 
 def test_the_file_of_a_single_run_is_a_study(tmp_path: Path) -> None:
