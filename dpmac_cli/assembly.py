@@ -17,7 +17,7 @@ from dpmac_cli.diagnostics import Diagnostics
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.factories import is_factory, source_sum
 from dpmac_cli.feature_cache import Computing, featured
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
@@ -182,7 +182,7 @@ def make_trainer(
         InputError: data or device cannot be used, or the configuration freezes a part of a network
             that it does not build.
         BudgetError: no noise meets the configuration's epsilon.
-        ModelError: the model mixes samples.
+        ModelError: the model is no torch module, or mixes samples.
     """
     if config.sigma is None and not config.no_dp:
         config = settle_noise(config)
@@ -243,6 +243,12 @@ def _task_of(
         raise InputError(
             "features and pretrained are for a network that the configuration names: leave them "
             "out, or do what they do in the network that is given."
+        )
+    if not isinstance(model, nn.Module):
+        name = model.__name__ if callable(model) and hasattr(model, "__name__") else repr(model)
+        raise ModelError(
+            f"{name} is no torch module. Give a network that is made, such as "
+            "torch.nn.Linear(64, 10)."
         )
     check_model(model, config.facts.shape)
     data = data or load_data(config.data, data_folder(config.data_dir), device)

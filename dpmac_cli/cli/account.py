@@ -67,7 +67,7 @@ def account(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN]",
+            metavar="RUN",
             help="A run folder or report to price again.",
             autocompletion=run_folders,
         ),

@@ -1,10 +1,18 @@
-"""A command that knows what other tools call its options."""
+"""Commands that know what other tools call their options, and show all of them alike."""
 
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from dpmac_cli.config import OTHER_NAMES
+
+
+class Group(TyperGroup):
+    """The commands, with their own options shown as those of each command are."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """As of any group."""
+        return _alike(super().get_params(ctx))
 
 
 class Command(TyperCommand):
@@ -18,3 +26,21 @@ class Command(TyperCommand):
             if typed.startswith("--") and known in ours:
                 ctx.fail(f"No such option: {typed}. Here it is called {known}.")
         return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """As of any command."""
+        return _alike(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """As of any command; typer puts what is required into braces."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
+def _alike(parameters: list[Any]) -> list[Any]:
+    """Parameters whose values are named in capitals: typer names its own kinds, <bool> too."""
+    for parameter in parameters:
+        if isinstance(parameter, TyperArgument):
+            parameter.display_type_rich = lambda ctx: "PATH"  # type: ignore[method-assign]
+        elif getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters

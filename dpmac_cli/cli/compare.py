@@ -18,7 +18,7 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
-from dpmac_cli.settings import SETTINGS
+from dpmac_cli.settings import SETTINGS, flag_name
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
 
@@ -172,31 +172,51 @@ def command() -> Callable[..., None]:
         panel: str,
         default: Any = None,
         names: Completer | None = None,
+        metavar: str | None = None,
     ) -> Any:
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{flag_name(name)}"
         shown = typer.Option(
-            flag, help=text, rich_help_panel=panel, show_default=False, autocompletion=names
+            flag,
+            help=text,
+            rich_help_panel=panel,
+            show_default=False,
+            autocompletion=names,
+            metavar=metavar,
         )
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
         )
 
     parameters = [
-        option("config", Path | None, "YAML with the same names; flags win.", "Study"),
+        option(
+            "config",
+            Path | None,
+            "YAML with the same names; flags win.",
+            "Study",
+            metavar="PATH",
+        ),
         option(
             "optimizers",
             str | None,
             "Which, or all. [default: all]",
             "Study",
             names=one_of(("all", *OPTIMIZERS), several=True),
+            metavar="NAME,...",
         ),
         option(
             "seeds",
             str | None,
             f"How many (5), or which (3,7,8; one alone: 3,). [default: {DEFAULT_SEEDS}]",
             "Study",
+            metavar="INT,...",
         ),
-        option("jobs", int | None, "Runs at a time. [default: one a core or GPU]", "Study"),
+        option(
+            "jobs",
+            int | None,
+            "Runs at a time. [default: one a core or GPU]",
+            "Study",
+            metavar="INT",
+        ),
         option(
             "executor",
             str,
@@ -205,18 +225,21 @@ def command() -> Callable[..., None]:
             "Study",
             "local",
             one_of(EXECUTORS),
+            "NAME",
         ),
         option(
             "cluster",
             str | None,
             "Address of the Ray cluster. [default: RAY_ADDRESS, or one on this machine]",
             "Study",
+            metavar="STR",
         ),
         option(
             "slurm",
             str | None,
             "sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job.",
             "Study",
+            metavar="KEY=VALUE,...",
         ),
         option("dry_run", bool, "Show runs, prices and time, and train nothing.", "Study", False),
         *(
@@ -224,7 +247,13 @@ def command() -> Callable[..., None]:
             for name, setting in SETTINGS.items()
             if name not in (*NOT_IN_A_STUDY, "optimizer")
         ),
-        option("out", str | None, f"Folder of the study. [default: {DEFAULT_OUT}]", "Output"),
+        option(
+            "out",
+            str | None,
+            f"Folder of the study. [default: {DEFAULT_OUT}]",
+            "Output",
+            metavar="PATH",
+        ),
         option("json", bool, "Print compare.json.", "Output", False),
         option("quiet", bool, "Print nothing but errors.", "Output", False),
         option("debug", bool, "Show tracebacks.", "Output", False),

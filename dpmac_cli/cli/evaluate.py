@@ -77,7 +77,8 @@ def evaluate(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(rich_help_panel="Run", help="auto, cpu, cuda or cuda:N.")
+        str,
+        typer.Option(rich_help_panel="Run", metavar="STR", help="auto, cpu, cuda or cuda:N."),
     ] = "auto",
     audit: Annotated[
         bool,

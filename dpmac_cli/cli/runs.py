@@ -52,7 +52,7 @@ UNLIMITED = 10_000
 def runs(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Where to look. [default: runs]"),
+        typer.Argument(metavar="FOLDER", help="Where to look. [default: runs]"),
     ] = None,
     sort: Annotated[
         str,
@@ -69,8 +69,8 @@ def runs(
 ) -> None:
     """Find, sort, print."""
     del debug
+    _check(folders or (), sort)
     roots = folders or [DEFAULT_ROOT]
-    _check(roots, sort)
     found = listing.find_runs(roots)
     entries = listing.ordered(found.entries, sort, reverse=reverse)
     if json:
@@ -94,6 +94,11 @@ def runs(
 
 def _check(roots: Sequence[Path], sort: str) -> None:
     errors = [f"{root} is a file. Name a folder." for root in roots if root.is_file()]
+    errors += [
+        f"{root} does not exist. Name a folder of runs, or none for {DEFAULT_ROOT}/."
+        for root in roots
+        if not root.exists()
+    ]
     if sort not in ORDERS:
         errors.append(
             f"--sort: there is no order '{sort}'.{near(sort, ORDERS)} Known: {', '.join(ORDERS)}."

@@ -146,7 +146,7 @@ def test_bad_usage_is_told_at_once(tmp_path: Path) -> None:
     assert "there is no order 'acuracy'. Did you mean accuracy?" in result.stderr
 
 
-@pytest.mark.parametrize("args", [(), ("nowhere",), ("empty",)], ids=str)
+@pytest.mark.parametrize("args", [(), ("empty",)], ids=str)
 def test_where_there_are_none_it_says_how_to_make_one(args: tuple[str, ...]) -> None:
     Path("empty").mkdir()
     result = dpmac("runs", *args)
@@ -155,6 +155,14 @@ def test_where_there_are_none_it_says_how_to_make_one(args: tuple[str, ...]) -> 
     assert f"no runs in {(args or ('runs',))[0]} yet" in line
     assert "dpmac train --dataset digits" in line
     assert listed(*args) == []
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    Path("empty").mkdir()
+    result = dpmac("runs", "empty", "nowhere", "runs/x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    for name in ("nowhere", "runs/x"):
+        assert f"{name} does not exist. Name a folder of runs, or none for runs/." in result.stderr
 
 
 def test_the_folders_of_a_study_and_of_one_run(study: Path) -> None:
