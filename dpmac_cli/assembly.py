@@ -19,7 +19,7 @@ from dpmac_cli.dp.rules import Rule
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.factories import is_factory, source_sum
-from dpmac_cli.feature_cache import Computing, featured
+from dpmac_cli.feature_cache import Computing, featured, stand_in
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.models import build_model, check_model
@@ -79,8 +79,18 @@ def make_task(
     branch: int = 0,
     data: Data | None = None,
     stop: Callable[[], bool] = lambda: False,
+    timing: bool = False,
 ) -> Generator[Computing, None, Task]:
     """Data and network of a run or a branch; says how far it is where that takes its time.
+
+    Args:
+        config: of the run.
+        device: where to.
+        branch: its number.
+        data: on the device; None to load it.
+        stop: asked between batches of features.
+        timing: whether steps are to be timed, and nothing else: the features of one record then
+            stand for those of all.
 
     Raises:
         KeyboardInterrupt: ``stop`` said so.
@@ -111,6 +121,8 @@ def make_task(
     parts = _frozen_parts(config, model)
     if parts is None:
         return Task(model, model, data, fingerprints, notes)
+    if timing:
+        return Task(model, parts.head, stand_in(parts, data))
     settings = {name: getattr(config, name) for name in ("features", "feature_groups", "train")}
     found = yield from featured(parts, data, settings, cache_folder(), stop)
     fingerprints["features"] = found.sha256
@@ -244,11 +256,11 @@ def _task_of(
             "features and pretrained are for a network that the configuration names: leave them "
             "out, or do what they do in the network that is given."
         )
-    if not isinstance(model, nn.Module):
-        name = model.__name__ if callable(model) and hasattr(model, "__name__") else repr(model)
+    given: object = model  # what comes from a notebook need not be what its type says
+    if not isinstance(given, nn.Module):
         raise ModelError(
-            f"{name} is no torch module. Give a network that is made, such as "
-            "torch.nn.Linear(64, 10)."
+            f"{getattr(given, '__name__', repr(given))} is no torch module. Give a network that is "
+            "made, such as torch.nn.Linear(64, 10)."
         )
     check_model(model, config.facts.shape)
     data = data or load_data(config.data, data_folder(config.data_dir), device)

@@ -18,7 +18,7 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
-from dpmac_cli.settings import SETTINGS, flag_name
+from dpmac_cli.settings import SETTINGS, TrainConfig, flag_name
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
 
@@ -56,7 +56,7 @@ def compare(**flags: Any) -> None:
     grid = plan(flags, file, out / RUNS)
     console.print_notes(grid.notes)
     if dry_run:
-        _show_plan(grid)
+        _show_plan(grid, quiet)
         return
     _check_folder(out)
     failures, interrupted = _carry_out(grid, out, choice, quiet, as_json)
@@ -76,13 +76,27 @@ def _check_folder(out: Path) -> None:
         )
 
 
-def _show_plan(grid: Grid) -> None:
+def _show_plan(grid: Grid, quiet: bool) -> None:
     """What would be run, what it would cost, and how long it would take."""
-    from dpmac_cli.cli.compare_display import print_plan  # noqa: PLC0415
-    from dpmac_cli.workers import default_jobs, seconds_a_step  # noqa: PLC0415
+    from dpmac_cli.cli.compare_display import print_plan, timed  # noqa: PLC0415
+    from dpmac_cli.workers import default_jobs, step_times  # noqa: PLC0415
 
     jobs = default_jobs(grid.runs[0].config.device)
-    print_plan(console.stdout(), grid, seconds_a_step(grid), jobs)
+    seconds = timed(step_times(grid), grid, quiet)
+    console.print_notes(_not_timed(run.config for run in grid.runs))
+    print_plan(console.stdout(), grid, seconds, jobs)
+
+
+def _not_timed(configs: Iterable[TrainConfig]) -> Iterator[str]:
+    """What the times of a plan leave out."""
+    known = list(configs)
+    if any(config.features or config.head_only for config in known):
+        yield (
+            "the times are without that of computing features, which is done once for all runs "
+            "(minutes), unless they are kept from before."
+        )
+    if any(config.compile for config in known):
+        yield "the times are without --compile, which makes steps faster."
 
 
 def _carry_out(

@@ -2,7 +2,9 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -18,6 +20,9 @@ from dpmac_cli.cli.console import expendable
 from dpmac_cli.compare import Cell, Comparison
 from dpmac_cli.executors import Moved, RunEvent
 from dpmac_cli.grid import Grid, Run
+
+if TYPE_CHECKING:
+    from dpmac_cli.workers import Timed
 
 
 class Display:
@@ -130,9 +135,33 @@ def choose_display(grid: Grid, missing: Sequence[int], quiet: bool, json: bool) 
     return (LiveRuns if console.is_terminal else Lines)(console, grid, missing)
 
 
+def _row(run: Run) -> str:
+    return " ".join(v if k == "optimizer" else f"{k} {v}" for k, v in run.labels if v)
+
+
 def _name(run: Run) -> str:
-    labels = [v if k == "optimizer" else f"{k} {v}" for k, v in run.labels if v]
-    return f"{' '.join(labels)}  sigma {run.config.sigma:.4g}  seed {run.seed}"
+    return f"{_row(run)}  sigma {run.config.sigma:.4g}  seed {run.seed}"
+
+
+def timed(
+    times: Generator["Timed", None, dict[int, float]], grid: Grid, quiet: bool
+) -> dict[int, float]:
+    """What comes of timing configurations, each of them shown meanwhile unless quiet.
+
+    A line each; on a terminal one line, which goes when all is done.
+    """
+    out = expendable(sys.stdout)
+    with out.status("loading") if out.is_terminal and not quiet else nullcontext() as status:
+        while True:
+            try:
+                event = next(times)
+            except StopIteration as end:
+                return cast(dict[int, float], end.value)
+            text = f"timing {_row(grid.runs[event.number])} ({event.done + 1} of {event.count})"
+            if status:
+                status.update(Text(text))
+            elif not quiet:
+                out.print(Text(text))
 
 
 def print_comparison(out: Console, comparison: Comparison, where: str) -> None:
@@ -214,9 +243,8 @@ def print_plan(out: Console, grid: Grid, seconds: Mapping[int, float], jobs: int
         price = (
             "no privacy" if config.no_dp else format_epsilon(total_epsilon((event,), config.delta))
         )
-        labels = [v if k == "optimizer" else f"{k} {v}" for k, v in run.labels if v]
         table.add_row(
-            " ".join(labels),
+            _row(run),
             f"{run.column or 0:g}",
             price,
             f"{config.total_steps:,}",

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dpmac_cli import assembly, workers
+from dpmac_cli.engine import Trainer
 from dpmac_cli.grid import plan
 from tests.typed import dpmac, process
 
@@ -176,6 +178,56 @@ def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
     assert "4 runs" in result.output
     assert "0.09005" in result.output
     assert not (tmp_path / "study").exists()
+
+
+def test_a_dry_run_says_what_it_times_and_times_what_is_alike_once(tmp_path: Path) -> None:
+    varied = ("--sigma", "6,7,8", "--lr", "0.1,0.2", "--batch-size", "32,64", "--epochs", "1")
+    flags: tuple[str, ...] = ("compare", "--dataset", "digits", *varied)
+    flags += ("--optimizers", "dp-sgd,dp-adam")
+    flags += ("--out", str(tmp_path / "study"), "--dry-run")
+    lines = dpmac(*flags).stdout.splitlines()
+    assert [line for line in lines if line.startswith("timing ")] == [
+        "timing dp-sgd batch-size 32 lr 0.1 (1 of 4)",
+        "timing dp-sgd batch-size 64 lr 0.1 (2 of 4)",
+        "timing dp-adam batch-size 32 lr 0.1 (3 of 4)",
+        "timing dp-adam batch-size 64 lr 0.1 (4 of 4)",
+    ]
+    assert len([line for line in lines if line.startswith("dp-")]) == 24
+    assert "timing" not in dpmac(*flags, "--quiet").output
+
+
+def test_a_dry_run_computes_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> Any:
+        raise AssertionError("a dry run computes features")
+
+    monkeypatch.setattr(assembly, "featured", none)
+    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
+    features = ("--features", "scatter", "--model", "linear")
+    result = dpmac(*SMALL, *features, "--out", str(tmp_path / "study"), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "the times are without that of computing features" in result.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_step_that_takes_long_is_timed_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[float] = []
+
+    def slow(trainer: Trainer) -> None:
+        batches.append(trainer.mechanism.expected_batch)
+        time.sleep(0.002 * batches[-1])
+
+    monkeypatch.setattr(Trainer, "step", slow)
+    monkeypatch.setattr(workers, "TIMED_SECONDS", 0.2)
+    study = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "batch_size": "1000"}
+    grid = plan({**study, "seeds": "1", "device": "cpu"}, None, tmp_path)
+    times = workers.step_times(grid)
+    assert next(times) == workers.Timed(0, 0, 1)
+    with pytest.raises(StopIteration) as end:
+        next(times)
+    assert end.value.value[0] == pytest.approx(2, rel=0.3)
+    assert max(batches) < 200
 
 
 @pytest.mark.long
