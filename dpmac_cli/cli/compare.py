@@ -1,7 +1,11 @@
 """dpmac compare."""
 
 import contextlib
+import hashlib
 import inspect
+import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +41,8 @@ RUNS, JSON, CSV = "runs", "compare.json", "compare.csv"
 #: The folder of what jobs on a cluster print and are told; its owner's alone.
 JOBS = "jobs"
 MARKDOWN, LATEX, PLOT = "compare.md", "compare.tex", "compare.png"
+#: The folder of the tables of other studies whose runs lie in the same one.
+TABLES = "tables"
 DEFAULT_OUT = Path("runs") / "compare"
 
 
@@ -54,7 +60,8 @@ def compare(**flags: Any) -> None:
     if errors:
         raise InputError(errors)
     grid = plan(flags, file, out / RUNS)
-    console.print_notes(grid.notes)
+    if not quiet:
+        console.print_notes(grid.notes)
     if dry_run:
         _show_plan(grid, quiet)
         return
@@ -154,8 +161,11 @@ def _write_results(
     from dpmac_cli.compare import collect  # noqa: PLC0415
     from dpmac_cli.plots import draw_comparison  # noqa: PLC0415  (loads matplotlib)
 
-    folder.unseal(out)
     comparison = collect(grid, failures)
+    moved = _make_way(out, comparison.study)
+    if moved and not quiet:
+        console.print_notes([f"The table of another study that lay there is now in {moved}."])
+    folder.unseal(out)
     document = folder.to_json(tables.as_values(comparison))
     for name, text in (
         (JSON, document),
@@ -174,6 +184,35 @@ def _write_results(
     for number, why in failures.items():
         run = grid.runs[number]
         console.print_errors([f"{run.folder.name} (seed {run.seed}): {why}"], label="failed")
+
+
+def _make_way(out: Path, study: str) -> Path | None:
+    """Move the table of another study, if one lies there, to where it is then. Raises OSError."""
+    shutil.rmtree(out / TABLES / study, ignore_errors=True)  # the one on top is newer
+    name = _named(out / JSON)
+    if name in (None, study):
+        return None
+    aside = out / TABLES / name
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for file in (JSON, CSV, MARKDOWN, LATEX, PLOT, folder.SUMS):
+        if (out / file).exists():
+            os.replace(out / file, aside / file)
+    return aside
+
+
+def _named(table: Path) -> str | None:
+    """The study of a table; of one that does not say a name of its own. None if there is none."""
+    try:
+        content = table.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        name = str(json.loads(content)["study"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        name = ""
+    plain = name and not name.startswith(".") and "/" not in name
+    return name if plain else f"unnamed-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def command() -> Callable[..., None]:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dpmac_cli.cli.compare_display import LiveRuns, print_comparison
+from dpmac_cli.cli.compare_display import Lines, LiveRuns, print_comparison
 from dpmac_cli.cli.console import Expendable
 from dpmac_cli.cli.display import LiveBar
 from dpmac_cli.compare import Comparison
 from dpmac_cli.engine import Progress
-from dpmac_cli.executors import Moved
+from dpmac_cli.executors import Ended, Moved
 from dpmac_cli.grid import plan
 from dpmac_cli.run import Started, Update
 from tests.digits_runs import digits_config
@@ -92,6 +92,18 @@ def test_a_comparison_fits_the_screen_and_shows_every_cell(width: int) -> None:
     for i in range(6):
         assert f"sigma {0.5 + i / 10:g}" in text
     assert text.count("0:02") == 3
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
+    grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
+    console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
+    why = " ".join(f"word{i}" for i in range(60))
+    display = (LiveRuns if terminal else Lines)(console, grid, range(len(grid.runs)))
+    display.show(Ended(0, why))
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    assert f"failed: {why}" in " ".join(console.file.getvalue().split())
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
