@@ -128,12 +128,18 @@ def _print(out: Console, entries: Sequence[Entry], roots: Sequence[Path]) -> Non
     table.add_column("run" if root is None else f"{root}/", overflow="fold")
     table.add_column("data set", overflow="fold")
     table.add_column("optimizer", no_wrap=True)
+    varied = [
+        ", ".join(f"{name} {_short(value)}" for name, value in settings.items())
+        for settings in listing.told_apart(entries)
+    ]
     for title in ("epsilon", "accuracy"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
+    if any(varied):
+        table.add_column("settings", overflow="fold")
     now = time.time()
-    for entry in entries:
+    for entry, settings in zip(entries, varied, strict=True):
         table.add_row(
             Text(str(entry.folder if root is None else entry.folder.relative_to(root))),
             Text(entry.dataset or "-"),
@@ -142,10 +148,17 @@ def _print(out: Console, entries: Sequence[Entry], roots: Sequence[Path]) -> Non
             "-" if entry.accuracy is None else f"{entry.accuracy:.2%}",
             Text(entry.state, style=STYLES.get(entry.state, "yellow")),
             age(now - entry.changed),
+            *([Text(settings)] if any(varied) else []),
         )
-    out.print(table, width=None if out.is_terminal else UNLIMITED)
+    if not out.is_terminal:
+        out.width = UNLIMITED
+    out.print(table)
     for remark in _remarks(entries):
         out.print(Text(remark, style="dim"))
+
+
+def _short(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _epsilon(entry: Entry) -> Text:
