@@ -9,6 +9,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from dpmac_cli.errors import InputError, explain_os_error
+
 
 class _Console(Console):
     """A console that leaves a broken pipe to its caller: rich would end the process."""
@@ -73,8 +75,13 @@ def discard_output(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def print_anything() -> None:
-    """Have the standard streams escape what they cannot encode: file names may be no text."""
+#: What this command has shown on standard output by the way.
+_displays: list[Expendable] = []
+
+
+def begin() -> None:
+    """Before a command: have the standard streams escape what they cannot encode, as file names."""
+    _displays.clear()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -92,7 +99,24 @@ def stderr() -> Console:
 
 def expendable(stream: TextIO) -> Console:
     """A console for what may be lost; see :class:`Expendable`."""
-    return _console(Expendable(stream))
+    display = Expendable(stream)
+    if stream is sys.stdout:
+        _displays.append(display)
+    return _console(display)
+
+
+def check_kept() -> None:
+    """Refuse that what was to be on standard output is not, unless its reader had seen enough.
+
+    Raises:
+        InputError: it could not be written.
+    """
+    for display in _displays:
+        if display.lost and not isinstance(display.lost, BrokenPipeError):
+            raise InputError(
+                f"{explain_os_error(display.lost)} What was to be shown is lost; what was to be "
+                "written is written."
+            )
 
 
 def _console(file: TextIO | Expendable) -> Console:
