@@ -228,7 +228,12 @@ def _as_csv(rows: Sequence[Row]) -> str:
 def _print(out: Console, rows: Sequence[Row]) -> None:
     if len(rows) == 1:
         _print_one(out, rows[0])
-        if out.is_terminal and rows[0].steps > 1 and 0 < rows[0].epsilon < math.inf:
+        if (
+            out.is_terminal
+            and console.encodable(BLOCKS, out)
+            and rows[0].steps > 1
+            and 0 < rows[0].epsilon < math.inf
+        ):
             _print_curve(out, rows[0])
     else:
         _print_table(out, rows)

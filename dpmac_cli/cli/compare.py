@@ -164,7 +164,7 @@ def _write_results(
     comparison = collect(grid, failures)
     moved = _make_way(out, comparison.study)
     if moved and not quiet:
-        console.print_notes([f"The table of another study that lay there is now in {moved}."])
+        console.print_notes([f"The table of another study that lay in {out} is now in {moved}."])
     folder.unseal(out)
     document = folder.to_json(tables.as_values(comparison))
     for name, text in (

@@ -16,7 +16,7 @@ from rich.text import Text
 from dpmac_cli import tables
 from dpmac_cli.accounting import format_epsilon, total_epsilon
 from dpmac_cli.budget import training_event
-from dpmac_cli.cli.console import expendable
+from dpmac_cli.cli.console import expendable, spelt
 from dpmac_cli.compare import Cell, Comparison
 from dpmac_cli.executors import Moved, RunEvent
 from dpmac_cli.grid import Grid, Run
@@ -166,7 +166,7 @@ def timed(
 
 def print_comparison(out: Console, comparison: Comparison, where: str) -> None:
     """The table, its remarks, and where the files are."""
-    for table in _tables(comparison, out.width):
+    for table in _tables(comparison, out):
         out.print(table)
     for remark in (*comparison.remarks, *tables.warnings(comparison)):
         out.print(Text(remark, style="dim"))
@@ -177,11 +177,14 @@ def print_comparison(out: Console, comparison: Comparison, where: str) -> None:
 GAP = 2
 
 
-def _tables(comparison: Comparison, width: int) -> Iterator[Table]:
-    """The comparison in as few tables below one another as a screen so wide can show."""
+def _tables(comparison: Comparison, out: Console) -> Iterator[Table]:
+    """The comparison in as few tables below one another as a screen can show."""
     names = [Text(name) for name, _ in comparison.rows]
     columns = [
-        (f"{tables.column_title(comparison, column)}\nε {epsilon}", list(map(_cell, cells)))
+        (
+            spelt(f"{tables.column_title(comparison, column)}\nε {epsilon}", out),
+            [_cell(cell, out) for cell in cells],
+        )
         for column, epsilon, cells in zip(
             comparison.columns,
             tables.epsilons(comparison),
@@ -189,8 +192,8 @@ def _tables(comparison: Comparison, width: int) -> Iterator[Table]:
             strict=True,
         )
     ]
-    columns.append(("a run\ntakes", [Text(time) for time in tables.run_times(comparison)]))
-    left = width - max(name.cell_len for name in names)
+    columns.append(("a run\ntakes", [Text(spelt(t, out)) for t in tables.run_times(comparison)]))
+    left = out.width - max(name.cell_len for name in names)
     shown: list[tuple[str, list[Text]]] = []
     room = left
     for title, cells in columns:
@@ -213,8 +216,8 @@ def _table(names: Sequence[Text], columns: Sequence[tuple[str, Sequence[Text]]])
     return table
 
 
-def _cell(cell: Cell | None) -> Text:
-    text = tables.accuracy_text(cell)
+def _cell(cell: Cell | None, out: Console) -> Text:
+    text = spelt(tables.accuracy_text(cell), out)
     if cell is None:
         return Text(text)
     mark = " ~" if cell.standing == "tied" else ""

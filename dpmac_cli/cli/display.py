@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli import accounting, engine, folder
-from dpmac_cli.cli.console import expendable
+from dpmac_cli.cli.console import expendable, spelt
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 from dpmac_cli.feature_cache import Computing
 from dpmac_cli.report import AUDIT_RUN
@@ -56,6 +57,7 @@ class Lines(Display):
     def __init__(self, console: Console) -> None:
         self.console = console
         self._computing: str | None = None
+        self._scored: engine.Evaluation | None = None
 
     def computing(self, event: Computing) -> None:
         """What is computed, and where it is kept."""
@@ -72,6 +74,7 @@ class Lines(Display):
     def update(self, event: Update) -> None:
         """A line an evaluation."""
         if isinstance(event.event, engine.Evaluated):
+            self._scored = event.event.result
             self.console.print(_evaluated(event.event, event.epsilon))
             if event.not_private is not None:
                 self.console.print(_diagnosed(event.not_private))
@@ -89,6 +92,9 @@ class Lines(Display):
 
     def finished(self, event: Finished) -> None:
         """What came of it."""
+        if self._scored is not None:
+            for doubt in doubts(self._scored):
+                self.console.print(Text(f"note: {doubt}", style="red"))
         for line in _summary(event):
             self.console.print(line)
 
@@ -167,7 +173,8 @@ class LiveBar(Lines):
         if not self._private:
             return "no privacy"
         # At most: between the schedule's points the next one's price is shown.
-        return f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+        text = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+        return spelt(text, self.console)
 
     def _speed(self, event: Update) -> str:
         """Steps per second times the expected batch: the drawn batch size is private."""
@@ -305,6 +312,17 @@ def _summary(event: Finished) -> list[Text]:
 def _price(reported: float | None) -> str:
     """An epsilon of the report, where null stands for infinite."""
     return format_epsilon(math.inf if reported is None else reported)
+
+
+def doubts(result: engine.Evaluation) -> Iterator[str]:
+    """What must be said beside an accuracy."""
+    lost = int(result.unanswered.sum())
+    if lost:
+        yield (
+            f"for {lost:,} of {result.samples:,} test samples the network's output is not a number "
+            "(NaN), which counts as wrong. Look at what its forward divides by, or takes the "
+            "logarithm or the root of."
+        )
 
 
 def evaluation_table(result: engine.Evaluation, classes: list[str]) -> Table:

@@ -118,6 +118,7 @@ def evaluate(
 
     scored = score(model, dataset, given.get("data_dir"), device, network)
     result, card = scored.result, scored.path.with_name(CARD)
+    console.print_notes(display.doubts(result))
     if plot is not None:
         _draw(scored, plot)
     if json:

@@ -253,7 +253,7 @@ def test_studies_in_one_folder_keep_each_its_table_and_say_what_all_cost(tmp_pat
     (where,) = (out / "tables").iterdir()
     assert where.name == json.loads(kept["compare.json"])["study"] != study["study"]
     assert {path.name: path.read_bytes() for path in where.iterdir()} == kept
-    assert f"The table of another study that lay there is now in {where}." in result.stderr
+    assert f"The table of another study that lay in {out} is now in {where}." in result.stderr
     # What both cost together: five steps with the same noise.
     price = total_epsilon((TrainingEvent(128 / 1437, 6.0, 5),), 1e-5)
     assert study["runs_beside"] == 1
