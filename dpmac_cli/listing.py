@@ -22,8 +22,6 @@ RUNNING, DIVERGED, CUT_OFF, DAMAGED = "running", "diverged", "cut-off", "damaged
 #: What reading a file leads to that is not as dpmac writes it.
 BROKEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 BROKEN_YAML = (OSError, yaml.YAMLError, *BROKEN)
-#: The same as yaml.SafeLoader, and faster where it is built.
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 #: Settings that are columns of their own, or change nothing about what is computed.
 NOT_TOLD = (
     *("dataset", "optimizer", "delta", "no-dp"),
@@ -160,7 +158,7 @@ def _read(where: Path, changed: float) -> Entry:
 def _settings(where: Path) -> Mapping[str, Any]:
     """What config.yaml keeps. Raises what is in BROKEN_YAML."""
     text = (where / folder.CONFIG).read_text(encoding="utf-8")
-    return dict(yaml.load(text, LOADER))  # noqa: S506  (a safe one)
+    return dict(yaml.safe_load(text))
 
 
 def _reported(where: Path) -> Mapping[str, Any] | None:

@@ -334,5 +334,5 @@ def _print_curve(out: Console, row: Row) -> None:
     for line in reversed(range(CURVE_HEIGHT)):
         bars = "".join(BLOCKS[min(max(height - 8 * line, 0), 8)] for height in heights)
         label = format_epsilon(curve[-1][1]) if line == CURVE_HEIGHT - 1 else ""
-        out.print(Text.assemble(f"{label:>9} ", (bars, "cyan")))
+        out.print(Text.assemble(f"{label:>9} ", (bars, console.ATTENTION)))
     out.print(Text(f"{'':>9} 0{f'{row.steps:,} steps':>{CURVE_WIDTH - 1}}", style="dim"))

@@ -1,9 +1,12 @@
 """Commands that know what other tools call their options, and show all of them alike."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
+from dpmac_cli.cli.console import ATTENTION
 from dpmac_cli.config import OTHER_NAMES
 
 
@@ -13,6 +16,21 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """As of any group."""
         return _alike(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As of any group."""
+        _readable()
+        super().format_help(ctx, formatter)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any group."""
+        with _readable_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        """As of any group."""
+        with _readable_errors():
+            return super().invoke(ctx)
 
 
 class Command(TyperCommand):
@@ -31,6 +49,11 @@ class Command(TyperCommand):
         """As of any command."""
         return _alike(super().get_params(ctx))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As of any command."""
+        _readable()
+        super().format_help(ctx, formatter)
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """As of any command; typer puts what is required into braces."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
@@ -44,3 +67,23 @@ def _alike(parameters: list[Any]) -> list[Any]:
         elif getattr(parameter, "is_flag", False):
             parameter.metavar = ""
     return parameters
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Where usage is wrong, typer prints why."""
+    try:
+        yield
+    except Exception:
+        _readable()
+        raise
+
+
+def _readable() -> None:
+    """Take from typer the colours that are too faint on a light screen."""
+    from typer import rich_utils  # noqa: PLC0415  (loads a Markdown parser)
+
+    rich_utils.STYLE_OPTION = rich_utils.STYLE_SWITCH = "bold"
+    rich_utils.STYLE_COMMANDS_TABLE_FIRST_COLUMN = "bold"
+    rich_utils.RICH_HELP = rich_utils.RICH_HELP.replace("[blue]", "[bold]")
+    rich_utils.STYLE_TYPES = rich_utils.STYLE_USAGE = ATTENTION

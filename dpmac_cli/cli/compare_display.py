@@ -16,7 +16,7 @@ from rich.text import Text
 from dpmac_cli import tables
 from dpmac_cli.accounting import format_epsilon, total_epsilon
 from dpmac_cli.budget import training_event
-from dpmac_cli.cli.console import expendable, spelt
+from dpmac_cli.cli.console import ATTENTION, expendable, spelt
 from dpmac_cli.compare import Cell, Comparison
 from dpmac_cli.executors import Moved, RunEvent
 from dpmac_cli.grid import Grid, Run
@@ -59,7 +59,7 @@ class Lines(Display):
             return
         name = _name(self._grid.runs[event.number])
         if event.again:
-            self.console.print(Text(f"{name}: {event.failure}; going on with it", style="yellow"))
+            self.console.print(Text(f"{name}: {event.failure}; going on with it", style=ATTENTION))
         elif event.failure:
             self._ended += 1
             self.console.print(Text(f"{name}: failed: {event.failure}", style="red"))
@@ -119,7 +119,7 @@ class LiveRuns(Lines):
         table = Table(box=None, pad_edge=False, show_header=False, expand=True)
         table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
         table.add_column(justify="right", no_wrap=True)
-        table.add_column(justify="right", no_wrap=True, style="green")
+        table.add_column(justify="right", no_wrap=True, style="bold")
         for number, moved in sorted(self._live.items()):
             accuracy = "" if moved.accuracy is None else f"{moved.accuracy:.2%}"
             step = f"{moved.step}/{moved.steps}"

@@ -8,8 +8,15 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
+from rich.theme import Theme
 
 from dpmac_cli.errors import InputError, explain_os_error
+
+#: For what should not be overlooked. In many terminals yellow, green and cyan are too faint on
+#: white, and blue is on black.
+ATTENTION = "magenta"
+#: rich's own style that is.
+THEME = Theme({"progress.remaining": "dim"})
 
 
 class _Console(Console):
@@ -138,7 +145,7 @@ def check_kept() -> None:
 
 
 def _console(file: TextIO | Expendable) -> Console:
-    return _Console(file=file, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
+    return _Console(file=file, theme=THEME, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
 
 
 def print_result(text: str) -> None:
@@ -157,4 +164,4 @@ def print_notes(notes: Iterable[str]) -> None:
     """What is legal but probably not meant, on stderr."""
     console = expendable(sys.stderr)
     for note in notes:
-        console.print(Text.assemble(("note: ", "yellow"), note))
+        console.print(Text.assemble(("note: ", ATTENTION), note))

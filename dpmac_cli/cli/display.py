@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli import accounting, engine, folder
-from dpmac_cli.cli.console import expendable, spelt
+from dpmac_cli.cli.console import ATTENTION, expendable, spelt
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 from dpmac_cli.feature_cache import Computing
 from dpmac_cli.report import AUDIT_RUN
@@ -83,12 +83,12 @@ class Lines(Display):
         """What is done about it."""
         self.console.print(
             f"memory ran out in step {event.step}: going on with {event.chunk} samples at a time",
-            style="yellow",
+            style=ATTENTION,
         )
 
     def stopping(self) -> None:
         """What will happen now."""
-        self.console.print("stopping after this step; once more to stop at once", style="yellow")
+        self.console.print("stopping after this step; once more to stop at once", style=ATTENTION)
 
     def finished(self, event: Finished) -> None:
         """What came of it."""
@@ -109,7 +109,7 @@ class LiveBar(Lines):
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
-            TextColumn("{task.fields[accuracy]}", style="green"),
+            TextColumn("{task.fields[accuracy]}", style="bold"),
         ]
         if console.width >= WIDE:
             columns.append(TextColumn("{task.fields[speed]}", style="dim"))
@@ -229,13 +229,13 @@ def _heading(event: Started) -> list[Text]:
             Text(
                 f"--max-epsilon {config.max_epsilon:g} pays for {event.steps:,} of "
                 f"{config.total_steps:,} steps",
-                style="yellow",
+                style=ATTENTION,
             )
         )
     if event.done:
         how = "exactly as it would have" if event.branch is None else f"as a branch: {event.branch}"
-        lines.append(Text(f"going on after step {event.done}, {how}", style="yellow"))
-    lines += [Text(f"note: {note}", style="yellow") for note in event.notes]
+        lines.append(Text(f"going on after step {event.done}, {how}", style=ATTENTION))
+    lines += [Text(f"note: {note}", style=ATTENTION) for note in event.notes]
     if config.diagnostics:
         lines.append(Text(f"--diagnostics: {DIAGNOSTICS_WARNING}", style="bold red"))
     lines.append(Text(f"writing {event.folder}", style="dim"))
@@ -252,7 +252,7 @@ def _evaluated(event: engine.Evaluated, epsilon: float | None) -> Text:
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         price,
         "  test accuracy ",
-        (f"{event.result.accuracy:.2%}", "green"),
+        (f"{event.result.accuracy:.2%}", "bold"),
     )
 
 
@@ -274,7 +274,7 @@ def _summary(event: Finished) -> list[Text]:
     lines = [
         Text.assemble(
             "test accuracy ",
-            (f"{test['accuracy']:.2%}", "bold green"),
+            (f"{test['accuracy']:.2%}", "bold"),
             f" on {test['samples']:,} samples",
         )
     ]
@@ -290,7 +290,7 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(Text(NO_PRIVACY, style="bold red"))
     if price["seed_policy"]["given"] and price["private"]:
         lines.append(
-            Text("with --seed: no privacy against anyone who knows the seed", style="yellow")
+            Text("with --seed: no privacy against anyone who knows the seed", style=ATTENTION)
         )
     names = [folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS]
     if report["audit"]:
@@ -331,7 +331,7 @@ def evaluation_table(result: engine.Evaluation, classes: list[str]) -> Table:
     table.add_column("")
     for name in classes:
         table.add_column(name, justify="right")
-    table.add_column("accuracy", justify="right", style="green")
+    table.add_column("accuracy", justify="right", style="bold")
     for name, counts, accuracy in zip(
         classes, result.confusion.tolist(), result.per_class, strict=True
     ):

@@ -33,7 +33,7 @@ Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 DEFAULT_ROOT = Path("runs")
 #: Where there is no report, figures are as of the last epoch that was scored.
 UNREPORTED = (RUNNING, DIVERGED, CUT_OFF)
-STYLES = {"finished": "green", RUNNING: "cyan", DIVERGED: "red", CUT_OFF: "red", DAMAGED: "red"}
+STYLES = {"finished": "", RUNNING: "bold", DIVERGED: "red", CUT_OFF: "red", DAMAGED: "red"}
 SEEDED, AUDITED = "*", "!"
 #: Units of time in seconds, the largest first.
 UNITS = (
@@ -146,7 +146,7 @@ def _print(out: Console, entries: Sequence[Entry], roots: Sequence[Path]) -> Non
             Text(entry.optimizer or "-"),
             _epsilon(entry),
             "-" if entry.accuracy is None else f"{entry.accuracy:.2%}",
-            Text(entry.state, style=STYLES.get(entry.state, "yellow")),
+            Text(entry.state, style=STYLES.get(entry.state, console.ATTENTION)),
             age(now - entry.changed),
             *([Text(settings)] if any(varied) else []),
         )
