@@ -19,7 +19,9 @@ def main() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     from dpmac_cli.cli.app import app  # noqa: PLC0415
+    from dpmac_cli.cli.completion import join_values  # noqa: PLC0415
 
+    join_values(os.environ)
     try:
         app()
     finally:  # all is written: let a late signal not change the exit code

@@ -18,9 +18,9 @@ from dpmac_cli.digest import digest
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.factories import is_factory, source_sum
-from dpmac_cli.feature_cache import Computing, featured
+from dpmac_cli.feature_cache import Computing, featured, stand_in
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.models import build_model, check_model
@@ -81,8 +81,18 @@ def make_task(
     branch: int = 0,
     data: Data | None = None,
     stop: Callable[[], bool] = lambda: False,
+    timing: bool = False,
 ) -> Generator[Computing, None, Task]:
     """Data and network of a run or a branch; says how far it is where that takes its time.
+
+    Args:
+        config: of the run.
+        device: where to.
+        branch: its number.
+        data: on the device; None to load it.
+        stop: asked between batches of features.
+        timing: whether steps are to be timed, and nothing else: the features of one record then
+            stand for those of all.
 
     Raises:
         KeyboardInterrupt: ``stop`` said so.
@@ -116,6 +126,8 @@ def make_task(
     parts = _frozen_parts(config, model)
     if parts is None:
         return Task(model, model, data, fingerprints, notes)
+    if timing:
+        return Task(model, parts.head, stand_in(parts, data))
     settings = {name: getattr(config, name) for name in ("features", "feature_groups", "train")}
     found = yield from featured(parts, data, settings, cache_folder(), stop)
     fingerprints["features"] = found.sha256
@@ -187,7 +199,7 @@ def make_trainer(
         InputError: data or device cannot be used, or the configuration freezes a part of a network
             that it does not build.
         BudgetError: no noise meets the configuration's epsilon.
-        ModelError: the model mixes samples.
+        ModelError: the model is no torch module, or mixes samples.
     """
     if config.sigma is None and not config.no_dp:
         config = settle_noise(config)
@@ -248,6 +260,12 @@ def _task_of(
         raise InputError(
             "features and pretrained are for a network that the configuration names: leave them "
             "out, or do what they do in the network that is given."
+        )
+    given: object = model  # what comes from a notebook need not be what its type says
+    if not isinstance(given, nn.Module):
+        raise ModelError(
+            f"{getattr(given, '__name__', repr(given))} is no torch module. Give a network that is "
+            "made, such as torch.nn.Linear(64, 10)."
         )
     check_model(model, config.facts.shape, len(config.facts.classes))
     data = data or load_data(config.data, data_folder(config.data_dir), device)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from dpmac_cli.accounting import TrainingEvent, format_epsilon, total_epsilon
 from dpmac_cli.calibration import affordable_steps, calibrate_noise, check_within_reach
-from dpmac_cli.errors import BudgetError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.settings import TrainConfig
 
 
@@ -16,7 +16,12 @@ def training_event(config: TrainConfig, steps: int | None = None) -> TrainingEve
     Args:
         config: of the run.
         steps: T; None for all that the configuration asks for.
+
+    Raises:
+        InputError: there are fewer than none.
     """
+    if steps is not None and steps < 0:
+        raise InputError(f"steps must be at least 0, not {steps}.")
     return TrainingEvent(
         config.sampling_rate,
         config.sigma or 0.0,

@@ -11,7 +11,10 @@ from typing import Any
 from dpmac_cli import folder
 from dpmac_cli.accounting import TrainingEvent, total_epsilon
 from dpmac_cli.budget import training_event
+from dpmac_cli.errors import InputError
 from dpmac_cli.grid import Grid, Run
+from dpmac_cli.listing import Entry, find_runs
+from dpmac_cli.recount import events_of
 
 #: The chance of calling a difference real that is not, over a whole column.
 LEVEL = 0.05
@@ -74,6 +77,10 @@ class Comparison:
         seeds: asked for.
         bill: epsilon of all runs of the study together, at ``delta``.
         remarks: what must be said beside it.
+        study: its name, the same wherever it lies.
+        beside: other runs on the same data in the folder of its runs.
+        bill_beside: epsilon of all runs of the study and of those; ``inf`` where what they did
+            cannot be read.
     """
 
     column: str
@@ -84,6 +91,9 @@ class Comparison:
     delta: float
     bill: float
     remarks: tuple[str, ...]
+    study: str
+    beside: int
+    bill_beside: float
 
     @property
     def rows(self) -> list[tuple[str, list[Cell | None]]]:
@@ -122,7 +132,9 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     judged = _judged(cells)
     first = grid.runs[0].config
     remarks = [TEST if any(len(cell.accuracies) > 1 for cell in cells) else NO_TEST]
-    bill = total_epsilon(tuple(_events(grid.runs)), first.delta)
+    events = tuple(_events(grid.runs))
+    bill = total_epsilon(events, first.delta)
+    others = list(_beside(grid))
     return Comparison(
         grid.column,
         grid.axes,
@@ -132,6 +144,9 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
         first.delta,
         bill,
         tuple(remarks),
+        grid.name,
+        len(others),
+        _together(events, others, first.delta) if others else bill,
     )
 
 
@@ -189,6 +204,31 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     for run in runs:
         if not run.config.no_dp:
             yield training_event(run.config, run.config.total_steps)
+
+
+def _beside(grid: Grid) -> Iterator[Entry]:
+    """Other runs with a price where the study's own are kept, on data that may be the same.
+
+    That it is the same is told by its name. Of a damaged run nothing is known, so it counts.
+    """
+    first = grid.runs[0]
+    own = {run.folder.resolve() for run in grid.runs}
+    for entry in find_runs([first.folder.parent]).entries:
+        same = entry.dataset in (None, first.config.dataset_name)
+        if same and entry.private is not False and entry.folder.resolve() not in own:
+            yield entry
+
+
+def _together(events: tuple[TrainingEvent, ...], others: Iterable[Entry], delta: float) -> float:
+    """Epsilon of a study and of other runs; ``inf`` where what those did cannot be read."""
+    for entry in others:
+        try:
+            if entry.dataset is None:
+                return math.inf
+            events = (*events, *events_of(entry.folder))
+        except InputError:
+            return math.inf
+    return total_epsilon(events, delta)
 
 
 def _judged(cells: Sequence[Cell]) -> list[Cell]:

@@ -553,15 +553,18 @@ class Evaluation:
     Attributes:
         loss: mean cross entropy.
         confusion: counts, confusion[true class, predicted class], int64.
+        unanswered: counts by true class of samples for which the output holds NaN, int64; no class
+            is predicted for these, which is wrong.
     """
 
     loss: float
     confusion: Tensor
+    unanswered: Tensor
 
     @property
     def samples(self) -> int:
         """How many were scored."""
-        return int(self.confusion.sum())
+        return int(self.confusion.sum() + self.unanswered.sum())
 
     @property
     def accuracy(self) -> float:
@@ -571,7 +574,9 @@ class Evaluation:
     @property
     def per_class(self) -> list[float]:
         """Accuracy within each true class, 0 to 1; nan for a class without samples."""
-        right = self.confusion.diagonal().double() / self.confusion.sum(1).double()
+        right = (
+            self.confusion.diagonal().double() / (self.confusion.sum(1) + self.unanswered).double()
+        )
         return [float(value) for value in right]
 
 
@@ -588,15 +593,19 @@ def _logits(model: nn.Module, data: Data, split: Split) -> Iterator[tuple[Tensor
 
 def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
     """Score every sample of a split."""
-    loss, confusion = 0.0, None
+    loss, confusion, unanswered = 0.0, None, None
     for logits, labels in _logits(model, data, split):
         loss += cross_entropy(logits, labels, reduction="sum").item()
         classes = logits.shape[1]
-        cells = torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2)
-        cells = cells.view(classes, classes)
+        lost = logits.isnan().any(1)
+        cells = labels * classes + logits.argmax(1)
+        cells = torch.bincount(cells[~lost], minlength=classes**2).view(classes, classes)
+        without = torch.bincount(labels[lost], minlength=classes)
         confusion = cells if confusion is None else confusion + cells
-    assert confusion is not None, "an empty split"  # noqa: S101
-    return Evaluation(loss / len(split), confusion.cpu())
+        unanswered = without if unanswered is None else unanswered + without
+    assert confusion is not None  # noqa: S101  (a split is not empty)
+    assert unanswered is not None  # noqa: S101
+    return Evaluation(loss / len(split), confusion.cpu(), unanswered.cpu())
 
 
 def losses_of(model: nn.Module, data: Data, split: Split) -> Tensor:

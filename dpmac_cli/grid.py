@@ -71,6 +71,13 @@ class Grid:
     seeds: tuple[int, ...]
     notes: tuple[str, ...]
 
+    @property
+    def name(self) -> str:
+        """The same of the same runs, wherever they are kept."""
+        names = "\n".join(sorted(run.folder.name for run in self.runs))
+        digest = hashlib.sha256(names.encode()).hexdigest()[:12]
+        return f"{self.runs[0].config.dataset_name}-{digest}"
+
 
 def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "runs") -> Grid:
     """Turn flags and a YAML file, with lists for values, into a grid. Flags win.

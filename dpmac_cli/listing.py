@@ -1,11 +1,12 @@
 """Which runs there are and how they went, read from public files alone. Loads no torch."""
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ RUNNING, DIVERGED, CUT_OFF, DAMAGED = "running", "diverged", "cut-off", "damaged
 #: What reading a file leads to that is not as dpmac writes it.
 BROKEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 BROKEN_YAML = (OSError, yaml.YAMLError, *BROKEN)
+#: Settings that are columns of their own, or change nothing about what is computed.
+NOT_TOLD = (
+    *("dataset", "optimizer", "delta", "no-dp"),
+    *("device", "physical-batch", "compile", "diagnostics", "tensorboard", "plot"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Entry:
         accuracy: on the test set, 0 to 1.
         seeded: whether a person chose a seed; known by reports alone.
         audit: whether canaries were trained on.
+        settings: all that config.yaml keeps; empty where there is none that can be read.
     """
 
     folder: Path
@@ -53,6 +60,7 @@ class Entry:
     accuracy: float | None = None
     seeded: bool | None = None
     audit: bool | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,17 @@ def _read(where: Path, changed: float) -> Entry:
     found = _reported(where)
     if told is False or found is None:
         raise ValueError(f"{folder.REPORT} is not as it was written")
-    return Entry(where, changed=changed, **found)
+    settings: Mapping[str, Any] = {}
+    if folder.vouched(where, folder.CONFIG) is not False:
+        with contextlib.suppress(*BROKEN_YAML):
+            settings = _settings(where)
+    return Entry(where, changed=changed, settings=settings, **found)
+
+
+def _settings(where: Path) -> Mapping[str, Any]:
+    """What config.yaml keeps. Raises what is in BROKEN_YAML."""
+    text = (where / folder.CONFIG).read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
 
 
 def _reported(where: Path) -> Mapping[str, Any] | None:
@@ -172,7 +190,7 @@ def _unreported(where: Path, state: str, changed: float) -> Entry:
     """
     if folder.vouched(where, folder.CONFIG) is False:
         raise ValueError(f"{folder.CONFIG} is not as it was written")
-    settings = yaml.safe_load((where / folder.CONFIG).read_text(encoding="utf-8"))
+    settings = _settings(where)
     named = TrainConfig(dataset=str(settings["dataset"]), optimizer=str(settings["optimizer"]))
     private = not settings.get("no-dp", False)
     shown = folder.read_lines(where / folder.METRICS).records
@@ -192,7 +210,31 @@ def _unreported(where: Path, state: str, changed: float) -> Entry:
         SAMPLERS[settings["sampler"]].adjacency if private else None,
         last.get("test_accuracy"),
         audit="canaries" in settings,
+        settings=settings,
     )
+
+
+def told_apart(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Of each run the settings in which those of its data set and optimizer differ."""
+    kinds: dict[tuple[str | None, str | None], list[Entry]] = {}
+    for entry in entries:
+        if entry.settings:
+            kinds.setdefault((entry.dataset, entry.optimizer), []).append(entry)
+    varied = {kind: _varied([entry.settings for entry in of]) for kind, of in kinds.items()}
+    return [
+        {
+            name: entry.settings[name]
+            for name in varied.get((entry.dataset, entry.optimizer), ())
+            if name in entry.settings
+        }
+        for entry in entries
+    ]
+
+
+def _varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of those that differ, the order of the first that has each."""
+    names = dict.fromkeys(name for each in settings for name in each if name not in NOT_TOLD)
+    return [name for name in names if any(s.get(name) != settings[0].get(name) for s in settings)]
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

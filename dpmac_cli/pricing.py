@@ -137,7 +137,8 @@ def ask(flags: Mapping[str, str | None], found: Sequence[str] = ()) -> Question:
     facts = DATASETS.get(named)
     missing = _missing(values, solve, named=bool(named))
     if missing:
-        errors.append(f"Missing: {', '.join(missing)}.")
+        them = "it" if len(missing) == 1 else "them"
+        errors.append(f"Add {', and '.join(missing)}: without {them} there is no answer.")
     sizes = values.get("dataset-size", ())
     batches = values.get("batch-size", ())
     lengths = [(unit, count) for unit in ("epochs", "steps") for count in values.get(unit, ())]

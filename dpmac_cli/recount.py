@@ -8,7 +8,9 @@ from pathlib import Path
 
 from dpmac_cli import pricing
 from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN, TrainingEvent, total_epsilon
+from dpmac_cli.budget import training_event
 from dpmac_cli.calibration import MOST_STEPS
+from dpmac_cli.config import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import CONFIG, REPORT
 from dpmac_cli.pricing import Row
@@ -72,6 +74,19 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
         rows += [pricing.composition(row, runs) for runs in values.get("runs", ())]
     rows += [pricing.selection(row, runs) for runs in values.get("runs", ())]
     return Recount(rows, stored, total_epsilon(events, own_delta))
+
+
+def events_of(run: Path) -> tuple[TrainingEvent, ...]:
+    """What a run did with its records; all that it was to do, where no report tells.
+
+    Raises:
+        InputError: neither can be read.
+    """
+    try:
+        return _read_report(run)[0]
+    except InputError:
+        config = resolve({}, run / CONFIG).config
+        return () if config.no_dp else (training_event(config),)
 
 
 def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, float]:

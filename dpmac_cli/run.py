@@ -366,10 +366,15 @@ def _resumed(
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
     told = told and folder.reported_steps(where) >= step  # else files are yet to be written
     if config.total_steps < step or (config.total_steps == step and told and not changed):
+        reached = (
+            f"{where} is finished: it took {step} of {config.total_steps} steps."
+            if step == config.total_steps
+            else f"The run in {where} has taken {step} steps already, more than the "
+            f"{config.total_steps} asked for."
+        )
         raise InputError(
-            f"{where} is finished: it took {step} of {config.total_steps} steps. "
-            f"To train on, give more with --epochs (above {step // config.steps_per_epoch}) or "
-            f"--steps (above {step})."
+            f"{reached} To train on, give more with --epochs (above "
+            f"{step // config.steps_per_epoch}) or --steps (above {step})."
         )
     session = yield from _session(config, device, data, stop, ranks, where, base, earlier)
     _check_same(session.task, record.get("fingerprints", {}), exactly=branch is None)

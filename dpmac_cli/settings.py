@@ -261,8 +261,8 @@ class TrainConfig:
 
     canaries: int | None = _setting(
         None,
-        "Attack this run's own guarantee by so many made-up records: 1,000 or more. The model is "
-        "then for the audit only.",
+        "Attack this run's own guarantee by so many made-up records; fewer than 1,000 prove "
+        "little. The model is then for the audit only.",
         AUDIT,
         bounds=Bounds(2, 10**6),
     )

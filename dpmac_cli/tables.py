@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -24,6 +24,9 @@ def as_values(comparison: Comparison) -> dict[str, Any]:
         "column": comparison.column,
         "rows": [_row(cell) for cell in comparison.cells],
         "epsilon_of_the_study": _finite(comparison.bill),
+        "study": comparison.study,
+        "runs_beside": comparison.beside,
+        "epsilon_with_runs_beside": _finite(comparison.bill_beside),
         "remarks": [*comparison.remarks, *warnings(comparison)],
     }
 
@@ -56,20 +59,37 @@ def warnings(comparison: Comparison) -> list[str]:
         "those who do not know the seeds. Train what is to be published without one."
     )
     runs = sum(len(cell.accuracies) + len(cell.failures) for cell in comparison.cells)
+    beside = list(_beside(comparison))
     if runs < 2:
-        return [seeds]
+        return [seeds, *beside]
     bill = (
         f"An epsilon above is the price of one run fixed in advance. All {runs} runs trained on "
         "the same records: publishing what was learnt from all of them, such as which is best, "
         f"costs epsilon {format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all."
     )
     if len(comparison.cells) == 1:
-        return [seeds, bill]
+        return [seeds, bill, *beside]
     return [
         seeds,
         f"{bill} That is for runs drawn independently. Runs of the same seed share batches and "
         "noise: from two of their models the noise can be subtracted, so publish no two of them.",
+        *beside,
     ]
+
+
+def _beside(comparison: Comparison) -> Iterator[str]:
+    """What is to be said of runs that are no part of the study, and of the same records."""
+    if comparison.beside:
+        several = comparison.beside > 1
+        price = (
+            f"epsilon {format_epsilon(comparison.bill_beside)} in all, with the study's."
+            if math.isfinite(comparison.bill_beside)
+            else "how much cannot be worked out, for their files cannot be read."
+        )
+        yield (
+            f"Its folder holds {comparison.beside} more run{'s' if several else ''} on the same "
+            f"data, which cost{'' if several else 's'} privacy, too: {price}"
+        )
 
 
 def accuracy_text(cell: Cell | None, plus_minus: str = "±") -> str:

@@ -5,20 +5,21 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Event
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.multiprocessing as processes
 
 from dpmac_cli import run
-from dpmac_cli.assembly import choose_device, make_trainer
+from dpmac_cli.assembly import choose_device, make_task, make_trainer, outcome
 from dpmac_cli.checkup import usable_cores
 from dpmac_cli.data import Data, Split, load_data
-from dpmac_cli.engine import Evaluated
+from dpmac_cli.engine import Evaluated, Trainer
 from dpmac_cli.errors import DpmacError, explain_os_error
 from dpmac_cli.executors import PATIENCE, Ended, Moved, RunEvent, died
 from dpmac_cli.faults import device_lost
@@ -27,8 +28,15 @@ from dpmac_cli.places import data_folder
 from dpmac_cli.settings import TrainConfig
 from dpmac_cli.source import Source
 
-#: Steps that --dry-run times.
-TIMED_STEPS = 3
+#: Steps that --dry-run times, and seconds after which it times no more of a configuration.
+TIMED_STEPS, TIMED_SECONDS = 3, 3.0
+#: Records, with their views, that it begins with, and how many times more it takes next.
+FIRST_BATCH, GROWTH = 16, 8
+#: Settings that change nothing about how long a step takes.
+UNTIMED = (
+    *("sigma", "epsilon", "delta", "epochs", "steps", "lr", "clip_norm", "beta1", "beta2", "gamma"),
+    *("gamma_prime", "h1", "h2", "warmup_steps", "seed", "out", "compile"),
+)
 
 
 def default_jobs(device: str) -> int:
@@ -50,33 +58,76 @@ def share_data(configs: Sequence[TrainConfig]) -> dict[str | Source, Data]:
     return shared
 
 
-def seconds_a_step(grid: Grid) -> dict[int, float]:
-    """How long a step takes in each distinct configuration, by the first run that has it.
+@dataclass(frozen=True)
+class Timed:
+    """A configuration is about to be timed.
 
-    Measured in this process on one thread, as the workers work where they are one a core.
+    Attributes:
+        number: of the first run that has it. done, count: timed before, and to be timed in all.
+    """
+
+    number: int
+    done: int
+    count: int
+
+
+def step_times(grid: Grid) -> Generator[Timed, None, dict[int, float]]:
+    """How long a step takes, in seconds, by the first run of each cell.
+
+    Cells that differ by what takes no time are timed once, each in this process on one thread, as
+    the workers work where they are one a core, and without --compile, which would take long.
     """
     data = share_data([planned.config for planned in grid.runs])
+    cells: dict[Any, int] = {}
+    for number, planned in enumerate(grid.runs):
+        cells.setdefault((planned.labels, planned.column), number)
+    alike: dict[TrainConfig, list[int]] = {}
+    for number in cells.values():
+        alike.setdefault(_timed_alike(grid.runs[number].config), []).append(number)
+    seconds: dict[int, float] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found: dict[Any, int] = {}
-    for number, planned in enumerate(grid.runs):
-        found.setdefault((planned.labels, planned.column), number)
     try:
-        return {number: _step_time(grid.runs[number].config, data) for number in found.values()}
+        for done, numbers in enumerate(alike.values()):
+            yield Timed(numbers[0], done, len(alike))
+            a_step = _step_time(replace(grid.runs[numbers[0]].config, compile=False), data)
+            seconds |= dict.fromkeys(numbers, a_step)
     finally:
         torch.set_num_threads(threads)
+    return {number: seconds[number] for number in cells.values()}
+
+
+def _timed_alike(config: TrainConfig) -> TrainConfig:
+    """The same of all configurations whose steps take as long."""
+    left_out: dict[str, Any] = dict.fromkeys(UNTIMED)
+    return replace(config, **left_out)
 
 
 def _step_time(config: TrainConfig, data: Mapping[str | Source, Data]) -> float:
+    """Of a whole step or, where that would take too long, of as large a part as would not."""
     device = choose_device(config.device)
-    trainer = make_trainer(config, 1, device, data=_moved(data[config.data], device))
-    trainer.step()
-    begin = time.perf_counter()
-    for _ in range(TIMED_STEPS):
+    there = _moved(data[config.data], device)
+    views = config.augmentations or 1
+    batch = min(config.batch_size, max(1, FIRST_BATCH // views))
+    while True:
+        part = replace(config, batch_size=batch, sampler="fixed-size")
+        task = outcome(make_task(part, device, data=there, timing=True))
+        taken = _time_of(make_trainer(part, TIMED_STEPS + 1, device, task=task))
+        if batch == config.batch_size or taken * GROWTH > TIMED_SECONDS:
+            return taken * config.batch_size / batch
+        batch = min(config.batch_size, batch * GROWTH)
+
+
+def _time_of(trainer: Trainer) -> float:
+    """A step's, the first one left out where there is time for more."""
+    taken: list[float] = []
+    while len(taken) <= TIMED_STEPS and sum(taken) < TIMED_SECONDS:
+        begin = time.perf_counter()
         trainer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) / TIMED_STEPS
+        if trainer.state.theta.is_cuda:
+            torch.cuda.synchronize(trainer.state.theta.device)
+        taken.append(time.perf_counter() - begin)
+    return fmean(taken[1:] or taken)
 
 
 @dataclass

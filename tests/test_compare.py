@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dpmac_cli import run
 from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
 from dpmac_cli.compare import Cell, collect, holm, paired_p_value, standing_of
 from dpmac_cli.grid import plan
+from tests.digits_runs import digits_config, train_digits
 
 
 def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
@@ -90,6 +92,28 @@ def test_one_seed_tells_nothing() -> None:
     assert standing_of([cell(0.9), cell(0.1)]) == ["", ""]
     assert standing_of([cell(0.9, 0.91), cell(0.1)]) == ["", ""]
     assert standing_of([]) == []
+
+
+@pytest.mark.privacy
+def test_other_runs_on_the_same_data_are_counted_as_they_went(tmp_path: Path) -> None:
+    """A finished one by its report, one that was cut off in full; a baseline has no price."""
+    study = plan({"dataset": "digits", "sigma": "6", "steps": "3", "seeds": "1"}, None, tmp_path)
+    train_digits(out=tmp_path / "finished", sigma=7, steps=4)
+    train_digits(out=tmp_path / "baseline", no_dp=True)
+    cut = run.train(digits_config(out=tmp_path / "cut", sigma=8, steps=9))
+    next(event for event in cut if isinstance(event, run.Update))
+    cut.close()  # type: ignore[attr-defined]
+    found = collect(study, {})
+    rate = 128 / 1437
+    parts = ((6.0, 3 * len(study.runs)), (7.0, 4), (8.0, 9))
+    events = tuple(TrainingEvent(rate, sigma, steps) for sigma, steps in parts)
+    assert found.beside == 2
+    assert found.bill == pytest.approx(total_epsilon(events[:1], 1e-5), rel=1e-9)
+    assert found.bill_beside == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)
+    with (tmp_path / "cut" / "config.yaml").open("a") as file:
+        file.write("sigma: 100\n")
+    damaged = collect(study, {})
+    assert (damaged.beside, damaged.bill_beside) == (2, math.inf)
 
 
 @pytest.mark.privacy

@@ -78,6 +78,29 @@ def test_every_sample_is_scored(tail: int) -> None:
     assert result.loss == pytest.approx(cross_entropy(logits, data.train.labels).item())
 
 
+def test_an_output_that_is_no_number_is_wrong_and_counted_apart() -> None:
+    data, network = tiny_data(records=40), tiny_model()
+    whole = evaluate(network, data, data.train)
+    assert int(whole.unanswered.sum()) == 0
+    labels, classes = data.train.labels, len(whole.unanswered)
+
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = network(x)
+            logits[::4, 1] = torch.nan
+            return logits
+
+    result = evaluate(Broken(), data, data.train)
+    lost = torch.arange(len(labels)) % 4 == 0
+    assert torch.equal(result.unanswered, torch.bincount(labels[lost], minlength=classes))
+    assert result.samples == len(labels)
+    right = network(data.standardised(data.train.images)).argmax(1) == labels
+    assert result.accuracy == int((right & ~lost).sum()) / len(labels)
+    assert int(result.confusion.sum()) == int((~lost).sum())
+    shares = [float((right & ~lost)[labels == k].double().mean()) for k in range(classes)]
+    assert result.per_class == pytest.approx(shares)
+
+
 def test_a_class_without_samples_has_no_accuracy() -> None:
     data = tiny_data()
     keep = data.train.labels != 2

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,12 @@ def test_without_a_number_an_event_is_of_the_whole_run() -> None:
     assert training_event(config, 3).steps == 3
 
 
+@pytest.mark.privacy
+def test_a_number_of_steps_that_is_none_has_no_price() -> None:
+    with pytest.raises(InputError, match="steps must be at least 0, not -3"):
+        training_event(digits_config(), -3)
+
+
 # A network and a loop of one's own
 
 
@@ -140,6 +147,12 @@ def test_a_network_at_hand_that_mixes_samples_is_refused() -> None:
     mixing = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
     with pytest.raises(ModelError, match="BatchNorm1d, which mixes the samples"):
         make_trainer(digits_config(), model=mixing)
+
+
+@pytest.mark.parametrize("thing", [nn.Linear, net, "mlp"], ids=["a class", "a factory", "a name"])
+def test_what_is_no_network_is_refused(thing: Any) -> None:
+    with pytest.raises(ModelError, match=r"is no torch module. Give a network that is made"):
+        make_trainer(digits_config(), model=thing)
 
 
 @pytest.mark.privacy

@@ -52,18 +52,20 @@ REFUSED = [
     # Nothing to go by
     Refused("", [MISSING_SIGMA]),
     Refused("--epochs 5", [MISSING_SIGMA]),
-    Refused("--solve sigma", ["Missing: --epsilon."]),
-    Refused("--solve steps", ["Missing: --sigma, --epsilon."]),
-    Refused("--solve delta --sigma 1", ["Missing: --epsilon."]),
-    Refused("--solve batch-size --epsilon 1", ["Missing: --sigma."]),
-    Refused("--sigma 1 --dataset-size 9", ["Missing: --batch-size, --epochs or --steps."]),
-    Refused("--sigma 1 --dataset-size 9 --steps 1", ["Missing: --batch-size."]),
-    Refused("--sigma 1 --dataset-size 9 --batch-size 1", ["Missing: --epochs or --steps."]),
+    Refused("--solve sigma", ["Add --epsilon: without it there is no answer."]),
+    Refused("--solve steps", ["Add --sigma, and --epsilon: without them there is no answer."]),
+    Refused("--solve delta --sigma 1", ["Add --epsilon: without it there is no answer."]),
+    Refused("--solve batch-size --epsilon 1", ["Add --sigma: without it"]),
+    Refused(
+        "--sigma 1 --dataset-size 9", ["Add --batch-size, and --epochs or --steps: without them"]
+    ),
+    Refused("--sigma 1 --dataset-size 9 --steps 1", ["Add --batch-size: "]),
+    Refused("--sigma 1 --dataset-size 9 --batch-size 1", ["Add --epochs or --steps: without it"]),
     Refused("--dataset-size 9 --steps 1", [MISSING_SIGMA]),
-    Refused("--sigma 1 --epsilon 1 --dataset-size 9", ["Missing: --batch-size."]),
+    Refused("--sigma 1 --epsilon 1 --dataset-size 9", ["Add --batch-size: "]),
     Refused(
         "--solve batch-size --sigma 1 --epsilon 1 --dataset-size 9",
-        ["Missing: --epochs or --steps."],
+        ["Add --epochs or --steps: without it"],
     ),
     # Nothing left open
     Refused("--sigma 1 --epsilon 1 --epochs 1", ["--sigma, --epsilon and --epochs together"]),
@@ -132,7 +134,7 @@ REFUSED = [
             "--delta must be",
             "--dataset and --dataset-size",
             "--batch-size leaves nothing open",
-            "Missing: --sigma, --epsilon.",
+            "Add --sigma, and --epsilon: without them there is no answer.",
         ],
     ),
 ]

@@ -278,6 +278,13 @@ def test_a_finished_run_has_nothing_to_go_on_with() -> None:
     assert weights(first.folder) == before
 
 
+def test_fewer_steps_than_were_taken_are_refused() -> None:
+    first = finish(run.train(start(out="run"), after(15)))
+    words = r"has taken 15 steps already, more than the 2 asked for.*--steps .above 15"
+    with pytest.raises(InputError, match=words):
+        finish(run.resume(first.folder, {"steps": "2"}))
+
+
 @pytest.mark.parametrize(
     "change",
     [{"optimizer": "dp-sgd"}, {"sampler": "shuffle"}, {"epsilon": "3"}, {"no_dp": True}],

@@ -48,6 +48,9 @@ def comparison(*cells: Cell, **changes: Any) -> Comparison:
         "dataset": "mnist",
         "delta": 1e-5,
         "bill": 12.345,
+        "study": "mnist-0123456789ab",
+        "beside": 0,
+        "bill_beside": 12.345,
         "remarks": (TEST,),
     }
     return Comparison(**{**values, **changes})
@@ -102,6 +105,10 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
         assert "publish no two of them" in text  # what one seed draws for one, it draws for all
         assert "know the seeds" in text
         assert "paired t-test" in text
+    beside = as_markdown(comparison(*CELLS, beside=3, bill_beside=15.0))
+    assert "3 more runs on the same data, which cost privacy, too: epsilon 15 in all" in beside
+    unknown = as_markdown(comparison(*CELLS, beside=1, bill_beside=math.inf))
+    assert "how much cannot be worked out" in unknown
     one = comparison(cell("dp-sgd", 1.0, 0.9))
     assert "know the seeds" in as_markdown(one)
     assert "in all" not in as_markdown(one)

@@ -67,7 +67,7 @@ def account(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN]",
+            metavar="RUN",
             help="A run folder or report to price again.",
             autocompletion=run_folders,
         ),
@@ -228,7 +228,12 @@ def _as_csv(rows: Sequence[Row]) -> str:
 def _print(out: Console, rows: Sequence[Row]) -> None:
     if len(rows) == 1:
         _print_one(out, rows[0])
-        if out.is_terminal and rows[0].steps > 1 and 0 < rows[0].epsilon < math.inf:
+        if (
+            out.is_terminal
+            and console.encodable(BLOCKS, out)
+            and rows[0].steps > 1
+            and 0 < rows[0].epsilon < math.inf
+        ):
             _print_curve(out, rows[0])
     else:
         _print_table(out, rows)
@@ -329,5 +334,5 @@ def _print_curve(out: Console, row: Row) -> None:
     for line in reversed(range(CURVE_HEIGHT)):
         bars = "".join(BLOCKS[min(max(height - 8 * line, 0), 8)] for height in heights)
         label = format_epsilon(curve[-1][1]) if line == CURVE_HEIGHT - 1 else ""
-        out.print(Text.assemble(f"{label:>9} ", (bars, "cyan")))
+        out.print(Text.assemble(f"{label:>9} ", (bars, console.ATTENTION)))
     out.print(Text(f"{'':>9} 0{f'{row.steps:,} steps':>{CURVE_WIDTH - 1}}", style="dim"))

@@ -6,10 +6,11 @@ import typer
 
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, doctor, evaluate, runs, train
-from dpmac_cli.cli.command import Command
+from dpmac_cli.cli.command import Command, Group
 
 app = typer.Typer(
     name="dpmac",
+    cls=Group,
     help="Train image classifiers under differential privacy, and say what that privacy is worth.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

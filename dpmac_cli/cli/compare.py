@@ -1,7 +1,11 @@
 """dpmac compare."""
 
 import contextlib
+import hashlib
 import inspect
+import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +22,7 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
-from dpmac_cli.settings import SETTINGS
+from dpmac_cli.settings import SETTINGS, TrainConfig, flag_name
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
 
@@ -37,6 +41,8 @@ RUNS, JSON, CSV = "runs", "compare.json", "compare.csv"
 #: The folder of what jobs on a cluster print and are told; its owner's alone.
 JOBS = "jobs"
 MARKDOWN, LATEX, PLOT = "compare.md", "compare.tex", "compare.png"
+#: The folder of the tables of other studies whose runs lie in the same one.
+TABLES = "tables"
 DEFAULT_OUT = Path("runs") / "compare"
 
 
@@ -54,9 +60,10 @@ def compare(**flags: Any) -> None:
     if errors:
         raise InputError(errors)
     grid = plan(flags, file, out / RUNS)
-    console.print_notes(grid.notes)
+    if not quiet:
+        console.print_notes(grid.notes)
     if dry_run:
-        _show_plan(grid)
+        _show_plan(grid, quiet)
         return
     _check_folder(out)
     failures, interrupted = _carry_out(grid, out, choice, quiet, as_json)
@@ -76,13 +83,27 @@ def _check_folder(out: Path) -> None:
         )
 
 
-def _show_plan(grid: Grid) -> None:
+def _show_plan(grid: Grid, quiet: bool) -> None:
     """What would be run, what it would cost, and how long it would take."""
-    from dpmac_cli.cli.compare_display import print_plan  # noqa: PLC0415
-    from dpmac_cli.workers import default_jobs, seconds_a_step  # noqa: PLC0415
+    from dpmac_cli.cli.compare_display import print_plan, timed  # noqa: PLC0415
+    from dpmac_cli.workers import default_jobs, step_times  # noqa: PLC0415
 
     jobs = default_jobs(grid.runs[0].config.device)
-    print_plan(console.stdout(), grid, seconds_a_step(grid), jobs)
+    seconds = timed(step_times(grid), grid, quiet)
+    console.print_notes(_not_timed(run.config for run in grid.runs))
+    print_plan(console.stdout(), grid, seconds, jobs)
+
+
+def _not_timed(configs: Iterable[TrainConfig]) -> Iterator[str]:
+    """What the times of a plan leave out."""
+    known = list(configs)
+    if any(config.features or config.head_only for config in known):
+        yield (
+            "the times are without that of computing features, which is done once for all runs "
+            "(minutes), unless they are kept from before."
+        )
+    if any(config.compile for config in known):
+        yield "the times are without --compile, which makes steps faster."
 
 
 def _carry_out(
@@ -140,8 +161,11 @@ def _write_results(
     from dpmac_cli.compare import collect  # noqa: PLC0415
     from dpmac_cli.plots import draw_comparison  # noqa: PLC0415  (loads matplotlib)
 
-    folder.unseal(out)
     comparison = collect(grid, failures)
+    moved = _make_way(out, comparison.study)
+    if moved and not quiet:
+        console.print_notes([f"The table of another study that lay in {out} is now in {moved}."])
+    folder.unseal(out)
     document = folder.to_json(tables.as_values(comparison))
     for name, text in (
         (JSON, document),
@@ -162,6 +186,35 @@ def _write_results(
         console.print_errors([f"{run.folder.name} (seed {run.seed}): {why}"], label="failed")
 
 
+def _make_way(out: Path, study: str) -> Path | None:
+    """Move the table of another study, if one lies there, to where it is then. Raises OSError."""
+    shutil.rmtree(out / TABLES / study, ignore_errors=True)  # the one on top is newer
+    name = _named(out / JSON)
+    if name in (None, study):
+        return None
+    aside = out / TABLES / name
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for file in (JSON, CSV, MARKDOWN, LATEX, PLOT, folder.SUMS):
+        if (out / file).exists():
+            os.replace(out / file, aside / file)
+    return aside
+
+
+def _named(table: Path) -> str | None:
+    """The study of a table; of one that does not say a name of its own. None if there is none."""
+    try:
+        content = table.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        name = str(json.loads(content)["study"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        name = ""
+    plain = name and not name.startswith(".") and "/" not in name
+    return name if plain else f"unnamed-{hashlib.sha256(content).hexdigest()[:12]}"
+
+
 def command() -> Callable[..., None]:
     """The command with one flag for each studied field of TrainConfig."""
 
@@ -172,31 +225,51 @@ def command() -> Callable[..., None]:
         panel: str,
         default: Any = None,
         names: Completer | None = None,
+        metavar: str | None = None,
     ) -> Any:
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{flag_name(name)}"
         shown = typer.Option(
-            flag, help=text, rich_help_panel=panel, show_default=False, autocompletion=names
+            flag,
+            help=text,
+            rich_help_panel=panel,
+            show_default=False,
+            autocompletion=names,
+            metavar=metavar,
         )
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
         )
 
     parameters = [
-        option("config", Path | None, "YAML with the same names; flags win.", "Study"),
+        option(
+            "config",
+            Path | None,
+            "YAML with the same names; flags win.",
+            "Study",
+            metavar="PATH",
+        ),
         option(
             "optimizers",
             str | None,
             "Which, or all. [default: all]",
             "Study",
             names=one_of(("all", *OPTIMIZERS), several=True),
+            metavar="NAME,...",
         ),
         option(
             "seeds",
             str | None,
             f"How many (5), or which (3,7,8; one alone: 3,). [default: {DEFAULT_SEEDS}]",
             "Study",
+            metavar="INT,...",
         ),
-        option("jobs", int | None, "Runs at a time. [default: one a core or GPU]", "Study"),
+        option(
+            "jobs",
+            int | None,
+            "Runs at a time. [default: one a core or GPU]",
+            "Study",
+            metavar="INT",
+        ),
         option(
             "executor",
             str,
@@ -205,18 +278,21 @@ def command() -> Callable[..., None]:
             "Study",
             "local",
             one_of(EXECUTORS),
+            "NAME",
         ),
         option(
             "cluster",
             str | None,
             "Address of the Ray cluster. [default: RAY_ADDRESS, or one on this machine]",
             "Study",
+            metavar="STR",
         ),
         option(
             "slurm",
             str | None,
             "sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job.",
             "Study",
+            metavar="KEY=VALUE,...",
         ),
         option("dry_run", bool, "Show runs, prices and time, and train nothing.", "Study", False),
         *(
@@ -224,7 +300,13 @@ def command() -> Callable[..., None]:
             for name, setting in SETTINGS.items()
             if name not in (*NOT_IN_A_STUDY, "optimizer")
         ),
-        option("out", str | None, f"Folder of the study. [default: {DEFAULT_OUT}]", "Output"),
+        option(
+            "out",
+            str | None,
+            f"Folder of the study. [default: {DEFAULT_OUT}]",
+            "Output",
+            metavar="PATH",
+        ),
         option("json", bool, "Print compare.json.", "Output", False),
         option("quiet", bool, "Print nothing but errors.", "Output", False),
         option("debug", bool, "Show tracebacks.", "Output", False),

@@ -2,7 +2,9 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -14,10 +16,13 @@ from rich.text import Text
 from dpmac_cli import tables
 from dpmac_cli.accounting import format_epsilon, total_epsilon
 from dpmac_cli.budget import training_event
-from dpmac_cli.cli.console import expendable
+from dpmac_cli.cli.console import ATTENTION, expendable, spelt
 from dpmac_cli.compare import Cell, Comparison
 from dpmac_cli.executors import Moved, RunEvent
 from dpmac_cli.grid import Grid, Run
+
+if TYPE_CHECKING:
+    from dpmac_cli.workers import Timed
 
 
 class Display:
@@ -54,7 +59,7 @@ class Lines(Display):
             return
         name = _name(self._grid.runs[event.number])
         if event.again:
-            self.console.print(Text(f"{name}: {event.failure}; going on with it", style="yellow"))
+            self.console.print(Text(f"{name}: {event.failure}; going on with it", style=ATTENTION))
         elif event.failure:
             self._ended += 1
             self.console.print(Text(f"{name}: failed: {event.failure}", style="red"))
@@ -114,7 +119,7 @@ class LiveRuns(Lines):
         table = Table(box=None, pad_edge=False, show_header=False, expand=True)
         table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
         table.add_column(justify="right", no_wrap=True)
-        table.add_column(justify="right", no_wrap=True, style="green")
+        table.add_column(justify="right", no_wrap=True, style="bold")
         for number, moved in sorted(self._live.items()):
             accuracy = "" if moved.accuracy is None else f"{moved.accuracy:.2%}"
             step = f"{moved.step}/{moved.steps}"
@@ -130,14 +135,38 @@ def choose_display(grid: Grid, missing: Sequence[int], quiet: bool, json: bool) 
     return (LiveRuns if console.is_terminal else Lines)(console, grid, missing)
 
 
+def _row(run: Run) -> str:
+    return " ".join(v if k == "optimizer" else f"{k} {v}" for k, v in run.labels if v)
+
+
 def _name(run: Run) -> str:
-    labels = [v if k == "optimizer" else f"{k} {v}" for k, v in run.labels if v]
-    return f"{' '.join(labels)}  sigma {run.config.sigma:.4g}  seed {run.seed}"
+    return f"{_row(run)}  sigma {run.config.sigma:.4g}  seed {run.seed}"
+
+
+def timed(
+    times: Generator["Timed", None, dict[int, float]], grid: Grid, quiet: bool
+) -> dict[int, float]:
+    """What comes of timing configurations, each of them shown meanwhile unless quiet.
+
+    A line each; on a terminal one line, which goes when all is done.
+    """
+    out = expendable(sys.stdout)
+    with out.status("loading") if out.is_terminal and not quiet else nullcontext() as status:
+        while True:
+            try:
+                event = next(times)
+            except StopIteration as end:
+                return cast(dict[int, float], end.value)
+            text = f"timing {_row(grid.runs[event.number])} ({event.done + 1} of {event.count})"
+            if status:
+                status.update(Text(text))
+            elif not quiet:
+                out.print(Text(text))
 
 
 def print_comparison(out: Console, comparison: Comparison, where: str) -> None:
     """The table, its remarks, and where the files are."""
-    for table in _tables(comparison, out.width):
+    for table in _tables(comparison, out):
         out.print(table)
     for remark in (*comparison.remarks, *tables.warnings(comparison)):
         out.print(Text(remark, style="dim"))
@@ -148,11 +177,14 @@ def print_comparison(out: Console, comparison: Comparison, where: str) -> None:
 GAP = 2
 
 
-def _tables(comparison: Comparison, width: int) -> Iterator[Table]:
-    """The comparison in as few tables below one another as a screen so wide can show."""
+def _tables(comparison: Comparison, out: Console) -> Iterator[Table]:
+    """The comparison in as few tables below one another as a screen can show."""
     names = [Text(name) for name, _ in comparison.rows]
     columns = [
-        (f"{tables.column_title(comparison, column)}\nε {epsilon}", list(map(_cell, cells)))
+        (
+            spelt(f"{tables.column_title(comparison, column)}\nε {epsilon}", out),
+            [_cell(cell, out) for cell in cells],
+        )
         for column, epsilon, cells in zip(
             comparison.columns,
             tables.epsilons(comparison),
@@ -160,8 +192,8 @@ def _tables(comparison: Comparison, width: int) -> Iterator[Table]:
             strict=True,
         )
     ]
-    columns.append(("a run\ntakes", [Text(time) for time in tables.run_times(comparison)]))
-    left = width - max(name.cell_len for name in names)
+    columns.append(("a run\ntakes", [Text(spelt(t, out)) for t in tables.run_times(comparison)]))
+    left = out.width - max(name.cell_len for name in names)
     shown: list[tuple[str, list[Text]]] = []
     room = left
     for title, cells in columns:
@@ -184,8 +216,8 @@ def _table(names: Sequence[Text], columns: Sequence[tuple[str, Sequence[Text]]])
     return table
 
 
-def _cell(cell: Cell | None) -> Text:
-    text = tables.accuracy_text(cell)
+def _cell(cell: Cell | None, out: Console) -> Text:
+    text = spelt(tables.accuracy_text(cell), out)
     if cell is None:
         return Text(text)
     mark = " ~" if cell.standing == "tied" else ""
@@ -214,9 +246,8 @@ def print_plan(out: Console, grid: Grid, seconds: Mapping[int, float], jobs: int
         price = (
             "no privacy" if config.no_dp else format_epsilon(total_epsilon((event,), config.delta))
         )
-        labels = [v if k == "optimizer" else f"{k} {v}" for k, v in run.labels if v]
         table.add_row(
-            " ".join(labels),
+            _row(run),
             f"{run.column or 0:g}",
             price,
             f"{config.total_steps:,}",

@@ -1,13 +1,23 @@
 """What a shell offers when Tab is pressed. Loads no torch, and reads no more than names."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
 
 from dpmac_cli.cli.runs import DEFAULT_ROOT
 from dpmac_cli.folder import is_configured
 
 Completer = Callable[[str], list[str]]
+
+
+def join_values(environment: MutableMapping[str, str]) -> None:
+    """Have a value behind an equals sign completed: bash gives the sign as a word of its own."""
+    words = environment.get("COMP_WORDS", "").split("\n")
+    here = environment.get("COMP_CWORD", "")
+    if here.isdecimal():
+        before = [word for word in words[: int(here)] if word != "="]
+        environment["COMP_WORDS"] = "\n".join([*before, *words[int(here) :]])
+        environment["COMP_CWORD"] = str(len(before))
 
 
 def one_of(names: Iterable[str], *, several: bool = False) -> Completer:

@@ -8,6 +8,15 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
+from rich.theme import Theme
+
+from dpmac_cli.errors import InputError, explain_os_error
+
+#: For what should not be overlooked. In many terminals yellow, green and cyan are too faint on
+#: white, and blue is on black.
+ATTENTION = "magenta"
+#: rich's own style that is.
+THEME = Theme({"progress.remaining": "dim"})
 
 
 class _Console(Console):
@@ -73,11 +82,34 @@ def discard_output(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def print_anything() -> None:
-    """Have the standard streams escape what they cannot encode: file names may be no text."""
+#: What this command has shown on standard output by the way.
+_displays: list[Expendable] = []
+
+
+def begin() -> None:
+    """Before a command: have the standard streams escape what they cannot encode, as file names."""
+    _displays.clear()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+#: What is written for letters where a stream has none of them.
+SPELT = str.maketrans({"ε": "epsilon", "≤": "<=", "±": "+-", "–": "-"})
+
+
+def spelt(text: str, out: Console) -> str:
+    """A text with its letters spelt out, where what it is printed on cannot encode them."""
+    return text if encodable(text, out) else text.translate(SPELT)
+
+
+def encodable(text: str, out: Console) -> bool:
+    """Whether a text can be printed as it is."""
+    try:
+        text.encode(out.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def stdout() -> Console:
@@ -92,11 +124,28 @@ def stderr() -> Console:
 
 def expendable(stream: TextIO) -> Console:
     """A console for what may be lost; see :class:`Expendable`."""
-    return _console(Expendable(stream))
+    display = Expendable(stream)
+    if stream is sys.stdout:
+        _displays.append(display)
+    return _console(display)
+
+
+def check_kept() -> None:
+    """Refuse that what was to be on standard output is not, unless its reader had seen enough.
+
+    Raises:
+        InputError: it could not be written.
+    """
+    for display in _displays:
+        if display.lost and not isinstance(display.lost, BrokenPipeError):
+            raise InputError(
+                f"{explain_os_error(display.lost)} What was to be shown is lost; what was to be "
+                "written is written."
+            )
 
 
 def _console(file: TextIO | Expendable) -> Console:
-    return _Console(file=file, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
+    return _Console(file=file, theme=THEME, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
 
 
 def print_result(text: str) -> None:
@@ -115,4 +164,4 @@ def print_notes(notes: Iterable[str]) -> None:
     """What is legal but probably not meant, on stderr."""
     console = expendable(sys.stderr)
     for note in notes:
-        console.print(Text.assemble(("note: ", "yellow"), note))
+        console.print(Text.assemble(("note: ", ATTENTION), note))

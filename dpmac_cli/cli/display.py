@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli import accounting, engine, folder
-from dpmac_cli.cli.console import expendable
+from dpmac_cli.cli.console import ATTENTION, expendable, spelt
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 from dpmac_cli.feature_cache import Computing
 from dpmac_cli.report import AUDIT_RUN
@@ -56,6 +57,7 @@ class Lines(Display):
     def __init__(self, console: Console) -> None:
         self.console = console
         self._computing: str | None = None
+        self._scored: engine.Evaluation | None = None
 
     def computing(self, event: Computing) -> None:
         """What is computed, and where it is kept."""
@@ -72,6 +74,7 @@ class Lines(Display):
     def update(self, event: Update) -> None:
         """A line an evaluation."""
         if isinstance(event.event, engine.Evaluated):
+            self._scored = event.event.result
             self.console.print(_evaluated(event.event, event.epsilon))
             if event.not_private is not None:
                 self.console.print(_diagnosed(event.not_private))
@@ -80,15 +83,18 @@ class Lines(Display):
         """What is done about it."""
         self.console.print(
             f"memory ran out in step {event.step}: going on with {event.chunk} samples at a time",
-            style="yellow",
+            style=ATTENTION,
         )
 
     def stopping(self) -> None:
         """What will happen now."""
-        self.console.print("stopping after this step; once more to stop at once", style="yellow")
+        self.console.print("stopping after this step; once more to stop at once", style=ATTENTION)
 
     def finished(self, event: Finished) -> None:
         """What came of it."""
+        if self._scored is not None:
+            for doubt in doubts(self._scored):
+                self.console.print(Text(f"note: {doubt}", style="red"))
         for line in _summary(event):
             self.console.print(line)
 
@@ -103,7 +109,7 @@ class LiveBar(Lines):
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
-            TextColumn("{task.fields[accuracy]}", style="green"),
+            TextColumn("{task.fields[accuracy]}", style="bold"),
         ]
         if console.width >= WIDE:
             columns.append(TextColumn("{task.fields[speed]}", style="dim"))
@@ -167,7 +173,8 @@ class LiveBar(Lines):
         if not self._private:
             return "no privacy"
         # At most: between the schedule's points the next one's price is shown.
-        return f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+        text = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
+        return spelt(text, self.console)
 
     def _speed(self, event: Update) -> str:
         """Steps per second times the expected batch: the drawn batch size is private."""
@@ -222,13 +229,13 @@ def _heading(event: Started) -> list[Text]:
             Text(
                 f"--max-epsilon {config.max_epsilon:g} pays for {event.steps:,} of "
                 f"{config.total_steps:,} steps",
-                style="yellow",
+                style=ATTENTION,
             )
         )
     if event.done:
         how = "exactly as it would have" if event.branch is None else f"as a branch: {event.branch}"
-        lines.append(Text(f"going on after step {event.done}, {how}", style="yellow"))
-    lines += [Text(f"note: {note}", style="yellow") for note in event.notes]
+        lines.append(Text(f"going on after step {event.done}, {how}", style=ATTENTION))
+    lines += [Text(f"note: {note}", style=ATTENTION) for note in event.notes]
     if config.diagnostics:
         lines.append(Text(f"--diagnostics: {DIAGNOSTICS_WARNING}", style="bold red"))
     lines.append(Text(f"writing {event.folder}", style="dim"))
@@ -245,7 +252,7 @@ def _evaluated(event: engine.Evaluated, epsilon: float | None) -> Text:
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         price,
         "  test accuracy ",
-        (f"{event.result.accuracy:.2%}", "green"),
+        (f"{event.result.accuracy:.2%}", "bold"),
     )
 
 
@@ -267,7 +274,7 @@ def _summary(event: Finished) -> list[Text]:
     lines = [
         Text.assemble(
             "test accuracy ",
-            (f"{test['accuracy']:.2%}", "bold green"),
+            (f"{test['accuracy']:.2%}", "bold"),
             f" on {test['samples']:,} samples",
         )
     ]
@@ -283,7 +290,7 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(Text(NO_PRIVACY, style="bold red"))
     if price["seed_policy"]["given"] and price["private"]:
         lines.append(
-            Text("with --seed: no privacy against anyone who knows the seed", style="yellow")
+            Text("with --seed: no privacy against anyone who knows the seed", style=ATTENTION)
         )
     names = [folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS]
     if report["audit"]:
@@ -307,13 +314,24 @@ def _price(reported: float | None) -> str:
     return format_epsilon(math.inf if reported is None else reported)
 
 
+def doubts(result: engine.Evaluation) -> Iterator[str]:
+    """What must be said beside an accuracy."""
+    lost = int(result.unanswered.sum())
+    if lost:
+        yield (
+            f"for {lost:,} of {result.samples:,} test samples the network's output is not a number "
+            "(NaN), which counts as wrong. Look at what its forward divides by, or takes the "
+            "logarithm or the root of."
+        )
+
+
 def evaluation_table(result: engine.Evaluation, classes: list[str]) -> Table:
     """Confusion matrix with per-class accuracy: a row per true class."""
     table = Table(title="rows: true class, columns: predicted", title_justify="left")
     table.add_column("")
     for name in classes:
         table.add_column(name, justify="right")
-    table.add_column("accuracy", justify="right", style="green")
+    table.add_column("accuracy", justify="right", style="bold")
     for name, counts, accuracy in zip(
         classes, result.confusion.tolist(), result.per_class, strict=True
     ):

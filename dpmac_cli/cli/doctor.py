@@ -24,7 +24,7 @@ Exit codes: 0 done, whatever is missing, 1 a bug in dpmac, 2 usage or input.
 
 #: Each 1024 times the one before.
 SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
-MISSING = "yellow"
+MISSING = console.ATTENTION
 
 
 @explained

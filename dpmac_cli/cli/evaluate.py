@@ -77,7 +77,8 @@ def evaluate(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(rich_help_panel="Run", help="auto, cpu, cuda or cuda:N.")
+        str,
+        typer.Option(rich_help_panel="Run", metavar="STR", help="auto, cpu, cuda or cuda:N."),
     ] = "auto",
     audit: Annotated[
         bool,
@@ -117,6 +118,7 @@ def evaluate(
 
     scored = score(model, dataset, given.get("data_dir"), device, network)
     result, card = scored.result, scored.path.with_name(CARD)
+    console.print_notes(display.doubts(result))
     if plot is not None:
         _draw(scored, plot)
     if json:

@@ -36,9 +36,10 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
-        console.print_anything()
+        console.begin()
         try:
             command(*args, **kwargs)
+            console.check_kept()
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:

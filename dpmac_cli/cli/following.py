@@ -65,7 +65,12 @@ def _way_on(where: Path, change: str = "") -> str:
         f" The run that was there before is in {old} until this one has ended."
         for old in folder.replaced(where)
     )
+    step = checkpoint.last_step(where)
+    if step is None:
+        return (
+            f"The run's folder or its checkpoints are gone, so it cannot go on. Start again.{kept}"
+        )
     return (
-        f"To go on from the last checkpoint (step {checkpoint.last_step(where)}): dpmac train "
+        f"To go on from the last checkpoint (step {step}): dpmac train "
         f"--resume {where}{change}{kept}"
     )

@@ -33,7 +33,7 @@ Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 DEFAULT_ROOT = Path("runs")
 #: Where there is no report, figures are as of the last epoch that was scored.
 UNREPORTED = (RUNNING, DIVERGED, CUT_OFF)
-STYLES = {"finished": "green", RUNNING: "cyan", DIVERGED: "red", CUT_OFF: "red", DAMAGED: "red"}
+STYLES = {"finished": "", RUNNING: "bold", DIVERGED: "red", CUT_OFF: "red", DAMAGED: "red"}
 SEEDED, AUDITED = "*", "!"
 #: Units of time in seconds, the largest first.
 UNITS = (
@@ -52,7 +52,7 @@ UNLIMITED = 10_000
 def runs(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FOLDER]...", help="Where to look. [default: runs]"),
+        typer.Argument(metavar="FOLDER", help="Where to look. [default: runs]"),
     ] = None,
     sort: Annotated[
         str,
@@ -69,8 +69,8 @@ def runs(
 ) -> None:
     """Find, sort, print."""
     del debug
+    _check(folders or (), sort)
     roots = folders or [DEFAULT_ROOT]
-    _check(roots, sort)
     found = listing.find_runs(roots)
     entries = listing.ordered(found.entries, sort, reverse=reverse)
     if json:
@@ -94,6 +94,11 @@ def runs(
 
 def _check(roots: Sequence[Path], sort: str) -> None:
     errors = [f"{root} is a file. Name a folder." for root in roots if root.is_file()]
+    errors += [
+        f"{root} does not exist. Name a folder of runs, or none for {DEFAULT_ROOT}/."
+        for root in roots
+        if not root.exists()
+    ]
     if sort not in ORDERS:
         errors.append(
             f"--sort: there is no order '{sort}'.{near(sort, ORDERS)} Known: {', '.join(ORDERS)}."
@@ -123,24 +128,37 @@ def _print(out: Console, entries: Sequence[Entry], roots: Sequence[Path]) -> Non
     table.add_column("run" if root is None else f"{root}/", overflow="fold")
     table.add_column("data set", overflow="fold")
     table.add_column("optimizer", no_wrap=True)
+    varied = [
+        ", ".join(f"{name} {_short(value)}" for name, value in settings.items())
+        for settings in listing.told_apart(entries)
+    ]
     for title in ("epsilon", "accuracy"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
+    if any(varied):
+        table.add_column("settings", overflow="fold")
     now = time.time()
-    for entry in entries:
+    for entry, settings in zip(entries, varied, strict=True):
         table.add_row(
             Text(str(entry.folder if root is None else entry.folder.relative_to(root))),
             Text(entry.dataset or "-"),
             Text(entry.optimizer or "-"),
             _epsilon(entry),
             "-" if entry.accuracy is None else f"{entry.accuracy:.2%}",
-            Text(entry.state, style=STYLES.get(entry.state, "yellow")),
+            Text(entry.state, style=STYLES.get(entry.state, console.ATTENTION)),
             age(now - entry.changed),
+            *([Text(settings)] if any(varied) else []),
         )
-    out.print(table, width=None if out.is_terminal else UNLIMITED)
+    if not out.is_terminal:
+        out.width = UNLIMITED
+    out.print(table)
     for remark in _remarks(entries):
         out.print(Text(remark, style="dim"))
+
+
+def _short(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _epsilon(entry: Entry) -> Text:

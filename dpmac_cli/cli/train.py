@@ -174,10 +174,14 @@ def _help(name: str, setting: Setting) -> str:
 def command() -> Callable[..., None]:
     """The command with one flag for each field of TrainConfig."""
     config = typer.Option(
-        "--config", help="YAML with the same names; flags win.", rich_help_panel="Task"
+        "--config",
+        metavar="PATH",
+        help="YAML with the same names; flags win.",
+        rich_help_panel="Task",
     )
     resume = typer.Option(
         "--resume",
+        metavar="PATH",
         help="Go on in this run folder from its newest checkpoint: exactly if nothing is changed.",
         rich_help_panel="Task",
         autocompletion=run_folders,

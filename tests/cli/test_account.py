@@ -420,7 +420,7 @@ BAD = [
     Bad("", ["--sigma", "--epsilon"]),
     Bad("--sgima 1", ["--sgima", "--sigma"]),
     Bad("--sigma", ["--sigma"]),
-    Bad("--sigma 1 --dataset-size 40", ["Missing", "--batch-size", "--epochs or --steps"]),
+    Bad("--sigma 1 --dataset-size 40", ["Add --batch-size", "--epochs or --steps"]),
     Bad("--sigma 1 --epsilon 3 --epochs 5", ["--sigma", "--epsilon", "--epochs", "--solve delta"]),
     Bad("--solve steps --epochs 2", ["--sigma", "--epsilon", "--epochs leaves nothing open"]),
     Bad("--sigma 1 --epochs 1 --steps 1", ["--epochs and --steps contradict"]),

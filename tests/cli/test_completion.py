@@ -70,6 +70,31 @@ def runs() -> None:
     Path("other").mkdir()
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--optimizer", "=", "dp-s"], ["dp-sgd"]),
+        (["--optimizer", "="], sorted(OPTIMIZERS)),
+        (["--lr", "=", "1", "--kappa", "=", "t"], ["tracked"]),
+        (["--lr", "=", "1", "--kappa", ""], ["exact", "paper", "tracked"]),
+    ],
+    ids=" ".join,
+)
+def test_a_value_behind_an_equals_sign_is_completed(words: list[str], names: list[str]) -> None:
+    """bash hands over the sign as a word of its own, and words in lines."""
+    script = "import sys; from dpmac_cli.__main__ import main; sys.argv = ['dpmac']; main()"
+    asked_for = ["dpmac", "train", *words]
+    variables = {"COMP_WORDS": "\n".join(asked_for), "COMP_CWORD": str(len(asked_for) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**ENVIRONMENT, **variables, "_DPMAC_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(done.stdout.split()) == names
+
+
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize("command", ["eval", "account", "train --resume"])
 def test_runs_are_offered(command: str) -> None:

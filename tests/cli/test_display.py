@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dpmac_cli.cli.compare_display import LiveRuns, print_comparison
+from dpmac_cli.cli.compare_display import Lines, LiveRuns, print_comparison
 from dpmac_cli.cli.console import Expendable
 from dpmac_cli.cli.display import LiveBar
 from dpmac_cli.compare import Comparison
 from dpmac_cli.engine import Progress
-from dpmac_cli.executors import Moved
+from dpmac_cli.executors import Ended, Moved
 from dpmac_cli.grid import plan
 from dpmac_cli.run import Started, Update
 from tests.digits_runs import digits_config
@@ -92,6 +92,39 @@ def test_a_comparison_fits_the_screen_and_shows_every_cell(width: int) -> None:
     for i in range(6):
         assert f"sigma {0.5 + i / 10:g}" in text
     assert text.count("0:02") == 3
+
+
+def test_a_terminal_without_greek_is_told_in_words() -> None:
+    """Nothing is escaped, and columns stay where they are."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(width=120, file=file, force_terminal=True, color_system=None)
+    display = LiveBar(console)
+    config = digits_config(steps=9)
+    display.started(Started(config, Path("runs/some-run"), 582_346, 0, 9, cut_short=False))
+    display.update(Update(Progress(1, 0.1), epsilon=10.38, planned=10.39))
+    display.close()
+    print_comparison(console, comparison(cell("dp-sgd", 0.5, 0.5, 0.9), cell("dp-adam", 1)), "here")
+    file.seek(0)
+    said = file.read()
+    assert "epsilon <= 10.38 of 10.39" in said
+    head, row = (
+        next(line for line in said.splitlines() if words in line)
+        for words in ("epsilon 6", "70.00 +- 28.28")
+    )
+    assert head.index("epsilon 6") + 9 == row.index("70.00 +- 28.28") + 14
+    assert "\\" not in said
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
+    grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
+    console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
+    why = " ".join(f"word{i}" for i in range(60))
+    display = (LiveRuns if terminal else Lines)(console, grid, range(len(grid.runs)))
+    display.show(Ended(0, why))
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    assert f"failed: {why}" in " ".join(console.file.getvalue().split())
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -102,6 +102,23 @@ def test_a_model_that_does_not_fit_is_exit_code_4(run: Path) -> None:
     assert result.stdout == ""
 
 
+def test_an_output_that_is_no_number_is_said(tmp_path: Path) -> None:
+    """In training, at its end, and in scoring: the parameters are finite all the while."""
+    Path("net.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Root(nn.Module):\n"
+        "    def forward(self, x):\n        return torch.sqrt(-1 - x * x)\n\n\n"
+        "def Net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Root())\n"
+    )
+    own = ("--model", "net.py:Net")
+    train = dpmac("train", "--dataset", "digits", "--steps", "2", *own, "--out", "nan")
+    said = "for 360 of 360 test samples the network's output is not a number (NaN)"
+    assert (train.exit_code, train.stdout.count(said)) == (0, 1)
+    assert "test accuracy 0.00% on 360 samples" in train.stdout
+    for flags in ((), ("--json",)):
+        scored = dpmac("eval", "nan", *own, *flags)
+        assert (scored.exit_code, scored.stderr.count(f"note: {said}")) == (0, 1)
+
+
 def test_debug_shows_where_it_failed(run: Path) -> None:
     assert "Traceback" in evaluate(run, "--dataset", "mnist", "--debug").stderr
 

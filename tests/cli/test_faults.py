@@ -102,6 +102,15 @@ def test_a_full_disk_at_a_checkpoint_loses_the_steps_since_the_last(
     assert same_weights(Path("run"), whole)
 
 
+def test_a_folder_that_is_removed_leaves_nothing_to_go_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_step(4, lambda: shutil.rmtree("run"), monkeypatch)
+    said = failed(dpmac(*RUN), 2, "The run's folder or its checkpoints are gone", "Start again")
+    assert "None" not in said
+    assert "--resume" not in said
+
+
 @pytest.mark.parametrize("last", ["save_model", "build_report"])
 def test_a_full_disk_at_the_end_loses_nothing(
     last: str, whole: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,10 +2,13 @@
 
 import fcntl
 import io
+import itertools
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from dpmac_cli.cli.runs import _print, age
 from dpmac_cli.config import HEADER
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import DivergedError, InputError
+from dpmac_cli.grid import plan
 from dpmac_cli.listing import Entry
 from dpmac_cli.run import Update, finish
 from tests.digits_runs import SEED, after, contents, digits_config, train_digits
@@ -146,7 +150,7 @@ def test_bad_usage_is_told_at_once(tmp_path: Path) -> None:
     assert "there is no order 'acuracy'. Did you mean accuracy?" in result.stderr
 
 
-@pytest.mark.parametrize("args", [(), ("nowhere",), ("empty",)], ids=str)
+@pytest.mark.parametrize("args", [(), ("empty",)], ids=str)
 def test_where_there_are_none_it_says_how_to_make_one(args: tuple[str, ...]) -> None:
     Path("empty").mkdir()
     result = dpmac("runs", *args)
@@ -155,6 +159,14 @@ def test_where_there_are_none_it_says_how_to_make_one(args: tuple[str, ...]) -> 
     assert f"no runs in {(args or ('runs',))[0]} yet" in line
     assert "dpmac train --dataset digits" in line
     assert listed(*args) == []
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    Path("empty").mkdir()
+    result = dpmac("runs", "empty", "nowhere", "runs/x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    for name in ("nowhere", "runs/x"):
+        assert f"{name} does not exist. Name a folder of runs, or none for runs/." in result.stderr
 
 
 def test_the_folders_of_a_study_and_of_one_run(study: Path) -> None:
@@ -351,6 +363,47 @@ def test_it_fits_80_columns_and_loses_nothing() -> None:
 def test_names_are_whole_where_there_is_room() -> None:
     assert LONGEST.folder.name in shown([LONGEST], 120)
     assert LONGEST.folder.name in shown([LONGEST], 110).splitlines()[1]
+
+
+def test_what_varied_in_a_comparison_is_shown() -> None:
+    """Of each optimizer what its runs differ in, and of those on other data nothing."""
+    flags = {"dataset": "digits", "optimizers": "dp-sgd,dp-macadam", "kappa": "paper,tracked"}
+    more = {"sigma": "6,8", "lr": "0.01,0.5", "steps": "1", "seeds": "1", "device": "cpu"}
+    for planned in plan({**flags, **more}, None, Path("study/runs")).runs:
+        finish(run.train(planned.config))
+    lines = dpmac("runs", "study", "--sort", "name").stdout.splitlines()
+    assert "settings" in lines[0]
+    rows = [line for line in lines if "digits-dp-" in line]
+    assert len(rows) == 12
+    for sigma, lr in itertools.product(("6", "8"), ("0.01", "0.5")):
+        both = f"sigma {sigma}, lr {lr}"
+        shown_so = [row for row in rows if both in row]
+        assert sorted("kappa" in row for row in shown_so) == [False, True, True]
+        assert sum(f"{both}, kappa tracked" in row for row in shown_so) == 1
+    assert not any("model" in row or "device" in row for row in rows)
+    (first, *_) = listed("study")
+    assert first["settings"]["model"] == "mlp-small"
+
+
+def test_a_run_is_a_line_where_no_terminal_limits_it(study: Path) -> None:
+    lines = dpmac("runs", study, "--sort", "name", columns=60).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["diverged", "killed", "run-2"]
+    assert len(lines[1]) > 60
+
+
+def test_runs_that_differ_in_nothing_have_no_settings_to_show(study: Path) -> None:
+    for name in ("run-2", "run-10"):
+        shutil.copytree(study / name, Path("runs", name))
+    assert "settings" not in dpmac("runs").stdout
+
+
+def test_what_varied_fits_80_columns() -> None:
+    one, other = (replace(LONGEST, settings={"sigma": s, "ema": s}) for s in (0.98765, 0.5))
+    lines = shown([one, other], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    begin = lines[0].index("settings")
+    said = "".join(line[begin:].strip() for line in lines[1:]).replace(" ", "")
+    assert said.startswith("sigma0.98765,ema0.98765sigma0.5,ema0.5")
 
 
 def test_deltas_that_differ_are_said_to() -> None:
