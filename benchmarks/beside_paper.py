@@ -44,7 +44,8 @@ def table(comparison: dict[str, Any]) -> str:
 
 
 def _labels(row: dict[str, Any], axes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{axis} {row[axis]}" if axis != "optimizer" else row[axis] for axis in axes)
+    shown = (axis for axis in axes if row[axis])  # a setting of other optimizers is empty
+    return tuple(f"{axis} {row[axis]}" if axis != "optimizer" else row[axis] for axis in shown)
 
 
 def _cell(
