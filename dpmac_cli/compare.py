@@ -8,21 +8,31 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
+import yaml
+
 from dpmac_cli import folder
 from dpmac_cli.accounting import TrainingEvent, total_epsilon
 from dpmac_cli.budget import training_event
+from dpmac_cli.config import to_yaml
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import Grid, Run
 from dpmac_cli.listing import Entry, find_runs
 from dpmac_cli.recount import events_of
 
+#: Settings that tell no run from another.
+ASIDE = ("device", "secure", "dataset")
+#: Differences nearer to one another than rounding is are equal, and leave a t-test without spread.
+LEAST_SPREAD = 1e-9
 #: The chance of calling a difference real that is not, over a whole column.
 LEVEL = 0.05
 TEST = (
     "Bold: better than every other of its column by a paired t-test over seeds (two-sided, "
     f"{LEVEL:.0%} over the column by Holm's method). Tied with the best otherwise: ~."
 )
-NO_TEST = "Nothing is bold: with one seed there is no telling a real difference from chance."
+NO_TEST = (
+    "Nothing is bold: with fewer than two finished runs a row, there is no telling a real "
+    "difference from chance."
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,8 @@ class Comparison:
         study: its name, the same wherever it lies.
         beside: other runs on the same data in the folder of its runs.
         bill_beside: epsilon of all runs of the study and of those; ``inf`` where what they did
-            cannot be read.
+            cannot be read, or has no price together.
+        beside_plain: how many of them had no privacy, for which no epsilon holds.
     """
 
     column: str
@@ -94,6 +105,7 @@ class Comparison:
     study: str
     beside: int
     bill_beside: float
+    beside_plain: int = 0
 
     @property
     def rows(self) -> list[tuple[str, list[Cell | None]]]:
@@ -134,7 +146,8 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     remarks = [TEST if any(len(cell.accuracies) > 1 for cell in cells) else NO_TEST]
     events = tuple(_events(grid.runs))
     bill = total_epsilon(events, first.delta)
-    others = list(_beside(grid))
+    beside = list(_beside(grid))
+    others = [entry for entry in beside if entry.private is not False]
     return Comparison(
         grid.column,
         grid.axes,
@@ -145,8 +158,9 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
         bill,
         tuple(remarks),
         grid.name,
-        len(others),
+        len(beside),
         _together(events, others, first.delta) if others else bill,
+        len(beside) - len(others),
     )
 
 
@@ -157,11 +171,16 @@ def _cell(
     failures: Mapping[int, str],
 ) -> Cell:
     accuracies, seconds, histories, failed = {}, [], [], {}
+    config = runs[0][1].config
+    event = training_event(config, config.total_steps)
+    epsilon = math.inf if config.no_dp else total_epsilon((event,), config.delta)
     for number, run in runs:
         report = finished_report(run)
         if report is None:
             failed[run.seed] = failures.get(number, "not finished")
             continue
+        if not config.no_dp and (did := events_of(run.folder)) != (event,):
+            epsilon = max(epsilon, total_epsilon(did, config.delta))
         accuracies[run.seed] = float(report["test"]["accuracy"])
         seconds.append(float(report["timings"]["training_seconds"]))
         lines = folder.read_lines(run.folder / folder.METRICS).records
@@ -171,13 +190,11 @@ def _cell(
                 tuple(float(line["test_accuracy"]) for line in lines),
             )
         )
-    config = runs[0][1].config
-    event = training_event(config, config.total_steps)
     return Cell(
         labels,
         column,
         config.sigma or 0.0,
-        math.inf if config.no_dp else total_epsilon((event,), config.delta),
+        epsilon,
         accuracies,
         failed,
         fmean(seconds) if seconds else math.nan,
@@ -196,6 +213,20 @@ def finished_report(run: Run) -> dict[str, Any] | None:
     return report if report.get("state") == "finished" else None
 
 
+def was_changed(run: Run) -> bool:
+    """Whether what lies in a run's folder has settings of its own, by ``--resume`` for example."""
+    try:
+        kept = yaml.safe_load((run.folder / folder.CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # there is none, or it is damaged, which is looked after elsewhere
+    if not isinstance(kept, dict):
+        return False
+    asked = yaml.safe_load(to_yaml(run.config))
+    both = (kept.keys() & asked.keys()) - set(ASIDE)  # a version of before has fewer
+    longer = folder.reported_steps(run.folder) > run.config.total_steps
+    return longer or any(kept[name] != asked[name] for name in both)
+
+
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     """What all runs together did, those without privacy left out.
 
@@ -203,11 +234,18 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     """
     for run in runs:
         if not run.config.no_dp:
-            yield training_event(run.config, run.config.total_steps)
+            yield from _event(run)
+
+
+def _event(run: Run) -> tuple[TrainingEvent, ...]:
+    """What a run did: more than was planned, if it went on as a branch."""
+    if finished_report(run) is not None:
+        return events_of(run.folder)
+    return (training_event(run.config, run.config.total_steps),)
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:
-    """Other runs with a price where the study's own are kept, on data that may be the same.
+    """Other runs where the study's own are kept, on data that may be the same.
 
     That it is the same is told by its name. Of a damaged run nothing is known, so it counts.
     """
@@ -215,12 +253,12 @@ def _beside(grid: Grid) -> Iterator[Entry]:
     own = {run.folder.resolve() for run in grid.runs}
     for entry in find_runs([first.folder.parent]).entries:
         same = entry.dataset in (None, first.config.dataset_name)
-        if same and entry.private is not False and entry.folder.resolve() not in own:
+        if same and entry.folder.resolve() not in own:
             yield entry
 
 
 def _together(events: tuple[TrainingEvent, ...], others: Iterable[Entry], delta: float) -> float:
-    """Epsilon of a study and of other runs; ``inf`` where what those did cannot be read."""
+    """Epsilon of a study and of other runs; ``inf`` where that cannot be read, or has no price."""
     for entry in others:
         try:
             if entry.dataset is None:
@@ -228,7 +266,10 @@ def _together(events: tuple[TrainingEvent, ...], others: Iterable[Entry], delta:
             events = (*events, *events_of(entry.folder))
         except InputError:
             return math.inf
-    return total_epsilon(events, delta)
+    try:
+        return total_epsilon(events, delta)
+    except InputError:  # some were sampled under another adjacency
+        return math.inf
 
 
 def _judged(cells: Sequence[Cell]) -> list[Cell]:
@@ -263,11 +304,11 @@ def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> floa
     from scipy.stats import ttest_rel  # noqa: PLC0415  (a second to import)
 
     seeds = sorted(one.keys() & other.keys())
-    differences = [one[seed] - other[seed] for seed in seeds]
     if len(seeds) < 2:
         return 1.0
-    if len(set(differences)) == 1:  # no spread to compare to
-        return 0.0 if differences[0] else 1.0
+    differences = [one[seed] - other[seed] for seed in seeds]
+    if stdev(differences) < LEAST_SPREAD:  # accuracies are counts: equal differences are a chance
+        return 1.0
     result = ttest_rel([one[seed] for seed in seeds], [other[seed] for seed in seeds])
     return float(result.pvalue)
 

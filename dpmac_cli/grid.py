@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli import config as configuration
+from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.budget import settle_noise
 from dpmac_cli.config import near, read_lists, resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -189,10 +190,21 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         shown = tuple((flag_name(name), label) for name, label in labels.items())
         cells.setdefault((shown, getattr(config, column)), (config, shown))
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
+    errors |= dict.fromkeys(_mixed(config for config, _ in cells.values()))
     if errors:
         raise InputError(tuple(errors))
     runs = tuple(_runs(cells.values(), column, seeds, root))
     return Grid(runs, tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+
+
+def _mixed(configs: Iterable[TrainConfig]) -> Iterator[str]:
+    """Why epsilons cannot stand in one table."""
+    names = sorted({config.sampler for config in configs if not config.no_dp})
+    if len({SAMPLERS[name].adjacency for name in names}) > 1:
+        yield (
+            f"--sampler {','.join(names)}: these are priced under different adjacencies, so that "
+            "their epsilons cannot stand in one table. Make a study of each."
+        )
 
 
 def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:

@@ -26,6 +26,7 @@ def as_values(comparison: Comparison) -> dict[str, Any]:
         "epsilon_of_the_study": _finite(comparison.bill),
         "study": comparison.study,
         "runs_beside": comparison.beside,
+        "runs_beside_without_privacy": comparison.beside_plain,
         "epsilon_with_runs_beside": _finite(comparison.bill_beside),
         "remarks": [*comparison.remarks, *warnings(comparison)],
     }
@@ -52,43 +53,49 @@ def _finite(value: float) -> float | None:
 
 def warnings(comparison: Comparison) -> list[str]:
     """What an epsilon in a table is worth, and what publishing its winner costs."""
+    beside = list(_beside(comparison))
     if not math.isfinite(comparison.bill) or comparison.bill == 0:
-        return []
+        return beside
     seeds = (
         "Runs are drawn with the seeds named, to be repeatable: their epsilons hold only against "
         "those who do not know the seeds. Train what is to be published without one."
     )
-    runs = sum(len(cell.accuracies) + len(cell.failures) for cell in comparison.cells)
-    beside = list(_beside(comparison))
-    if runs < 2:
-        return [seeds, *beside]
-    bill = (
-        f"An epsilon above is the price of one run fixed in advance. All {runs} runs trained on "
-        "the same records: publishing what was learnt from all of them, such as which is best, "
-        f"costs epsilon {format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all."
+    shared = (
+        "That is for runs drawn independently. Runs of the same seed share batches and noise: from "
+        "two of their models the noise can be subtracted, so publish no two of them."
     )
-    if len(comparison.cells) == 1:
-        return [seeds, bill, *beside]
-    return [
-        seeds,
-        f"{bill} That is for runs drawn independently. Runs of the same seed share batches and "
-        "noise: from two of their models the noise can be subtracted, so publish no two of them.",
-        *beside,
-    ]
+    runs = sum(len(cell.accuracies) + len(cell.failures) for cell in comparison.cells)
+    bill = (
+        []
+        if runs < 2
+        else [
+            f"An epsilon above is the price of one run fixed in advance. The {runs} runs are on "
+            "the same records: publishing what was learnt from all of them, such as which is "
+            "best, costs epsilon "
+            f"{format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all."
+        ]
+    )
+    alone = len(comparison.cells) == 1 and not beside
+    return [seeds, *bill, *beside, *([] if alone else [shared])]
 
 
 def _beside(comparison: Comparison) -> Iterator[str]:
     """What is to be said of runs that are no part of the study, and of the same records."""
-    if comparison.beside:
-        several = comparison.beside > 1
-        price = (
-            f"epsilon {format_epsilon(comparison.bill_beside)} in all, with the study's."
-            if math.isfinite(comparison.bill_beside)
-            else "how much cannot be worked out, for their files cannot be read."
-        )
+    if not comparison.beside:
+        return
+    several = comparison.beside > 1
+    said = (
+        f"Its folder holds {comparison.beside} more run{'s' if several else ''} on data of the "
+        f"same name, which cost{'' if several else 's'} privacy, too"
+    )
+    if comparison.beside_plain:
+        yield f"{said}, {comparison.beside_plain} of them without any: no epsilon holds for all."
+    elif math.isfinite(comparison.bill_beside):
+        yield f"{said}: epsilon {format_epsilon(comparison.bill_beside)} in all, with the study's."
+    else:
         yield (
-            f"Its folder holds {comparison.beside} more run{'s' if several else ''} on the same "
-            f"data, which cost{'' if several else 's'} privacy, too: {price}"
+            f"{said}: how much cannot be worked out, for files cannot be read, or they were "
+            "sampled under another adjacency."
         )
 
 

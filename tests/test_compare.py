@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpmac_cli import run
+from dpmac_cli import compare, run
 from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
-from dpmac_cli.compare import Cell, collect, holm, paired_p_value, standing_of
+from dpmac_cli.budget import training_event
+from dpmac_cli.compare import Cell, collect, holm, paired_p_value, standing_of, was_changed
+from dpmac_cli.errors import InputError
 from dpmac_cli.grid import plan
 from tests.digits_runs import digits_config, train_digits
 
@@ -56,7 +58,8 @@ def test_the_test_is_paired_over_common_seeds() -> None:
         ([0.9], [0.8], 1.0),
         ([], [], 1.0),
         ([0.9, 0.9], [0.9, 0.9], 1.0),
-        ([0.5, 0.75], [0.25, 0.5], 0.0),
+        ([0.5, 0.75], [0.25, 0.5], 1.0),  # one sample more each time may be chance
+        ([0.95556, 0.94167], [0.95278, 0.93889], 1.0),
     ],
 )
 def test_differences_without_spread(one: list[float], other: list[float], p: float) -> None:
@@ -107,13 +110,55 @@ def test_other_runs_on_the_same_data_are_counted_as_they_went(tmp_path: Path) ->
     rate = 128 / 1437
     parts = ((6.0, 3 * len(study.runs)), (7.0, 4), (8.0, 9))
     events = tuple(TrainingEvent(rate, sigma, steps) for sigma, steps in parts)
-    assert found.beside == 2
+    assert (found.beside, found.beside_plain) == (3, 1)
     assert found.bill == pytest.approx(total_epsilon(events[:1], 1e-5), rel=1e-9)
     assert found.bill_beside == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)
     with (tmp_path / "cut" / "config.yaml").open("a") as file:
         file.write("sigma: 100\n")
     damaged = collect(study, {})
-    assert (damaged.beside, damaged.bill_beside) == (2, math.inf)
+    assert (damaged.beside, damaged.bill_beside) == (3, math.inf)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("changed", [{"sigma": "2"}, {"steps": "6"}, {"lr": "0.1"}])
+def test_a_run_that_was_gone_on_with_is_no_run_of_the_study(
+    changed: dict[str, str], tmp_path: Path
+) -> None:
+    flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "4", "seeds": "2"}
+    study = plan({**flags, "device": "cpu"}, None, tmp_path)
+    for one in study.runs:
+        list(run.train(one.config))
+    assert not any(map(was_changed, study.runs))
+    longer = {"steps": "6", **changed}
+    list(run.resume(study.runs[0].folder, longer))
+    assert [was_changed(one) for one in study.runs] == [True, False]
+
+
+@pytest.mark.privacy
+def test_a_run_that_went_on_as_a_branch_is_priced_as_it_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill and on another machine, say: the same settings, and more steps in all."""
+    flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "8", "seeds": "1"}
+    study = plan({**flags, "device": "cpu"}, None, tmp_path)
+    list(run.train(study.runs[0].config))
+    twice = (training_event(study.runs[0].config, 8),) * 2
+    monkeypatch.setattr(compare, "events_of", lambda _: twice)
+    found = collect(study, {})
+    spent = total_epsilon(twice, 1e-5)
+    assert spent > total_epsilon(twice[:1], 1e-5)
+    assert found.cells[0].epsilon == spent
+    assert found.bill == spent
+
+
+@pytest.mark.privacy
+def test_what_has_no_price_together_is_said(tmp_path: Path) -> None:
+    flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "2", "seeds": "1"}
+    train_digits(out=tmp_path / "other", sampler="fixed-size", steps=2)
+    found = collect(plan(flags, None, tmp_path), {})
+    assert (found.beside, found.bill_beside) == (1, math.inf)
+    with pytest.raises(InputError, match="different adjacencies"):
+        plan({**flags, "sampler": "poisson,fixed-size"}, None, tmp_path)
 
 
 @pytest.mark.privacy

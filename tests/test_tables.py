@@ -101,12 +101,15 @@ def test_csv_and_json_have_a_row_a_cell() -> None:
 def test_every_form_says_what_the_epsilons_are_worth() -> None:
     for text in (as_markdown(WHOLE), as_latex(WHOLE), json.dumps(as_values(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
-        assert "All 10 runs" in text
+        assert "The 10 runs are on the same records" in text
         assert "publish no two of them" in text  # what one seed draws for one, it draws for all
         assert "know the seeds" in text
         assert "paired t-test" in text
     beside = as_markdown(comparison(*CELLS, beside=3, bill_beside=15.0))
-    assert "3 more runs on the same data, which cost privacy, too: epsilon 15 in all" in beside
+    assert "3 more runs on data of the same name, which cost privacy, too: epsilon 15" in beside
+    assert "publish no two" in beside
+    plain = as_markdown(comparison(*CELLS, beside=3, bill_beside=15.0, beside_plain=2))
+    assert "2 of them without any: no epsilon holds for all" in plain
     unknown = as_markdown(comparison(*CELLS, beside=1, bill_beside=math.inf))
     assert "how much cannot be worked out" in unknown
     one = comparison(cell("dp-sgd", 1.0, 0.9))
@@ -118,6 +121,10 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     baseline = comparison(cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), bill=0.0)
     assert "seeds named" not in as_markdown(baseline)
     assert "no privacy" in as_markdown(baseline)
+    near = comparison(
+        cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), bill=0.0, beside=2, bill_beside=3.0
+    )
+    assert "2 more runs" in as_markdown(near)
 
 
 def test_a_picture_of_what_there_is(tmp_path: Path) -> None:

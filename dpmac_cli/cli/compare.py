@@ -113,6 +113,7 @@ def _carry_out(
     from dpmac_cli.cli.compare_display import choose_display  # noqa: PLC0415
     from dpmac_cli.workers import share_data  # noqa: PLC0415
 
+    _check_runs(grid)
     configs = [run.config for run in grid.runs]
     # Before anything is written: where there are no data, or no cluster, there is no study.
     data = share_data([configs[number] for number in _missing(grid)])
@@ -136,6 +137,20 @@ def _carry_out(
             if isinstance(event, Ended) and event.failure and not event.again:
                 failures[event.number] = event.failure
         return failures, stop()
+
+
+def _check_runs(grid: Grid) -> None:
+    """Refuse to count as the study's what has been gone on with in another way."""
+    from dpmac_cli.compare import was_changed  # noqa: PLC0415
+
+    errors = [
+        f"{run.folder} was gone on with by other settings, so it is no run of this study any more. "
+        "Move it out of that folder: the same command then trains it anew."
+        for run in grid.runs
+        if was_changed(run)
+    ]
+    if errors:
+        raise InputError(errors)
 
 
 def _missing(grid: Grid) -> list[int]:

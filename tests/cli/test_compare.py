@@ -259,7 +259,8 @@ def test_studies_in_one_folder_keep_each_its_table_and_say_what_all_cost(tmp_pat
     assert study["runs_beside"] == 1
     assert study["epsilon_with_runs_beside"] == pytest.approx(price, rel=1e-9)
     words = (
-        f"1 more run on the same data, which costs privacy, too: epsilon {format_epsilon(price)}"
+        "1 more run on data of the same name, which costs privacy, too: epsilon "
+        f"{format_epsilon(price)}"
     )
     assert words in result.stdout
 
