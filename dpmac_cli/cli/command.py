@@ -63,6 +63,7 @@ def _alike(parameters: list[Any]) -> list[Any]:
     """Parameters whose values are named in capitals: typer names its own kinds, <bool> too."""
     for parameter in parameters:
         if isinstance(parameter, TyperArgument):
+            # typer has no setting for this of an argument; each of ours is a path.
             parameter.display_type_rich = lambda ctx: "PATH"  # type: ignore[method-assign]
         elif getattr(parameter, "is_flag", False):
             parameter.metavar = ""
@@ -74,7 +75,7 @@ def _readable_errors() -> Iterator[None]:
     """Where usage is wrong, typer prints why."""
     try:
         yield
-    except Exception:
+    except Exception:  # of whatever kind: it goes on its way
         _readable()
         raise
 

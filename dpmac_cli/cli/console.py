@@ -145,6 +145,7 @@ def check_kept() -> None:
 
 
 def _console(file: TextIO | Expendable) -> Console:
+    # Expendable has all that rich calls of a file, and is none by its type.
     return _Console(file=file, theme=THEME, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
 
 
