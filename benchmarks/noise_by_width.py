@@ -77,8 +77,8 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     squares = []
     for form in forms:
         assert isinstance(form, OuterProducts)
-        delta = form.delta.square()
-        squares += [(delta.T @ form.a.square()).flatten(), delta.sum(0)]
+        delta = form.delta.squeeze(1).square()
+        squares += [(delta.T @ form.a.squeeze(1).square()).flatten(), delta.sum(0)]
     s = (torch.cat(squares) / RECORDS - mean.square()).clamp(min=0).sqrt()
     s.clamp_(min=FLOOR * float(s.mean()))
     return ellipsoid(torch.zeros_like(s), (s * s.sum()).sqrt())

@@ -35,6 +35,10 @@ from dpmac_cli.dp.modules import LEAST_SQUARE, StandardisedConv2d
 PIECE = 1 << 20
 #: The same elsewhere, where starting an operation takes longer than so many numbers.
 DEVICE_PIECE = 1 << 24
+#: Terms of a sum that are added up in float32 before it goes on in float64.
+ROW = 256
+#: Terms of a Linear layer's gradient up to which their pairs cost less than writing it out.
+PAIRED = 8
 #: Inputs of a convolution's output up to which unfolding the image is faster (27: half the time;
 #: 288: twice).
 UNFOLDED = 64
@@ -106,11 +110,13 @@ class PerSampleGradients(Protocol):
 
 @dataclass(frozen=True)
 class OuterProducts:
-    """g_i = delta_i a_i^T for the weight of a Linear layer and delta_i for its bias.
+    """g_i = sum_t delta_it a_it^T for the weight of a Linear layer, sum_t delta_it for its bias.
+
+    With several terms S1_i is a sum over their pairs, and S2_i over the terms.
 
     Attributes:
-        delta: gradients of the loss by the layer's outputs, shape (samples, out).
-        a: the layer's inputs, shape (samples, in).
+        delta: gradients of the loss by the layer's outputs, shape (samples, terms, out).
+        a: the layer's inputs, shape (samples, terms, in).
         bias: whether the layer has a trainable bias.
     """
 
@@ -119,45 +125,80 @@ class OuterProducts:
     bias: bool
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """S1 - 2 S2 + S3 by two matrix products, or a product of two norms for a ball."""
-        u = _roundoff(self.a.shape[1] + self.bias + self.delta.shape[1], self.a.dtype)
+        """S1 - 2 S2 + S3 by products of matrices; products of norms alone for a ball."""
         if metric.centre_inverse is None:
-            norms = vector_norm(self.delta, dim=1, dtype=torch.float64)
-            s1 = norms.square_().mul_(metric.inverse / metric.factor) * (
-                vector_norm(self.a, dim=1, dtype=torch.float64).square_() + float(self.bias)
-            )
-            return SquaredNorms(s1, u * s1)
-        a_squared, delta_squared = self.a.square(), self.delta.square()
-        s1 = self._contract(a_squared, delta_squared, metric.inverse)
-        s2 = self._contract(self.a, self.delta, metric.centre_inverse)
-        reach = s1.mul(1 + u).sqrt_() + (metric.s3 * (1 + u)).sqrt()
-        slack = reach.square_().mul_(u).add_(self._underflow(a_squared, delta_squared, metric))
-        value = s1.sub_(s2, alpha=2).add_(metric.s3)
+            return self._in_a_ball(metric.inverse / metric.factor)
+        u = _roundoff(self.a.shape[2] + self.bias + self.delta.shape[2], self.a.dtype)
+        alike, across, cross, lost = [], [], [], []
+        for t, (a, delta) in enumerate(self._terms()):
+            cross.append(self._contract(a, delta, metric.centre_inverse))
+            a_squared, delta_squared = a.square(), delta.square()
+            alike.append(self._contract(a_squared, delta_squared, metric.inverse))
+            lost.append(self._underflow(a_squared, delta_squared, metric))
+            for a_too, delta_too in self._terms()[t + 1 :]:
+                across.append(self._contract(a * a_too, delta * delta_too, metric.inverse))
+        # By Cauchy and Schwarz a pair's error is within its terms' lengths, times u.
+        reach = _total([s1.mul(1 + u).sqrt_() for s1 in alike]) + (metric.s3 * (1 + u)).sqrt()
+        slack = reach.square_().mul_(u).add_(_total(lost), alpha=len(lost))
+        value = _total(alike).sub_(_total(cross), alpha=2).add_(metric.s3)
+        if across:
+            value.add_(_total(across), alpha=2)
         return SquaredNorms(value.div_(metric.factor), slack.div_(metric.factor))
+
+    def _in_a_ball(self, inverse: Tensor) -> SquaredNorms:
+        """Norms times ``inverse``, A, which is the same for all coordinates; in float64."""
+        widths = self.a.shape[2] + self.bias + self.delta.shape[2]
+        if self.a.shape[1] == 1:
+            norms = vector_norm(self.delta, dim=(1, 2), dtype=torch.float64)
+            s1 = norms.square_().mul_(inverse) * (
+                vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
+            )
+            return SquaredNorms(s1, _roundoff(widths, self.a.dtype) * s1)
+        delta, a = self.delta.double(), self.a.double()
+        by_pair = delta @ delta.mT * (a @ a.mT + float(self.bias))
+        reach = by_pair.diagonal(dim1=1, dim2=2).sqrt().sum(1)
+        slack = reach.square_().mul_(inverse * 2 * _roundoff(widths, torch.float64))
+        return SquaredNorms(by_pair.sum((1, 2)).mul_(inverse), slack)
 
     def _underflow(self, a_squared: Tensor, delta_squared: Tensor, metric: LayerMetric) -> Tensor:
         """A bound on what S1 - 2 S2 loses where products are too small for their dtype.
 
         Each product loses at most the smallest normal number. That of a small delta and a large
-        input may matter, and then the row is done again in float64.
+        input may matter, and then the row is done again in float64. Of a pair of terms it is at
+        most the mean of theirs.
         """
-        ins, outs = self.a.shape[1] + self.bias, self.delta.shape[1]
+        ins, outs = self.a.shape[2] + self.bias, self.delta.shape[2]
         largest, tiny = metric.largest.double(), torch.finfo(self.a.dtype).tiny
         by_delta = delta_squared.sum(1).double().mul_(2 * ins * tiny * (4 + largest))
         by_a = a_squared.sum(1).double().add_(1).mul_(2 * outs * tiny * largest)
         return by_delta.add_(by_a).add_(4 * (ins + 1) * outs * tiny)
 
     def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
-        """One more matrix product: (c delta)^T a."""
-        weighted = _kept(self.delta * c.unsqueeze(1), valid)
-        weight, bias = self._views(out)
-        torch.mm(weighted.T, _kept(self.a, valid), out=weight)
+        """One more matrix product: (c delta)^T a.
+
+        Several terms may cancel within a sample, which must not grow the rounding of the others'
+        sum: they are added up in float64.
+        """
+        terms = self.a.shape[1]
+        if terms > 1:
+            delta, a, c, total = self.delta.double(), self.a.double(), c.double(), out.double()
+        else:
+            delta, a, total = self.delta, self.a, out
+        weighted = _kept((delta * c.view(-1, 1, 1)).flatten(1), valid).view(-1, delta.shape[2])
+        weight, bias = self._views(total)
+        torch.mm(weighted.T, _kept(a.flatten(1), valid).view(-1, a.shape[2]), out=weight)
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
+        if terms > 1:
+            out.copy_(total)
 
     def select(self, rows: Rows) -> "OuterProducts":
         """Some samples, in float64."""
         return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
+
+    def _terms(self) -> list[tuple[Tensor, Tensor]]:
+        """a and delta of each term, shapes (samples, in) and (samples, out)."""
+        return list(zip(self.a.unbind(1), self.delta.unbind(1), strict=True))
 
     def _contract(self, inputs: Tensor, outputs: Tensor, coefficients: Tensor) -> Tensor:
         """sum_jk outputs_ij inputs_ik coefficients_jk, the bias's input being 1; (samples,)."""
@@ -167,7 +208,7 @@ class OuterProducts:
 
     def _views(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
         """A layer's slice as weight (out, in) and bias (out,)."""
-        rows, columns = self.delta.shape[1], self.a.shape[1]
+        rows, columns = self.delta.shape[2], self.a.shape[2]
         weight = flat[: rows * columns].view(rows, columns)
         return weight, flat[rows * columns :] if self.bias else None
 
@@ -184,10 +225,12 @@ class Instantiated:
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Directly; nothing cancels."""
-        centred = self.g if metric.centre is None else self.g - metric.centre
-        value = centred.square().mul_(metric.inverse).sum(1, dtype=torch.float64)
+        if metric.centre is None:
+            value = row_sums(self.g.square().mul_(metric.inverse))
+        else:
+            value = row_sums((self.g - metric.centre).square_().mul_(metric.inverse))
         value.div_(metric.factor)
-        return SquaredNorms(value, _roundoff(0, self.g.dtype) * value)
+        return SquaredNorms(value, _roundoff(ROW, self.g.dtype) * value)
 
     def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """One matrix-vector product."""
@@ -277,6 +320,21 @@ def total_squared_norms(
     first, *rest = [
         form.squared_norms(metric) for form, metric in zip(gradients, metrics, strict=True)
     ]
+    return sum(rest, start=first)
+
+
+def row_sums(numbers: Tensor) -> Tensor:
+    """Sums of rows, float64, shape (rows,).
+
+    So many as :data:`ROW` are added up in their own dtype at first, which is much faster.
+    """
+    whole = numbers.shape[1] // ROW * ROW
+    parts = numbers[:, :whole].view(len(numbers), whole // ROW, ROW).sum(2)
+    return parts.sum(1, dtype=torch.float64).add_(numbers[:, whole:].sum(1))
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    first, *rest = parts
     return sum(rest, start=first)
 
 
@@ -477,16 +535,26 @@ def hold(layer: Layer, uses: Sequence[Use], views: int = 1) -> PerSampleGradient
         uses: each use of it in a forward pass, at least one.
         views: rows of a sample in each use, next to each other; its gradient is their sum.
     """
-    if views == len(uses) == 1 and _is_outer_product(layer, uses[0]):
-        return OuterProducts(uses[0].delta, uses[0].inputs[0], "bias" in layer.parameters)
     delta = uses[0].delta
-    numbers = len(delta) // views * (layer.stop - layer.start)
+    samples = len(delta) // views
+    numbers = samples * (layer.stop - layer.start)
+    if _are_outer_products(layer, uses):
+        delta = _by_term([use.delta for use in uses], samples)
+        a = _by_term([use.inputs[0] for use in uses], samples)
+        if a.shape[1] == 1 or (a.shape[1] <= PAIRED and numbers > _piece(delta)):
+            return OuterProducts(delta, a, "bias" in layer.parameters)
     # A convolution's are too dear to be made twice.
     if numbers > _piece(delta) and not isinstance(layer.module, nn.Conv2d):
         return InPieces(layer, tuple(uses), views)
     return Instantiated(instantiate(layer, uses, views))
 
 
-def _is_outer_product(layer: Layer, use: Use) -> bool:
+def _are_outer_products(layer: Layer, uses: Sequence[Use]) -> bool:
     linear = type(layer.module) is nn.Linear and "weight" in layer.parameters
-    return linear and _is_plain(layer, use) and use.delta.ndim == 2
+    return linear and all(_is_plain(layer, use) for use in uses)
+
+
+def _by_term(rows: Sequence[Tensor], samples: int) -> Tensor:
+    """What each use had as (samples, terms, width): a term for each use, view and position."""
+    apart = [of_use.reshape(samples, -1, of_use.shape[-1]) for of_use in rows]
+    return apart[0] if len(apart) == 1 else torch.cat(apart, 1)

@@ -15,11 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dpmac_cli.dp.fused import Norms, Terms
 from dpmac_cli.dp.gradients import (
+    ROW,
     LayerMetric,
     PerSampleGradients,
     SquaredNorms,
     Use,
     hold,
+    row_sums,
     total_squared_norms,
 )
 from dpmac_cli.dp.layers import Layer, blocks
@@ -36,8 +38,6 @@ ROOM = 4e-4
 SLACK_SHARE = 0.01
 #: Parameters of a layer from which on its metric is worth compiling.
 COMPILED = 1 << 17
-#: Terms of S3 that are added up in float32 before it goes on in float64.
-S3_ROW = 256
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32;
 #: of a chunk, its share of that.
 CANCELLATION_LIMIT = 250.0
@@ -112,14 +112,9 @@ class Metric:
 
 
 def _sum_rounded_up(terms: Tensor) -> Tensor:
-    """At least the sum of terms that are none negative; float64, shape ().
-
-    Rows are added up in their own dtype, which is much faster, and the error of that is made good.
-    """
-    whole = len(terms) // S3_ROW * S3_ROW
-    rows, rest = terms[:whole].view(-1, S3_ROW).sum(1), terms[whole:].sum()
-    total = rows.sum(dtype=torch.float64).add_(rest)
-    return total.mul_(1 + S3_ROW * torch.finfo(terms.dtype).eps)
+    """At least the sum of terms that are none negative; float64, shape ()."""
+    total = row_sums(terms.unsqueeze(0)).squeeze(0)
+    return total.mul_(1 + ROW * torch.finfo(terms.dtype).eps)
 
 
 class _Started(torch.autograd.Function):

@@ -374,10 +374,29 @@ def views_of(net: Net, views: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*NETS, *AGAIN])
 def test_views_and_uses_match_the_oracle(name: str, kind: str, views: int) -> None:
+    assert_viewed_matches_oracle(name, kind, views)
+
+
+def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
     net = {**NETS, **AGAIN}[name]
     x, y = views_of(net, views)
     x = x.double() if x.is_floating_point() else x
     assert_matches_oracle(prepare(net.build().double(), views=views), x, y, kind)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice"])
+def test_pairs_of_terms_match_the_oracle(
+    name: str, kind: str, views: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 0)
+    monkeypatch.setattr("dpmac_cli.dp.gradients.PAIRED", 100)
+    net = {**NETS, **AGAIN}[name]
+    [form, *_] = prepare(net.build(), views=views).forms(*views_of(net, views))
+    assert isinstance(form, OuterProducts)
+    assert_viewed_matches_oracle(name, kind, views)
 
 
 @pytest.mark.privacy
@@ -622,7 +641,8 @@ def forms_with(a: Tensor, delta: Tensor) -> list[PerSampleGradients]:
     linear = nn.Linear(a.shape[1], delta.shape[1])
     [layer] = find_layers(linear)
     g = torch.cat([(delta.unsqueeze(2) * a.unsqueeze(1)).flatten(1), delta], 1)
-    return [OuterProducts(delta, a, True), Instantiated(g), InPieces(layer, (Use((a,), delta),))]
+    outer = OuterProducts(delta.unsqueeze(1), a.unsqueeze(1), True)
+    return [outer, Instantiated(g), InPieces(layer, (Use((a,), delta),))]
 
 
 @pytest.mark.privacy
@@ -673,6 +693,7 @@ def test_pieces_add_up_to_the_whole(
     subject, (x, y) = prepare(net.build().double(), views=views), views_of(net, views)
     x = x.double()
     monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", rows * 30)
+    monkeypatch.setattr("dpmac_cli.dp.gradients.PAIRED", 1)
     [number, *_] = (n for n, f in enumerate(subject.forms(x, y)) if isinstance(f, InPieces))
     for kind in KINDS:
         assert_matches_oracle(subject, x, y, kind)
@@ -699,11 +720,16 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+@pytest.mark.parametrize("views", [1, 2])
 @pytest.mark.parametrize("ratio", [0.0, 1.0, 1000.0])
-def test_linear_layers_never_form_per_sample_gradients(ratio: float) -> None:
+def test_linear_layers_never_form_per_sample_gradients(
+    ratio: float, views: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 1000)
     samples = 64
-    subject = prepare(nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 10)))
-    x, y = torch.randn(samples, 100), torch.randint(10, (samples,))
+    subject = prepare(nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 10)), views=views)
+    shape = (samples, 100) if views == 1 else (samples, views, 100)
+    x, y = torch.randn(shape), torch.randint(10, (samples,))
     m = torch.randn_like(subject.theta)
     region = (
         ellipsoid(m, torch.ones_like(m) * m.norm() / ratio) if ratio else ball(1.0, subject.theta)
@@ -715,6 +741,7 @@ def test_linear_layers_never_form_per_sample_gradients(ratio: float) -> None:
 
 def test_few_samples_are_written_out_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 2 * 8080)
+    monkeypatch.setattr("dpmac_cli.dp.gradients.PAIRED", 3)
     subject = prepare(nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 10)), views=4)
     x, y = torch.randn(16, 4, 100), torch.randint(10, (16,))
     with Largest() as largest:

@@ -190,7 +190,7 @@ def test_the_slack_grows_with_the_layer() -> None:
     a, delta = torch.randn(2, 1000), torch.randn(2, 10)
     layer = find_layers(nn.Linear(1000, 10, bias=False))[0]
     m = torch.randn(10_000)
-    squared = OuterProducts(delta, a, False).squared_norms(
+    squared = OuterProducts(delta.unsqueeze(1), a.unsqueeze(1), False).squared_norms(
         Metric(ellipsoid(m, torch.ones_like(m))).of(layer)
     )
     s1 = delta.double().square().sum(1) * a.double().square().sum(1)
@@ -237,19 +237,25 @@ class Bag(nn.Module):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("form", ["whole", "pieces", "pairs"])
+@pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
 @pytest.mark.parametrize("over", ["positions", "uses", "views"])
 def test_terms_that_cancel_cannot_lift_a_sample_above_one(
-    over: str, pieces: bool, monkeypatch: pytest.MonkeyPatch
+    over: str, kind: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    if pieces:
+    if form != "whole":
         monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 1)
+    if form == "pairs":
+        monkeypatch.setattr("dpmac_cli.dp.gradients.PAIRED", 100)
     linear = nn.Linear(8, 10, bias=False)
     model = linear if over == "views" else Bag(together=over == "positions")
     subject = prepare(model, views=100 if over == "views" else 1)
     subject.theta.zero_()
     region = ball(1e-3, subject.theta)
+    if kind == "ellipsoid":
+        m = 1e-3 * torch.randn(len(subject.theta))
+        region = ellipsoid(m, 1e-3 * torch.exp(torch.randn(len(m))))
     worst = 0.0
     for _ in range(10):
         half = 1e4 * torch.randn(1, 50, 8)
@@ -257,6 +263,40 @@ def test_terms_that_cancel_cannot_lift_a_sample_above_one(
         total = subject.add(x, torch.zeros(1, dtype=torch.long), region)
         worst = max(worst, float((total / region.scale).double().norm()))
     assert worst <= 1
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("spread", [0.0, 1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
+def test_the_slack_of_pairs_of_terms_is_a_bound(kind: str, spread: float) -> None:
+    torch.manual_seed(0)
+    delta, a = torch.randn(20, 5, 10), torch.randn(20, 5, 300)
+    a[:, 1] = -a[:, 0] + spread * a[:, 1]
+    a[:, 3] = -a[:, 2] + spread * a[:, 3]
+    delta = delta[:, :1] * torch.tensor([1.0, 1.0, 1.0, 1.0, spread]).view(1, 5, 1)
+    [layer] = find_layers(nn.Linear(300, 10))
+    region = ball(1.0, torch.zeros(3010))
+    if kind == "ellipsoid":
+        region = ellipsoid(torch.randn(3010), torch.exp(torch.randn(3010)))
+    metric = Metric(region).of(layer)
+    found = OuterProducts(delta, a, True).squared_norms(metric)
+    g = torch.cat([(delta.double().mT @ a.double()).flatten(1), delta.double().sum(1)], 1)
+    exact = whiten(g, region).square().sum(1)
+    assert ((found.value - exact).abs() <= found.slack + 1e-12 * exact).all()
+
+
+@pytest.mark.privacy
+def test_terms_that_cancel_do_not_grow_the_rounding_of_the_sum() -> None:
+    """Which is of all samples: one more of another kind would round them all anew."""
+    torch.manual_seed(0)
+    delta, a = torch.randn(512, 1, 4).expand(-1, 2, -1), torch.randn(512, 2, 6)
+    a[:, 1] = 1e-2 * a[:, 1] - a[:, 0]
+    linear = OuterProducts(delta, a, False)
+    c, total = torch.ones(512), torch.empty(24)
+    linear.weighted_sum(c, None, total)
+    exact = torch.empty(24, dtype=torch.float64)
+    linear.select(slice(None)).weighted_sum(c.double(), None, exact)
+    torch.testing.assert_close(total, exact.float(), rtol=2**-23, atol=0)
 
 
 class Twice(nn.Module):
@@ -314,7 +354,7 @@ def test_squares_that_underflow_are_not_free(kind: str, delta: float, a: float) 
     layer = find_layers(nn.Linear(1, 1, bias=False))[0]
     small = torch.full((1,), 1e-6)
     region = ball(1e-6, small) if kind == "ball" else ellipsoid(torch.zeros(1), small)
-    pair = OuterProducts(torch.full((1, 1), delta), torch.full((1, 1), a), False)
+    pair = OuterProducts(torch.full((1, 1, 1), delta), torch.full((1, 1, 1), a), False)
     c, _ = clip_weights(pair.squared_norms(Metric(region).of(layer)))
     assert float(c) * delta * a / 1e-6 <= 1
 
