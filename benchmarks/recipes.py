@@ -37,6 +37,8 @@ STUDIES: dict[str, tuple[str, dict[str, str]]] = {
             "and twice the rate": "--epochs 10 --batch-size 1024 --lr 0.002",
             "two views": "--augmentations 2",
             "four views": "--augmentations 4",
+            "two views, mirrored alone": "--augmentations 2 --augment flip",
+            "warm-up": "--warmup-steps 100",
             "four times the epochs and batch": "--epochs 20 --batch-size 2048 --lr 0.002",
         },
     ),

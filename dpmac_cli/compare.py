@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -30,8 +31,8 @@ TEST = (
     f"{LEVEL:.0%} over the column by Holm's method). Tied with the best otherwise: ~."
 )
 NO_TEST = (
-    "Nothing is bold: with fewer than two finished runs a row, there is no telling a real "
-    "difference from chance."
+    "Nothing is marked as best: with fewer than two finished runs a row, there is no telling a "
+    "real difference from chance."
 )
 
 
@@ -143,7 +144,7 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
         cells.append(_cell(labels, column, list(group), failures))
     judged = _judged(cells)
     first = grid.runs[0].config
-    remarks = [TEST if any(len(cell.accuracies) > 1 for cell in cells) else NO_TEST]
+    remarks = [*_about_the_test(cells)]
     events = tuple(_events(grid.runs))
     bill = total_epsilon(events, first.delta)
     beside = list(_beside(grid))
@@ -162,6 +163,16 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
         _together(events, others, first.delta) if others else bill,
         len(beside) - len(others),
     )
+
+
+def _about_the_test(cells: Sequence[Cell]) -> Iterator[str]:
+    """How rows were told apart, where there are several in a column."""
+    rivals = Counter(cell.column for cell in cells)
+    tested = Counter(cell.column for cell in cells if len(cell.accuracies) > 1)
+    if max(tested.values(), default=0) > 1:
+        yield TEST
+    elif max(rivals.values()) > 1:
+        yield NO_TEST
 
 
 def _cell(

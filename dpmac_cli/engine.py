@@ -33,7 +33,7 @@ from dpmac_cli.dp.optimizers import Optimizer
 from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
 from dpmac_cli.dp.rules import Adam, AdamBC, Rule, WithDecay, sgd
 from dpmac_cli.errors import DivergedError, ModelError, RunError
-from dpmac_cli.faults import out_of_memory
+from dpmac_cli.faults import out_of_memory, run_forward
 from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.noise import NoiseSource
 from dpmac_cli.ranks import Ranks
@@ -587,7 +587,7 @@ def _logits(model: nn.Module, data: Data, split: Split) -> Iterator[tuple[Tensor
     model.eval()
     for begin in range(0, len(split), EVALUATION_BATCH):
         part = slice(begin, begin + EVALUATION_BATCH)
-        yield model(data.standardised(split.images[part])), split.labels[part]
+        yield run_forward(model, data.standardised(split.images[part])), split.labels[part]
     model.train(training)
 
 

@@ -47,6 +47,11 @@ class DivergedError(RunError):
         )
 
 
+def as_sentence(text: str) -> str:
+    """A text with a stop behind it, if it has none."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 #: What mends a file system that refuses a file, by the system's number for why.
 _CURES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space."),

@@ -13,6 +13,7 @@ from torch import nn
 
 from dpmac_cli.catalog import Dataset
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.faults import what_failed
 
 
 def is_factory(name: str) -> bool:
@@ -35,15 +36,15 @@ def build(spec: str, dataset: Dataset) -> nn.Module:
     arguments = _arguments(factory, dataset)
     try:
         model = factory(*arguments)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         called = "(shape, classes)" if arguments else "()"
         raise ModelError(
-            f"--model {spec}: the factory, called with {called}, raised "
-            f"{type(failure).__name__}: {failure}"
+            f"--model {spec}: the factory, called with {called}, failed: {what_failed(failure)}"
         ) from failure
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"--model {spec}: the factory gave a {type(model).__name__}, not a torch.nn.Module."
+            f"--model {spec}: the factory gave no torch.nn.Module, but a value of type "
+            f"{type(model).__name__}."
         )
     return model
 
@@ -109,9 +110,9 @@ def _module(spec: str, place: str) -> Any:
         described.loader.exec_module(module)
     except InputError:
         raise
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         raise InputError(
-            f"--model {spec}: {place} cannot be imported ({type(failure).__name__}: {failure})."
+            f"--model {spec}: {place} cannot be imported: {what_failed(failure)}"
         ) from failure
     return module
 

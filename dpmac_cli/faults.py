@@ -1,11 +1,16 @@
-"""What torch raises when a machine fails, told apart from bugs."""
+"""What torch raises when a machine or a network of a person's own fails, told apart from bugs."""
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 
 import torch
+from torch import Tensor, nn
 
-from dpmac_cli.errors import RunError
+import dpmac_cli
+from dpmac_cli.errors import DpmacError, ModelError, RunError, as_sentence
 
 #: What the exceptions say that have no class of their own.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -24,6 +29,46 @@ def device_lost(failure: BaseException) -> bool:
 
 def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
     return isinstance(failure, RuntimeError) and any(word in str(failure) for word in words)
+
+
+def run_forward(model: nn.Module, x: Tensor) -> Tensor:
+    """What a network makes of a batch.
+
+    Raises:
+        ModelError: its code failed. What that said may be of private records, how many samples
+            were drawn is no public number, and both are left out.
+    """
+    try:
+        logits: Tensor = model(x)
+    except (DpmacError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except (Exception, SystemExit) as failure:
+        if out_of_memory(failure) or device_lost(failure):
+            raise
+        raise ModelError(
+            f"The network failed on samples of shape {tuple(x.shape[1:])}: "
+            f"{type(failure).__name__}{_place(failure)}. What it says may be of private records: "
+            "see it with --debug."
+        ) from failure
+    return logits
+
+
+def what_failed(failure: BaseException) -> str:
+    """What was raised, where, and what it said, as a sentence."""
+    first, *_ = str(failure).splitlines() or [""]
+    return as_sentence(f"{type(failure).__name__}{_place(failure)}{': ' if first else ''}{first}")
+
+
+def _place(failure: BaseException) -> str:
+    """The line that failed, not of torch and not of ours, such as " at net.py, line 3"."""
+    others = [Path(package.__path__[0]) for package in (torch, importlib, dpmac_cli)]
+    lines = [
+        f" at {Path(frame.filename).name}, line {frame.lineno}"
+        for frame in extract_tb(failure.__traceback__)
+        if not frame.filename.startswith("<")
+        and not any(folder in Path(frame.filename).parents for folder in others)
+    ]
+    return lines[-1] if lines else ""
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dpmac_cli import factories
 from dpmac_cli.architectures import resnet18, wide_resnet
 from dpmac_cli.catalog import Dataset, Features
 from dpmac_cli.errors import ModelError
+from dpmac_cli.faults import what_failed
 from dpmac_cli.features import scattered
 
 LOGITS = "The logits"
@@ -169,8 +170,9 @@ def _check_behaviour(model: nn.Module, shape: tuple[int, ...], classes: int) -> 
     again = _watch(model, x)
     if again.keys() == seen.keys() and not all(_close(again[name], seen[name]) for name in seen):
         raise ModelError(
-            "The model gives another output for the same batch: it draws at random where a record "
-            "more would move the draws of others. Draw by nn.Dropout layers, which are dealt with."
+            "The model gives another output for the same batch. If it draws at random, a record "
+            "more would move the draws of others: draw by nn.Dropout layers, which are dealt with. "
+            "If it keeps something of what it has seen, that is of private records: keep nothing."
         )
     for name, rows in seen.items():
         if rows.ndim == 0 or len(rows) != len(x):
@@ -217,10 +219,9 @@ def _first_look(model: nn.Module, x: Tensor, classes: int) -> dict[str, Tensor]:
     batch = f"{len(x)} samples of shape {tuple(x.shape[1:])}"
     try:
         seen = _watch(model, x)
-    except Exception as failure:
-        first, *_ = str(failure).splitlines() or [""]
+    except (Exception, SystemExit) as failure:
         raise ModelError(
-            f"The model, given {batch} in float64, raised {type(failure).__name__}: {first} It "
+            f"The model, given {batch} in float64, failed: {what_failed(failure)} It "
             "must take any number of such samples; what it makes by itself takes its dtype and "
             "device from them (x.new_zeros)."
         ) from failure

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ SUFFIXES = (".png", ".svg")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = len(COLOURS) * len(DASHES)
+#: Of a legend's line.
+LETTERS = 150
 #: Of a confusion matrix: classes with counts in the cells, with each name beside its row, and
 #: letters of a name.
 MOST_COUNTS, MOST_NAMES, LONGEST = 20, 150, 28
@@ -121,33 +123,71 @@ def draw_comparison(comparison: "Comparison", path: Path) -> bool:
     if not rows or len(rows) > MOST_LINES:
         return False
     figure, (by_epsilon, by_step) = new_figure(2)
+    alone = len(comparison.columns) == 1  # its points are drawn beside one another
     for number, (name, cells) in enumerate(rows):
         style = line_style(number)
-        priced = [cell for cell in cells if math.isfinite(cell.epsilon)]
-        if priced:
-            epsilons, means = [c.epsilon for c in priced], [100 * c.mean for c in priced]
-            spreads = [100 * (c.std or 0.0) for c in priced]
-            by_epsilon.plot(epsilons, means, marker="o", markersize=3.5, label=name, **style)
-            low = [m - s for m, s in zip(means, spreads, strict=True)]
-            high = [m + s for m, s in zip(means, spreads, strict=True)]
-            by_epsilon.fill_between(epsilons, low, high, color=style["color"], alpha=0.15, lw=0)
+        priced = [cell for cell in cells if alone or math.isfinite(cell.epsilon)]
+        means, spreads = _percent(c.mean for c in priced), _percent(c.std for c in priced)
+        if alone:
+            look = {"color": style["color"], "marker": "o", "markersize": 3.5, "linewidth": 1}
+            by_epsilon.errorbar([number] * len(priced), means, spreads, capsize=3, **look)
+        else:
+            epsilons = [c.epsilon for c in priced]
+            by_epsilon.plot(epsilons, means, marker="o", markersize=3.5, **style)
+            _draw_band(by_epsilon, epsilons, means, spreads, style["color"])
         # One column is enough to see how they learn: the one with the least noise.
-        shown = min(cells, key=lambda cell: cell.sigma)
-        steps, means, spreads = _curve(shown)
+        steps, means, spreads = _curve(min(cells, key=lambda cell: cell.sigma))
         by_step.plot(steps, means, label=name, **style)
-        low = [m - s for m, s in zip(means, spreads, strict=True)]
-        high = [m + s for m, s in zip(means, spreads, strict=True)]
-        by_step.fill_between(steps, low, high, color=style["color"], alpha=0.15, lw=0)
+        _draw_band(by_step, steps, means, spreads, style["color"])
     by_epsilon.set(xlabel=f"epsilon at delta {comparison.delta:g}", ylabel="test accuracy, %")
+    if alone:
+        epsilon = comparison.epsilon_of(comparison.columns[0])
+        price = f"at epsilon {format_epsilon(epsilon)}, delta {comparison.delta:g}"
+        by_epsilon.set(xlabel=price if math.isfinite(epsilon) else "no privacy")
+        by_epsilon.set_xticks([])
+        by_epsilon.margins(x=0.5 / len(rows))
     least = min(cell.sigma for cell in comparison.cells)
     by_step.set(xlabel=f"step, at sigma {least:.4g}", ylabel="test accuracy, %")
-    by_step.legend(frameon=False, fontsize="small")
+    _add_legend(figure, by_step)
     seeds = len(comparison.seeds)
     figure.suptitle(
         f"{comparison.dataset}, mean and standard deviation of {seeds} seeds", fontsize="medium"
     )
     _write(figure, path)
     return True
+
+
+def _percent(shares: Iterable[float | None]) -> list[float]:
+    return [100 * (share or 0.0) for share in shares]
+
+
+def _draw_band(
+    axes: "Axes",
+    x: Sequence[float],
+    middle: Sequence[float],
+    half: Sequence[float],
+    colour: str,
+) -> None:
+    """A band about a line."""
+    low = [m - h for m, h in zip(middle, half, strict=True)]
+    high = [m + h for m, h in zip(middle, half, strict=True)]
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+
+
+def _add_legend(figure: "Figure", axes: "Axes") -> None:
+    """What the lines of a panel are, below all panels, in room of its own."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = max(1, min(len(labels), LETTERS // (max(map(len, labels)) + 8)))
+    lines = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * lines)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=columns,
+        fontsize="small",
+        frameon=False,
+    )
 
 
 def draw_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:

@@ -65,13 +65,15 @@ def warnings(comparison: Comparison) -> list[str]:
         "two of their models the noise can be subtracted, so publish no two of them."
     )
     runs = sum(len(cell.accuracies) + len(cell.failures) for cell in comparison.cells)
+    open_ends = sum(len(cell.failures) for cell in comparison.cells)
+    counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
     bill = (
         []
         if runs < 2
         else [
-            f"An epsilon above is the price of one run fixed in advance. The {runs} runs are on "
-            "the same records: publishing what was learnt from all of them, such as which is "
-            "best, costs epsilon "
+            "An epsilon above is the price of one run fixed in advance. "
+            f"The {runs} runs{counted} are on the same records: publishing what was learnt from "
+            "all of them, such as which is best, costs epsilon "
             f"{format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all."
         ]
     )
@@ -130,7 +132,9 @@ def run_times(comparison: Comparison) -> list[str]:
 
 
 def clock(seconds: float) -> str:
-    """Such as 1:05:09 or 0:12."""
+    """Such as 1:05:09, 0:12 or <0:01."""
+    if 0 < seconds < 0.5:
+        return "<0:01"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -22,7 +22,7 @@ from dpmac_cli.data import Data, Split, load_data
 from dpmac_cli.engine import Evaluated, Trainer
 from dpmac_cli.errors import DpmacError, explain_os_error
 from dpmac_cli.executors import PATIENCE, Ended, Moved, RunEvent, died
-from dpmac_cli.faults import device_lost
+from dpmac_cli.faults import device_lost, what_failed
 from dpmac_cli.grid import Grid
 from dpmac_cli.places import data_folder
 from dpmac_cli.settings import TrainConfig
@@ -297,7 +297,7 @@ def carry_out(
     except OSError as problem:
         failure = explain_os_error(problem)
     except Exception as problem:  # noqa: BLE001  (whatever it is, the others go on)
-        failure = f"{type(problem).__name__}: {problem}"
+        failure = f"a bug in dpmac, {what_failed(problem)} dpmac train --debug shows all of it."
     yield Ended(number, failure, broken=broken)
 
 

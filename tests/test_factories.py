@@ -42,6 +42,9 @@ def broken(shape, classes):
 def wrong():
     return 3
 
+def leaves():
+    raise SystemExit(0)
+
 table = {}
 _hidden = plain
 """
@@ -87,8 +90,13 @@ def test_batch_norm_is_refused_with_the_remedy(own: Path) -> None:
     [
         ("missing", InputError, "has no 'missing' that can be called. There are: Settings, Net"),
         ("table", InputError, "has no 'table' that can be called"),
-        ("broken", ModelError, "called with (shape, classes), raised KeyError: 'no weights'"),
-        ("wrong", ModelError, "gave a int, not a torch.nn.Module"),
+        (
+            "broken",
+            ModelError,
+            "called with (shape, classes), failed: KeyError at own_net.py, line 25: 'no weights'.",
+        ),
+        ("leaves", ModelError, "called with (), failed: SystemExit at own_net.py, line 31: 0."),
+        ("wrong", ModelError, "gave no torch.nn.Module, but a value of type int"),
     ],
 )
 def test_factories_that_make_no_model(
@@ -103,7 +111,10 @@ def test_factories_that_make_no_model(
     ("spec", "message"),
     [
         ("nowhere.py:net", "there is no file nowhere.py"),
-        ("no_such_package.net:make", "cannot be imported (ModuleNotFoundError"),
+        (
+            "no_such_package.net:make",
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'.",
+        ),
     ],
 )
 def test_places_that_cannot_be_imported(spec: str, message: str) -> None:
@@ -116,7 +127,21 @@ def test_a_file_that_fails(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0")
     kind, said = failure(f"{tmp_path / 'bad.py'}:net")
     assert kind is InputError
-    assert "ZeroDivisionError: division by zero" in said
+    assert "ZeroDivisionError at bad.py, line 1: division by zero." in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys\nsys.exit()", "SystemExit at bad.py, line 2."),
+        ("def net(:", "SyntaxError: invalid syntax (bad.py, line 1)."),
+    ],
+)
+def test_a_file_that_is_no_module(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    kind, said = failure(f"{tmp_path / 'bad.py'}:net")
+    assert kind is InputError
+    assert message in said
 
 
 def test_batch_norm_becomes_group_norm_wherever_it_is() -> None:

@@ -1,5 +1,6 @@
 """Named models, and the door that models which mix samples do not pass."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,18 @@ def test_draws_that_are_not_a_dropout_layers_are_refused(draw: Callable[[Tensor]
 
 
 @pytest.mark.privacy
+def test_a_network_that_remembers_is_refused() -> None:
+    kept: list[Tensor] = []
+
+    def remember(x: Tensor) -> Tensor:
+        kept.append(x.mean((2, 3), keepdim=True)[:1])
+        return x + len(kept)
+
+    with pytest.raises(ModelError, match="keeps something of what it has seen"):
+        check_model(classifier(Through(remember)), IMAGE, 3)
+
+
+@pytest.mark.privacy
 def test_a_buffer_that_a_forward_pass_moves_is_named() -> None:
     spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))
     with pytest.raises(ModelError, match=r"changes the buffer 1\.parametrizations"):
@@ -222,9 +235,11 @@ def _raises(x: Tensor) -> Tensor:
     [
         (
             _raises,
-            r"given 5 samples of shape \(4, 6, 6\) in float64, raised ValueError: cannot take",
+            r"given 5 samples of shape \(4, 6, 6\) in float64, failed: ValueError at "
+            r"test_models\.py, line \d+: cannot take 4 dimensions\. It must take",
         ),
-        (lambda x: x + torch.zeros(7, dtype=torch.float64), "raised RuntimeError"),
+        (lambda x: x + torch.zeros(7, dtype=torch.float64), "failed: RuntimeError at test_models"),
+        (lambda x: sys.exit(0), "failed: SystemExit at test_models"),
         (lambda x: x.matmul(torch.zeros(6, 6)), "takes its dtype and device from them"),
     ],
 )

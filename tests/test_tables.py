@@ -101,10 +101,13 @@ def test_csv_and_json_have_a_row_a_cell() -> None:
 def test_every_form_says_what_the_epsilons_are_worth() -> None:
     for text in (as_markdown(WHOLE), as_latex(WHOLE), json.dumps(as_values(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
-        assert "The 10 runs are on the same records" in text
+        assert "The 10 runs, 2 of them not finished and counted in full, are on the same" in text
         assert "publish no two of them" in text  # what one seed draws for one, it draws for all
         assert "know the seeds" in text
         assert "paired t-test" in text
+    finished = as_markdown(comparison(*CELLS[:2]))
+    assert "not finished" not in finished
+    assert "runs are on the same records" in finished
     beside = as_markdown(comparison(*CELLS, beside=3, bill_beside=15.0))
     assert "3 more runs on data of the same name, which cost privacy, too: epsilon 15" in beside
     assert "publish no two" in beside
@@ -131,5 +134,8 @@ def test_a_picture_of_what_there_is(tmp_path: Path) -> None:
     path = tmp_path / "compare.png"
     assert draw_comparison(WHOLE, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert draw_comparison(comparison(cell("dp-sgd", 1.0, 0.9)), path)
+    baseline = cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf)
+    assert draw_comparison(comparison(baseline, bill=0.0), path)
     assert not draw_comparison(comparison(CELLS[4]), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

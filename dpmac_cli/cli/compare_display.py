@@ -17,7 +17,7 @@ from dpmac_cli import tables
 from dpmac_cli.accounting import format_epsilon, total_epsilon
 from dpmac_cli.budget import training_event
 from dpmac_cli.cli.console import ATTENTION, expendable, spelt
-from dpmac_cli.compare import Cell, Comparison
+from dpmac_cli.compare import TEST, Cell, Comparison
 from dpmac_cli.executors import Moved, RunEvent
 from dpmac_cli.grid import Grid, Run
 
@@ -169,7 +169,8 @@ def print_comparison(out: Console, comparison: Comparison, where: str) -> None:
     for table in _tables(comparison, out):
         out.print(table)
     for remark in (*comparison.remarks, *tables.warnings(comparison)):
-        out.print(Text(remark, style="dim"))
+        told = remark if out.is_terminal else remark.replace(TEST, TEST.replace("Bold", "*", 1))
+        out.print(Text(told, style="dim"))
     out.print(Text(where))
 
 
@@ -220,8 +221,9 @@ def _cell(cell: Cell | None, out: Console) -> Text:
     text = spelt(tables.accuracy_text(cell), out)
     if cell is None:
         return Text(text)
-    mark = " ~" if cell.standing == "tied" else ""
-    return Text(text + mark, style="bold" if cell.standing == "best" else "")
+    if cell.standing == "best":
+        return Text(text, style="bold") if out.is_terminal else Text(f"{text} *")
+    return Text(f"{text} ~" if cell.standing == "tied" else text)
 
 
 def print_plan(out: Console, grid: Grid, seconds: Mapping[int, float], jobs: int) -> None:

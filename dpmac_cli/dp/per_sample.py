@@ -28,6 +28,7 @@ from dpmac_cli.dp.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.spikes import Spikes
 from dpmac_cli.errors import ModelError
+from dpmac_cli.faults import run_forward
 
 #: Samples that a step may add up before it takes more room for rounding.
 FEW = 1024
@@ -261,7 +262,7 @@ class ClippedSum:
         self._records = records
         try:
             with torch.enable_grad():
-                logits = self._model(rows)
+                logits = run_forward(self._model, rows)
                 by_view = cross_entropy(logits, y.repeat_interleave(self._views), reduction="none")
                 losses = by_view.view(-1, self._views).mean(1)
         finally:
@@ -328,8 +329,9 @@ def _uses(layer: Layer, found: Sequence[tuple[_Record, Tensor | None]], batch: i
     uses = [Use(record.inputs, delta) for record, delta in found if delta is not None]
     if not uses:
         raise ModelError(
-            f"The layer {layer.name} has trainable parameters but took no part in the model's "
-            "output. Remove it, or freeze it with requires_grad_(False)."
+            f"The layer {layer.name} has trainable parameters, but no call of it took part in the "
+            "model's output (to use its weights without calling it does not count: that cannot be "
+            "clipped). Call it, remove it, or freeze it with requires_grad_(False)."
         )
     rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
     if rows != {batch}:

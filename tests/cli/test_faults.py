@@ -292,6 +292,30 @@ def test_memory_that_runs_out_elsewhere_is_exit_code_4(monkeypatch: pytest.Monke
     assert not Path("run").exists()
 
 
+# A network that fails when it is on its way
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("where", ["training", "scoring"])
+def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> None:
+    """Which records it saw, how many and what of them it speaks of, is not for the screen."""
+    Path("net.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def forward(self, x):\n"
+        f"        if len(x) > 9 and {'not ' * (where == 'scoring')}self.training:\n"
+        "            raise ValueError(f'secret {x.sum()}')\n        return super().forward(x)\n"
+        "\n\ndef build():\n    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    said = failed(
+        dpmac(*RUN, "--model", "net.py:build"),
+        4,
+        "The network failed on samples of shape (1, 8, 8): ValueError at net.py, line 7.",
+    )
+    assert "secret" not in said
+    shown = dpmac("train", "--resume", "run", "--debug")
+    assert shown.exit_code == 4
+    assert "ValueError: secret" in shown.stderr
+
+
 # Divergence
 
 
