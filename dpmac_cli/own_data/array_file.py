@@ -181,7 +181,15 @@ def _faults_of_pair(
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or rows of numbers, not {x.dtype} of shape {x.shape}"
+            + (_SCALES if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
         )
+
+
+#: How images of other numbers become what is read.
+_SCALES = (
+    ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits, "
+    "(255 * x).astype('uint8') from 0 to 1"
+)
 
 
 def _gap(y: NDArray[Any]) -> int | None:

@@ -1,6 +1,7 @@
 """What folders of images and files of arrays have in common."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,14 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
         raise InputError(
             f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
         )
+    refuse(
+        [
+            f"{source.path} names {n} classes {name}"
+            for name, n in Counter(classes).items()
+            if n > 1
+        ],
+        " Give each a name of its own.",
+    )
 
 
 def split(

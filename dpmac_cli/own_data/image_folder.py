@@ -42,7 +42,8 @@ class ImageFolder:
         if len(parts) == 1:
             raise InputError(
                 f"{root} holds a folder {parts[0].name} alone. Both {TRAIN} and {TEST} are wanted, "
-                "or the classes' folders right there, and --test-fraction of them is held out."
+                "or the classes' folders right there, and --test-fraction of them is held out. If "
+                f"{parts[0].name} is the name of a class, call it something else."
             )
         self._classes = _class_names(parts[0] if parts else root)
         check_classes(self._classes, source)
