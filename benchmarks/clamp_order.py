@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from sittings import Setting, carry_on, product
+from sittings import Setting, carry_on, product, results
 from torch import Tensor
 
 from dpmac_cli.assembly import make_trainer
@@ -72,8 +72,25 @@ def measure(setting: Setting) -> dict[str, Any]:
     return {"accuracy": result.accuracy, "move": fmean(moves), "swing": fmean(swings)}
 
 
+def as_markdown(file: Path) -> str:
+    """Means over the seeds, a line a noise and way."""
+    lines = ["| sigma | clamped | accuracy | move of log b | swing of its norm |", "|---" * 5 + "|"]
+    rows = results(file)
+    for sigma, order, kappa in dict.fromkeys(
+        (r["sigma"], r["order"], r.get("kappa", "")) for r in sorted(rows, key=lambda r: r["sigma"])
+    ):
+        alike = [
+            r for r in rows if (r["sigma"], r["order"], r.get("kappa", "")) == (sigma, order, kappa)
+        ]
+        accuracies = ", ".join(f"{100 * r['accuracy']:.2f}" for r in alike)
+        moves = (fmean(r[what] for r in alike) for what in ("move", "swing"))
+        cells = [f"{sigma:g}", f"{order} {kappa}".strip(), accuracies, *(f"{m:.3f}" for m in moves)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Run what is not there yet."""
+    """Run what is not there yet, and print a table of all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
@@ -83,6 +100,7 @@ def main() -> None:
         *product(order=("after",), kappa=("paper", "tracked"), sigma=noise, seed=seeds),
     ]
     carry_on(settings, measure, options.file)
+    print(as_markdown(options.file))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ gradient is not private: this is a study of public data, no part of the tool.
 """
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from sittings import Setting, carry_on, product
+from sittings import Setting, carry_on, product, results
 from torch import Tensor, nn
 
 from dpmac_cli.assembly import hyperparameters
@@ -119,13 +120,31 @@ def measure(setting: Setting) -> dict[str, Any]:
     return {"parameters": trainer.state.theta.numel(), "found": found}
 
 
+def as_markdown(file: Path) -> str:
+    """Noise over signal at the last look, a line a noise and width: the best of each kind."""
+    lines = [
+        "| sigma | d | ellipsoid | C = 1 | best C | ideal | best C / ideal |",
+        "|---" * 7 + "|",
+    ]
+    for row in results(file):
+        if row["kappa"] != "tracked":
+            continue
+        look = row["found"][-1]
+        ball, best = (min(filter(None, look[kind].values())) for kind in ("balls", "ideal"))
+        ratios = (look["ellipsoid"] or math.nan, look["balls"]["1.0"], ball, best, ball / best)
+        cells = [f"{row['sigma']:g}", f"{row['parameters']:,}", *(f"{r:.3g}" for r in ratios)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Run what is not there yet."""
+    """Run what is not there yet, and print a table of all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
     settings = product(kappa=("paper", "tracked"), sigma=(0.5, 1.0), width=WIDTHS)
     carry_on(settings, measure, options.file)
+    print(as_markdown(options.file))
 
 
 if __name__ == "__main__":
