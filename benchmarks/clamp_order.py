@@ -20,14 +20,14 @@ from sittings import Setting, carry_on, product, results
 from torch import Tensor
 
 from dpmac_cli.assembly import make_trainer
-from dpmac_cli.config import resolve
+from dpmac_cli.config import TrainConfig, resolve
 from dpmac_cli.dp.geometry import MacAdam, Spread, _scale
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.moments import Moments
-from dpmac_cli.engine import evaluate
+from dpmac_cli.engine import Trainer, evaluate
 
-#: Steps at the start that are left out: the scale has yet to settle.
-SETTLING = 100
+#: Steps at the start that are left out: the scale has yet to settle; and when its norm is read.
+SETTLING, LOOK = 100, 300
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,27 @@ class ClampBefore(MacAdam):
         return _scale((spread.s / spread.kappa).clamp_(self.h1, self.h2), region)
 
 
-def measure(setting: Setting) -> dict[str, Any]:
-    """Train one setting: accuracy, and how steady b was."""
+def build(setting: Setting) -> tuple[TrainConfig, Trainer]:
+    """A trainer with one order or the other."""
     flags = {name: value for name, value in setting.items() if name != "order"}
     config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).config
     trainer = make_trainer(config, config.total_steps, torch.device("cpu"))
     if setting["order"] == "before":
         trainer._geometry = ClampBefore(config.beta1, config.h1, config.h2, "paper")
+    return config, trainer
+
+
+def size(setting: Setting) -> float:
+    """The norm of b after some steps."""
+    _, trainer = build(setting)
+    for _ in range(LOOK):
+        trainer.step()
+    return float(trainer.state.region.scale.norm())
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Train one setting: accuracy, and how steady b was."""
+    config, trainer = build(setting)
     moves, norms = [], []
     before = trainer.state.region.scale
     for step in range(1, config.total_steps + 1):
@@ -93,8 +107,14 @@ def main() -> None:
     """Run what is not there yet, and print a table of all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
+    parser.add_argument("--size", action="store_true", help="print the norm of b alone")
     options = parser.parse_args()
     noise, seeds = (0.5, 0.7, 1.0), (0, 1)
+    if options.size:
+        for setting in product(order=("before", "after"), sigma=noise, seed=(0,)):
+            kappa = {"kappa": "tracked"} if setting["order"] == "after" else {}
+            print(setting, f"{size({**setting, **kappa}):.3g}", flush=True)
+        return
     settings = [
         *product(order=("before",), sigma=noise, seed=seeds),
         *product(order=("after",), kappa=("paper", "tracked"), sigma=noise, seed=seeds),
