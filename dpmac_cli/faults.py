@@ -48,7 +48,7 @@ def run_forward(model: nn.Module, x: Tensor) -> Tensor:
         raise ModelError(
             f"The network failed on samples of shape {tuple(x.shape[1:])}: "
             f"{type(failure).__name__}{_place(failure)}. What it says may be of private records: "
-            "see it with --debug."
+            "dpmac train --debug shows it."
         ) from failure
     return logits
 
