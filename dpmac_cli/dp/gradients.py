@@ -181,7 +181,8 @@ class OuterProducts:
         """
         terms = self.a.shape[1]
         if terms > 1:
-            delta, a, c, total = self.delta.double(), self.a.double(), c.double(), out.double()
+            delta, a, c = self.delta.double(), self.a.double(), c.double()
+            total = torch.empty_like(out, dtype=torch.float64)
         else:
             delta, a, total = self.delta, self.a, out
         weighted = _kept((delta * c.view(-1, 1, 1)).flatten(1), valid).view(-1, delta.shape[2])
