@@ -853,7 +853,9 @@ def test_after_a_refusal_the_model_can_be_used() -> None:
 
 
 def test_a_layer_that_is_not_called_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"layer first has trainable .* Remove it, or freeze it"):
+    with pytest.raises(
+        ModelError, match=r"layer first has trainable .* Call it, remove it, or freeze it"
+    ):
         add_anything(Pair(lambda pair, x: pair.second(x)))
 
 
