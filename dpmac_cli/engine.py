@@ -1,7 +1,7 @@
 """The training loop: one state, one step, and events for whoever watches. Prints nothing."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ from dpmac_cli.dp.optimizers import Optimizer
 from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
 from dpmac_cli.dp.rules import Adam, AdamBC, Rule, WithDecay, sgd
 from dpmac_cli.errors import DivergedError, ModelError, RunError
-from dpmac_cli.faults import out_of_memory, run_forward
+from dpmac_cli.faults import code_of_network, out_of_memory
 from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.noise import NoiseSource
 from dpmac_cli.ranks import Ranks
@@ -273,6 +273,8 @@ class Trainer:
             plan,
         )
         found = find_layers(model)
+        self._trained = {id(p) for layer in found for p in layer.parameters.values()}
+        self._untrained = {n: t.clone() for n, t in _untrained(model, self._trained)}
         theta = flatten_parameters(found)
         _check_rounding(mechanism, theta.numel())
         norms = compile_norms() if plan.compiled else total_squared_norms
@@ -495,6 +497,22 @@ class Trainer:
         if not bool(torch.isfinite(self.state.theta).all()):
             raise DivergedError(self.state.step)
 
+    def check_untrained(self) -> None:
+        """Refuse a network that has changed what only its optimizer may change.
+
+        What is not trained, buffers and frozen parameters, is published as it is.
+
+        Raises:
+            ModelError: it is no longer what it was before the first step.
+        """
+        for name, value in _untrained(self.model, self._trained):
+            before = self._untrained.get(name)
+            if before is None or not torch.equal(value.nan_to_num(), before.nan_to_num()):
+                raise ModelError(
+                    f"The network has changed its {name} in training: statistics of private data "
+                    "would be published without noise. Nothing of this run is; keep no statistics."
+                )
+
     def public_values(self) -> dict[str, float]:
         """Post-noise quantities that cost no privacy, for logs. Synchronises with the device.
 
@@ -580,6 +598,12 @@ class Evaluation:
         return [float(value) for value in right]
 
 
+def _untrained(model: nn.Module, trained: Container[int]) -> Iterator[tuple[str, Tensor]]:
+    """What of a model no optimizer changes, by name."""
+    yield from model.named_buffers()
+    yield from ((name, p) for name, p in model.named_parameters() if id(p) not in trained)
+
+
 @torch.no_grad()
 def _logits(model: nn.Module, data: Data, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and labels of every sample of a split, a batch at a time, the last partial one too."""
@@ -587,7 +611,10 @@ def _logits(model: nn.Module, data: Data, split: Split) -> Iterator[tuple[Tensor
     model.eval()
     for begin in range(0, len(split), EVALUATION_BATCH):
         part = slice(begin, begin + EVALUATION_BATCH)
-        yield run_forward(model, data.standardised(split.images[part])), split.labels[part]
+        x = data.standardised(split.images[part])
+        with code_of_network(x):
+            logits = model(x)
+        yield logits, split.labels[part]
     model.train(training)
 
 
@@ -679,6 +706,7 @@ def fit(
             trainer.check_finite()
             seconds += time.perf_counter() - mark
             result = trainer.evaluate()
+            trainer.check_untrained()
             epoch = state.step / plan.steps_per_epoch
             yield Evaluated(state.step, epoch, seconds, result, last, trainer.public_values())
             mark = time.perf_counter()

@@ -7,7 +7,7 @@ from pathlib import Path
 from traceback import extract_tb
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dpmac_cli
 from dpmac_cli.errors import DpmacError, ModelError, RunError, as_sentence
@@ -31,15 +31,19 @@ def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
     return isinstance(failure, RuntimeError) and any(word in str(failure) for word in words)
 
 
-def run_forward(model: nn.Module, x: Tensor) -> Tensor:
-    """What a network makes of a batch.
+@contextmanager
+def code_of_network(x: Tensor) -> Iterator[None]:
+    """Tell what goes wrong in a network's code, on a batch, from bugs of ours.
+
+    Args:
+        x: the batch, shape (samples, ...).
 
     Raises:
         ModelError: its code failed. What that said may be of private records, how many samples
             were drawn is no public number, and both are left out.
     """
     try:
-        logits: Tensor = model(x)
+        yield
     except (DpmacError, torch.OutOfMemoryError, MemoryError):
         raise
     except (Exception, SystemExit) as failure:
@@ -50,7 +54,6 @@ def run_forward(model: nn.Module, x: Tensor) -> Tensor:
             f"{type(failure).__name__}{_place(failure)}. What it says may be of private records: "
             "dpmac train --debug shows it."
         ) from failure
-    return logits
 
 
 def what_failed(failure: BaseException) -> str:

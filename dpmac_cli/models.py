@@ -3,18 +3,22 @@
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dpmac_cli import factories
 from dpmac_cli.architectures import resnet18, wide_resnet
 from dpmac_cli.catalog import Dataset, Features
-from dpmac_cli.errors import ModelError
+from dpmac_cli.dp.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.mechanism import ball
+from dpmac_cli.dp.per_sample import ClippedSum, Metric
+from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.faults import what_failed
 from dpmac_cli.features import scattered
 
@@ -126,8 +130,8 @@ def check_model(
     Clipping bounds what a sample does to its own gradient, so a layer that lets it into the
     gradients of others voids the guarantee. Known layers are refused by name; anything else that
     mixes is caught by changing one sample at a time and watching every layer's inputs and the
-    logits. Buffers that a forward pass changes (running statistics would be published un-noised)
-    are refused likewise.
+    logits, and what comes back to its outputs. Buffers and parameters that a forward pass changes
+    (running statistics would be published un-noised) are refused likewise.
 
     Args:
         model: maps (samples, *shape) to logits, (samples, classes).
@@ -153,20 +157,40 @@ def check_model(
                 f"The layer {name} changes its weights, or its gradients, by what is in the batch. "
                 "Leave out max_norm and scale_grad_by_freq."
             )
-    _check_behaviour(copy.deepcopy(model).double().train(not frozen), shape, classes)
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(value):
+            raise ModelError(
+                f"The shape of {name} is not known before the network is used. Give the layer's "
+                "sizes, or call the network once on zeros in its factory."
+            )
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise ModelError(f"{name} begins with NaN or infinity. Begin with finite numbers.")
+    probe = copy.deepcopy(model).double().train(not frozen)
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0].mul_(20)  # an outlier shows what a maximum over the batch would hide
+    try:
+        _check_behaviour(probe, x, classes)
+        if not frozen:
+            _check_gradients(probe, x, classes)
+    except DpmacError:
+        raise
+    except (Exception, SystemExit) as failure:
+        raise ModelError(
+            f"The model, given samples of shape {shape} in float64, failed: "
+            f"{what_failed(failure)} It must take any number of such samples, one alone too; what "
+            "it makes by itself takes its dtype and device from them (x.new_zeros)."
+        ) from failure
 
 
 @torch.no_grad()
-def _check_behaviour(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
-    """Watch a float64 copy of the model, in the mode it is run in, at work on random batches."""
+def _check_behaviour(model: nn.Module, x: Tensor, classes: int) -> None:
+    """Watch a float64 copy of the model, in the mode it is run in, at work on a random batch."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # its noise differs between batches, and depends on no sample
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x[0].mul_(20)  # an outlier shows what a maximum over the batch would hide
+    state = {name: b.clone() for name, b in _state(model)}
     seen = _first_look(model, x, classes)
-    _check_buffers(model, buffers)
+    _check_state(model, state)
     again = _watch(model, x)
     if again.keys() == seen.keys() and not all(_close(again[name], seen[name]) for name in seen):
         raise ModelError(
@@ -201,30 +225,60 @@ def _check_behaviour(model: nn.Module, shape: tuple[int, ...], classes: int) -> 
                     "place among them (for example x - x.mean(0)): the model mixes samples. Make "
                     "every operation work on one sample alone, in its own row."
                 )
-    _check_buffers(model, buffers)
+    _check_state(model, state)
 
 
-def _check_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    changed = [name for name, b in model.named_buffers() if not _same(b, buffers[name])]
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    changed = [name for name, b in _state(model) if not _same(b, state[name])]
     if changed:
         raise ModelError(
-            f"A forward pass changes the buffer {changed[0]}: statistics of private data would be "
-            "kept without noise. Switch that off (for normalisation layers, "
-            "track_running_stats=False)."
+            f"A forward pass changes {changed[0]}: statistics of private data would be kept "
+            "without noise. Switch that off (for normalisation layers, track_running_stats=False)."
         )
 
 
+def _check_gradients(model: nn.Module, x: Tensor, classes: int) -> None:
+    """Do with a float64 copy what training does, and see that backwards, too, samples keep apart.
+
+    Hooks and functions with a backward of their own could mix what a forward pass does not.
+    """
+    layers = find_layers(model)
+    theta = flatten_parameters(layers)
+    clipped = ClippedSum(model, layers, len(x))
+    y = torch.arange(len(x)) % classes
+    clipped.of(x, y, Metric(ball(1.0, theta)), torch.empty_like(theta))
+    _, together = clipped.uses(x, y)
+    for sample in range(2):
+        row = slice(sample, sample + 1)
+        _, alone = clipped.uses(x[row], y[row])
+        for layer, many, one in zip(layers, together, alone, strict=True):
+            for use, by_itself in zip(many, one, strict=True):
+                if not _alike(use.delta[row], by_itself.delta):
+                    raise ModelError(
+                        f"The gradients by the outputs of layer {layer.name} depend, for one "
+                        "sample, on the other samples of its batch (for example by a hook, g / "
+                        "g.norm(), or by the backward of a torch.autograd.Function): the model "
+                        "mixes samples backwards. Make every operation, and its gradient, work on "
+                        "one sample alone."
+                    )
+    clipped.close()
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether gradients differ by rounding alone, however small they are."""
+    size = b[b.isfinite()].abs().max() if bool(b.isfinite().any()) else b.new_ones(())
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-6 * float(size), equal_nan=True)
+
+
 def _first_look(model: nn.Module, x: Tensor, classes: int) -> dict[str, Tensor]:
-    """:func:`_watch`, of a model that may not work at all, or not fit the classes."""
+    """:func:`_watch`, of a model that may not fit the classes."""
     batch = f"{len(x)} samples of shape {tuple(x.shape[1:])}"
-    try:
-        seen = _watch(model, x)
-    except (Exception, SystemExit) as failure:
-        raise ModelError(
-            f"The model, given {batch} in float64, failed: {what_failed(failure)} It "
-            "must take any number of such samples; what it makes by itself takes its dtype and "
-            "device from them (x.new_zeros)."
-        ) from failure
+    seen = _watch(model, x)
     logits = seen[LOGITS]
     if not isinstance(logits, Tensor):
         raise ModelError(
@@ -236,6 +290,9 @@ def _first_look(model: nn.Module, x: Tensor, classes: int) -> dict[str, Tensor]:
             f"The model gives {tuple(logits.shape)} for {batch}; logits of shape (samples, "
             f"{classes}) are wanted, a column for each of the {classes} classes."
         )
+    if not logits.is_floating_point() or not bool(logits.isfinite().any()):
+        what = "NaN or infinity alone" if logits.is_floating_point() else f"{logits.dtype} numbers"
+        raise ModelError(f"The model gives {what} for {batch}; real logits are wanted.")
     return seen
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_batch_norm_is_refused_in_evaluation_mode_and_without_statistics() -> No
 @pytest.mark.privacy
 def test_running_statistics_are_refused() -> None:
     keeps = nn.InstanceNorm2d(4, track_running_stats=True)
-    with pytest.raises(ModelError, match=r"buffer 1\.running_mean.*track_running_stats=False"):
+    with pytest.raises(ModelError, match=r"changes 1\.running_mean.*track_running_stats=False"):
         check_model(classifier(keeps), IMAGE, 3)
     check_model(classifier(nn.InstanceNorm2d(4, affine=True)), IMAGE, 3)
 
@@ -222,8 +223,87 @@ def test_a_network_that_remembers_is_refused() -> None:
 @pytest.mark.privacy
 def test_a_buffer_that_a_forward_pass_moves_is_named() -> None:
     spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))
-    with pytest.raises(ModelError, match=r"changes the buffer 1\.parametrizations"):
+    with pytest.raises(ModelError, match=r"changes 1\.parametrizations"):
         check_model(classifier(spectral), IMAGE, 3)
+
+
+class Recentred(torch.autograd.Function):
+    """What goes forwards treats samples apart; what comes back does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        [g] = gradients
+        return g - g.mean(0)
+
+
+def _hooked(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(change)  # type: ignore[no-untyped-call]
+        return x
+
+    return forward
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(_hooked(lambda g: g / g.norm()), id="norm"),
+        pytest.param(_hooked(lambda g: g - g.mean(0)), id="mean"),
+        pytest.param(_hooked(lambda g: g.flip(0)), id="order"),
+        pytest.param(Recentred.apply, id="function"),
+    ],
+)
+def test_a_network_that_mixes_samples_backwards_is_refused(
+    forward: Callable[[Tensor], Tensor],
+) -> None:
+    """Each sample's gradient would be clipped, and all of them changed by one record more."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 8), Through(forward), nn.Linear(8, 3))
+    with pytest.raises(ModelError, match=r"outputs of layer 1 depend.*mixes samples backwards"):
+        check_model(model, IMAGE, 3)
+
+
+def test_hooks_that_treat_samples_apart_are_fine() -> None:
+    scaled = _hooked(lambda g: g / g.norm(dim=1, keepdim=True))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 8), Through(scaled), nn.Linear(8, 3))
+    check_model(model, IMAGE, 3)
+
+
+def _of_one(x: Tensor) -> Tensor:
+    if len(x) == 1:
+        raise ValueError("more than one sample")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: nn.LazyLinear(3), "shape of 1.weight is not known"),
+        (lambda: nn.Sequential(nn.Linear(144, 3), Through(Tensor.long)), "torch.int64 numbers"),
+        (lambda: nn.Sequential(nn.Linear(144, 3), Through(Tensor.log)), None),
+        (lambda: nn.Sequential(nn.Linear(144, 3), Through(lambda x: x / 0 * 0)), "NaN or infinity"),
+        (lambda: nn.Sequential(nn.Linear(144, 3), Through(_of_one)), "one alone too"),
+        (lambda: nn.Sequential(nn.Linear(144, 3), Through(Tensor.detach)), "took part in the"),
+    ],
+)
+def test_what_training_would_stumble_over_is_found_at_the_door(
+    build: Callable[[], nn.Module], said: str | None
+) -> None:
+    model = nn.Sequential(nn.Flatten(), build())
+    with pytest.raises(ModelError, match=said) if said else nullcontext():
+        check_model(model, IMAGE, 3)
+
+
+def test_weights_that_begin_as_nan_are_named() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 3))
+    nn.init.constant_(model[1].bias, torch.nan)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"1\.bias begins with NaN"):
+        check_model(model, IMAGE, 3)
 
 
 def _raises(x: Tensor) -> Tensor:
@@ -235,7 +315,7 @@ def _raises(x: Tensor) -> Tensor:
     [
         (
             _raises,
-            r"given 5 samples of shape \(4, 6, 6\) in float64, failed: ValueError at "
+            r"given samples of shape \(4, 6, 6\) in float64, failed: ValueError at "
             r"test_models\.py, line \d+: cannot take 4 dimensions\. It must take",
         ),
         (lambda x: x + torch.zeros(7, dtype=torch.float64), "failed: RuntimeError at test_models"),

@@ -28,7 +28,7 @@ from dpmac_cli.dp.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.spikes import Spikes
 from dpmac_cli.errors import ModelError
-from dpmac_cli.faults import run_forward
+from dpmac_cli.faults import code_of_network
 
 #: Samples that a step may add up before it takes more room for rounding.
 FEW = 1024
@@ -208,7 +208,8 @@ class ClippedSum:
             raise ValueError(f"{len(x)} samples, but the capacity is {self._capacity}")
         if self._views > 1 and x.shape[1:2] != (self._views,):
             raise ValueError(f"inputs of shape {tuple(x.shape)}, but {self._views} views of each")
-        losses, gradients = self._gradients(x, y)
+        with code_of_network(x):
+            losses, gradients = self._gradients(x, y)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
         self._centred_sum(gradients, c, valid, metric, out)
@@ -257,23 +258,37 @@ class ClippedSum:
 
     def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
         """Per-sample losses, shape (samples,), and every layer's per-sample gradients."""
+        losses, uses = self.uses(x, y)
+        pairs = zip(self._layers, uses, strict=True)
+        return losses, [hold(layer, used, self._views) for layer, used in pairs]
+
+    def uses(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use]]]:
+        """Per-sample losses, shape (samples,), and what each layer's uses leave for its gradients.
+
+        Raises:
+            ModelError: as :meth:`of`.
+        """
         rows = x if self._views == 1 else x.flatten(0, 1)
         records: dict[str, list[_Record]] = {layer.name: [] for layer in self._layers}
         self._records = records
         try:
             with torch.enable_grad():
-                logits = run_forward(self._model, rows)
+                logits = self._model(rows)
                 by_view = cross_entropy(logits, y.repeat_interleave(self._views), reduction="none")
                 losses = by_view.view(-1, self._views).mean(1)
         finally:
             self._records = None
         edges = [record.edge for uses in records.values() for record in uses]
-        deltas = iter(torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges else ())
-        forms = []
+        nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
+        reached = edges and losses.requires_grad
+        deltas = iter(
+            torch.autograd.grad(losses.sum(), edges, allow_unused=True) if reached else nothing
+        )
+        uses = []
         for layer in self._layers:
             found = [(record, next(deltas)) for record in records[layer.name]]
-            forms.append(hold(layer, _uses(layer, found, len(rows)), self._views))
-        return losses, forms
+            uses.append(_uses(layer, found, len(rows)))
+        return losses, uses
 
     def _squared_norms(self, gradients: list[PerSampleGradients], metric: Metric) -> SquaredNorms:
         squared = self._norms(gradients, [metric.of(layer) for layer in self._layers])
