@@ -100,8 +100,14 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"like these: {low:.2%} to {high:.2%})",
         ),
         *_recipe(report),
-        ("classes", ", ".join(f"`{name}`" for name in report["classes"])),
+        ("classes", ", ".join(map(_quoted, report["classes"]))),
     ]
+
+
+def _quoted(name: str) -> str:
+    """A name as code in a cell of a table."""
+    cell = name.replace("|", "\\|")
+    return f"`` {cell} ``" if "`" in name else f"`{cell}`"
 
 
 def _recipe(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

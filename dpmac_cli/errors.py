@@ -48,7 +48,8 @@ class DivergedError(RunError):
 
 
 def as_sentence(text: str) -> str:
-    """A text with a stop behind it, if it has none."""
+    """A text with a stop behind it, if it has none, and nothing that a terminal would obey."""
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 

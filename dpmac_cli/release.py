@@ -27,8 +27,6 @@ from dpmac_cli.report import SCHEMA_VERSION
 HEADER = "dpmac"
 #: The key of the checksum among them. safetensors keeps several keys of a header in no order.
 CHECKSUM = "checksum"
-#: How the name of a batch norm's counter ends, the one weight that is a whole number.
-BATCHES_COUNTED = "num_batches_tracked"
 WANTED = f"Name a run folder of dpmac train, or a {folder.MODEL}."
 #: What reading facts leads to that are not as dpmac writes them.
 BROKEN = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
@@ -228,6 +226,8 @@ def _facts(file: Path, header: Mapping[str, str]) -> dict[str, Any]:
         texts = (facts["dataset"]["name"], facts["model"]["name"], facts[CHECKSUM])
         if not all(isinstance(text, str) for text in (*texts, *facts["classes"])):
             raise TypeError(f"texts {texts}")
+        if not all(text.isprintable() for text in (*texts, *facts["classes"])):
+            raise ValueError("control characters, which a terminal would obey")
     except BROKEN as failure:
         raise InputError(
             f"{file} holds weights, but was not written by dpmac train: its header lacks the "
@@ -258,19 +258,19 @@ def _check_input(file: Path, facts: Mapping[str, Any]) -> None:
 
 def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that no run publishes. Raises InputError."""
-    faults = [f"{name} holds {fault}" for name, t in tensors.items() if (fault := _fault(name, t))]
+    faults = [
+        f"{name} holds NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
+    ]
     if faults:
         raise InputError(
             f"{file} was not written by dpmac train as it is: {'; '.join(faults)}. {WANTED}"
         )
 
 
-def _fault(name: str, weights: Tensor) -> str | None:
-    if name.endswith(BATCHES_COUNTED) and weights.dtype == torch.int64:
-        return None
-    if weights.dtype != torch.float32:
-        return f"{str(weights.dtype).removeprefix('torch.')} numbers, not float32"
-    return None if weights.isfinite().all() else "NaN or infinity"
+def _form(weights: Tensor) -> str:
+    """Shape, and kind of number if that is not the usual one."""
+    kind = "" if weights.dtype == torch.float32 else f" of {weights.dtype}".replace("torch.", "")
+    return f"{tuple(weights.shape)}{kind}"
 
 
 def _check_fit(
@@ -282,9 +282,9 @@ def _check_fit(
     facts: Mapping[str, Any],
 ) -> None:
     images, layers = "an image", model.state_dict()
-    wanted = {images: tuple(described.shape), **{k: tuple(t.shape) for k, t in layers.items()}}
-    given = tuple(facts["input"]["shape"])
-    found = {images: given, **{k: tuple(t.shape) for k, t in tensors.items()}}
+    wanted = {images: str(tuple(described.shape)), **{k: _form(t) for k, t in layers.items()}}
+    given = str(tuple(facts["input"]["shape"]))
+    found = {images: given, **{k: _form(t) for k, t in tensors.items()}}
     if wanted == found:
         return
     faults = [

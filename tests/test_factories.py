@@ -45,6 +45,9 @@ def wrong():
 def leaves():
     raise SystemExit(0)
 
+def colours():
+    raise RuntimeError("no \\x1b[31mway")
+
 table = {}
 _hidden = plain
 """
@@ -95,6 +98,7 @@ def test_batch_norm_is_refused_with_the_remedy(own: Path) -> None:
             ModelError,
             "called with (shape, classes), failed: KeyError at own_net.py, line 25: 'no weights'.",
         ),
+        ("colours", ModelError, "RuntimeError at own_net.py, line 34: no \\x1b[31mway."),
         ("leaves", ModelError, "called with (), failed: SystemExit at own_net.py, line 31: 0."),
         ("wrong", ModelError, "gave no torch.nn.Module, but a value of type int"),
     ],

@@ -294,6 +294,10 @@ def test_rows_of_numbers_are_clipped_to_a_public_range(tmp_path: Path, by_flag: 
         ({"y": np.arange(5)}, "6 records and y 5 labels"),
         ({"y": np.array([0, 1, 2, 0, 1, -1])}, "the label -1; labels begin at 0"),
         ({"classes": np.array(["a", "b"])}, "holds the label 2; classes names 2"),
+        (
+            {"classes": np.array(["a", "\x1b[31mb", "c"])},
+            "'\\x1b[31mb' holds characters that cannot",
+        ),
         ({"classes": np.array(["a", "a", "b"])}, "names 2 classes a. Give each a name of its own"),
         ({"x": np.zeros((6, 4, 5))}, "not float64 of shape (6, 4, 5). Scale them by public"),
         ({"x": np.zeros((6, 4, 5), np.uint16)}, "(x / 257).astype('uint8') from 16 bits"),

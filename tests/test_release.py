@@ -254,9 +254,10 @@ DAMAGED: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
     "std alone": other_input("std", 0.376),
     "NaN": other_bias(torch.full((10,), torch.nan), "NaN or infinity"),
     "one infinity": other_bias(torch.tensor([torch.inf, *range(9)]), "NaN or infinity"),
-    "whole numbers": other_bias(torch.zeros(10, dtype=torch.int64), "int64 numbers, not float32"),
-    "half precision": other_bias(torch.zeros(10).bfloat16(), "bfloat16 numbers, not float32"),
-    "switches": other_bias(torch.zeros(10, dtype=torch.bool), "bool numbers, not float32"),
+    "control characters": (
+        edited(lambda t, f: f.update(classes=["\x1b[31m", *f["classes"][1:]])),
+        NOT_OURS,
+    ),
 }
 
 
@@ -275,6 +276,15 @@ def test_a_damaged_file_is_named(
     message = refusal(file)
     assert str(file) in message
     assert said in message
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bfloat16, torch.float64, torch.bool])
+def test_weights_of_another_kind_do_not_fit(run: Path, file: Path, kind: torch.dtype) -> None:
+    write, _ = other_bias(torch.zeros(10, dtype=kind), "")
+    write(run, file)
+    name = str(kind).removeprefix("torch.")
+    with pytest.raises(ModelError, match=rf"bias: \(10,\) of {name} in the file, \(10,\) wanted"):
+        load_model(file, None, CPU)
 
 
 def test_a_flipped_bit_is_noticed_wherever_it_is(run: Path, file: Path) -> None:

@@ -276,14 +276,13 @@ class ClippedSum:
                 logits = self._model(rows)
                 by_view = cross_entropy(logits, y.repeat_interleave(self._views), reduction="none")
                 losses = by_view.view(-1, self._views).mean(1)
+                total = losses.sum()
         finally:
             self._records = None
         edges = [record.edge for uses in records.values() for record in uses]
         nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
-        reached = edges and losses.requires_grad
-        deltas = iter(
-            torch.autograd.grad(losses.sum(), edges, allow_unused=True) if reached else nothing
-        )
+        reached = edges and total.requires_grad
+        deltas = iter(torch.autograd.grad(total, edges, allow_unused=True) if reached else nothing)
         uses = []
         for layer in self._layers:
             found = [(record, next(deltas)) for record in records[layer.name]]
@@ -322,7 +321,9 @@ class ClippedSum:
                 raise ModelError(
                     f"The layer {layer.name} must map tensors to one tensor, without keyword "
                     f"arguments; it got {', '.join(named) or 'other values'} and gave a "
-                    f"{type(output).__name__}."
+                    f"{type(output).__name__}. For attention, write Linear layers and "
+                    "torch.nn.functional.scaled_dot_product_attention in place of "
+                    "nn.MultiheadAttention."
                 )
             if not output.requires_grad:
                 anchor = torch.zeros((), dtype=output.dtype, device=output.device)

@@ -36,6 +36,14 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
         )
     refuse(
         [
+            f"The name {name!a} holds characters that cannot be shown"
+            for name in (source.path.name, *classes)
+            if not name.isprintable()
+        ],
+        " A terminal would obey them: choose another name.",
+    )
+    refuse(
+        [
             f"{source.path} names {n} classes {name}"
             for name, n in Counter(classes).items()
             if n > 1

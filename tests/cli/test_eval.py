@@ -106,7 +106,8 @@ def test_an_output_that_is_no_number_is_said(tmp_path: Path) -> None:
     """In training, at its end, and in scoring: the parameters are finite all the while."""
     Path("net.py").write_text(
         "import torch\nfrom torch import nn\n\n\nclass Root(nn.Module):\n"
-        "    def forward(self, x):\n        return torch.sqrt(-1 - x * x)\n\n\n"
+        "    def forward(self, x):\n"
+        "        return x if self.training else torch.sqrt(-1 - x * x)\n\n\n"
         "def Net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Root())\n"
     )
     own = ("--model", "net.py:Net")
@@ -117,6 +118,26 @@ def test_an_output_that_is_no_number_is_said(tmp_path: Path) -> None:
     for flags in ((), ("--json",)):
         scored = dpmac("eval", "nan", *own, *flags)
         assert (scored.exit_code, scored.stderr.count(f"note: {said}")) == (0, 1)
+
+
+def test_a_network_with_numbers_of_every_kind_is_scored(tmp_path: Path) -> None:
+    Path("net.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.register_buffer('places', torch.arange(63, -1, -1))\n"
+        "        self.register_buffer('mask', torch.ones(64, dtype=torch.bool))\n"
+        "        self.linear = nn.Linear(64, 10).double()\n\n"
+        "    def forward(self, x):\n"
+        "        x = torch.where(self.mask, x.flatten(1)[:, self.places], 0)\n"
+        "        return self.linear(x.double()).to(x.dtype)\n"
+    )
+    own = ("--model", "net.py:Net")
+    train = dpmac("train", "--dataset", "digits", "--steps", "2", *own, "--out", "kinds")
+    assert train.exit_code == 0, train.output
+    scored = dpmac("eval", "kinds", *own, "--json")
+    assert scored.exit_code == 0, scored.output
+    report = json.loads(Path("kinds/report.json").read_text())
+    assert json.loads(scored.stdout)["accuracy"] == report["test"]["accuracy"]
 
 
 def test_debug_shows_where_it_failed(run: Path) -> None:
