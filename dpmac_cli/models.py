@@ -172,12 +172,14 @@ def check_model(
         _check_behaviour(probe, x, classes)
         if not frozen:
             _check_gradients(probe, x, classes)
-    except DpmacError:
-        raise
     except (Exception, SystemExit) as failure:
+        # Of these samples, which are no records, what it says may be told.
+        reason = failure.__cause__ if isinstance(failure, DpmacError) else failure
+        if reason is None:
+            raise
         raise ModelError(
             f"The model, given samples of shape {shape} in float64, failed: "
-            f"{what_failed(failure)} It must take any number of such samples, one alone too; what "
+            f"{what_failed(reason)} It must take any number of such samples, one alone too; what "
             "it makes by itself takes its dtype and device from them (x.new_zeros)."
         ) from failure
 

@@ -1,10 +1,11 @@
 """Words on the terminal: results, errors and notes. Loads no torch."""
 
+import contextlib
 import io
 import os
 import sys
 from collections.abc import Iterable
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -147,6 +148,11 @@ def check_kept() -> None:
 def _console(file: TextIO | Expendable) -> Console:
     # Expendable has all that rich calls of a file, and is none by its type.
     return _Console(file=file, theme=THEME, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
+
+
+def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
+    """Keeps what a network of a person's own prints off stdout, where that is for a program."""
+    return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
 def print_result(text: str) -> None:

@@ -116,7 +116,8 @@ def evaluate(
     from dpmac_cli.folder import CARD  # noqa: PLC0415
     from dpmac_cli.scoring import score  # noqa: PLC0415
 
-    scored = score(model, dataset, given.get("data_dir"), device, network)
+    with console.kept_clear(json):
+        scored = score(model, dataset, given.get("data_dir"), device, network)
     result, card = scored.result, scored.path.with_name(CARD)
     console.print_notes(display.doubts(result))
     if plot is not None:

@@ -71,7 +71,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
     from dpmac_cli.run import resume, train  # noqa: PLC0415
 
     display = choose_display(quiet, json)
-    with stop_request() as stop, contextlib.closing(display):
+    with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
         events = (
             train(resolved.config, stop, ranks=ranks)
             if resolved

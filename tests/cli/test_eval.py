@@ -15,7 +15,7 @@ from dpmac_cli import plots
 from dpmac_cli.cli.app import app
 from dpmac_cli.data import load_data
 from tests.digits_runs import train_digits
-from tests.typed import dpmac
+from tests.typed import dpmac, process
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,23 @@ def test_a_network_with_numbers_of_every_kind_is_scored(tmp_path: Path) -> None:
     assert scored.exit_code == 0, scored.output
     report = json.loads(Path("kinds/report.json").read_text())
     assert json.loads(scored.stdout)["accuracy"] == report["test"]["accuracy"]
+
+
+def test_what_a_network_prints_does_not_mix_with_json(tmp_path: Path) -> None:
+    Path("net.py").write_text(
+        "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def forward(self, x):\n"
+        "        print('hello')\n        return super().forward(x)\n\n\n"
+        "def build():\n    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    own = ("--model", "net.py:build")
+    train = dpmac("train", "--dataset", "digits", "--steps", "2", *own, "--out", "said", "--json")
+    scored = dpmac("eval", "said", *own, "--json")
+    study = ("--dataset", "digits", "--steps", "2", "--sigma", "1", "--seeds", "1", *own)
+    table = process("compare", *study, "--optimizers", "dp-sgd", "--out", "study", "--json")
+    outputs = [(train.stdout, train.stderr), (scored.stdout, scored.stderr), table.communicate()]
+    for out, err in outputs:
+        assert json.loads(out)
+        assert "hello" in err
 
 
 def test_debug_shows_where_it_failed(run: Path) -> None:
