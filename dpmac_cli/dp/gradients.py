@@ -16,7 +16,7 @@ several uses of the layer in one forward pass.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -242,21 +242,52 @@ class Instantiated:
         return Instantiated(self.g[rows].double())
 
 
+#: Stands for a tensor among what a layer was given.
+TENSOR = object()
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a layer was called, but for the tensors.
+
+    Attributes:
+        positional: what it was given by place; :data:`TENSOR` where a tensor goes.
+        named: what it was given by name, no tensors.
+        output: which of several outputs the loss depends on; None if there is but one.
+    """
+
+    positional: tuple[Any, ...] = (TENSOR,)
+    named: Mapping[str, Any] = field(default_factory=dict)
+    output: int | None = None
+
+    def again(
+        self, module: nn.Module, parameters: dict[str, Tensor], inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """The same call with other parameters and inputs; the output that counts."""
+        given = iter(inputs)
+        arguments = tuple(next(given) if a is TENSOR else a for a in self.positional)
+        result: Any = functional_call(module, parameters, arguments, dict(self.named))
+        chosen: Tensor = result if self.output is None else result[self.output]
+        return chosen
+
+
 @dataclass(frozen=True)
 class Use:
     """What one use of a layer in a forward pass leaves for its gradients.
 
     Attributes:
-        inputs: the layer's positional inputs, each (samples * views, ...).
+        inputs: the tensors that the layer was given by place, each (samples * views, ...).
         delta: gradients of the loss by its output, shape (samples * views, ...).
+        call: what else it was given.
     """
 
     inputs: tuple[Tensor, ...]
     delta: Tensor
+    call: Call = Call()
 
     def part(self, rows: slice) -> "Use":
         """Some of the rows."""
-        return Use(tuple(x[rows] for x in self.inputs), self.delta[rows])
+        return Use(tuple(x[rows] for x in self.inputs), self.delta[rows], self.call)
 
 
 @dataclass(frozen=True)
@@ -466,9 +497,9 @@ def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     return {"weight": g}
 
 
-def _by_vmap(layer: Layer, inputs: tuple[Tensor, ...], delta: Tensor, views: int) -> Gradients:
+def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
     """Gradients of any layer that treats samples apart."""
-    dtype = delta.dtype
+    dtype = use.delta.dtype
     trained = {name: p.detach().to(dtype) for name, p in layer.parameters.items()}
     rest = {
         name: p.detach().to(dtype)
@@ -478,13 +509,13 @@ def _by_vmap(layer: Layer, inputs: tuple[Tensor, ...], delta: Tensor, views: int
 
     def one(inputs: tuple[Tensor, ...], delta: Tensor) -> dict[str, Tensor]:
         def forward(parameters: dict[str, Tensor]) -> Tensor:
-            return functional_call(layer.module, {**rest, **parameters}, inputs)  # type: ignore[no-any-return]
+            return use.call.again(layer.module, {**rest, **parameters}, inputs)
 
         pull_back: Any = vjp(forward, trained)[1]
         gradients: dict[str, Tensor] = pull_back(delta)[0]
         return gradients
 
-    apart = [_apart(rows, views) for rows in (*inputs, delta)]
+    apart = [_apart(rows, views) for rows in (*use.inputs, use.delta)]
     with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
         gradients: Gradients = vmap(one)(tuple(apart[:-1]), apart[-1])
     return gradients
@@ -513,7 +544,7 @@ def instantiate(layer: Layer, uses: Sequence[Use], views: int = 1) -> Tensor:
 def _instantiate(layer: Layer, use: Use, views: int) -> Tensor:
     rule = RULES.get(type(layer.module)) if _is_plain(layer, use) else None
     found = rule(layer, use.inputs[0], use.delta, views) if rule else None
-    gradients = found or _by_vmap(layer, use.inputs, use.delta, views)
+    gradients = found or _by_vmap(layer, use, views)
     samples = len(use.delta) // views
     return torch.cat([gradients[name].reshape(samples, -1) for name in layer.parameters], 1)
 
@@ -525,7 +556,7 @@ def _piece(like: Tensor) -> int:
 
 def _is_plain(layer: Layer, use: Use) -> bool:
     """Whether a layer computes what its type says, of one input."""
-    return len(use.inputs) == 1 and layer.parameters.keys() <= {"weight", "bias", "gain"}
+    return use.call == Call() and layer.parameters.keys() <= {"weight", "bias", "gain"}
 
 
 def hold(layer: Layer, uses: Sequence[Use], views: int = 1) -> PerSampleGradients:

@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from dpmac_cli.dp.fused import Norms, Terms
 from dpmac_cli.dp.gradients import (
     ROW,
+    TENSOR,
+    Call,
     LayerMetric,
     PerSampleGradients,
     SquaredNorms,
@@ -42,6 +44,9 @@ COMPILED = 1 << 17
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32;
 #: of a chunk, its share of that.
 CANCELLATION_LIMIT = 250.0
+
+#: What a layer may be given beside tensors: the same for every sample.
+PLAIN = (bool, int, float, str, type(None))
 
 Observer = Callable[[Tensor, Tensor], None]
 
@@ -133,9 +138,10 @@ class _Started(torch.autograd.Function):
 
 
 class _Record:
-    """What one use of a layer read, and the place in the graph where its output's gradient is."""
+    """What one use of a layer read, and the place in the graph where an output's gradient is."""
 
-    def __init__(self, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def __init__(self, call: Call, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self.call = call
         self.inputs = tuple(x.detach() for x in inputs)
         self._versions = tuple(x._version for x in self.inputs)
         self.edge = torch.autograd.graph.get_gradient_edge(output)
@@ -310,29 +316,50 @@ class ClippedSum:
         for layer, form in zip(self._layers, gradients, strict=True):
             form.weighted_sum(c, valid, out[layer.start : layer.stop])
 
-    def _recorder(self, layer: Layer) -> Callable[..., Tensor | None]:
+    def _recorder(self, layer: Layer) -> Callable[..., Any]:
         def record(
             module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
-        ) -> Tensor | None:
+        ) -> Any:
             del module
             if self._records is None or not torch.is_grad_enabled():
                 return None
-            if named or not all(isinstance(x, Tensor) for x in (*inputs, output)):
+            several = type(output) is tuple
+            outputs = list(output) if several else [output]
+            others = [x for x in (*inputs, *named.values()) if not isinstance(x, Tensor)]
+            tensors = tuple(x for x in inputs if isinstance(x, Tensor))
+            odd = [name for name, value in named.items() if isinstance(value, Tensor)]
+            if odd or not tensors or not all(isinstance(x, PLAIN) for x in others):
                 raise ModelError(
-                    f"The layer {layer.name} must map tensors to one tensor, without keyword "
-                    f"arguments; it got {', '.join(named) or 'other values'} and gave a "
-                    f"{type(output).__name__}. For attention, write Linear layers and "
-                    "torch.nn.functional.scaled_dot_product_attention in place of "
-                    "nn.MultiheadAttention."
+                    f"The layer {layer.name} must be given tensors by place, a row a sample, and "
+                    f"beside them only plain values; it got {', '.join(odd) or 'others'}. Keep a "
+                    "mask as a buffer, in a module around this one that makes the call itself."
                 )
-            if not output.requires_grad:
-                anchor = torch.zeros((), dtype=output.dtype, device=output.device)
-                output = _Started.apply(output, anchor.requires_grad_())
-            self._records[layer.name].append(_Record(inputs, output))
-            started: Tensor = output
-            return started
+            if not all(isinstance(o, Tensor) or (several and o is None) for o in outputs):
+                raise ModelError(
+                    f"The layer {layer.name} must map tensors to one tensor, or to a tuple of "
+                    f"them; it gave a {type(output).__name__}."
+                )
+            positional = tuple(TENSOR if isinstance(x, Tensor) else x for x in inputs)
+            started = [_start(output) for output in outputs]
+            if several:  # one may be made of another: what is done with each outside is told apart
+                started = [o if o is None else o.view_as(o) for o in started]
+            self._records[layer.name] += [
+                _Record(Call(positional, named, number if several else None), tensors, output)
+                for number, output in enumerate(started)
+                if output is not None and output.requires_grad
+            ]
+            return tuple(started) if several else started[0]
 
         return record
+
+
+def _start(output: Tensor | None) -> Tensor | None:
+    """A layer's output, with a place in the graph."""
+    if output is None or not output.is_floating_point() or output.requires_grad:
+        return output
+    anchor = torch.zeros((), dtype=output.dtype, device=output.device)
+    started: Tensor = _Started.apply(output, anchor.requires_grad_())
+    return started
 
 
 def _uses(layer: Layer, found: Sequence[tuple[_Record, Tensor | None]], batch: int) -> list[Use]:
@@ -342,7 +369,7 @@ def _uses(layer: Layer, found: Sequence[tuple[_Record, Tensor | None]], batch: i
             f"The input of layer {layer.name} was changed in place after the layer read it. "
             "Use the out-of-place operation (x = x + y instead of x += y)."
         )
-    uses = [Use(record.inputs, delta) for record, delta in found if delta is not None]
+    uses = [Use(record.inputs, delta, record.call) for record, delta in found if delta is not None]
     if not uses:
         raise ModelError(
             f"The layer {layer.name} has trainable parameters, but no call of it took part in the "

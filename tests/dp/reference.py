@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.dp.fused import Norms
@@ -24,7 +25,8 @@ def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Te
         logits = functional_call(model, {**values, **theta}, (x.unsqueeze(0),))
         return cross_entropy(logits, y.unsqueeze(0))
 
-    gradients: dict[str, Tensor] = vmap(grad(loss), (None, 0, 0))(theta, _double(x), y)
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+        gradients: dict[str, Tensor] = vmap(grad(loss), (None, 0, 0))(theta, _double(x), y)
     return torch.cat([gradients[name].flatten(1) for name in names], 1)
 
 

@@ -77,6 +77,19 @@ class GatedRoot(Gated):
         return super().forward(x)[:, :CLASSES]
 
 
+class SelfAttention(nn.Module):
+    """torch's own attention, which is given names and gives a tuple."""
+
+    def __init__(self, width: int, *, weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self._weights = weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, weights = self.attention(x, x, x, need_weights=self._weights)
+        return torch.cat([out, weights], 2) if self._weights else out
+
+
 def frozen(module: nn.Module, *names: str) -> nn.Module:
     """The module with some parameters, or all, frozen."""
     for name, p in module.named_parameters():
@@ -190,6 +203,22 @@ NETS: Mapping[str, Net] = {
         (2, 5, 5),
     ),
     "embedding": Net(lambda: nn.Sequential(nn.Embedding(10, 4), head(20)), (5,), tokens=10),
+    "attention": Net(
+        lambda: nn.Sequential(SelfAttention(4, weights=False), nn.Tanh(), head(20)), (5, 4)
+    ),
+    "attention-and-its-weights": Net(
+        lambda: nn.Sequential(nn.Linear(3, 4), SelfAttention(4, weights=True), head(45)), (5, 3)
+    ),
+    "transformer": Net(
+        lambda: nn.Sequential(
+            nn.Linear(3, 4),
+            nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 2
+            ),
+            head(20),
+        ),
+        (5, 3),
+    ),
     "gated": Net(lambda: nn.Sequential(nn.Linear(5, 4), Gated(4), head(4)), (5,)),
     "gated-root": Net(lambda: GatedRoot(4), (4,)),
     "inplace-relu": Net(
@@ -766,24 +795,28 @@ class Pair(nn.Module):
 
 
 class Two(nn.Module):
-    """A layer with two outputs."""
+    """A layer with two outputs, of which one is made of the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[[Any], Any] = tuple) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
+        self._kind = kind
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * self.weight, x
+    def forward(self, x: Tensor, by: Any = 1.0) -> Any:
+        first = torch.tanh(x * self.weight * by)
+        return self._kind([first, first.square() * self.weight])
 
 
-class FirstOf(nn.Module):
-    def __init__(self) -> None:
+class BothOf(nn.Module):
+    """What a layer gives, used in part or all of it."""
+
+    def __init__(self, use: Callable[..., Tensor], kind: Callable[[Any], Any] = tuple) -> None:
         super().__init__()
-        self.two = Two()
+        self.two = Two(kind)
+        self._use = use
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.two(x)[0]
-        return out
+        return self._use(self.two, x)
 
 
 def _changes_hidden(pair: Pair, x: Tensor) -> Tensor:
@@ -865,8 +898,29 @@ def test_a_layer_whose_output_is_dropped_is_refused() -> None:
 
 
 def test_an_output_that_is_no_tensor_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"layer two must map tensors to one .* gave a tuple"):
-        add_anything(FirstOf())
+    with pytest.raises(ModelError, match=r"layer two must map tensors to one .* gave a list"):
+        add_anything(BothOf(lambda two, x: two(x)[0], kind=list))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [False, True], ids=["behind another layer", "first"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda two, x: two(x)[1], id="one"),
+        pytest.param(lambda two, x: torch.add(*two(x)), id="both"),
+        pytest.param(lambda two, x: torch.mul(*two(two(x, by=0.5)[1], 2.0)), id="several uses"),
+    ],
+)
+def test_layers_with_several_outputs_and_settings_match_the_oracle(
+    use: Callable[..., Tensor], first: bool, kind: str, views: int
+) -> None:
+    before = nn.Identity() if first else nn.Linear(4, 4)
+    net = Net(lambda: nn.Sequential(before, BothOf(use), head(4)), (4,))
+    x, y = views_of(net, views)
+    assert_matches_oracle(prepare(net.build().double(), views=views), x.double(), y, kind)
 
 
 @pytest.mark.privacy
@@ -986,26 +1040,18 @@ def test_a_sample_with_one_view_that_is_not_finite_adds_nothing(name: str, poiso
     torch.testing.assert_close(subject.add(x, y, region), without, rtol=1e-5, atol=1e-6)
 
 
-def test_keyword_arguments_are_refused() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
-            return x * self.weight * by
-
-    class Caller(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scaled = Scaled()
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.scaled(x, by=5.0)
-            return out
-
-    with pytest.raises(ModelError, match=r"layer scaled must map .* got by"):
-        add_anything(Caller())
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda two, x: two(x, by=x.mean(0))[0], id="of the batch"),
+        pytest.param(lambda two, x: two(x, by=torch.ones(4))[0], id="a constant"),
+        pytest.param(lambda two, x: two(x=x)[0], id="all by name"),
+    ],
+)
+def test_tensors_by_name_are_refused(use: Callable[..., Tensor]) -> None:
+    with pytest.raises(ModelError, match="layer two must be given tensors by place"):
+        add_anything(BothOf(use))
 
 
 def test_closing_takes_the_hooks_off() -> None:
