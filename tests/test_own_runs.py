@@ -81,6 +81,21 @@ def make(shape, classes):
     return nn.Sequential(nn.Flatten(), Gate(pixels, 24), nn.Dropout(0.1), Gate(24, 24),
                          nn.Linear(24, classes))
 """,
+    "encoder": """
+from torch import nn
+
+class Net(nn.Module):
+    # All of it torch's own, as in its tutorials.
+    def __init__(self, shape, classes, width=16):
+        super().__init__()
+        self.embed = nn.Linear(shape[0] * shape[2], width)
+        layer = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.0, batch_first=True)
+        self.encode = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.head(self.encode(self.embed(x.transpose(1, 2).flatten(2))).mean(1))
+""",
     "shared": """
 import torch
 from torch import nn
