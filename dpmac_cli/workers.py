@@ -242,7 +242,6 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(threads)
-    sys.stdout = sys.stderr  # what a network prints; the parent's may be for a program
 
     def stop() -> bool:
         return asked.is_set() or os.getppid() != parent
@@ -255,10 +254,12 @@ def _work(
         place = (config.data, config.device)
         if place not in on_device:
             on_device[place] = _moved(data[config.data], device)
-        for event in carry_out(number, config, on_device[place], stop):
-            pipe.send(event)
-            if isinstance(event, Ended) and event.broken:
-                return  # and another process takes the other runs
+        # What a network prints: the parent's stdout may be for a program.
+        with contextlib.redirect_stdout(sys.stderr):
+            for event in carry_out(number, config, on_device[place], stop):
+                pipe.send(event)
+                if isinstance(event, Ended) and event.broken:
+                    return  # and another process takes the other runs
 
 
 def _device(name: str, index: int) -> torch.device:

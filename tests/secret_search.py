@@ -39,11 +39,13 @@ class Secrets:
         texts: to be found anywhere in a file.
         windows: raw bytes, as many as :data:`PAIRS` says, to be found anywhere in a file.
         numbers: to be found as a number that stands alone in text.
+        training: whether what is computed is of records; a network is tried on others before.
     """
 
     texts: dict[bytes, str] = field(default_factory=dict)
     windows: dict[bytes, str] = field(default_factory=dict)
     numbers: dict[float, str] = field(default_factory=dict)
+    training: bool = False
 
     def text(self, text: str, what: str) -> None:
         """Look for a text, as it is and as JSON would have it."""
@@ -170,7 +172,11 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> Non
         if len(batch) != trainer.mechanism.expected_batch:  # which is public
             secrets.numbers[float(len(batch))] = "the size of a batch"
         secrets.vector(batch, "the records of a batch")
-        return clipped_batch(trainer, batch)
+        secrets.training = True
+        try:
+            return clipped_batch(trainer, batch)
+        finally:
+            secrets.training = False
 
     monkeypatch.setattr(Trainer, "_clipped_batch", drawn)
 
@@ -193,6 +199,8 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
         return losses, forms
 
     def aggregates(values: Tensor, what: str) -> None:
+        if not secrets.training:
+            return
         secrets.vector(values, f"per-sample {what}")
         for how in (torch.mean, torch.sum, torch.max, torch.min, torch.median, torch.std):
             secrets.scalar(float(how(values)), f"{how.__name__} of {what}")
