@@ -16,7 +16,7 @@ from dpmac_cli.budget import training_event
 from dpmac_cli.compare import Cell, collect, holm, paired_p_value, standing_of, was_changed
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import plan
-from tests.digits_runs import digits_config, train_digits
+from tests.digits_runs import after, digits_config, train_digits
 
 
 def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
@@ -127,8 +127,7 @@ def test_a_run_that_was_gone_on_with_is_no_run_of_the_study(
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "4", "seeds": "2"}
     study = plan({**flags, "device": "cpu"}, None, tmp_path)
     for one in study.runs:
-        asked = iter(range(100))
-        list(run.train(one.config, lambda asked=asked: next(asked) >= 2))  # type: ignore[misc]
+        list(run.train(one.config, after(3)))
     assert not any(map(was_changed, study.runs))
     list(run.resume(study.runs[0].folder, changed))
     list(run.resume(study.runs[1].folder))

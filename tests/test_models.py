@@ -243,6 +243,7 @@ class Recentred(torch.autograd.Function):
 def _hooked(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         if x.requires_grad:
+            # torch gives this method no types.
             x.register_hook(change)  # type: ignore[no-untyped-call]
         return x
 
@@ -300,8 +301,9 @@ def test_what_training_would_stumble_over_is_found_at_the_door(
 
 
 def test_weights_that_begin_as_nan_are_named() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 3))
-    nn.init.constant_(model[1].bias, torch.nan)  # type: ignore[arg-type]
+    linear = nn.Linear(144, 3)
+    nn.init.constant_(linear.bias, torch.nan)
+    model = nn.Sequential(nn.Flatten(), linear)
     with pytest.raises(ModelError, match=r"1\.bias begins with NaN"):
         check_model(model, IMAGE, 3)
 

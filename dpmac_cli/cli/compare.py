@@ -141,6 +141,7 @@ def _carry_out(
 
 def _check_runs(grid: Grid) -> None:
     """Refuse to count as the study's what has been gone on with in another way."""
+    # Loads what prices runs, a second, which no --help is to wait for.
     from dpmac_cli.compare import was_changed  # noqa: PLC0415
 
     errors = [
