@@ -94,11 +94,10 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     """
     errors: list[str] = []
     known = (*_studied(), "optimizer", "optimizers", "seeds")
-    given = {} if file is None else read_lists(Path(file), known, errors)
+    found = {} if file is None else read_lists(Path(file), known, errors)
+    given = {name: [v for text in found[name] for v in _split(name, text)] for name in found}
     typed = {
-        name: [str(value)] if name in WITH_COMMA else _split(value)
-        for name, value in flags.items()
-        if value not in (None, False)
+        name: _split(name, value) for name, value in flags.items() if value not in (None, False)
     }
     for group in configuration.EXCLUSIVE:
         if any(name in typed for name in group):
@@ -132,7 +131,9 @@ def _meant(name: str, text: str) -> str | bool:
     return switches.get(text.lower(), text) if KINDS[name] is bool else text
 
 
-def _split(value: Any) -> list[str]:
+def _split(name: str, value: Any) -> list[str]:
+    if name in WITH_COMMA:
+        return [str(value)]
     return ["true"] if value is True else [part.strip() for part in str(value).split(",")]
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class PublicWeights:
             raise ModelError(
                 f"--pretrained {self.path} does not fit the network: "
                 f"{'; '.join(rest[:NAMED])}{more}. Only the last layer may be missing, or of "
-                "another shape."
+                f"another shape.{_remedy(faults)}"
             )
         left = {
             name: tensor
@@ -68,6 +68,13 @@ class PublicWeights:
         model.load_state_dict(left, strict=False)
         if fresh:
             yield f"{self.path.name} has no layer '{head}' that fits: it starts fresh."
+
+
+def _remedy(faults: Iterable[str]) -> str:
+    """What may help where batch norm is on one side alone."""
+    if any(name.endswith("running_mean") for name in faults):
+        return " Only one of the two has batch norm: with --fix-norm the network has none."
+    return ""
 
 
 def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:

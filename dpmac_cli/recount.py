@@ -91,6 +91,11 @@ def events_of(run: Path) -> tuple[TrainingEvent, ...]:
 
 def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, float]:
     """What was done, to how many records, the delta, and the epsilon given for them."""
+    if path.suffix == ".safetensors":
+        raise InputError(
+            f"{path} is a model, which does not say what was done with the records. Name its run's "
+            f"folder, or the {REPORT} in it."
+        )
     file = path / REPORT if path.is_dir() else path
     try:
         report = json.loads(file.read_text(encoding="utf-8"))

@@ -604,6 +604,16 @@ def test_what_does_not_fit_is_listed(net: str, public: Path) -> None:
         assert said in text
 
 
+@pytest.mark.parametrize("side", ["network", "file"])
+def test_batch_norm_on_one_side_alone_is_pointed_out(side: str, net: str, public: Path) -> None:
+    if side == "network":
+        without = {k: t for k, t in public_weights(net).items() if k[2:] in ("weight", "bias")}
+        save(public, without)
+    switch = ["--fix-norm"] if side == "file" else []
+    text = refused(*flags_of(tuned(net, public)), *switch, code=4)
+    assert "with --fix-norm the network has none" in text
+
+
 def flags_of(settings: Mapping[str, Any]) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 

@@ -118,6 +118,16 @@ def test_a_file_says_it_too_and_flags_win(tmp_path: Path) -> None:
     assert budget.column == "epsilon"
 
 
+def test_in_a_file_values_may_be_written_as_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("dataset: digits\noptimizers: dp-sgd, dp-adam\nsigma: 1,2\nseeds: 3,7\n")
+    study = plan({}, file, ROOT)
+    assert study.seeds == (3, 7)
+    assert {(run.config.optimizer, run.config.sigma) for run in study.runs} == {
+        *(("dp-sgd", 1.0), ("dp-sgd", 2.0), ("dp-adam", 1.0), ("dp-adam", 2.0))
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [

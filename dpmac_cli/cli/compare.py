@@ -197,9 +197,15 @@ def _write_results(
         console.print_result(document)
     elif not quiet:
         print_comparison(console.stdout(), comparison, f"{out}: {', '.join([*names, folder.SUMS])}")
-    for number, why in failures.items():
-        run = grid.runs[number]
-        console.print_errors([f"{run.folder.name} (seed {run.seed}): {why}"], label="failed")
+    console.print_errors(list(_failed(grid, failures)), label="failed")
+
+
+def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
+    """A line a reason, with the first of the runs that failed for it."""
+    for why in dict.fromkeys(failures.values()):
+        first, *others = (grid.runs[n] for n, reason in failures.items() if reason == why)
+        more = f" and {len(others)} more" if others else ""
+        yield f"{first.folder.name} (seed {first.seed}){more}: {why}"
 
 
 def _make_way(out: Path, study: str) -> Path | None:

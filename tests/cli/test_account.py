@@ -446,6 +446,7 @@ BAD = [
     Bad(".", ["report.json does not exist"]),
     Bad("killed", ["killed/report.json does not exist", "dpmac train --resume killed"]),
     Bad("text.json", ["text.json is not a report of dpmac"]),
+    Bad("model.safetensors", ["model.safetensors is a model", "Name its run's folder"]),
     Bad("folder", ["folder/report.json"]),
     Bad("text.json/report.json", ["text.json/report.json"]),
     Bad("a" * 300, ["a" * 300]),

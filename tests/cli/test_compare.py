@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -171,6 +172,16 @@ def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
     (one.folder / "thesis.txt").unlink()
     assert dpmac(*SMALL, "--out", str(out)).exit_code == 4
     assert table(out)[1]["seeds"] == 1
+
+
+@pytest.mark.long
+def test_what_fails_for_one_reason_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("")
+    net = f"{tmp_path / 'net.py'}:Net"
+    running = process(*SMALL, "--out", str(tmp_path / "study"), "--model", net)
+    lines = running.communicate(timeout=120)[1].splitlines()
+    [line] = [line for line in lines if line.startswith("failed: ")]
+    assert re.match(rf"failed: digits-dp-sgd-\w+ \(seed 0\) and 3 more: --model {net}: ", line)
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
