@@ -1,4 +1,4 @@
-"""A checksum over tensors and the JSON beside them: a file that was altered is noticed."""
+"""Tensors by their bytes: whether any changed, and a checksum over them and JSON beside them."""
 
 import hashlib
 import json
@@ -14,5 +14,15 @@ def digest(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> str:
     found = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        found.update(_bytes(tensor).numpy().data)
     return found.hexdigest()
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors on one device are the same to the bit, NaN and all."""
+    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return alike and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from dpmac_cli.augmentation import views_of
 from dpmac_cli.canaries import Canaries, GradientCanaries, ImageCanaries
 from dpmac_cli.data import Data, Split
+from dpmac_cli.digest import identical
 from dpmac_cli.dp.fused import compile_norms, compile_terms, compile_update
 from dpmac_cli.dp.geometry import (
     AdaClip,
@@ -507,7 +508,7 @@ class Trainer:
         """
         for name, value in _untrained(self.model, self._trained):
             before = self._untrained.get(name)
-            if before is None or not torch.equal(value.nan_to_num(), before.nan_to_num()):
+            if before is None or not identical(value, before):
                 raise ModelError(
                     f"The network has changed its {name} in training: statistics of private data "
                     "would be published without noise. Nothing of this run is; keep no statistics."

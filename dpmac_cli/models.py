@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from dpmac_cli import factories
 from dpmac_cli.architectures import resnet18, wide_resnet
 from dpmac_cli.catalog import Dataset, Features
+from dpmac_cli.digest import identical
 from dpmac_cli.dp.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.dp.per_sample import ClippedSum, Metric
@@ -236,7 +237,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    changed = [name for name, b in _state(model) if not _same(b, state[name])]
+    changed = [name for name, b in _state(model) if not identical(b, state[name])]
     if changed:
         raise ModelError(
             f"A forward pass changes {changed[0]}: statistics of private data would be kept "
@@ -333,7 +334,3 @@ def _close(a: Tensor, b: Tensor, rows: Tensor | None = None) -> bool:
     if rows is not None:
         a, b = a[rows], b[rows]
     return torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())

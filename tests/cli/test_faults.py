@@ -317,20 +317,22 @@ def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> Non
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kept", ["buffer", "parameter"])
+@pytest.mark.parametrize("kept", ["buffer", "parameter", "NaN"])
 def test_statistics_that_a_network_begins_to_keep_late_are_not_published(kept: str) -> None:
     """At the door it keeps none."""
     made = {
         "buffer": "self.register_buffer('seen', torch.zeros(64, dtype=torch.float32))",
         "parameter": "self.kept = nn.Linear(64, 1, False).requires_grad_(False)",
     }
-    where = "seen" if kept == "buffer" else "kept.weight"
+    made["NaN"] = made["buffer"]
+    where = "kept.weight" if kept == "parameter" else "seen"
+    value = "torch.nan" if kept == "NaN" else "x.flatten(1).mean(0)"
     Path("net.py").write_text(
         "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
         f"        self.linear, self.uses = nn.Linear(64, 10), 0\n        {made[kept]}\n\n"
         "    def forward(self, x):\n        self.uses += self.training\n"
-        f"        if self.uses > 25:\n            self.{where}.data[:] = x.flatten(1).mean(0)\n"
+        f"        if self.uses > 25:\n            self.{where}.data[:] = {value}\n"
         "        return self.linear(x.flatten(1))\n"
     )
     long = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "40", "--out", "run")
