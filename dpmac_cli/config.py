@@ -571,8 +571,8 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
         if config.sampling_rate == 1 and not SAMPLERS[config.sampler].once_an_epoch:
             yield (
                 f"With batches of --batch-size {config.batch_size} every record takes part in "
-                "every step: drawing them at random makes nothing cheaper. Choose a smaller "
-                "--batch-size."
+                "every step: drawing them at random makes nothing cheaper. Unless a few such "
+                "steps are what you want, choose a smaller --batch-size."
             )
 
 

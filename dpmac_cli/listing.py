@@ -234,7 +234,8 @@ def told_apart(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 def _varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of those that differ, the order of the first that has each."""
     names = dict.fromkeys(name for each in settings for name in each if name not in NOT_TOLD)
-    return [name for name in names if any(s.get(name) != settings[0].get(name) for s in settings)]
+    # A switch that has nothing to do with a run is not recorded: it is off.
+    return [name for name in names if len({str(s.get(name, False)) for s in settings}) > 1]
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -1,5 +1,6 @@
 """dpmac runs."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -129,7 +130,7 @@ def _print(out: Console, entries: Sequence[Entry], roots: Sequence[Path]) -> Non
     table.add_column("data set", overflow="fold")
     table.add_column("optimizer", no_wrap=True)
     varied = [
-        ", ".join(f"{name} {_short(value)}" for name, value in settings.items())
+        ", ".join(itertools.starmap(_setting, settings.items()))
         for settings in listing.told_apart(entries)
     ]
     for title in ("epsilon", "accuracy"):
@@ -157,8 +158,10 @@ def _print(out: Console, entries: Sequence[Entry], roots: Sequence[Path]) -> Non
         out.print(Text(remark, style="dim"))
 
 
-def _short(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+def _setting(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _epsilon(entry: Entry) -> Text:

@@ -385,6 +385,26 @@ def test_what_varied_in_a_comparison_is_shown() -> None:
     assert first["settings"]["model"] == "mlp-small"
 
 
+def test_a_switch_in_which_runs_differ_is_named_without_its_value() -> None:
+    Path("net.py").write_text(
+        "from torch import nn\n\n\ndef build():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    own = {"model": "net.py:build"}
+    settings: dict[str, dict[str, Any]] = {"1": {}, "2": own, "3": {**own, "fix_norm": True}}
+    for name, flags in settings.items():
+        train_digits(out=Path("study", name), **flags)
+    told = [
+        line.partition(" model ")[2].strip()
+        for args in (("study/1", "study/2"), ("study",))
+        for line in dpmac("runs", *args, "--sort", "name").stdout.splitlines()
+        if "digits" in line
+    ]
+    plain = "net.py:build"
+    assert told[:2] == ["mlp-small", plain]
+    assert told[2:] == ["mlp-small", f"{plain}, no fix-norm", f"{plain}, fix-norm"]
+
+
 def test_a_run_is_a_line_where_no_terminal_limits_it(study: Path) -> None:
     lines = dpmac("runs", study, "--sort", "name", columns=60).stdout.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["diverged", "killed", "run-2"]
