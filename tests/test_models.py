@@ -308,6 +308,37 @@ def test_weights_that_begin_as_nan_are_named() -> None:
         check_model(model, IMAGE, 3)
 
 
+class LastOf(nn.Module):
+    """What a recurrent layer says of the last row of an image."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
+        super().__init__()
+        self.recur = kind(24, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        every, _ = self.recur(x.transpose(1, 2).flatten(2))
+        out: Tensor = self.head(every[:, -1])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            nn.LSTM,
+            "layer recur must map tensors to one tensor, or to a tuple .* a tuple in a tuple",
+        ),
+        (nn.GRU, "layer recur gives a tensor whose first dimension is not the samples"),
+    ],
+)
+def test_torchs_recurrent_layers_are_refused_by_name(
+    kind: type[nn.LSTM | nn.GRU], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        check_model(LastOf(kind), IMAGE, 3)
+
+
 def _raises(x: Tensor) -> Tensor:
     raise ValueError(f"cannot take {x.ndim} dimensions\nof that kind")
 

@@ -334,11 +334,7 @@ class ClippedSum:
                     f"beside them only plain values; it got {', '.join(odd) or 'others'}. Keep a "
                     "mask as a buffer, in a module around this one that makes the call itself."
                 )
-            if not all(isinstance(o, Tensor) or (several and o is None) for o in outputs):
-                raise ModelError(
-                    f"The layer {layer.name} must map tensors to one tensor, or to a tuple of "
-                    f"them; it gave a {type(output).__name__}."
-                )
+            _check_outputs(layer.name, outputs, several, len(tensors[0]))
             positional = tuple(TENSOR if isinstance(x, Tensor) else x for x in inputs)
             started = [_start(output) for output in outputs]
             if several:  # one may be made of another: what is done with each outside is told apart
@@ -351,6 +347,23 @@ class ClippedSum:
             return tuple(started) if several else started[0]
 
         return record
+
+
+def _check_outputs(name: str, outputs: list[Any], several: bool, samples: int) -> None:
+    """Refuse what is no tensor, or has no row for each sample; says no size, which is private."""
+    for output in outputs:
+        if output is None and several:
+            continue
+        if not isinstance(output, Tensor):
+            raise ModelError(
+                f"The layer {name} must map tensors to one tensor, or to a tuple of them; it gave "
+                f"a {type(output).__name__}{' in a tuple' if several else ''}."
+            )
+        if output.is_floating_point() and (output.ndim == 0 or len(output) != samples):
+            raise ModelError(
+                f"The layer {name} gives a tensor whose first dimension is not the samples, one "
+                "row each, as nn.GRU does with its last state. Write it of layers that do not."
+            )
 
 
 def _start(output: Tensor | None) -> Tensor | None:
