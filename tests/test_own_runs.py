@@ -363,7 +363,7 @@ def test_batches_of_all_records_are_remarked_on() -> None:
     assert size < 256
     (note,) = resolve({"dataset": "wine.npz"}).notes
     assert f"of --batch-size {size} every record takes part" in note
-    assert "Choose a smaller --batch-size" in note
+    assert "choose a smaller --batch-size" in note
     assert notes_on("wine.npz", batch_size=str(size - 1)) == ()
     whole = str(size)
     assert notes_on("wine.npz", batch_size=whole, no_dp=True) == ()
