@@ -202,8 +202,10 @@ def _write_results(
 
 def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
     """A line a reason, with the first of the runs that failed for it."""
-    for why in dict.fromkeys(failures.values()):
-        first, *others = (grid.runs[n] for n, reason in failures.items() if reason == why)
+    by_reason: dict[str, list[Run]] = {}
+    for number, why in failures.items():
+        by_reason.setdefault(why, []).append(grid.runs[number])
+    for why, (first, *others) in by_reason.items():
         more = f" and {len(others)} more" if others else ""
         yield f"{first.folder.name} (seed {first.seed}){more}: {why}"
 
