@@ -1,5 +1,6 @@
 """Named models, and the door that models which mix samples do not pass."""
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -322,6 +323,7 @@ class LastOf(nn.Module):
         return out
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -335,8 +337,9 @@ class LastOf(nn.Module):
 def test_torchs_recurrent_layers_are_refused_by_name(
     kind: type[nn.LSTM | nn.GRU], said: str
 ) -> None:
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=said) as refused:
         check_model(LastOf(kind), IMAGE, 3)
+    assert not re.search(r"\d", str(refused.value)), "sizes are private once training has begun"
 
 
 def _raises(x: Tensor) -> Tensor:
