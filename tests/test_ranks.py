@@ -41,19 +41,18 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
     """What some work comes to at each rank: its value, or what it raised."""
-    port = FORKS.Value("i", 0)
-    opened = FORKS.Event()
+    ports = FORKS.SimpleQueue()
     pipes = [FORKS.Pipe(duplex=False) for _ in range(size)]
     children = [
-        FORKS.Process(target=_one, args=(rank, size, port, opened, work, pipes[rank][1]))
+        FORKS.Process(target=_one, args=(rank, size, ports, work, pipes[rank][1]), daemon=True)
         for rank in range(size)
     ]
     for child in children:
         child.start()
     # Only now: its thread looks up names, and a child forked meanwhile waits for that lock in vain.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    port.value = store.port
-    opened.set()
+    for _ in children:
+        ports.put(store.port)
     found: list[Any] = []
     for child, (receiver, sender) in zip(children, pipes, strict=True):
         sender.close()
@@ -67,13 +66,10 @@ def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
     return found
 
 
-def _one(
-    rank: int, size: int, port: Any, opened: Any, work: Callable[[Ranks], Any], answer: Any
-) -> None:
+def _one(rank: int, size: int, ports: Any, work: Callable[[Ranks], Any], answer: Any) -> None:
     faulthandler.dump_traceback_later(LIMIT / 2)
     torch.set_num_threads(1)
-    opened.wait()
-    store = TCPStore("localhost", port.value, is_master=False)
+    store = TCPStore("localhost", ports.get(), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     ranks = Ranks(rank, size, store)
     try:
