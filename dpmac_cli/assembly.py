@@ -23,13 +23,14 @@ from dpmac_cli.factories import is_factory, source_sum
 from dpmac_cli.feature_cache import Computing, featured, stand_in
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
-from dpmac_cli.models import build_model, check_model
+from dpmac_cli.models import build_model
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.places import cache_folder, data_folder
 from dpmac_cli.pretrained import PublicWeights, read_weights
 from dpmac_cli.ranks import Ranks
 from dpmac_cli.sampling import make_sampler
 from dpmac_cli.settings import DEVICE, TrainConfig
+from dpmac_cli.validation import check_model
 
 
 def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:

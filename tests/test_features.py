@@ -23,7 +23,8 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.feature_cache import Computing, Featured, featured
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of, with_features
 from dpmac_cli.grid import address
-from dpmac_cli.models import build_model, check_model
+from dpmac_cli.models import build_model
+from dpmac_cli.validation import check_model
 from dpmac_cli.release import load_model
 from dpmac_cli.run import Finished, RunEvent
 from dpmac_cli.scattering import OCTAVES, Scattering, paths

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from dpmac_cli.catalog import DATASETS, MODELS
 from dpmac_cli.data import LOADERS
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models import BUILDERS, build_model, check_model
+from dpmac_cli.models import BUILDERS, build_model
+from dpmac_cli.validation import check_model
 
 IMAGE = (4, 6, 6)
 

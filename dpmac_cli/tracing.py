@@ -1,0 +1,334 @@
+"""Proof, operation by operation, that a network keeps the samples of a batch apart.
+
+Two parts, both on made-up data. :func:`check_uniform` exports the network with a symbolic batch
+size: the same operations then run for every batch, whatever its size and its values.
+:class:`Dependence` follows through one forward and backward pass which samples each number was
+computed from. What either of them does not know counts as not proven.
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dpmac_cli.dp.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.per_sample import ClippedSum
+from dpmac_cli.faults import what_failed
+
+#: Samples that are told apart, a bit each.
+SAMPLES = 4
+#: Largest batch for which the operations must be the same.
+LARGEST_BATCH = 1 << 20
+
+# How the outputs of an operation depend on its inputs. In-place forms belong to the same list, and
+# what torch itself tags as pointwise need not be listed.
+_POINTWISE = {
+    *("_to_copy", "copy", "detach", "lift_fresh", "fill", "zero", "masked_fill", "clamp_min"),
+    *("hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward"),
+    *("hardswish_backward", "hardsigmoid_backward", "_prelu_kernel", "_prelu_kernel_backward"),
+    *("log_sigmoid_forward", "log_sigmoid_backward", "clamp_max", "mish_backward"),
+}
+#: On all inputs along ``dim`` or the last dimensions of ``normalized_shape``; else on all of them.
+_ALONG = {
+    *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean", "prod"),
+    *("argmax", "argmin", "any", "all", "logsumexp", "linalg_vector_norm", "norm", "aminmax"),
+    *("cumsum", "cumprod", "sort", "topk", "median", "_safe_softmax", "glu", "glu_backward"),
+    *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
+    *("native_layer_norm", "native_layer_norm_backward"),
+}
+#: Row by row on the inputs of these names; the other inputs must come from no sample.
+_BY_ROW = {
+    *("convolution", "convolution_backward", "native_group_norm", "native_group_norm_backward"),
+    *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d"),
+    *("avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
+    *("adaptive_max_pool2d", "adaptive_max_pool2d_backward", "im2col", "col2im"),
+    *("upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d"),
+    *("upsample_bilinear2d_backward", "reflection_pad2d", "reflection_pad2d_backward"),
+    *("nll_loss_forward", "nll_loss_backward", "pixel_shuffle", "pixel_unshuffle"),
+}
+_ROWS = {"input", "self", "grad_output", "grad_out", "mean", "rstd", "indices", "target"}
+#: On the inputs of which a larger number makes a larger output.
+_INCREASING = {
+    *("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "cat", "stack", "index_select"),
+    *("gather", "constant_pad_nd", "repeat", "flip", "roll", "index", "select_backward"),
+    *("slice_backward", "select_scatter", "slice_scatter", "tril", "triu", "diagonal_backward"),
+}
+_PLACES = {"index", "indices"}
+_FACTORIES = {
+    *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones"),
+    *("new_empty", "new_full", "new_empty_strided", "empty_strided"),
+}
+#: What may be told the number of samples: it only gives tensors their shape.
+_SHAPING = {
+    *("view", "_unsafe_view", "reshape", "expand", "unflatten", "repeat", "sym_size", "mul"),
+    *("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"),
+}
+
+
+class UnprovenError(Exception):
+    """Keeping samples apart could not be proven; the message says why."""
+
+
+def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+    """Prove that a network keeps samples apart in training, forwards and backwards.
+
+    Args:
+        model: in float64 and the mode in which it is trained, its dropout layers switched off.
+            It is consumed: its parameters are moved.
+        shape: of one sample.
+        classes: how many there are.
+
+    Raises:
+        UnprovenError: it could not be proven, which does not mean that it is not so.
+    """
+    check_uniform(model, shape)
+    x = torch.randn(SAMPLES, *shape, dtype=torch.float64)
+    y = torch.arange(SAMPLES) % classes
+    layers = find_layers(model)
+    flatten_parameters(layers)
+    clipped = ClippedSum(model, layers, SAMPLES)
+    dependence = Dependence()
+    dependence.mark(x)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), dependence:
+            losses, uses = clipped.uses(x, y)
+    finally:
+        clipped.close()
+    dependence.check_rows("the loss", losses)
+    for layer, used in zip(layers, uses, strict=True):
+        for use in used:
+            for tensor in (*use.inputs, use.delta):
+                dependence.check_rows(f"layer {layer.name}", tensor)
+
+
+def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Prove that the output of a network that is not trained keeps samples apart.
+
+    Raises:
+        UnprovenError: as :func:`check_independent`.
+    """
+    check_uniform(model, shape)
+    x = torch.randn(SAMPLES, *shape, dtype=torch.float64)
+    dependence = Dependence()
+    dependence.mark(x)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), dependence:
+        output = model(x)
+    dependence.check_rows("the output", output)
+
+
+def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Prove that a network runs the same operations for every batch of at least two samples.
+
+    Raises:
+        UnprovenError: what it does depends on the size of the batch or on the numbers in it, or
+            it cannot be exported.
+    """
+    x = torch.zeros(SAMPLES + 1, *shape, dtype=torch.float64)
+    size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
+    try:
+        with _silent():
+            program = torch.export.export(model, (x,), dynamic_shapes=({0: size},))
+    except Exception as failure:
+        raise UnprovenError(f"torch.export cannot trace it: {what_failed(failure)}") from failure
+    for node in program.graph.nodes:
+        if node.op == "call_function" and _name(node.target) not in _SHAPING:
+            values = tree_leaves((node.args, node.kwargs))
+            inputs = [value for value in values if isinstance(value, torch.fx.Node)]
+            if any(isinstance(value.meta.get("val"), torch.SymInt) for value in inputs):
+                raise UnprovenError(f"{_name(node.target)} computes with the size of the batch.")
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep what torch.export prints of a network it cannot trace off the screen."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+class Dependence(TorchDispatchMode):
+    """Follows which samples each number was computed from, while it is entered.
+
+    Each storage has a shadow with a plane per sample and a place per element, so that views and
+    assignments to parts of a tensor need no rule.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shadows: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []  # a storage that was freed could be taken for another
+
+    def mark(self, x: Tensor) -> None:
+        """Have row i of x stand for sample i; there are :data:`SAMPLES` rows."""
+        own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, SAMPLES, *[1] * (x.ndim - 1))
+        self._of(x).copy_(own.expand(SAMPLES, *x.shape))
+
+    def check_rows(self, what: str, tensor: Tensor) -> None:
+        """Refuse a tensor whose row i was computed from others than sample i.
+
+        Raises:
+            UnprovenError: naming ``what`` it is.
+        """
+        rows = _by_row(self._of(tensor))
+        if rows.shape[1:] != (SAMPLES,) or bool((rows & ~torch.eye(SAMPLES).bool()).any()):
+            raise UnprovenError(f"In {what} a row depends on more than its own sample.")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note from which samples its outputs were computed."""
+        names = [argument.name for argument in func._schema.arguments]
+        named = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        told = {name for name, value in named.items() if self._holds_samples(value)}
+        result = func(*args, **(kwargs or {}))
+        if told:
+            self._note(func, named, told, result)
+        return result
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        """The planes of a tensor, bool, shape (SAMPLES, *shape); writing to them changes them."""
+        storage = tensor.untyped_storage()
+        size = storage.nbytes() // tensor.itemsize
+        shadow = self._shadows.get(storage.data_ptr())
+        if shadow is None or storage.data_ptr() == 0:
+            shadow = torch.zeros(SAMPLES, size, dtype=torch.bool)
+            self._shadows[storage.data_ptr()] = shadow
+            self._kept.append(tensor)
+        if shadow.shape[1] != size:
+            raise UnprovenError("It looks at the bytes of numbers.")
+        return shadow.as_strided(
+            (SAMPLES, *tensor.shape), (size, *tensor.stride()), tensor.storage_offset()
+        )
+
+    def _holds_samples(self, value: Any) -> bool:
+        return any(bool(self._of(tensor).any()) for tensor in _tensors(value))
+
+    def _note(self, func: Any, named: Mapping[str, Any], told: set[str], result: Any) -> None:
+        """Note it for an operation, given the names of the inputs that hold samples."""
+        name, outputs = _name(func), _tensors(result)
+        if not outputs:
+            raise UnprovenError(f"{name} reads a number that was computed from samples.")
+        if func.is_view or name == "_unsafe_view" or name in _FACTORIES:
+            return
+        given = [self._of(t) for key in sorted(told) for t in _tensors(named[key])]
+        if torch.Tag.pointwise in func.tags or name in _POINTWISE:
+            found = [_merged(given, out.shape) for out in outputs]
+        elif name in _ALONG:
+            found = _along(given, _dims(func, named), outputs)
+        elif name in _BY_ROW and told <= _ROWS:
+            found = _row_by_row(given, outputs)
+        elif name in _INCREASING and not told & _PLACES:
+            found = self._increased(func, named, outputs)
+        elif name == "embedding" and told == {"indices"}:
+            found = [given[0].unsqueeze(-1)]
+        else:
+            raise UnprovenError(f"It is not known how {name} treats samples.")
+        for out, planes in zip(outputs, found, strict=True):
+            self._of(out).copy_(planes.expand(SAMPLES, *out.shape))
+
+    def _increased(
+        self, func: Any, named: Mapping[str, Any], outputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Where outputs grow as the numbers of a sample grow, one input at a time, from 0 to 1."""
+        found = [torch.zeros(SAMPLES, *out.shape, dtype=torch.bool) for out in outputs]
+        values = {name: value for name, value in named.items() if name not in _PLACES}
+        for sample in range(SAMPLES):
+            for chosen in [t for value in values.values() for t in _tensors(value)]:
+                shadow = self._of(chosen)[sample].double()
+                if bool(shadow.any()):
+                    low, high = (
+                        func(**_with(named, chosen, number)) for number in (shadow * 0, shadow)
+                    )
+                    for planes, before, after in zip(
+                        found, _tensors(low), _tensors(high), strict=True
+                    ):
+                        planes[sample] |= after > before
+        return found
+
+
+def _with(named: Mapping[str, Any], chosen: Tensor, number: Tensor) -> dict[str, Any]:
+    """Inputs of ones in the place of numbers, and of ``number`` in that of one input."""
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return number if value is chosen else torch.ones_like(value, dtype=torch.float64)
+
+    return {
+        name: value if name in _PLACES else tree_map(replaced, value)
+        for name, value in named.items()
+    }
+
+
+def _name(func: Any) -> str:
+    """The name of an operation, the same for its in-place form."""
+    packet = getattr(func, "overloadpacket", func)
+    return str(getattr(packet, "__name__", packet)).removesuffix("_")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _dims(func: Any, named: Mapping[str, Any]) -> list[int]:
+    """The dimensions that an operation works along; none for all of them."""
+    if "normalized_shape" in named:
+        return list(range(-len(named["normalized_shape"]), 0))
+    defaults = {a.name: a.default_value for a in func._schema.arguments}
+    dim = named.get("dim", defaults.get("dim"))
+    return [dim] if isinstance(dim, int) else list(dim or ())
+
+
+def _merged(given: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The union of planes, broadcast to (SAMPLES, *shape)."""
+    total = torch.zeros(SAMPLES, *shape, dtype=torch.bool)
+    for planes in given:
+        lacking = len(shape) - (planes.ndim - 1)
+        total |= planes.reshape(SAMPLES, *[1] * lacking, *planes.shape[1:])
+    return total
+
+
+def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Planes of outputs that depend on all inputs along some dimensions."""
+    whole = max(given, key=Tensor.numel)[0]
+    places = [1 + dim % whole.ndim for dim in dims or range(whole.ndim)]
+    kept = [_any(planes, places) for planes in given]
+    joined = _merged(kept, torch.broadcast_shapes(*(planes.shape[1:] for planes in kept)))
+    gone = joined.squeeze(places)
+    return [joined if out.ndim == whole.ndim else gone for out in outputs]
+
+
+def _any(planes: Tensor, places: Sequence[int]) -> Tensor:
+    """The union along some dimensions, which stay, of length 1."""
+    for place in places:
+        planes = planes.any(place, keepdim=True)
+    return planes
+
+
+def _by_row(planes: Tensor) -> Tensor:
+    """From which samples each row was computed, shape (SAMPLES, rows)."""
+    return planes.flatten(2).any(2) if planes.ndim > 2 else planes
+
+
+def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Planes of outputs whose rows depend on the same rows of inputs."""
+    if len({planes.shape[1] for planes in given}) > 1:
+        raise UnprovenError("Its rows are not those of the samples.")
+    rows = torch.stack([_by_row(planes) for planes in given]).any(0)
+    return [
+        rows.view(*rows.shape, *[1] * (out.ndim - 1))
+        if out.ndim and len(out) == rows.shape[1]
+        else torch.zeros(SAMPLES, *out.shape, dtype=torch.bool)
+        for out in outputs
+    ]
