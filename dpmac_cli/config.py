@@ -31,7 +31,7 @@ from dpmac_cli.settings import (
 )
 
 #: Settings that answer the same question: give one. A flag replaces a file's answer.
-EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"))
+EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"), ("isolate", "no_isolate"))
 #: Settings that do not go together, and why. Neither replaces the other: a run that a file makes
 #: secure must not lose that unnoticed.
 INCOMPATIBLE = {
@@ -553,8 +553,9 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
     for name, why in _idle_on(config).items():
         if name in typed:
             yield f"{typed[name].origin} has no effect with {config.dataset}{why}."
-    if "fix_norm" in typed and ":" not in config.model:
-        yield f"{typed['fix_norm'].origin} has no effect with {config.model}."
+    for name in ("fix_norm", "to_float32", "no_isolate"):
+        if name in typed and ":" not in config.model:
+            yield f"{typed[name].origin} has no effect with {config.model}."
     if config.found.skipped:
         yield (
             f"{len(config.found.skipped)} files of {config.dataset} are left out: "

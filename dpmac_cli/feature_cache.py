@@ -160,9 +160,10 @@ def _computed(
     done = 0
     yield Computing(done, _records(data), folder)
     for name, split in (("train", data.train), ("test", data.test)):
-        for begin in range(0, len(split), EVALUATION_BATCH):
+        size = 1 if parts.isolated else EVALUATION_BATCH
+        for begin in range(0, len(split), size):
             _check(stop)
-            rows = slice(begin, begin + EVALUATION_BATCH)
+            rows = slice(begin, begin + size)
             batch = parts.features(data.standardised(split.images[rows]))
             if begin == 0:
                 found[name] = torch.empty(len(split), *batch.shape[1:], dtype=batch.dtype)

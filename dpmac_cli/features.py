@@ -26,6 +26,9 @@ class FrozenFeatures(nn.Module):
             in training, which reads them from a cache, and in evaluation, which does not.
     """
 
+    #: Whether the features of the records are computed one record at a time.
+    isolated = False
+
     def __init__(self, frozen: nn.Module, head: nn.Module, stored: torch.dtype) -> None:
         super().__init__()
         self.frozen, self.head, self.stored = frozen, head, stored

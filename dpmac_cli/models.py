@@ -74,18 +74,22 @@ def build_model(
     seed: int,
     *,
     fix_norm: bool = False,
+    to_float32: bool = False,
     features: Features | None = None,
     frozen: bool = False,
+    isolated: bool = False,
+    physical_batch: int | None = None,
 ) -> nn.Module:
-    """A freshly initialised model, checked at the door.
+    """Return a freshly initialised, validated model.
 
     Args:
         name: a key of :data:`BUILDERS`, or where a factory is: "file.py:factory".
         dataset: gives the input shape and the number of classes.
         seed: of the initial weights; touches no global generator.
         fix_norm: put group norm in the place of batch norm.
+        to_float32: convert its parameters and buffers.
         features: that the named network takes in place of images; the model takes images.
-        frozen: all of it but its last layer stays as it is, in evaluation mode.
+        frozen, isolated, physical_batch: as in :func:`~dpmac_cli.validation.check_model`.
 
     Raises:
         InputError: there is no such factory.
@@ -98,9 +102,19 @@ def build_model(
         model = factories.build(name, taken) if own else BUILDERS[name](taken)
         if fix_norm:
             model, _ = factories.without_batch_norm(model)
+        if to_float32:
+            model = model.float()
         if features is not None:
             model = scattered(model, dataset.shape, features)
-    check_model(model, dataset.shape, len(dataset.classes), frozen=frozen)
+    classes = len(dataset.classes)
+    check_model(
+        model,
+        dataset.shape,
+        classes,
+        frozen=frozen,
+        isolated=isolated,
+        physical_batch=physical_batch,
+    )
     return model
 
 

@@ -123,6 +123,18 @@ class TrainConfig:
     fix_norm: bool = _setting(
         False, "In a network of your own, put group norm in the place of batch norm.", TASK
     )
+    to_float32: bool = _setting(
+        False, "Convert the parameters of a network of your own to 32 bits.", TASK
+    )
+    isolate: bool = _setting(
+        False,
+        "Run the network on each sample alone, so that it cannot mix samples; slower. [default: "
+        "where nothing else proves that it does not]",
+        TASK,
+    )
+    no_isolate: bool = _setting(
+        False, "Trust a trial of your own network on made-up batches instead.", TASK
+    )
     features: str | None = _setting(
         None,
         "Train on fixed, public features of the images instead: scatter is wavelet scattering. "
@@ -445,7 +457,7 @@ class TrainConfig:
             kept = {name: value for name, value in kept.items() if SETTINGS[name].panel != DATA}
         if ":" not in self.model:
             kept.pop("fix_norm")
-        for name in ("tensorboard", "plot"):  # a run without is recorded as one of before they were
+        for name in ("tensorboard", "plot", "isolate", "no_isolate", "to_float32"):
             if not kept[name]:
                 kept.pop(name)
         for name, default in RECIPE_DEFAULTS.items():

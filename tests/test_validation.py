@@ -1,0 +1,218 @@
+"""User-supplied networks: what mixes samples is refused or isolated, what does not is trained."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+from dpmac_cli.dp.isolation import Isolated
+from dpmac_cli.dp.layers import find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.mechanism import ball
+from dpmac_cli.dp.per_sample import ClippedSum, Metric
+from dpmac_cli.errors import ModelError
+from dpmac_cli.validation import check_model, independence
+from tests.networks import CLASSES, INNOCENT, MIXING, PIXELS, SHAPE, Perceptron, WordsFirst
+
+LARGE = 2.0**20
+#: Fail on one sample alone, as isolation runs them.
+NEVER_ALONE = {"FunctionalBatchNorm"}
+#: Innocent, and yet refused without isolation: its layers do not see the samples first.
+NOT_BY_ROWS = {"WordsFirst"}
+
+
+def by_name(networks: tuple[type[nn.Module], ...]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("network", networks, ids=lambda network: network.__name__)
+
+
+def made(network: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return network()
+
+
+def clipped_sum(
+    model: nn.Module, x: Tensor, y: Tensor, radius: float, *, isolated: bool
+) -> tuple[Tensor, list[str]]:
+    """The sum of clipped gradients over the radius, and the names of its parameters in order."""
+    model = copy.deepcopy(model)
+    layers = split_by_module(model) if isolated else find_layers(model)
+    one_by_one = Isolated(model, layers, SHAPE) if isolated else None
+    theta = flatten_parameters(layers)
+    clipped = ClippedSum(model, layers, len(x) + 1, per_sample=one_by_one)
+    out = torch.empty_like(theta)
+    clipped.of(x, y, Metric(ball(radius, theta)), out)
+    names = [f"{layer.name}.{key}".strip(".") for layer in layers for key in layer.parameters]
+    return out / radius, names
+
+
+def records(count: int = 7) -> tuple[Tensor, Tensor]:
+    """Images of very different scale, and labels."""
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.logspace(-1, 1, count).view(-1, 1, 1, 1)
+    return torch.randn(count, *SHAPE, generator=generator) * scales, torch.arange(count) % CLASSES
+
+
+@pytest.mark.privacy
+@by_name(MIXING)
+def test_a_network_that_mixes_samples_is_refused_by_a_trial(network: type[nn.Module]) -> None:
+    with pytest.raises(ModelError):
+        check_model(made(network), SHAPE, CLASSES, physical_batch=32)
+
+
+@pytest.mark.privacy
+@by_name(MIXING)
+def test_a_network_that_mixes_samples_is_never_trusted(network: type[nn.Module]) -> None:
+    """By default no trial of large batches is made: what passes is isolated."""
+    model = made(network)
+    try:
+        check_model(model, SHAPE, CLASSES)
+    except ModelError:
+        return
+    assert independence(model, SHAPE, CLASSES)[0] == "isolated"
+
+
+@pytest.mark.privacy
+@by_name(MIXING)
+def test_isolation_bounds_what_a_record_moves_in_any_network(network: type[nn.Module]) -> None:
+    if network.__name__ in NEVER_ALONE:
+        with pytest.raises(ModelError):
+            check_model(made(network), SHAPE, CLASSES, isolated=True)
+        return
+    check_model(made(network), SHAPE, CLASSES, isolated=True)
+    assert sensitivity(made(network), isolated=True) <= 1
+
+
+def sensitivity(model: nn.Module, *, isolated: bool) -> float:
+    """The most that leaving out a record moves the whitened sum."""
+    (x, y), moved = records(), 0.0
+    for radius in (0.01, 1.0):
+        whole, _ = clipped_sum(model, x, y, radius, isolated=isolated)
+        for left_out in range(len(x)):
+            kept = torch.arange(len(x)) != left_out
+            part, _ = clipped_sum(model, x[kept], y[kept], radius, isolated=isolated)
+            moved = max(moved, float((whole.double() - part.double()).norm()))
+    return moved
+
+
+@by_name((*INNOCENT, WordsFirst))
+@pytest.mark.privacy
+def test_an_innocent_network_is_trained_on_its_true_gradients(network: type[nn.Module]) -> None:
+    model = made(network)
+    forced = network.__name__ in NOT_BY_ROWS
+    check_model(model, SHAPE, CLASSES, isolated=forced, physical_batch=32)
+    isolated = forced or independence(model, SHAPE, CLASSES)[0] == "isolated"
+    model.eval()  # dropout draws otherwise for another batch
+    x, y = records()
+    found, names = clipped_sum(model, x, y, LARGE, isolated=isolated)
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss(*trained: Tensor) -> Tensor:
+        used = {**parameters, **dict(zip(names, trained, strict=True))}
+        return F.cross_entropy(functional_call(model, used, (x,)), y, reduction="sum")
+
+    trained = [parameters[name].requires_grad_() for name in names]
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss(*trained), trained)])
+    torch.testing.assert_close(found * LARGE, expected, rtol=1e-4, atol=1e-4)
+    assert float(expected.norm()) > 0.1
+    assert sensitivity(model, isolated=isolated) <= 1
+
+
+def test_most_innocent_networks_are_proven_to_be(record_property: Callable[..., None]) -> None:
+    found = {network.__name__: independence(made(network), SHAPE, CLASSES) for network in INNOCENT}
+    isolated = {name for name, (kind, _) in found.items() if kind == "isolated"}
+    assert isolated == {"VisionTransformer", "InstanceNormed"}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_other_precision_are_refused_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(ModelError, match=rf"layers\.0\.weight is {dtype}.*--to-float32"):
+        check_model(made(Perceptron).to(dtype), SHAPE, CLASSES)
+    half = made(Perceptron)
+    half.get_submodule("layers.2").to(dtype)
+    with pytest.raises(ModelError, match=r"layers\.2\.weight"):
+        check_model(half, SHAPE, CLASSES)
+
+
+class Casting(Perceptron):
+    """Computes a part in fewer bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+class CastByHand(Perceptron):
+    """Rounds its input to half precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.half().to(x.dtype))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("network", [Casting, CastByHand])
+def test_low_precision_inside_is_refused_before_training(network: type[nn.Module]) -> None:
+    with pytest.raises(ModelError, match=r"computes \w+ in torch\.(b?)float16, as under"):
+        check_model(made(network), SHAPE, CLASSES)
+    with pytest.raises(ModelError, match="as under"):
+        check_model(made(network), SHAPE, CLASSES, isolated=True)
+
+
+class Tied(nn.Module):
+    """A layer that is called, and whose weight is used once more without a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied = nn.Linear(PIXELS, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tied(self.first(x.flatten(1)))
+        logits: Tensor = self.head(F.linear(hidden, self.tied.weight.T))
+        return logits
+
+
+@pytest.mark.privacy
+def test_a_gradient_that_calls_do_not_account_for_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"layer tied from its calls is \d+% off .*--isolate"):
+        check_model(made(Tied), SHAPE, CLASSES)
+    check_model(made(Tied), SHAPE, CLASSES, isolated=True)
+
+
+class OldWeightNorm(nn.Module):
+    """The weight norm of before parametrisations, whose weight cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with pytest.warns(FutureWarning):
+            self.head = nn.utils.weight_norm(nn.Linear(PIXELS, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(x.flatten(1))
+        return logits
+
+
+def test_what_cannot_be_copied_is_refused_with_its_remedy() -> None:
+    with pytest.raises(ModelError, match=r"cannot be copied.*parametrizations\.weight_norm"):
+        check_model(made(OldWeightNorm), SHAPE, CLASSES)
+
+
+class Counting(Perceptron):
+    """Counts its calls, in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"calls": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"][0] += 1
+        return super().forward(x)
+
+
+@pytest.mark.privacy
+def test_an_attribute_that_a_forward_pass_changes_is_named() -> None:
+    with pytest.raises(ModelError, match=r"A forward pass changes state\.calls\.0"):
+        check_model(made(Counting), SHAPE, CLASSES)
