@@ -27,7 +27,8 @@ from dpmac_cli.dp.geometry import (
     pinned_shares,
 )
 from dpmac_cli.dp.gradients import total_squared_norms
-from dpmac_cli.dp.layers import blocks, find_layers, flatten_parameters
+from dpmac_cli.dp.isolation import Isolated
+from dpmac_cli.dp.layers import blocks, find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Optimizer
@@ -83,6 +84,7 @@ class Plan:
         private: False trains without clipping and noise, as a baseline.
         compiled: whether torch.compile fuses the operations on vectors.
         recipe: what it does besides its optimizer's steps.
+        isolated: run the network on each sample alone, so that it cannot mix samples.
     """
 
     steps: int
@@ -91,6 +93,7 @@ class Plan:
     private: bool = True
     compiled: bool = False
     recipe: Recipe = field(default_factory=Recipe)
+    isolated: bool = False
 
 
 @dataclass
@@ -273,7 +276,12 @@ class Trainer:
             mechanism,
             plan,
         )
-        found = find_layers(model)
+        found = split_by_module(model) if plan.isolated else find_layers(model)
+        views, chunk, isolated = plan.recipe.views, plan.physical_batch, None
+        if plan.isolated:
+            shape = tuple(data.standardised(data.train.images[:0]).shape[1:])
+            isolated = Isolated(model, found, shape if views == 1 else (views, *shape), views)
+            chunk = min(chunk, isolated.most)
         self._trained = {id(p) for layer in found for p in layer.parameters.values()}
         self._untrained = {n: t.clone() for n, t in _untrained(model, self._trained)}
         theta = flatten_parameters(found)
@@ -284,8 +292,9 @@ class Trainer:
             found,
             plan.physical_batch,
             norms,
-            plan.recipe.views,
+            views,
             mechanism.expected_batch,
+            isolated,
         )
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         tabled, track_noise = build_rule(optimizer, hyper, mechanism)
@@ -306,7 +315,7 @@ class Trainer:
             region,
             spread,
             0,
-            plan.physical_batch,
+            chunk,
             sampler,
             noise,
             None if plan.recipe.ema is None else theta.clone(),
