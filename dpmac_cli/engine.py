@@ -269,13 +269,8 @@ class Trainer:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("a run without privacy clips nothing, so noise would have no scale")
         forbid_tf32()
-        self.model, self.data, self.hyper, self.mechanism, self.plan = (
-            model,
-            data,
-            hyper,
-            mechanism,
-            plan,
-        )
+        self.model, self.data, self.hyper = model, data, hyper
+        self.mechanism, self.plan = mechanism, plan
         found = split_by_module(model) if plan.isolated else find_layers(model)
         views, chunk, isolated = plan.recipe.views, plan.physical_batch, None
         if plan.isolated:
@@ -287,15 +282,8 @@ class Trainer:
         theta = flatten_parameters(found)
         _check_rounding(mechanism, theta.numel())
         norms = compile_norms() if plan.compiled else total_squared_norms
-        self._clipped_sum = ClippedSum(
-            model,
-            found,
-            plan.physical_batch,
-            norms,
-            views,
-            mechanism.expected_batch,
-            isolated,
-        )
+        capacity, batch = plan.physical_batch, mechanism.expected_batch
+        self._clipped_sum = ClippedSum(model, found, capacity, norms, views, batch, isolated)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         tabled, track_noise = build_rule(optimizer, hyper, mechanism)
         rule, decay = rule or tabled, plan.recipe.weight_decay
@@ -309,18 +297,9 @@ class Trainer:
             v=torch.zeros_like(kept),
             noise=torch.zeros_like(theta) if track_noise else None,
         )
+        average = None if plan.recipe.ema is None else theta.clone()
         self.state = TrainState(
-            theta,
-            moments,
-            region,
-            spread,
-            0,
-            chunk,
-            sampler,
-            noise,
-            None if plan.recipe.ema is None else theta.clone(),
-            canaries,
-            layers,
+            theta, moments, region, spread, 0, chunk, sampler, noise, average, canaries, layers
         )
         self._sum = torch.empty_like(theta)
         self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)

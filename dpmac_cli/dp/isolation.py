@@ -30,8 +30,8 @@ from dpmac_cli.faults import code_of_network, out_of_memory
 #: Numbers of instantiated gradients that a chunk may hold: 64 MiB of float32.
 WRITTEN_OUT = 1 << 24
 
-#: A call of a recorded layer: its name, its input and the shape of its output.
-_Recorded = tuple[str, Tensor, torch.Size]
+#: A layer's name, its input, and the shape of its output.
+_Call = tuple[str, Tensor, torch.Size]
 
 
 class Isolated:
@@ -46,7 +46,6 @@ class Isolated:
         layers: :func:`~dpmac_cli.dp.layers.split_by_module` of the model.
         shape: of a sample: (...), or (views, ...) if there are several views.
         views: augmented views of each sample, public. They may be mixed with each other.
-        loop: run the samples in a loop even if vmap can run the network.
 
     Attributes:
         vmapped: whether vmap runs the chunks.
@@ -59,20 +58,15 @@ class Isolated:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: list[Layer],
-        shape: tuple[int, ...],
-        views: int = 1,
-        *,
-        loop: bool = False,
+        self, model: nn.Module, layers: list[Layer], shape: tuple[int, ...], views: int = 1
     ) -> None:
         self._model, self._layers, self._views = model, layers, views
         self._names = {
-            la.name: [f"{la.name}.{k}".strip(".") for k in la.parameters] for la in layers
+            layer.name: [f"{layer.name}.{key}".strip(".") for key in layer.parameters]
+            for layer in layers
         }
-        self.recorded: frozenset[str] = frozenset()
-        self._taps: list[torch.Size] = []
+        self.recorded: set[str] = set()
+        self._outputs: list[tuple[str, torch.Size]] = []
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(0)
             x = torch.randn(2, *shape, dtype=torch.float64).to(next(model.parameters()).device)
@@ -82,7 +76,9 @@ class Isolated:
                 for p in probe.parameters():  # those that begin at zero would hide others
                     p.add_(torch.randn_like(p), alpha=0.1)
                 self._looped(probe, x, y)
-            self.vmapped = not loop and self._try_vmap(probe, x, y)
+            self.vmapped = self._try_vmap(probe, x, y)
+        if not self.vmapped:
+            self.recorded = set()
         size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
         self.most = max(1, WRITTEN_OUT // size) if size else sys.maxsize
 
@@ -98,12 +94,11 @@ class Isolated:
             return losses, [Instantiated(g[:, la.start : la.stop]) for la in self._layers]
         loose = [name for name in self._names if name not in self.recorded]
         losses, uses, written = self._vmapped(self._model, x, y, loose)
-        return losses, [
-            hold(layer, uses[layer.name], self._views)
-            if layer.name in uses
-            else Instantiated(written[layer.name])
-            for layer in self._layers
-        ]
+        held: dict[str, PerSampleGradients] = {n: Instantiated(g) for n, g in written.items()}
+        for layer in self._layers:
+            if layer.name in uses:
+                held[layer.name] = hold(layer, uses[layer.name], self._views)
+        return losses, [held[layer.name] for layer in self._layers]
 
     def _loss(self, network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
         """The loss of one sample, the mean over its views."""
@@ -136,7 +131,8 @@ class Isolated:
         The gradient by a layer's output is that by a tap, a zero that is added to it.
         """
         alone = copy.deepcopy(model).requires_grad_(False)
-        calls: list[_Recorded] = []
+        taps = [x.new_zeros(shape) for name, shape in self._outputs if name in self.recorded]
+        calls: list[_Call] = []
         current: list[Tensor] = []
         _record(alone, self.recorded, calls, current)
 
@@ -148,7 +144,6 @@ class Isolated:
             loss = self._loss(lambda rows: functional_call(alone, trained, (rows,)), x, y)
             return loss, (loss, [a for _, a, _ in calls])
 
-        taps = [x.new_zeros(shape) for shape in self._taps]
         named = dict(alone.named_parameters())
         trained = {n: named[n] for layer in loose for n in self._names[layer]}
         one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
@@ -170,38 +165,36 @@ class Isolated:
         finds no other gradient: no weight of it is used elsewhere.
         """
         layers = [layer for layer in split_by_module(probe) if type(layer.module) in RULES]
-        calls: list[_Recorded] = []
+        calls: list[_Call] = []
         try:
             dry = copy.deepcopy(probe)
             _record(dry, [layer.name for layer in layers], calls, [])
             with torch.enable_grad():
                 self._loss(dry, x[0].clone(), y[0])
             odd = {n for n, a, out in calls if {*a.shape[:1], *out[:1]} != {self._views}}
-            self._choose({n for n, *_ in calls} - odd, calls)
+            self._outputs = [(name, shape) for name, _, shape in calls]
+            self.recorded = {name for name, _ in self._outputs} - odd
             _, uses, written = self._vmapped(probe, x, y, self._names)
-            found = [layer for layer in layers if layer.name in uses]
-            g = {la.name: instantiate(la, uses[la.name], self._views) for la in found}
-            self._choose({name for name in g if _alike(g[name], written[name])}, calls)
+            for layer in layers:
+                g = (
+                    instantiate(layer, uses[layer.name], self._views)
+                    if layer.name in uses
+                    else None
+                )
+                if g is None or not _alike(g, written[layer.name]):
+                    self.recorded.discard(layer.name)
             still = copy.deepcopy(probe).eval()  # dropout differs from run to run
             losses, _, written = self._vmapped(still, x, y, self._names)
-            expected, by_loop = self._looped(still, x, y)
-            agree = _alike(torch.cat(list(written.values()), 1), by_loop)
-            agree = agree and _alike(losses, expected)
+            expected, g = self._looped(still, x, y)
+            return _alike(torch.cat([*written.values()], 1), g) and _alike(losses, expected)
         except Exception as failure:
             if out_of_memory(failure):
                 raise
-            agree = False
-        if not agree:
-            self._choose((), calls)
-        return agree
-
-    def _choose(self, names: Collection[str], calls: list[_Recorded]) -> None:
-        self.recorded = frozenset(names)
-        self._taps = [shape for name, _, shape in calls if name in names]
+            return False
 
 
 def _record(
-    model: nn.Module, names: Collection[str], calls: list[_Recorded], taps: list[Tensor]
+    model: nn.Module, names: Collection[str], calls: list[_Call], taps: list[Tensor]
 ) -> None:
     """Have layers note their calls, and add the next tap to their outputs if there are any."""
 
