@@ -27,7 +27,8 @@ from dpmac_cli.dp.geometry import (
     pinned_shares,
 )
 from dpmac_cli.dp.gradients import total_squared_norms
-from dpmac_cli.dp.layers import blocks, find_layers, flatten_parameters
+from dpmac_cli.dp.isolation import Isolated
+from dpmac_cli.dp.layers import blocks, find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Optimizer
@@ -83,6 +84,7 @@ class Plan:
         private: False trains without clipping and noise, as a baseline.
         compiled: whether torch.compile fuses the operations on vectors.
         recipe: what it does besides its optimizer's steps.
+        isolated: run the network on each sample alone, so that it cannot mix samples.
     """
 
     steps: int
@@ -91,6 +93,7 @@ class Plan:
     private: bool = True
     compiled: bool = False
     recipe: Recipe = field(default_factory=Recipe)
+    isolated: bool = False
 
 
 @dataclass
@@ -266,27 +269,21 @@ class Trainer:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("a run without privacy clips nothing, so noise would have no scale")
         forbid_tf32()
-        self.model, self.data, self.hyper, self.mechanism, self.plan = (
-            model,
-            data,
-            hyper,
-            mechanism,
-            plan,
-        )
-        found = find_layers(model)
+        self.model, self.data, self.hyper = model, data, hyper
+        self.mechanism, self.plan = mechanism, plan
+        found = split_by_module(model) if plan.isolated else find_layers(model)
+        views, chunk, isolated = plan.recipe.views, plan.physical_batch, None
+        if plan.isolated:
+            shape = tuple(data.standardised(data.train.images[:0]).shape[1:])
+            isolated = Isolated(model, found, shape if views == 1 else (views, *shape), views)
+            chunk = min(chunk, isolated.most)
         self._trained = {id(p) for layer in found for p in layer.parameters.values()}
         self._untrained = {n: t.clone() for n, t in _untrained(model, self._trained)}
         theta = flatten_parameters(found)
         _check_rounding(mechanism, theta.numel())
         norms = compile_norms() if plan.compiled else total_squared_norms
-        self._clipped_sum = ClippedSum(
-            model,
-            found,
-            plan.physical_batch,
-            norms,
-            plan.recipe.views,
-            mechanism.expected_batch,
-        )
+        capacity, batch = plan.physical_batch, mechanism.expected_batch
+        self._clipped_sum = ClippedSum(model, found, capacity, norms, views, batch, isolated)
         self._geometry = build_geometry(optimizer, hyper, plan.private)
         tabled, track_noise = build_rule(optimizer, hyper, mechanism)
         rule, decay = rule or tabled, plan.recipe.weight_decay
@@ -300,18 +297,9 @@ class Trainer:
             v=torch.zeros_like(kept),
             noise=torch.zeros_like(theta) if track_noise else None,
         )
+        average = None if plan.recipe.ema is None else theta.clone()
         self.state = TrainState(
-            theta,
-            moments,
-            region,
-            spread,
-            0,
-            plan.physical_batch,
-            sampler,
-            noise,
-            None if plan.recipe.ema is None else theta.clone(),
-            canaries,
-            layers,
+            theta, moments, region, spread, 0, chunk, sampler, noise, average, canaries, layers
         )
         self._sum = torch.empty_like(theta)
         self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)

@@ -1,6 +1,6 @@
 """Where each layer's parameters lie in theta, the one flat vector of all of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,10 +60,35 @@ def find_layers(model: nn.Module) -> list[Layer]:
             "needs each to be in one. Give each layer a parameter of its own, or call one layer "
             "several times."
         )
+    owners = _owners(model, "")
+    return _side_by_side((name, owner, owner.named_parameters()) for name, owner in owners)
+
+
+def split_by_module(model: nn.Module) -> list[Layer]:
+    """Return a layer for each module that holds trainable parameters itself.
+
+    For :mod:`dpmac_cli.dp.isolation`. A parameter that modules share is in the first of them.
+
+    Raises:
+        ModelError: nothing is trainable.
+    """
+    first = {id(p): name for name, p in model.named_parameters()}
+    owned = [
+        (name, module, [(k, p) for k, p in own if first[id(p)] == f"{name}.{k}".strip(".")])
+        for name, module in model.named_modules()
+        for own in [module.named_parameters(recurse=False)]
+    ]
+    return _side_by_side(owned)
+
+
+def _side_by_side(
+    owners: Iterable[tuple[str, nn.Module, Iterable[tuple[str, nn.Parameter]]]],
+) -> list[Layer]:
+    """Give the trainable parameters of each owner a slice of theta."""
     layers: list[Layer] = []
     start = 0
-    for name, module in _owners(model, ""):
-        parameters = {key: p for key, p in module.named_parameters() if p.requires_grad}
+    for name, module, held in owners:
+        parameters = {key: p for key, p in held if p.requires_grad}
         if parameters:
             stop = start + sum(p.numel() for p in parameters.values())
             layers.append(Layer(name, module, parameters, start, stop))

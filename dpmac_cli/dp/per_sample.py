@@ -49,6 +49,8 @@ CANCELLATION_LIMIT = 250.0
 PLAIN = (bool, int, float, str, type(None))
 
 Observer = Callable[[Tensor, Tensor], None]
+#: Computes per-sample losses, shape (samples,), and every layer's per-sample gradients.
+PerSample = Callable[[Tensor, Tensor], tuple[Tensor, list[PerSampleGradients]]]
 
 
 class Metric:
@@ -164,6 +166,8 @@ class ClippedSum:
         norms: :func:`~dpmac_cli.dp.gradients.total_squared_norms`, or that compiled.
         views: of each sample, public. Its loss is the mean over them, and so is its gradient,
             which is clipped once: that of a sample with many views counts no more.
+        per_sample: computes the gradients, such as an
+            :class:`~dpmac_cli.dp.isolation.Isolated`; None to run the model on the chunk at once.
     """
 
     def __init__(
@@ -174,8 +178,10 @@ class ClippedSum:
         norms: Norms = total_squared_norms,
         views: int = 1,
         batch: float | None = None,
+        per_sample: PerSample | None = None,
     ) -> None:
         self._model = model
+        self._per_sample = per_sample or self._together
         self._norms = norms
         self._layers = layers
         self._capacity = capacity
@@ -186,6 +192,7 @@ class ClippedSum:
         self._hooks: list[RemovableHandle] = [
             layer.module.register_forward_hook(self._recorder(layer), with_kwargs=True)
             for layer in layers
+            if per_sample is None
         ]
 
     def of(
@@ -264,6 +271,10 @@ class ClippedSum:
 
     def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
         """Per-sample losses, shape (samples,), and every layer's per-sample gradients."""
+        return self._per_sample(x, y)
+
+    def _together(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
+        """Run the model on the whole chunk at once."""
         losses, uses = self.uses(x, y)
         pairs = zip(self._layers, uses, strict=True)
         return losses, [hold(layer, used, self._views) for layer, used in pairs]
