@@ -30,7 +30,7 @@ from dpmac_cli.pretrained import PublicWeights, read_weights
 from dpmac_cli.ranks import Ranks
 from dpmac_cli.sampling import make_sampler
 from dpmac_cli.settings import DEVICE, TrainConfig
-from dpmac_cli.validation import check_model
+from dpmac_cli.validation import Independence, check_model, check_precision, independence
 
 
 def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
@@ -66,12 +66,14 @@ class Task:
         fingerprints: SHA-256 of what must be the same for a run to go on: records of a person's
             own with their classes and what they are standardised by, a network of a person's own,
             the file of public weights, and the features. Private, like the records.
+        independence: how it is known that the network keeps samples apart.
         notes: what the person who runs it should know.
     """
 
     model: nn.Module
     trained: nn.Module
     data: Data
+    independence: Independence
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -105,8 +107,11 @@ def make_task(
         config.facts,
         word,
         fix_norm=config.fix_norm,
+        to_float32=config.to_float32,
         features=config.chosen_features,
         frozen=config.head_only,
+        isolated=config.isolate,
+        physical_batch=config.physical_batch if config.no_isolate else None,
     )
     fingerprints: dict[str, str] = {}
     if config.source is not None:
@@ -123,16 +128,42 @@ def make_task(
         fresh = weights.adopted_by(model, head_of(model, config.facts.shape))
         notes = (*doubts, *fresh)
         fingerprints["pretrained"] = weights.sha256
-    model = model.to(device)
-    parts = _frozen_parts(config, model)
+    model, parts = model.to(device), _frozen_parts(config, model)
+    independence, why = _independence(config, model, parts, own=is_factory(config.model))
+    notes = (*notes, *why)
     if parts is None:
-        return Task(model, model, data, fingerprints, notes)
+        if device.type == "cuda":  # where autocast may be on that validation on the CPU cannot see
+            check_precision(model, config.facts.shape, len(config.facts.classes))
+        return Task(model, model, data, independence, fingerprints, notes)
     if timing:
-        return Task(model, parts.head, stand_in(parts, data))
+        return Task(model, parts.head, stand_in(parts, data), independence)
     settings = {name: getattr(config, name) for name in ("features", "feature_groups", "train")}
+    parts.isolated = config.head_only and independence == "isolated"
     found = yield from featured(parts, data, settings, cache_folder(), stop)
     fingerprints["features"] = found.sha256
-    return Task(model, parts.head, found.data, fingerprints, (*notes, *found.notes))
+    return Task(model, parts.head, found.data, independence, fingerprints, (*notes, *found.notes))
+
+
+def _independence(
+    config: TrainConfig, model: nn.Module, parts: FrozenFeatures | None, *, own: bool
+) -> tuple[Independence, tuple[str, ...]]:
+    """How it is known that a network keeps samples apart, and what its author should know."""
+    if config.isolate:
+        return "isolated", ()
+    if not own:
+        return "built in", ()
+    if config.no_isolate:
+        return "probed", ()
+    shape, classes = config.facts.shape, len(config.facts.classes)
+    if parts is not None and config.chosen_features is not None:
+        model, shape = parts.head, config.chosen_features.shape_of(shape)
+    kind, why = independence(model, shape, classes, parts.frozen if config.head_only else None)
+    if kind == "traced":
+        return kind, ()
+    return kind, (
+        "The network is run on each sample alone, which is slower, because it could not be proven "
+        f"that it keeps samples apart. {why} To trust a trial instead: --no-isolate.",
+    )
 
 
 def _frozen_parts(config: TrainConfig, model: nn.Module) -> FrozenFeatures | None:
@@ -242,6 +273,7 @@ def make_trainer(
             not config.no_dp,
             config.compile,
             config.recipe,
+            task.independence == "isolated" and not config.head_only,
         ),
         sampler,
         noise,
@@ -268,10 +300,17 @@ def _task_of(
             f"{getattr(given, '__name__', repr(given))} is no torch module. Give a network that is "
             "made, such as torch.nn.Linear(64, 10)."
         )
-    check_model(model, config.facts.shape, len(config.facts.classes))
+    check_model(
+        model,
+        config.facts.shape,
+        len(config.facts.classes),
+        isolated=config.isolate,
+        physical_batch=config.physical_batch if config.no_isolate else None,
+    )
     data = data or load_data(config.data, data_folder(config.data_dir), device)
+    kind, why = _independence(config, model, None, own=True)
     model = model.to(device)
-    return Task(model, model, data)
+    return Task(model, model, data, kind, notes=why)
 
 
 def hyperparameters(config: TrainConfig) -> Hyperparameters:

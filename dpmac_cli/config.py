@@ -31,7 +31,10 @@ from dpmac_cli.settings import (
 )
 
 #: Settings that answer the same question: give one. A flag replaces a file's answer.
-EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"), ("isolate", "no_isolate"))
+EXCLUSIVE = (
+    *(("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps")),
+    ("isolate", "no_isolate"),
+)
 #: Settings that do not go together, and why. Neither replaces the other: a run that a file makes
 #: secure must not lose that unnoticed.
 INCOMPATIBLE = {

@@ -81,7 +81,7 @@ def check_model(
     try:
         single, probe = copy.deepcopy(probe), _prepared(probe, frozen)
         with torch.no_grad():
-            _check_output(probe, _batch(FEW, shape), classes)
+            _check_output(probe, _batch(1 if isolated else FEW, shape), classes)
         if not frozen:
             check_precision(single, shape, classes)
         if not isolated:
@@ -152,7 +152,7 @@ def check_precision(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
         ModelError: naming the operation.
     """
     device = next(model.parameters()).device
-    x, y = _samples(2, shape, classes)
+    x, y = _samples(1, shape, classes)
     with _FullPrecision():
         _gradients_of_loss(copy.deepcopy(model).train(), x.to(device), y.to(device))
 

@@ -24,11 +24,11 @@ from dpmac_cli.feature_cache import Computing, Featured, featured
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of, with_features
 from dpmac_cli.grid import address
 from dpmac_cli.models import build_model
-from dpmac_cli.validation import check_model
 from dpmac_cli.release import load_model
 from dpmac_cli.run import Finished, RunEvent
 from dpmac_cli.scattering import OCTAVES, Scattering, paths
 from dpmac_cli.scoring import score
+from dpmac_cli.validation import check_model
 from tests.digits_runs import digits_config, same_weights, train_digits, train_events, weights
 
 CPU = torch.device("cpu")

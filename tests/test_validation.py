@@ -97,8 +97,9 @@ def sensitivity(model: nn.Module, *, isolated: bool) -> float:
     return moved
 
 
-@by_name((*INNOCENT, WordsFirst))
 @pytest.mark.privacy
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap, of weight norm
+@by_name((*INNOCENT, WordsFirst))
 def test_an_innocent_network_is_trained_on_its_true_gradients(network: type[nn.Module]) -> None:
     model = made(network)
     forced = network.__name__ in NOT_BY_ROWS
@@ -120,7 +121,7 @@ def test_an_innocent_network_is_trained_on_its_true_gradients(network: type[nn.M
     assert sensitivity(model, isolated=isolated) <= 1
 
 
-def test_most_innocent_networks_are_proven_to_be(record_property: Callable[..., None]) -> None:
+def test_most_innocent_networks_are_proven_to_be() -> None:
     found = {network.__name__: independence(made(network), SHAPE, CLASSES) for network in INNOCENT}
     isolated = {name for name, (kind, _) in found.items() if kind == "isolated"}
     assert isolated == {"VisionTransformer", "InstanceNormed"}

@@ -294,16 +294,19 @@ class ClippedSum:
                 by_view = cross_entropy(logits, y.repeat_interleave(self._views), reduction="none")
                 losses = by_view.view(-1, self._views).mean(1)
                 total = losses.sum()
+            edges = [record.edge for uses in records.values() for record in uses]
+            nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
+            reached = edges and total.requires_grad
+            # Layers that are run again on the way back, by torch.utils.checkpoint, are not noted.
+            self._records = {layer.name: [] for layer in self._layers}
+            found = torch.autograd.grad(total, edges, allow_unused=True) if reached else nothing
         finally:
             self._records = None
-        edges = [record.edge for uses in records.values() for record in uses]
-        nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
-        reached = edges and total.requires_grad
-        deltas = iter(torch.autograd.grad(total, edges, allow_unused=True) if reached else nothing)
+        deltas = iter(found)
         uses = []
         for layer in self._layers:
-            found = [(record, next(deltas)) for record in records[layer.name]]
-            uses.append(_uses(layer, found, len(rows)))
+            recorded = [(record, next(deltas)) for record in records[layer.name]]
+            uses.append(_uses(layer, recorded, len(rows)))
         return losses, uses
 
     def _squared_norms(self, gradients: list[PerSampleGradients], metric: Metric) -> SquaredNorms:
