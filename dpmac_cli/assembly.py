@@ -129,19 +129,20 @@ def make_task(
         notes = (*doubts, *fresh)
         fingerprints["pretrained"] = weights.sha256
     model, parts = model.to(device), _frozen_parts(config, model)
-    independence, why = _independence(config, model, parts, own=is_factory(config.model))
+    kind, why = _independence(config, model, parts, own=is_factory(config.model))
     notes = (*notes, *why)
+    if device.type == "cuda" and not config.head_only:  # autocast there is not seen on the CPU
+        check_precision(model, config.facts.shape, len(config.facts.classes))
     if parts is None:
-        if device.type == "cuda":  # where autocast may be on that validation on the CPU cannot see
-            check_precision(model, config.facts.shape, len(config.facts.classes))
-        return Task(model, model, data, independence, fingerprints, notes)
+        return Task(model, model, data, kind, fingerprints, notes)
     if timing:
-        return Task(model, parts.head, stand_in(parts, data), independence)
-    settings = {name: getattr(config, name) for name in ("features", "feature_groups", "train")}
-    parts.isolated = config.head_only and independence == "isolated"
+        return Task(model, parts.head, stand_in(parts, data), kind)
+    names = ("features", "feature_groups", "train", "isolate", "no_isolate")
+    settings = {name: getattr(config, name) for name in names}
+    parts.isolated = config.head_only and kind == "isolated"
     found = yield from featured(parts, data, settings, cache_folder(), stop)
     fingerprints["features"] = found.sha256
-    return Task(model, parts.head, found.data, independence, fingerprints, (*notes, *found.notes))
+    return Task(model, parts.head, found.data, kind, fingerprints, (*notes, *found.notes))
 
 
 def _independence(
@@ -157,7 +158,8 @@ def _independence(
     shape, classes = config.facts.shape, len(config.facts.classes)
     if parts is not None and config.chosen_features is not None:
         model, shape = parts.head, config.chosen_features.shape_of(shape)
-    kind, why = independence(model, shape, classes, parts.frozen if config.head_only else None)
+    frozen = parts.frozen if parts is not None and config.head_only else None
+    kind, why = independence(model, shape, classes, frozen)
     if kind == "traced":
         return kind, ()
     return kind, (

@@ -28,6 +28,7 @@ from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.dp.per_sample import ClippedSum, Metric
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.faults import what_failed
+from dpmac_cli.features import FrozenFeatures
 from dpmac_cli.tracing import UnprovenError, check_independent, check_independent_forward
 
 #: How it is known that a network keeps samples apart, from the surest to the least sure.
@@ -152,9 +153,11 @@ def check_precision(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
         ModelError: naming the operation.
     """
     device = next(model.parameters()).device
-    x, y = _samples(1, shape, classes)
+    x, y = (tensor.to(device) for tensor in _samples(1, shape, classes))
+    if isinstance(model, FrozenFeatures):  # which may round: they are computed once
+        x, model = model.features(x).to(x.dtype), model.head
     with _FullPrecision():
-        _gradients_of_loss(copy.deepcopy(model).train(), x.to(device), y.to(device))
+        _gradients_of_loss(copy.deepcopy(model).train(), x, y)
 
 
 def _check_layers(model: nn.Module, frozen: bool) -> None:
