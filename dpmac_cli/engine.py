@@ -288,18 +288,10 @@ class Trainer:
             v=torch.zeros_like(kept),
             noise=torch.zeros_like(theta) if track_noise else None,
         )
+        average = None if plan.recipe.ema is None else theta.clone()
+        chunk = plan.physical_batch
         self.state = TrainState(
-            theta,
-            moments,
-            region,
-            spread,
-            0,
-            plan.physical_batch,
-            sampler,
-            noise,
-            None if plan.recipe.ema is None else theta.clone(),
-            canaries,
-            layers,
+            theta, moments, region, spread, 0, chunk, sampler, noise, average, canaries, layers
         )
         self._sum = torch.empty_like(theta)
         self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)

@@ -164,7 +164,9 @@ def check_model(
                 f"The shape of {name} is not known before the network is used. Give the layer's "
                 "sizes, or call the network once on zeros in its factory."
             )
-        if value.is_floating_point() and not bool(value.isfinite().all()):
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense one.")
+        if value.is_floating_point() and not bool(value.double().isfinite().all()):
             raise ModelError(f"{name} begins with NaN or infinity. Begin with finite numbers.")
     probe = copy.deepcopy(model).double().train(not frozen)
     x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
