@@ -280,6 +280,21 @@ def test_views_survive_chunks_that_are_halved() -> None:
     assert halved.state.chunk == PLAN.physical_batch // 4
 
 
+def test_a_trainer_draws_other_views_and_dropout_in_every_step() -> None:
+    recipe, model = Recipe(views=2, augment="flip"), tiny_model(torch.float64, nn.Dropout())
+    trainer = trained_by(recipe, model=model, sampler=Batches(range(10)))
+    for layer in model[:2]:
+        seen: list[bytes] = []
+
+        def note(_: nn.Module, given: tuple[Tensor], seen: list[bytes] = seen) -> None:
+            seen.append(given[0].numpy().tobytes())
+
+        hook = layer.register_forward_pre_hook(note)
+        walk(trainer, 3)
+        hook.remove()
+        assert len(set(seen)) == 3
+
+
 def test_layers_draw_anew_in_every_step_and_alike_in_a_step() -> None:
     """Else dropout would leave out the same units in all of them."""
     layers, masks = LayerDraws(np.random.SeedSequence(5)), []
