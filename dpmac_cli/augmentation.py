@@ -27,7 +27,7 @@ def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
     """
     views = images.repeat_interleave(words.shape[1], 0)
     size, channels, height, width = views.shape
-    bits, cropped = words.reshape(size, 1), "crop" in augment
+    bits, cropped = words.view(np.int64).reshape(size, 1), "crop" in augment
     rows, columns = _places(bits, height, cropped), _places(bits >> BITS, width, cropped)
     if "flip" in augment:
         columns = np.where(bits >> 2 * BITS & 1, width - 1 - columns, columns)
@@ -36,10 +36,10 @@ def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
     return views.flatten(2).gather(2, chosen).view_as(views)
 
 
-def _places(bits: NDArray[np.uint64], side: int, cropped: bool) -> NDArray[np.int64]:
+def _places(bits: NDArray[np.int64], side: int, cropped: bool) -> NDArray[np.int64]:
     """Rows or columns of each view, some outside the image; shape (views, side)."""
     reach = round(side * REACH) if cropped else 0
-    uniform = (bits & (1 << BITS) - 1).astype(np.int64)
+    uniform = bits & (1 << BITS) - 1  # in [0, 2^31)
     return np.arange(side) + (uniform * (2 * reach + 1) >> BITS) - reach
 
 

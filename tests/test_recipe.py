@@ -226,7 +226,7 @@ def test_shifts_are_uniform_and_flips_are_fair(side: int) -> None:
     flipped = across > views[:, 1, middle, middle]
     across = torch.where(flipped, views[:, 1, middle, middle - 1], views[:, 1, middle, middle])
     shifts = torch.stack([down, across - middle])
-    assert (shifts.min(), shifts.max()) == (-reach, reach)
+    assert (int(shifts.min()), int(shifts.max())) == (-reach, reach)
     cells = (shifts[0] + reach) * (2 * reach + 1) + shifts[1] + reach
     counts = torch.bincount(cells * 2 + flipped, minlength=2 * (2 * reach + 1) ** 2)
     assert chisquare(counts.numpy()).pvalue > 0.001
@@ -255,7 +255,7 @@ def test_a_record_is_seen_alike_in_every_batch_and_chunk(chunk: int) -> None:
     for rows in ([4], [0, 4, 9], [1, 2, 3, 4]):
         trainer = trained_by(recipe, sampler=Batches(rows))
         trainer.state.chunk = chunk
-        inputs = []
+        inputs: list[Tensor] = []
         trainer.model.register_forward_pre_hook(lambda _, given, to=inputs: to.append(given[0]))
         trainer.step()
         views = torch.cat(inputs).view(len(rows), 3, -1)
@@ -275,7 +275,7 @@ def test_views_survive_chunks_that_are_halved() -> None:
             raise MemoryError
         clipped(*args)
 
-    halved._clipped_sum.of = scarce  # type: ignore[method-assign]
+    halved._clipped_sum.of = scarce  # type: ignore[assignment,method-assign]
     torch.testing.assert_close(walk(halved, 3), walk(whole, 3))
     assert halved.state.chunk == PLAN.physical_batch // 4
 
