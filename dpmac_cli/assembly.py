@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.places import cache_folder, data_folder
 from dpmac_cli.pretrained import PublicWeights, read_weights
 from dpmac_cli.ranks import Ranks
+from dpmac_cli.release import check_publishable
 from dpmac_cli.sampling import make_sampler
 from dpmac_cli.settings import DEVICE, TrainConfig
 from dpmac_cli.validation import Independence, check_model, check_precision, independence
@@ -113,6 +114,7 @@ def make_task(
         isolated=config.isolate,
         physical_batch=config.physical_batch if config.no_isolate else None,
     )
+    check_publishable(model)
     fingerprints: dict[str, str] = {}
     if config.source is not None:
         facts = config.facts
@@ -318,16 +320,7 @@ def _task_of(
 def hyperparameters(config: TrainConfig) -> Hyperparameters:
     """The settings of the update rule and the clipping."""
     return Hyperparameters(
-        lr=config.lr,
-        clip_norm=config.clip_norm,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        gamma=config.gamma,
-        gamma_prime=config.gamma_prime,
-        h1=config.h1,
-        h2=config.h2,
-        kappa=cast(Literal["paper", "exact", "tracked"], config.kappa),
-        phi=config.phi,
+        **{each.name: getattr(config, each.name) for each in fields(Hyperparameters)}
     )
 
 

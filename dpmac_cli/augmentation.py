@@ -1,47 +1,50 @@
-"""Random views of images: crops of what lies around them, mirrored, and flips.
+"""Random augmented views of images: crops of their mirrored surroundings, and horizontal flips.
 
-A view depends on its image and on draws alone, never on other records.
+A view is a function of its image and of one random word, and of no other record.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-#: How far a crop moves, as a share of the side: 4 of 32 pixels.
+#: The largest shift of a crop, as a fraction of the side: 4 of 32 pixels.
 REACH = 1 / 8
+#: Bits of a word that choose a row, the next ones a column; the bit after those is the flip.
+BITS = 31
 
 
-def views_of(images: Tensor, count: int, augment: str) -> Tensor:
-    """Views of images, those of one image side by side. Draws by torch's own generator.
+def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
+    """Augment each image several times; the views of one image are adjacent.
 
     Args:
         images: shape (records, channels, height, width).
-        count: K, of each.
+        words: one uniform 64-bit word per view, shape (records, K).
         augment: a name of :data:`dpmac_cli.recipe.AUGMENTS`.
 
     Returns:
         Shape (records * K, channels, height, width).
     """
-    views = images.repeat_interleave(count, 0)
+    views = images.repeat_interleave(words.shape[1], 0)
     size, channels, height, width = views.shape
-    cropped, flipped = "crop" in augment, "flip" in augment
-    rows = _mirrored(_places(size, height, cropped), height)
-    columns = _places(size, width, cropped)
-    if flipped:
-        turned = torch.rand(size, 1) < 0.5
-        columns = torch.where(turned, width - 1 - columns, columns)
-    columns = _mirrored(columns, width)
-    pixels = rows.unsqueeze(2) * width + columns.unsqueeze(1)  # (views, height, width)
-    chosen = pixels.view(size, 1, -1).expand(-1, channels, -1).to(views.device)
+    bits, cropped = words.view(np.int64).reshape(size, 1), "crop" in augment
+    rows, columns = _places(bits, height, cropped), _places(bits >> BITS, width, cropped)
+    if "flip" in augment:
+        columns = np.where(bits >> 2 * BITS & 1, width - 1 - columns, columns)
+    pixels = _mirrored(rows, views).unsqueeze(2) * width + _mirrored(columns, views).unsqueeze(1)
+    chosen = pixels.view(size, 1, -1).expand(-1, channels, -1)
     return views.flatten(2).gather(2, chosen).view_as(views)
 
 
-def _places(size: int, side: int, cropped: bool) -> Tensor:
-    """Where each view takes its rows or columns from, outside the image too; (size, side)."""
+def _places(bits: NDArray[np.int64], side: int, cropped: bool) -> NDArray[np.int64]:
+    """Rows or columns of each view, some outside the image; shape (views, side)."""
     reach = round(side * REACH) if cropped else 0
-    return torch.arange(side) + torch.randint(-reach, reach + 1, (size, 1))
+    uniform = bits & (1 << BITS) - 1  # in [0, 2^31)
+    return np.arange(side) + (uniform * (2 * reach + 1) >> BITS) - reach
 
 
-def _mirrored(places: Tensor, side: int) -> Tensor:
-    """Places beyond a border, as far within it."""
-    last = side - 1
-    return last - (last - places.abs()).abs()
+def _mirrored(places: NDArray[np.int64], like: Tensor) -> Tensor:
+    """Reflect places beyond a border into the image, on the device of ``like``."""
+    last = places.shape[1] - 1
+    inside = torch.from_numpy(last - np.abs(last - np.abs(places)))
+    return inside.to(like.device, non_blocking=True)

@@ -31,7 +31,7 @@ one folder up.
 #: Checkpoints kept: if the newest is damaged, the one before it serves.
 KEPT = 2
 RECORD = "dpmac-checkpoint"
-VERSION = 3
+VERSION = 4
 #: What reading a record leads to that is not as dpmac writes it.
 BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 

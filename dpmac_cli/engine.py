@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -40,7 +39,7 @@ from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.noise import NoiseSource
 from dpmac_cli.ranks import Ranks
 from dpmac_cli.recipe import Recipe
-from dpmac_cli.sampling import Sampler
+from dpmac_cli.sampling import Batch, Sampler
 
 EVALUATION_BATCH = 2048
 #: Seconds between progress events.
@@ -111,7 +110,7 @@ class TrainState:
         noise: draws the noise; secret.
         average: of theta, which is scored and published; None where theta itself is.
         canaries: of an audit run; their coins are secret.
-        layers: what a forward pass draws, such as views and dropout; None where nothing is drawn.
+        layers: randomness of forward passes: augmented views, dropout. None where there is none.
     """
 
     theta: Tensor
@@ -361,7 +360,7 @@ class Trainer:
         """eta of the step in hand."""
         return self.hyper.lr * self.plan.recipe.rate(self.state.step, self.plan.steps)
 
-    def _clipped_draw(self, drawn: NDArray[np.int64]) -> Tensor:
+    def _clipped_draw(self, drawn: Batch) -> Tensor:
         """The sum of clipped, centred gradients of all that was drawn, canaries too; shape (d,)."""
         canaries = self.state.canaries
         if canaries is None:
@@ -370,9 +369,7 @@ class Trainer:
         clipped = self._clipped_batch(records)
         return clipped if self._spiking is None else self._spiked(clipped, met, self._spiking)
 
-    def _spiked(
-        self, clipped: Tensor, met: NDArray[np.int64], canaries: GradientCanaries
-    ) -> Tensor:
+    def _spiked(self, clipped: Tensor, met: Batch, canaries: GradientCanaries) -> Tensor:
         """Add the clipped, centred gradients of some canaries to a sum."""
         region = self.state.region
         spikes = canaries.spikes(region, self._clipped_sum.centre_norm(self._metric))
@@ -385,7 +382,7 @@ class Trainer:
         spikes.some(which).add_to(total, c[which], region)
         return total
 
-    def _clipped_batch(self, drawn: NDArray[np.int64]) -> Tensor:
+    def _clipped_batch(self, drawn: Batch) -> Tensor:
         """The sum of clipped, centred gradients of a batch, shape (d,), over all ranks."""
         part = self._clipped_share(drawn)
         if self._ranks is None:
@@ -394,19 +391,18 @@ class Trainer:
         self.state.chunk = self._ranks.least(self.state.chunk)
         return self._ranks.add_up(part)
 
-    def _clipped_share(self, drawn: NDArray[np.int64]) -> Tensor:
+    def _clipped_share(self, drawn: Batch) -> Tensor:
         """The sum over the records that this rank has, shape (d,), chunk by chunk."""
-        rows = torch.from_numpy(drawn).to(self.state.theta.device)
         self._metric.refresh()
         observer = self._observer
-        watch = None if observer is None else _at_step(observer, self.state.step + 1)
+        watch = None if observer is None else partial(observer, self.state.step + 1)
         part, total, begin = self._sum, None, 0
-        while begin < len(rows):
+        while begin < len(drawn):
             end = begin + self.state.chunk
-            if not self._sum_chunk(rows[begin:end], watch):
+            if not self._sum_chunk(drawn[begin:end], watch):
                 self._halve_chunks()
                 continue
-            if begin == 0 and end >= len(rows):
+            if begin == 0 and end >= len(drawn):
                 return part
             # Chunks are added up in float64: float32 would round by more than the margin.
             if total is None:
@@ -416,10 +412,11 @@ class Trainer:
             begin = end
         return part.zero_() if total is None else total
 
-    def _sum_chunk(self, rows: Tensor, watch: Callable[[Tensor, Tensor], None] | None) -> bool:
+    def _sum_chunk(self, drawn: Batch, watch: Callable[[Tensor, Tensor], None] | None) -> bool:
         """Put a chunk's sum where sums go; False if memory ran out, and nothing has happened."""
         try:
-            x = self._seen(self.data.train.images[rows])
+            rows = torch.from_numpy(drawn).to(self.state.theta.device, non_blocking=True)
+            x = self._seen(self.data.train.images[rows], drawn)
             self._clipped_sum.of(x, self.data.train.labels[rows], self._metric, self._sum, watch)
         except (RuntimeError, MemoryError) as failure:
             if not out_of_memory(failure):
@@ -427,12 +424,14 @@ class Trainer:
             return False
         return True
 
-    def _seen(self, images: Tensor) -> Tensor:
-        """What the model is trained on for some images: K views of each, or the image itself."""
-        recipe = self.plan.recipe
+    def _seen(self, images: Tensor, drawn: Batch) -> Tensor:
+        """Return the model's inputs for some records: K views of each, or the image itself."""
+        recipe, layers = self.plan.recipe, self.state.layers
         if recipe.augment is None:
             return self.data.standardised(images)
-        views = self.data.standardised(views_of(images, recipe.views, recipe.augment))
+        assert layers is not None, "augmented views need layers"  # noqa: S101
+        words = layers.words(self.state.step, drawn, recipe.views)
+        views = self.data.standardised(views_of(images, words, recipe.augment))
         return views if recipe.views == 1 else views.view(len(images), -1, *views.shape[1:])
 
     def _halve_chunks(self) -> None:
@@ -529,12 +528,6 @@ def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
             f"add {added:.1g} to the sensitivity, and clipping leaves a margin of {margin:.1g} for "
             "all rounding. Choose a smaller model, or leave --secure out."
         )
-
-
-def _at_step(
-    observer: Callable[[int, Tensor, Tensor], None], step: int
-) -> Callable[[Tensor, Tensor], None]:
-    return lambda losses, norms: observer(step, losses, norms)
 
 
 def forbid_tf32() -> None:

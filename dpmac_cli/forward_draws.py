@@ -1,7 +1,4 @@
-"""What a forward pass draws: views of images, and layers such as dropout.
-
-It tells nothing of the records, but a run must repeat it.
-"""
+"""Randomness of a forward pass: augmented views, and layers such as dropout."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 class LayerDraws:
-    """Seeds torch's global generators for each step, and gives them back as they were.
+    """Randomness of every forward pass of a branch, which a resumed run repeats.
 
     Args:
-        seed: of the run's layers.
-        rank: of this process among those of the run, which see other records.
+        seed: of the branch; secret.
+        rank: of this process. Dropout differs between ranks; augmented views do not.
     """
 
     def __init__(self, seed: np.random.SeedSequence, rank: int = 0) -> None:
@@ -25,17 +23,33 @@ class LayerDraws:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """The draws of a step; the same for the same run and step."""
+        """Seed torch's global generators for a step, and restore them afterwards.
+
+        Layers draw in the order of the batch: one record changes the draws of those behind it.
+        """
         key = [self._base, step] + [self._rank] * (self._rank > 0)
         word = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
         with torch.random.fork_rng():
             torch.manual_seed(int(word))
             yield
 
+    def words(self, step: int, records: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
+        """Return random words for records, shape (records, K).
+
+        Each row is a function of the seed, the step and the record's index in the training set.
+        """
+        philox = np.random.Philox(key=np.array([self._base, step], np.uint64))
+        state, words = philox.state, np.empty((len(records), count), np.uint64)
+        for row, record in zip(words, records.tolist(), strict=True):
+            state["state"]["counter"][1] = record  # each has 2^64 blocks of four words
+            philox.state = state
+            row[:] = philox.random_raw(count)
+        return words
+
     def state(self) -> dict[str, Any]:
-        """What all draws come from, as JSON values."""
+        """Return the seed as JSON values; secret."""
         return {"base": self._base}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Draw as a saved run would."""
+        """Continue with the seed of a saved run."""
         self._base = int(state["base"])

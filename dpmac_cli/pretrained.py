@@ -44,7 +44,7 @@ class PublicWeights:
         Raises:
             ModelError: anything else does not fit, and which entries do not.
         """
-        wanted = model.state_dict()
+        wanted = release.published(model)
         prefix = None if head is None else f"{head}."
         faults = {
             name: fault
@@ -60,12 +60,8 @@ class PublicWeights:
                 f"{'; '.join(rest[:NAMED])}{more}. Only the last layer may be missing, or of "
                 f"another shape.{_remedy(faults)}"
             )
-        left = {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if not (fresh and prefix and name.startswith(prefix))
-        }
-        model.load_state_dict(left, strict=False)
+        whole = {n: t for n, t in self.tensors.items() if not (fresh and n.startswith(f"{head}."))}
+        release.adopt(model, whole)
         if fresh:
             yield f"{self.path.name} has no layer '{head}' that fits: it starts fresh."
 

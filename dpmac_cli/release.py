@@ -47,9 +47,50 @@ class Released:
     path: Path
 
 
+def published(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by their names in ``state_dict``.
+
+    The hooks and the extra state of ``state_dict`` may hold statistics of private records.
+    """
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (module._parameters | module._buffers).items()
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+@torch.no_grad()
+def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the parameters and buffers of the same names, in place."""
+    for name, own in published(model).items():
+        if name in tensors:
+            own.copy_(tensors[name])
+
+
+def check_publishable(model: nn.Module) -> None:
+    """Refuse a model with a tensor that a model file cannot hold. Raises ModelError, naming it."""
+    for name, tensor in published(model).items():
+        try:
+            loaded = safetensors.torch.load(safetensors.torch.save({name: _stored(tensor)}))
+            _check_weights(Path(folder.MODEL), loaded)
+            adopt(model, loaded)
+        except Exception as failure:  # torch has an error of its own for each kind of tensor
+            kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}".replace("torch.", "")
+            raise ModelError(
+                f"{name} of the network ({kind}) cannot be saved in {folder.MODEL} and loaded "
+                "again. Use a dense tensor of finite real numbers with memory of its own; or, if "
+                "it need not be saved, register_buffer(..., persistent=False)."
+            ) from failure
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
     """Write weights and public facts, atomically. Loadable with plain safetensors."""
-    tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+    tensors = {name: _stored(tensor) for name, tensor in published(model).items()}
     sealed = {**facts, CHECKSUM: digest(tensors, facts)}
     header = {HEADER: json.dumps(sealed, allow_nan=False)}
     folder.write_atomically(path, safetensors.torch.save(tensors, header))
@@ -99,16 +140,12 @@ def load_model(
             if features is not None:
                 shapes = FrozenFeatures(nn.Identity(), shapes, torch.float16)
             _check_fit(file, tensors, shapes, name, described, facts)
+    fix_norm = facts["model"]["fix_norm"]
     model = build_model(
-        built,
-        described,
-        seed=0,
-        fix_norm=facts["model"]["fix_norm"],
-        features=features,
-        frozen=frozen,
+        built, described, seed=0, fix_norm=fix_norm, features=features, frozen=frozen
     )
     _check_fit(file, tensors, model, name, described, facts)
-    model.load_state_dict(tensors)
+    adopt(model, tensors)
     return Released(model.to(device).eval(), facts, file)
 
 
@@ -281,7 +318,7 @@ def _check_fit(
     described: Dataset,
     facts: Mapping[str, Any],
 ) -> None:
-    images, layers = "an image", model.state_dict()
+    images, layers = "an image", published(model)
     wanted = {images: str(tuple(described.shape)), **{k: _form(t) for k, t in layers.items()}}
     given = str(tuple(facts["input"]["shape"]))
     found = {images: given, **{k: _form(t) for k, t in tensors.items()}}

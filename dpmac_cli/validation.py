@@ -188,7 +188,9 @@ def _check_layers(model: nn.Module, frozen: bool) -> None:
                 "bits, rounding moves the clipped sum by more than the noise is scaled for. "
                 "Convert the network in its factory (.float()), or add --to-float32."
             )
-        if value.is_floating_point() and not bool(value.isfinite().all()):
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense one.")
+        if value.is_floating_point() and not bool(value.double().isfinite().all()):
             raise ModelError(f"{name} begins with NaN or infinity. Begin with finite numbers.")
 
 

@@ -16,6 +16,7 @@ from dpmac_cli.data import Data, Split
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
+from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.noise import Bits, NoiseSource, Normals, SeededNoise, stream_seeds
 from dpmac_cli.ranks import Ranks
 from dpmac_cli.sampling import Sampler, make_sampler
@@ -178,6 +179,7 @@ def make_trainer(
         sampler,
         noise,
         canaries=canaries,
+        layers=LayerDraws(seeds["layers"]) if plan.recipe.augment else None,
         ranks=ranks,
     )
 

@@ -23,6 +23,7 @@ from dpmac_cli.assembly import make_trainer as make_run_trainer
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.noise import SeededNoise
 from dpmac_cli.ranks import DismissedError, NoNoise, Ranks
 from dpmac_cli.recipe import Recipe
@@ -160,16 +161,30 @@ def test_every_rank_works_on_as_few_samples_at_a_time_as_the_shortest_of_memory(
 
 
 @pytest.mark.privacy
-def test_views_of_different_ranks_are_drawn_apart() -> None:
-    """Draws in common would go by the place in the batch, which one record more moves."""
-    from dpmac_cli.forward_draws import LayerDraws  # noqa: PLC0415
-
+def test_dropout_differs_between_ranks() -> None:
+    """In common, it would go by the place in a share, which adding a record moves."""
     seed = np.random.SeedSequence(3)
     words = []
     for rank in range(3):
         with LayerDraws(seed, rank).of(7):
             words.append(int(torch.randint(2**60, ())))
     assert len(set(words)) == 3
+
+
+@pytest.mark.privacy
+def test_augmented_views_are_the_same_at_every_rank() -> None:
+    recipe = Recipe(views=3, augment="flip")
+    plan = replace(PLAN, recipe=recipe)
+
+    def work(ranks: Ranks | None = None) -> Tensor:
+        return walk(make_trainer("dp-adam", plan=plan, ranks=ranks, sampler=Batches(*BATCHES)), 5)
+
+    whole = work()
+    for thetas in together(3, work):
+        torch.testing.assert_close(thetas, whole)
+    seed, records = np.random.SeedSequence(3), np.array([4, 1, 9])
+    first, last = LayerDraws(seed, 0), LayerDraws(seed, 2)
+    assert np.array_equal(first.words(7, records, 5), last.words(7, records, 5))
 
 
 # Secrets stay at rank 0.

@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
+from scipy.stats import chisquare
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
@@ -21,6 +24,7 @@ from dpmac_cli.config import resolve
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.engine import NO_CLIPPING, Evaluated, Trainer, evaluate, fit
 from dpmac_cli.errors import InputError
+from dpmac_cli.forward_draws import LayerDraws
 from dpmac_cli.grid import address
 from dpmac_cli.recipe import AUGMENTS, Recipe
 from tests.conftest import every_optimizer
@@ -171,6 +175,10 @@ def pictures(count: int = 6, side: int = 8) -> Tensor:
     return torch.randint(0, 256, (count, 3, side, side), generator=generator, dtype=torch.uint8)
 
 
+def random_words(records: int, count: int) -> NDArray[np.uint64]:
+    return np.random.default_rng(3).integers(0, 2**64, (records, count), np.uint64)
+
+
 def crops(image: Tensor, reach: int) -> list[Tensor]:
     """Every crop of an image, by torch's own padding."""
     padded = nn.functional.pad(image.float(), [reach] * 4, mode="reflect").to(image.dtype)
@@ -183,7 +191,7 @@ def crops(image: Tensor, reach: int) -> list[Tensor]:
 def test_views_are_crops_and_flips_of_their_own_image(augment: str, side: int) -> None:
     """All of them turn up, and nothing else does."""
     images, count = pictures(2, side), 600
-    views = views_of(images, count, augment)
+    views = views_of(images, random_words(2, count), augment)
     assert views.shape == (2 * count, 3, side, side)
     assert views.dtype == torch.uint8
     for image, mine in zip(images, views.view(2, count, *images.shape[1:]), strict=True):
@@ -199,20 +207,102 @@ def test_a_view_depends_on_no_other_image() -> None:
     images = pictures()
     other = images.clone()
     other[2] = 255 - other[2]
-    views = []
-    for given in (images, other):
-        torch.manual_seed(0)
-        views.append(views_of(given, 4, "crop+flip"))
+    words = random_words(6, 4)
+    views = [views_of(given, words, "crop+flip") for given in (images, other)]
     differ = (views[0] != views[1]).flatten(1).any(1)
     assert differ.view(6, 4).any(1).tolist() == [i == 2 for i in range(6)]
 
 
-def test_a_view_is_drawn_anew_in_every_step_and_for_every_image() -> None:
-    torch.manual_seed(0)
-    same = pictures(1).expand(32, -1, -1, -1)
-    first, second = views_of(same, 1, "crop"), views_of(same, 1, "crop")
-    assert len({view.numpy().tobytes() for view in first}) > 4
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize("side", [8, 32])
+def test_shifts_are_uniform_and_flips_are_fair(side: int) -> None:
+    """Of an image whose pixels are their own places; rows, columns and flips independent."""
+    size, reach = 20_000, side // 8
+    rows = torch.arange(side).view(1, 1, side, 1).expand(1, 1, side, side)
+    image = torch.cat([rows, rows.transpose(2, 3)], 1)
+    words = LayerDraws(np.random.SeedSequence(5)).words(0, np.arange(size), 1)
+    views = views_of(image.expand(size, -1, -1, -1), words, "crop+flip")
+    middle = side // 2
+    down, across = views[:, 0, middle, middle] - middle, views[:, 1, middle, middle - 1]
+    flipped = across > views[:, 1, middle, middle]
+    across = torch.where(flipped, views[:, 1, middle, middle - 1], views[:, 1, middle, middle])
+    shifts = torch.stack([down, across - middle])
+    assert (int(shifts.min()), int(shifts.max())) == (-reach, reach)
+    cells = (shifts[0] + reach) * (2 * reach + 1) + shifts[1] + reach
+    counts = torch.bincount(cells * 2 + flipped, minlength=2 * (2 * reach + 1) ** 2)
+    assert chisquare(counts.numpy()).pvalue > 0.001
+
+
+@pytest.mark.privacy
+def test_the_views_of_a_record_depend_on_no_other_record() -> None:
+    """They are a function of the seed, the step and its index: they need no secrecy."""
+    layers, records = LayerDraws(np.random.SeedSequence(5)), np.array([3, 8, 9, 2**33])
+    words = layers.words(4, records, 6)
+    for row, record in zip(words, records, strict=True):
+        assert np.array_equal(layers.words(4, np.array([record]), 6)[0], row)
+        assert np.array_equal(layers.words(4, np.array([0, 5, record, 11]), 6)[2], row)
+    assert len(np.unique(words)) == words.size
+    for other in (
+        layers.words(5, records, 6),
+        LayerDraws(np.random.SeedSequence(6)).words(4, records, 6),
+    ):
+        assert not np.isin(other, words).any()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1000])
+def test_a_record_is_seen_alike_in_every_batch_and_chunk(chunk: int) -> None:
+    recipe, seen = Recipe(views=3, augment="flip"), []
+    for rows in ([4], [0, 4, 9], [1, 2, 3, 4]):
+        trainer = trained_by(recipe, sampler=Batches(rows))
+        trainer.state.chunk = chunk
+        inputs: list[Tensor] = []
+        trainer.model.register_forward_pre_hook(lambda _, given, to=inputs: to.append(given[0]))
+        trainer.step()
+        views = torch.cat(inputs).view(len(rows), 3, -1)
+        seen.append(views[rows.index(4)])
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
+@pytest.mark.privacy
+def test_views_survive_chunks_that_are_halved() -> None:
+    recipe = Recipe(views=3, augment="flip")
+    halved, whole = (trained_by(recipe, sampler=Batches(range(30))) for _ in range(2))
+    clipped, failures = halved._clipped_sum.of, iter([True, True])
+
+    def scarce(*args: Any) -> None:
+        if next(failures, False):
+            raise MemoryError
+        clipped(*args)
+
+    halved._clipped_sum.of = scarce  # type: ignore[assignment,method-assign]
+    torch.testing.assert_close(walk(halved, 3), walk(whole, 3))
+    assert halved.state.chunk == PLAN.physical_batch // 4
+
+
+def test_a_trainer_draws_other_views_and_dropout_in_every_step() -> None:
+    recipe, model = Recipe(views=2, augment="flip"), tiny_model(torch.float64, nn.Dropout())
+    trainer = trained_by(recipe, model=model, sampler=Batches(range(10)))
+    for layer in model[:2]:
+        seen: list[bytes] = []
+
+        def note(_: nn.Module, given: tuple[Tensor], seen: list[bytes] = seen) -> None:
+            seen.append(given[0].numpy().tobytes())
+
+        hook = layer.register_forward_pre_hook(note)
+        walk(trainer, 3)
+        hook.remove()
+        assert len(set(seen)) == 3
+
+
+def test_layers_draw_anew_in_every_step_and_alike_in_a_step() -> None:
+    """Else dropout would leave out the same units in all of them."""
+    layers, masks = LayerDraws(np.random.SeedSequence(5)), []
+    for step in (0, 1, 2, 1):
+        with layers.of(step):
+            masks.append(nn.Dropout()(torch.ones(64)))
+    assert len({mask.numpy().tobytes() for mask in masks}) == 3
+    assert torch.equal(masks[1], masks[3])
 
 
 @pytest.mark.privacy

@@ -1,8 +1,10 @@
 """The model to publish: readable without dpmac, and refused where it does not fit."""
 
+import copy
 import errno
 import json
 import os
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +21,10 @@ from dpmac_cli.catalog import DATASETS
 from dpmac_cli.data import load_data
 from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.release import load_model, save_model
+from dpmac_cli.release import check_publishable, load_model, published, save_model
 from dpmac_cli.scoring import score
 from tests.digits_runs import train_digits
+from tests.typed import dpmac
 
 CPU = torch.device("cpu")
 
@@ -84,6 +87,138 @@ def test_weights_survive_unchanged(file: Path, run: Path) -> None:
     released = load_model(run, None, CPU)
     save_model(file, released.model, released.facts)
     assert file.read_bytes() == (run / "model.safetensors").read_bytes()
+
+
+#: A network whose state_dict is not its parameters and buffers alone.
+KEEPER = """
+import torch
+from torch import nn
+
+
+class Keeper(nn.Module):
+    seen = torch.tensor([13.0, 17.0])
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((64,), 2.0))
+        self.register_buffer("derived", torch.ones(1), persistent=False)
+        {inside}
+
+    def forward(self, x):
+        return x / self.scale
+
+    def extra_repr(self):
+        return f"statistics={{self.seen.tolist()}}"
+
+    {method}
+
+
+def build():
+    return nn.Sequential(nn.Flatten(), Keeper(), nn.Linear(64, 10))
+"""
+WORDS = struct.pack("<2f", 13.0, 17.0)
+#: Ways for statistics to get into a state_dict: a line of the constructor, and a method.
+WAYS = {
+    "tensor": ("", "def get_extra_state(self): return self.seen"),
+    "dict": ("", "def get_extra_state(self): return {'statistics': self.seen.tolist()}"),
+    "hook": (
+        "self._register_state_dict_hook(lambda m, found, *_: found.update(statistics=m.seen))",
+        "",
+    ),
+    "override": (
+        "",
+        "def _save_to_state_dict(self, found, *_): found['statistics'] = self.seen",
+    ),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_and_buffers_alone_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Even if validation misses what else a network keeps."""
+    monkeypatch.setattr("dpmac_cli.models.check_model", lambda *_, **__: None)
+    net = tmp_path / "net.py"
+    inside, method = WAYS[way]
+    net.write_text(KEEPER.format(inside=inside, method=method))
+    finished = train_digits(model=f"{net}:build", out=tmp_path / "run")
+    tensors = safetensors.torch.load_file(finished.folder / "model.safetensors")
+    assert tensors.keys() == {"1.scale", "2.weight", "2.bias"}
+    for name in ("model.safetensors", "model-card.md", "report.json", "config.yaml"):
+        content = (finished.folder / name).read_bytes()
+        assert b"statistics" not in content
+        assert WORDS not in content
+    scored = dpmac("eval", str(finished.folder), "--model", f"{net}:build", "--json")
+    assert scored.exit_code == 0, scored.stderr
+    assert json.loads(scored.stdout)["accuracy"] == finished.report["test"]["accuracy"]
+
+
+def test_what_is_published_has_the_names_of_a_state_dict() -> None:
+    shared = nn.Linear(3, 3)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.BatchNorm1d(3))})
+    model.register_buffer("own", torch.ones(2))
+    model.register_buffer("none", None)
+    model.register_buffer("fleeting", torch.ones(2), persistent=False)
+    nn.utils.parametrizations.orthogonal(shared)
+    named = published(model)
+    assert list(named) == list(model.state_dict())
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.detach().zero_()
+    other.load_state_dict({name: tensor.clone() for name, tensor in named.items()})
+    assert digest(published(other), {}) == digest(named, {})
+
+
+def test_tensors_that_are_not_contiguous_are_published(file: Path, run: Path) -> None:
+    model, facts = nn.Linear(3, 5), load_model(run, None, CPU).facts
+    model.weight = nn.Parameter(torch.randn(3, 5).t())
+    save_model(file, model, facts)
+    assert torch.equal(safetensors.torch.load_file(file)["weight"], model.weight)
+
+
+UNPUBLISHABLE: Mapping[str, torch.Tensor] = {
+    "sparse": torch.eye(3).to_sparse(),
+    "meta": torch.empty(3, device="meta"),
+    "complex": torch.zeros(3, dtype=torch.complex128),
+    "float8": torch.zeros(3).to(torch.float8_e4m3fn),
+    "expanded": torch.zeros(1).expand(3),
+}
+
+
+@pytest.mark.parametrize("kind", UNPUBLISHABLE)
+def test_a_tensor_that_cannot_be_published_is_named(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("table", UNPUBLISHABLE[kind])
+    with pytest.raises(ModelError, match=r"0\.table of the network \(.*persistent=False"):
+        check_publishable(model)
+    model[0].register_buffer("table", UNPUBLISHABLE[kind], persistent=False)
+    before = digest(published(model), {})
+    check_publishable(model)
+    assert digest(published(model), {}) == before
+
+
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        ("torch.ones(1).expand(2)", "cannot be saved in model.safetensors and loaded again"),
+        ("torch.zeros(2, dtype=torch.complex128)", "(strided, complex128, cpu) cannot be saved"),
+        ("torch.zeros(2).to(torch.float8_e4m3fn)", "float8_e4m3fn, cpu) cannot be saved"),
+        ("torch.eye(2).to_sparse()", "sparse, quantized or meta tensor. Use a dense one"),
+        ("torch.empty(2, device='meta')", "sparse, quantized or meta tensor. Use a dense one"),
+    ],
+    ids=["expanded", "complex", "float8", "sparse", "meta"],
+)
+def test_what_cannot_be_published_is_refused_before_the_first_step(
+    tmp_path: Path, buffer: str, said: str
+) -> None:
+    net = tmp_path / "net.py"
+    net.write_text(KEEPER.format(inside=f"self.register_buffer('e', {buffer})", method=""))
+    with pytest.raises(ModelError) as failure:
+        train_digits(model=f"{net}:build", out=tmp_path / "run")
+    assert str(failure.value).startswith("1.e ")
+    assert said in str(failure.value)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("key", "value"), [("levels", 1), ("mean", [20.0]), ("std", [0.02])])

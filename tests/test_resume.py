@@ -1,6 +1,7 @@
 """Stopped runs go on exactly; changed runs draw anew and pay for every branch."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,10 @@ def test_halved_chunks_are_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     state = checkpoint.newest(Path("run")).record["state"]
     assert 1 < reduced.step < 20
     assert (state["step"], state["chunk"]) == (reduced.step, 50)
+    # One from before, with larger chunks, must not serve either, should this one be damaged.
+    assert [path.name for path in Path("run", checkpoint.FOLDER).glob("step-*")] == [
+        f"step-{reduced.step:09d}.safetensors"
+    ]
     finished = finish(run.resume(Path("run"), {}))
     assert finished.report["machine"]["physical_batch"] == 50
 
@@ -268,6 +273,62 @@ def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(run, "environment", lambda *_: {"threads": 77})
     finished = finish(run.resume(stopped.folder, {}))
     assert len(finished.report["privacy"]["events"]) == 2
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("of", "name", "key"),
+    [
+        (torch, "__version__", "torch"),
+        (np, "__version__", "numpy"),
+        (assembly, "device_name", "device"),
+        (torch, "get_num_threads", "threads"),
+        (torch.backends.cpu, "get_cpu_capability", "instructions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_the_environment_records_what_the_bits_depend_on(
+    monkeypatch: pytest.MonkeyPatch, of: Any, name: str, key: str
+) -> None:
+    before = assembly.environment(torch.device("cpu"))
+    other = "other" if name == "__version__" else lambda *_: "other"
+    monkeypatch.setattr(of, name, other)
+    after = assembly.environment(torch.device("cpu"))
+    assert {each for each in before if before[each] != after[each]} >= {key}
+
+
+def _other(value: Any) -> Iterator[Any]:
+    """A JSON value with each of its leaves changed, one at a time; or another one, if empty."""
+    if isinstance(value, dict) and value:
+        for key, part in value.items():
+            yield from ({**value, key: changed} for changed in _other(part))
+    elif isinstance(value, list) and value:
+        for place, part in enumerate(value):
+            yield from ([*value[:place], new, *value[place + 1 :]] for new in _other(part))
+    else:
+        yield f"not {value}"
+
+
+@pytest.mark.privacy
+def test_any_other_environment_is_another_branch() -> None:
+    """Each key by itself, whatever keys are recorded: another machine may round otherwise."""
+    stopped = finish(run.train(start(out="run"), after(3))).folder
+    saved = checkpoint.newest(stopped)
+    environment = saved.record["environment"]
+    assert environment.keys() >= {"torch", "numpy", "device", "threads", "instructions"}
+    changed = [*_other(environment), {**environment, "more": 1}]
+    changed += [{k: v for k, v in environment.items() if k != key} for key in environment]
+    for number, other in enumerate([environment, *changed]):
+        where = Path(f"copy-{number}")
+        shutil.copytree(stopped, where)
+        checkpoint.discard(where)
+        record = {**saved.record, "environment": other}
+        checkpoint.save(where, 3, saved.tensors, record)
+        started = next(e for e in run.resume(where, {}) if isinstance(e, Started))
+        assert (started.branch is None) == (other == environment), other
+        if number:
+            assert started.branch is not None
+            assert "the machine" in started.branch
 
 
 def test_a_finished_run_has_nothing_to_go_on_with() -> None:
