@@ -539,11 +539,14 @@ def forbid_tf32() -> None:
         backends.cuda.matmul,
         backends.cudnn,
         backends.cudnn.conv,
+        backends.cudnn.rnn,
         backends.mkldnn,
         backends.mkldnn.matmul,
         backends.mkldnn.conv,
+        backends.mkldnn.rnn,
     ):
         setting.fp32_precision = "ieee"
+    backends.cudnn.allow_tf32 = False  # torch.export reads this older name, which must agree
 
 
 @dataclass(frozen=True, eq=False)

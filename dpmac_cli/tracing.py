@@ -30,7 +30,7 @@ LARGEST_BATCH = 1 << 20
 # How the outputs of an operation depend on its inputs. In-place forms belong to the same list, and
 # what torch itself tags as pointwise need not be listed.
 _POINTWISE = {
-    *("_to_copy", "copy", "detach", "lift_fresh", "fill", "zero", "masked_fill", "clamp_min"),
+    *("_to_copy", "copy", "fill", "zero", "masked_fill", "clamp_min", "hardswish", "hardsigmoid"),
     *("hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward"),
     *("hardswish_backward", "hardsigmoid_backward", "_prelu_kernel", "_prelu_kernel_backward"),
     *("log_sigmoid_forward", "log_sigmoid_backward", "clamp_max", "mish_backward"),
@@ -54,9 +54,16 @@ _BY_ROW = {
     *("nll_loss_forward", "nll_loss_backward", "pixel_shuffle", "pixel_unshuffle"),
 }
 _ROWS = {"input", "self", "grad_output", "grad_out", "mean", "rstd", "indices", "target"}
+#: On a row of the first factor and a column of the second.
+_PRODUCTS = {
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+}
 #: On the inputs of which a larger number makes a larger output.
 _INCREASING = {
-    *("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "cat", "stack", "index_select"),
+    *("mv", "addmv", "dot", "cat", "stack", "index_select"),
     *("gather", "constant_pad_nd", "repeat", "flip", "roll", "index", "select_backward"),
     *("slice_backward", "select_scatter", "slice_scatter", "tril", "triu", "diagonal_backward"),
 }
@@ -118,8 +125,13 @@ def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
     x = torch.randn(SAMPLES, *shape, dtype=torch.float64)
     dependence = Dependence()
     dependence.mark(x)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), dependence:
-        output = model(x)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # which is one operation that does everything
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), dependence:
+            output = model(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
     dependence.check_rows("the output", output)
 
 
@@ -198,12 +210,11 @@ class Dependence(TorchDispatchMode):
 
     def _of(self, tensor: Tensor) -> Tensor:
         """The planes of a tensor, bool, shape (SAMPLES, *shape); writing to them changes them."""
-        storage = tensor.untyped_storage()
-        size = storage.nbytes() // tensor.itemsize
-        shadow = self._shadows.get(storage.data_ptr())
-        if shadow is None or storage.data_ptr() == 0:
+        size, place = tensor.untyped_storage().nbytes() // tensor.itemsize, _place(tensor)
+        shadow = self._shadows.get(place)
+        if shadow is None or place == 0:
             shadow = torch.zeros(SAMPLES, size, dtype=torch.bool)
-            self._shadows[storage.data_ptr()] = shadow
+            self._shadows[place] = shadow
             self._kept.append(tensor)
         if shadow.shape[1] != size:
             raise UnprovenError("It looks at the bytes of numbers.")
@@ -219,15 +230,22 @@ class Dependence(TorchDispatchMode):
         name, outputs = _name(func), _tensors(result)
         if not outputs:
             raise UnprovenError(f"{name} reads a number that was computed from samples.")
-        if func.is_view or name == "_unsafe_view" or name in _FACTORIES:
+        read = {_place(tensor) for tensor in _tensors(list(named.values()))}
+        view = not func._schema.is_mutable and {_place(out) for out in outputs} <= read
+        if view or torch.Tag.inplace_view in func.tags or name in _FACTORIES:
             return
         given = [self._of(t) for key in sorted(told) for t in _tensors(named[key])]
         if torch.Tag.pointwise in func.tags or name in _POINTWISE:
             found = [_merged(given, out.shape) for out in outputs]
         elif name in _ALONG:
             found = _along(given, _dims(func, named), outputs)
-        elif name in _BY_ROW and told <= _ROWS:
+        elif told <= _ROWS and (name in _BY_ROW or named.get("training") is False):
             found = _row_by_row(given, outputs)
+        elif name in _PRODUCTS:
+            left, right = (self._of(named[factor]) for factor in _PRODUCTS[name])
+            added = [self._of(named["self"])] if "self" not in _PRODUCTS[name] else []
+            reached = [left.any(-1, keepdim=True), right.any(-2, keepdim=True), *added]
+            found = [_merged(reached, outputs[0].shape)]
         elif name in _INCREASING and not told & _PLACES:
             found = self._increased(func, named, outputs)
         elif name == "embedding" and told == {"indices"}:
@@ -275,6 +293,10 @@ def _name(func: Any) -> str:
     """The name of an operation, the same for its in-place form."""
     packet = getattr(func, "overloadpacket", func)
     return str(getattr(packet, "__name__", packet)).removesuffix("_")
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -156,8 +156,9 @@ def check_precision(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
     x, y = (tensor.to(device) for tensor in _samples(1, shape, classes))
     if isinstance(model, FrozenFeatures):  # which may round: they are computed once
         x, model = model.features(x).to(x.dtype), model.head
+    network = copy.deepcopy(model).train()
     with _FullPrecision():
-        _gradients_of_loss(copy.deepcopy(model).train(), x, y)
+        _gradients_of_loss(network, x, y)
 
 
 def _check_layers(model: nn.Module, frozen: bool) -> None:
@@ -209,6 +210,7 @@ class _FullPrecision(TorchDispatchMode):
         return result
 
 
+@torch.enable_grad()
 def _gradients_of_loss(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Run a model forwards and backwards."""
     with torch.random.fork_rng():
@@ -358,6 +360,7 @@ def _equal(before: Any, after: Any) -> bool:
 _OF_TORCH = vars(nn.Module()).keys()
 
 
+@torch.enable_grad()
 def _check_gradients(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Do with a float64 copy what training does, and see that backwards, too, samples keep apart.
 
