@@ -124,7 +124,8 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
         assert run.vmapped, f"vmap cannot run the {task.name}"
         if loop:
             run.vmapped = False
-            trainer.state.chunk = max(1, WRITTEN_OUT // trainer.state.theta.numel())
+            most = max(1, WRITTEN_OUT // trainer.state.theta.numel())
+            trainer.state.chunk = min(config.physical_batch, most)
     return trainer.step
 
 

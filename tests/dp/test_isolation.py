@@ -143,6 +143,12 @@ def flat_rows() -> nn.Module:
     return Running(run, embed=nn.Linear(5, CLASSES))
 
 
+def doubled(module: nn.Module) -> nn.Module:
+    """The module with a hook that changes what it gives."""
+    module.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return module
+
+
 def head(inputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, CLASSES))
 
@@ -172,6 +178,11 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str] | No
     ),
     "weight-norm": (
         lambda: nn.Sequential(weight_norm(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, CLASSES)),
+        (5,),
+        {"2"},
+    ),
+    "hooked": (
+        lambda: nn.Sequential(doubled(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, CLASSES)),
         (5,),
         {"2"},
     ),
@@ -387,6 +398,26 @@ class Backwards(torch.autograd.Function):
         return gradients[0] + gradients[0].sum(0)
 
 
+class VmapRule(torch.autograd.Function):
+    """Mixes samples in its rule for vmap alone."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
+
+
 def _mixed_inside(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(5, 5), Mixing(mix), nn.Tanh(), nn.Linear(5, CLASSES))
 
@@ -398,6 +429,7 @@ MIXERS: Mapping[str, Callable[[], nn.Module]] = {
     "shuffled": _mixed_inside(lambda x: x[torch.randperm(len(x))]),
     "attention over the batch": _mixed_inside(lambda x: (x @ x.T).softmax(1) @ x),
     "backwards": _mixed_inside(Backwards.apply),
+    "rule for vmap": _mixed_inside(VmapRule.apply),
     "batch norm": lambda: nn.Sequential(
         nn.Conv1d(1, 4, 2), nn.BatchNorm1d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, CLASSES)
     ),
