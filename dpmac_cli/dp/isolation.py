@@ -27,11 +27,9 @@ from dpmac_cli.dp.layers import Layer, split_by_module
 from dpmac_cli.errors import ModelError
 from dpmac_cli.faults import code_of_network, out_of_memory
 
-#: Numbers of instantiated gradients that a chunk may hold: 64 MiB of float32.
-WRITTEN_OUT = 1 << 24
-
-#: A layer's name, its input, and the shape of its output.
-_Call = tuple[str, Tensor, torch.Size]
+#: Numbers of instantiated gradients that a chunk may hold, 16 MiB of float32. On a CPU, 2^20 and
+#: 2^24 take up to 1.4 times as long.
+WRITTEN_OUT = 1 << 22
 
 
 class Isolated:
@@ -66,7 +64,7 @@ class Isolated:
             for layer in layers
         }
         self.recorded: set[str] = set()
-        self._outputs: list[tuple[str, torch.Size]] = []
+        self._calls: list[tuple[str, torch.Size, torch.Size]] = []  # name, input's, output's shape
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(0)
             x = torch.randn(2, *shape, dtype=torch.float64).to(next(model.parameters()).device)
@@ -107,10 +105,11 @@ class Isolated:
 
     def _looped(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and gradients, (samples, d), each by autograd on a copy, with its own seed."""
-        losses, rows = [], []
+        losses = []
+        rows = x.new_empty(len(x), self._layers[-1].stop)
         seeds = torch.randint(2**62, (len(x),)).tolist()
         with torch.random.fork_rng(), torch.enable_grad():
-            for x_i, y_i, seed in zip(x, y, seeds, strict=True):
+            for x_i, y_i, row, seed in zip(x, y, rows, seeds, strict=True):
                 torch.manual_seed(seed)
                 alone = copy.deepcopy(model).requires_grad_(False)
                 named = dict(alone.named_parameters())
@@ -120,8 +119,8 @@ class Isolated:
                     loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())
                 g = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-                rows.append(torch.cat([part.to_dense().flatten() for part in g]))
-        return torch.stack(losses), torch.stack(rows)
+                torch.cat([part.to_dense().flatten() for part in g], out=row)
+        return torch.stack(losses), rows
 
     def _vmapped(
         self, model: nn.Module, x: Tensor, y: Tensor, loose: Collection[str]
@@ -131,28 +130,42 @@ class Isolated:
         The gradient by a layer's output is that by a tap, a zero that is added to it.
         """
         alone = copy.deepcopy(model).requires_grad_(False)
-        taps = [x.new_zeros(shape) for name, shape in self._outputs if name in self.recorded]
-        calls: list[_Call] = []
-        current: list[Tensor] = []
-        _record(alone, self.recorded, calls, current)
+        taps = [x.new_zeros(out) for name, _, out in self._calls if name in self.recorded]
+        calls: list[tuple[str, torch.Size, torch.Size]] = []
+        inputs: list[Tensor] = []
+        left: list[Tensor] = []
+
+        def record(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                return out
+            calls.append((name, given[0].shape, out.shape))
+            inputs.append(given[0])
+            return out + left.pop(0) if left else out
 
         def loss_of(
             taps: Sequence[Tensor], trained: dict[str, Tensor], x: Tensor, y: Tensor
         ) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
             calls.clear()
-            current[:] = taps
+            inputs.clear()
+            left[:] = taps
             loss = self._loss(lambda rows: functional_call(alone, trained, (rows,)), x, y)
-            return loss, (loss, [a for _, a, _ in calls])
+            if len(calls) != len(taps or calls):
+                raise ModelError("The network does not use the same layers in every run.")
+            return loss, (loss, inputs)
 
+        for name in self.recorded:
+            alone.get_submodule(name).register_forward_hook(partial(record, name))
         named = dict(alone.named_parameters())
         trained = {n: named[n] for layer in loose for n in self._names[layer]}
         one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
         with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
-            (deltas, g), (losses, inputs) = mapped(taps, trained, x, y)
+            (deltas, g), (losses, read) = mapped(taps, trained, x, y)
+        self._calls = calls  # the same in every run
         uses: dict[str, list[Use]] = {name: [] for name in self.recorded}
-        for (name, *_), a, delta in zip(calls, inputs, deltas, strict=True):
-            uses[name].append(Use((_rows(a),), _rows(delta)))
+        for (name, *_), a, delta in zip(calls, read, deltas):  # noqa: B905  (no taps at first)
+            rows, by_rows = (t.flatten(0, 1).contiguous() for t in (a, delta))
+            uses[name].append(Use((rows,), by_rows))
         written = {
             name: torch.cat([g[n].flatten(1) for n in self._names[name]], 1) for name in loose
         }
@@ -161,28 +174,25 @@ class Isolated:
     def _try_vmap(self, probe: nn.Module, x: Tensor, y: Tensor) -> bool:
         """Find the layers to record, and return whether vmap agrees with the loop.
 
-        A layer is recorded if it has a rule, if its rows are a sample's views, and if autograd
-        finds no other gradient: no weight of it is used elsewhere.
+        A layer is recorded if it has a rule and no hooks, if its rows are a sample's views, and if
+        autograd finds no other gradient: no weight of it is used elsewhere.
         """
-        layers = [layer for layer in split_by_module(probe) if type(layer.module) in RULES]
-        calls: list[_Call] = []
+        layers = [
+            layer
+            for layer in split_by_module(probe)
+            if type(layer.module) in RULES
+            and not (layer.module._forward_hooks or layer.module._forward_pre_hooks)
+        ]
+        self.recorded = {layer.name for layer in layers}
         try:
-            dry = copy.deepcopy(probe)
-            _record(dry, [layer.name for layer in layers], calls, [])
-            with torch.enable_grad():
-                self._loss(dry, x[0].clone(), y[0])
-            odd = {n for n, a, out in calls if {*a.shape[:1], *out[:1]} != {self._views}}
-            self._outputs = [(name, shape) for name, _, shape in calls]
-            self.recorded = {name for name, _ in self._outputs} - odd
+            self._vmapped(probe, x, y, self._names)  # without taps, whose shapes it finds
+            odd = {n for n, a, out in self._calls if {*a[:1], *out[:1]} != {self._views}}
+            self.recorded = {name for name, *_ in self._calls} - odd
             _, uses, written = self._vmapped(probe, x, y, self._names)
             for layer in layers:
-                g = (
-                    instantiate(layer, uses[layer.name], self._views)
-                    if layer.name in uses
-                    else None
-                )
-                if g is None or not _alike(g, written[layer.name]):
-                    self.recorded.discard(layer.name)
+                used = uses.get(layer.name)
+                if used and not _alike(instantiate(layer, used, self._views), written[layer.name]):
+                    self.recorded.remove(layer.name)
             still = copy.deepcopy(probe).eval()  # dropout differs from run to run
             losses, _, written = self._vmapped(still, x, y, self._names)
             expected, g = self._looped(still, x, y)
@@ -191,28 +201,6 @@ class Isolated:
             if out_of_memory(failure):
                 raise
             return False
-
-
-def _record(
-    model: nn.Module, names: Collection[str], calls: list[_Call], taps: list[Tensor]
-) -> None:
-    """Have layers note their calls, and add the next tap to their outputs if there are any."""
-
-    def note(name: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        if taps and len(calls) == len(taps):
-            raise ModelError("The network does not use the same layers equally often in each run.")
-        calls.append((name, inputs[0], output.shape))
-        return output + taps[len(calls) - 1] if taps else None
-
-    for name in names:
-        model.get_submodule(name).register_forward_hook(partial(note, name))
-
-
-def _rows(batched: Tensor) -> Tensor:
-    """(samples, views, ...) as (samples * views, ...)."""
-    return batched.flatten(0, 1).contiguous()
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -158,16 +158,18 @@ class ClippedSum:
     """Turns a chunk of samples into the sum of their clipped, centred gradients.
 
     Args:
-        model: maps a batch (samples, ...) to logits (samples, classes), treating samples apart.
-        layers: :func:`~dpmac_cli.dp.layers.find_layers` of the model.
+        model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples,
+            unless ``per_sample`` keeps them apart.
+        layers: of the model, as ``per_sample`` takes them; by default
+            :func:`~dpmac_cli.dp.layers.find_layers`.
         capacity: the most samples that :meth:`of` will be given; public.
         batch: B, the expected number that a step adds up, in one chunk or in several. None: at most
             the capacity, in one.
         norms: :func:`~dpmac_cli.dp.gradients.total_squared_norms`, or that compiled.
         views: of each sample, public. Its loss is the mean over them, and so is its gradient,
             which is clipped once: that of a sample with many views counts no more.
-        per_sample: computes the gradients, such as an
-            :class:`~dpmac_cli.dp.isolation.Isolated`; None to run the model on the chunk at once.
+        per_sample: computes the gradients, such as :class:`~dpmac_cli.dp.isolation.Isolated`;
+            None to run the model on the chunk at once.
     """
 
     def __init__(

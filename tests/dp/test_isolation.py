@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,7 +95,8 @@ def tied() -> nn.Module:
 
     def run(net: Any, x: Tensor) -> Tensor:
         tokens = (x.abs() * 10).long() % CLASSES
-        return net.mix(net.table(tokens).mean(1)).tanh() @ net.table.weight.T
+        out: Tensor = net.mix(net.table(tokens).mean(1)).tanh() @ net.table.weight.T
+        return out
 
     return Running(run, table=nn.Embedding(CLASSES, 4), mix=nn.Linear(4, 4))
 
@@ -141,6 +143,12 @@ def flat_rows() -> nn.Module:
     return Running(run, embed=nn.Linear(5, CLASSES))
 
 
+def doubled(module: nn.Module) -> nn.Module:
+    """The module with a hook that changes what it gives."""
+    module.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return module
+
+
 def head(inputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, CLASSES))
 
@@ -170,6 +178,11 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str] | No
     ),
     "weight-norm": (
         lambda: nn.Sequential(weight_norm(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, CLASSES)),
+        (5,),
+        {"2"},
+    ),
+    "hooked": (
+        lambda: nn.Sequential(doubled(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, CLASSES)),
         (5,),
         {"2"},
     ),
@@ -227,7 +240,7 @@ class Alone:
         for x_i, y_i in zip(x, y, strict=True):
             model = copy.deepcopy(self.untouched)
             given = x_i if self.views > 1 else x_i[None]
-            cross_entropy(model(given), y_i.expand(len(given))).backward()
+            cross_entropy(model(given), y_i.expand(len(given))).backward()  # type: ignore[no-untyped-call]
             trained = [p for p in model.parameters() if p.requires_grad]
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
             rows.append(torch.cat([part.flatten() for part in parts]))
@@ -306,7 +319,7 @@ def test_recorded_layers_are_held_in_the_cheapest_form() -> None:
 class Keeping(nn.Module):
     """Keeps something of what it has seen, and lets it into what it computes."""
 
-    def __init__(self, keep: Callable[["Keeping", Tensor], Tensor]) -> None:
+    def __init__(self, keep: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.kept = torch.zeros(5, dtype=torch.float64)
         self.register_buffer("buffer", torch.zeros(5, dtype=torch.float64))
@@ -320,35 +333,38 @@ class Keeping(nn.Module):
         return out
 
 
-def _reassigned(net: Keeping, x: Tensor) -> Tensor:
+def _reassigned(net: Any, x: Tensor) -> Tensor:
     net.kept = 0.5 * net.kept + x.mean(0)
-    return x - net.kept
+    out: Tensor = x - net.kept
+    return out
 
 
-def _changed_in_place(net: Keeping, x: Tensor) -> Tensor:
+def _changed_in_place(net: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         net.kept.mul_(0.5).add_(x.mean(0))
-    return x - net.kept
+    out: Tensor = x - net.kept
+    return out
 
 
-def _changed_buffer(net: Keeping, x: Tensor) -> Tensor:
-    buffer: Any = net.buffer
+def _changed_buffer(net: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
-        buffer.add_(x.sum(0))
-    return x - buffer
+        net.buffer.add_(x.sum(0))
+    out: Tensor = x - net.buffer
+    return out
 
 
-def _listed(net: Keeping, x: Tensor) -> Tensor:
+def _listed(net: Any, x: Tensor) -> Tensor:
     net.log.append(x.detach().sum(0))
     return x - torch.stack(net.log).sum(0)
 
 
-def _counted(net: Keeping, x: Tensor) -> Tensor:
+def _counted(net: Any, x: Tensor) -> Tensor:
     net.counts["seen"] += 1 + int(bool(x.sum() > 0))
-    return x * net.counts["seen"]
+    out: Tensor = x * net.counts["seen"]
+    return out
 
 
-def _changed_weights(net: Keeping, x: Tensor) -> Tensor:
+def _changed_weights(net: Any, x: Tensor) -> Tensor:
     net.net[0].weight.data.add_(x.detach().mean())
     return x
 
@@ -357,7 +373,7 @@ class Ghost(nn.Module):
     """Batch norm over groups of two samples."""
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = [layer_norm(part.T, part.T.shape[1:]).T for part in x.split(2)]
+        normed = [layer_norm(part.T, part.T.shape[1:]).T for part in x.chunk(3)]
         return x + torch.cat(normed)
 
 
@@ -382,10 +398,28 @@ class Backwards(torch.autograd.Function):
         return gradients[0] + gradients[0].sum(0)
 
 
+class VmapRule(torch.autograd.Function):
+    """Mixes samples in its rule for vmap alone."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
+
+
 def _mixed_inside(mix: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(
-        nn.Linear(5, 5), Mixing(mix), nn.Tanh(), nn.Linear(5, CLASSES)
-    ).double()
+    return lambda: nn.Sequential(nn.Linear(5, 5), Mixing(mix), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
 MIXERS: Mapping[str, Callable[[], nn.Module]] = {
@@ -395,11 +429,12 @@ MIXERS: Mapping[str, Callable[[], nn.Module]] = {
     "shuffled": _mixed_inside(lambda x: x[torch.randperm(len(x))]),
     "attention over the batch": _mixed_inside(lambda x: (x @ x.T).softmax(1) @ x),
     "backwards": _mixed_inside(Backwards.apply),
+    "rule for vmap": _mixed_inside(VmapRule.apply),
     "batch norm": lambda: nn.Sequential(
         nn.Conv1d(1, 4, 2), nn.BatchNorm1d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, CLASSES)
-    ).double(),
+    ),
     **{
-        keep.__name__.strip("_"): lambda keep=keep: Keeping(keep).double()
+        keep.__name__.strip("_"): partial(Keeping, keep)
         for keep in (
             _reassigned,
             _changed_in_place,
@@ -414,7 +449,7 @@ every_mixer = pytest.mark.parametrize("name", MIXERS)
 
 
 def mixer(name: str) -> Alone:
-    return Alone(MIXERS[name](), (1, 5) if name == "batch norm" else (5,))
+    return Alone(MIXERS[name]().double(), (1, 5) if name == "batch norm" else (5,))
 
 
 @pytest.mark.privacy
@@ -591,7 +626,7 @@ def test_a_chunk_instantiates_a_bounded_number_of_gradients(
     assert alone("lora").isolated.most == WRITTEN_OUT // (2 * 5 + 6 * 2)
     monkeypatch.setattr("dpmac_cli.dp.isolation.WRITTEN_OUT", 60)
     model = nn.Sequential(nn.Flatten(), LoRA(SIDE**2, TINY_CLASSES)).double()
-    torch.nn.init.normal_(model[1].b)
+    model.get_parameter("1.b").data.normal_()
     batch = list(range(10))
     results = []
     for plan in (ISOLATED, replace(ISOLATED, physical_batch=3)):
@@ -603,6 +638,26 @@ def test_a_chunk_instantiates_a_bounded_number_of_gradients(
     torch.testing.assert_close(*results)
 
 
+def test_zeros_at_the_start_hide_no_use_of_a_weight() -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        hidden = net.table((x.abs() * 10).long() % CLASSES).mean(1).tanh()
+        out: Tensor = net.head(hidden) + net.gate(hidden @ net.table.weight.T)
+        return out
+
+    gate = nn.Linear(CLASSES, CLASSES)
+    nn.init.zeros_(gate.weight)
+    net = Running(run, table=nn.Embedding(CLASSES, 4), head=nn.Linear(4, CLASSES), gate=gate)
+    subject = Alone(net.double(), (5,))
+    subject.theta.normal_()
+    subject.untouched = copy.deepcopy(subject.model).requires_grad_()
+    x, y = subject.batch()
+    exact = subject.exact(x, y)
+    region = region_clipping_half("ball", exact, subject.theta)
+    torch.testing.assert_close(
+        subject.add(x, y, region), clip(exact, region, clip_limit(1024)).sum(0)
+    )
+
+
 def test_a_network_that_fails_on_made_up_samples_is_refused() -> None:
     net = nn.Linear(4, CLASSES)
     with pytest.raises(ModelError, match=r"The network failed on samples of shape \(5,\)"):
@@ -612,7 +667,7 @@ def test_a_network_that_fails_on_made_up_samples_is_refused() -> None:
 @pytest.mark.privacy
 def test_a_failure_of_vmap_in_training_is_an_error() -> None:
     """Which way samples are run must not depend on them."""
-    broken = []
+    broken: list[bool] = []
 
     def run(net: Any, x: Tensor) -> Tensor:
         if broken:
