@@ -1,0 +1,191 @@
+"""Proofs that samples are kept apart: what mixes them is never proven, what does not mostly is."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (its usual name)
+
+from dpmac_cli.engine import forbid_tf32
+from dpmac_cli.tracing import (
+    SAMPLES,
+    UnprovenError,
+    check_independent,
+    check_independent_forward,
+    check_uniform,
+)
+
+SHAPE, CLASSES = (4, 6, 6), 3
+PIXELS = 4 * 6 * 6
+
+
+class Through(nn.Module):
+    """Two layers with a function of the whole batch between them."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.function = nn.Conv2d(4, 4, 1), function
+        self.head = nn.LazyLinear(CLASSES)
+        self(torch.zeros(2, *SHAPE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.function(self.first(x)).flatten(1))
+        return logits
+
+
+def through(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return Through(function).double()
+
+
+def case(name: str, function: Callable[[Tensor], Tensor]) -> object:
+    return pytest.param(function, id=name)
+
+
+def _assigned(x: Tensor) -> Tensor:
+    """A batch of which a row is written over, in place, by another."""
+    x = x.clone()
+    x[0].copy_(x[1])
+    return x
+
+
+def _over_words(x: Tensor) -> Tensor:
+    """Attention over the batch: its samples are taken for the words of a sentence."""
+    words = x.flatten(2).transpose(0, 1)
+    return F.scaled_dot_product_attention(words, words, words).transpose(0, 1)
+
+
+MIXING = [
+    case("mean", lambda x: x - x.mean(0)),
+    case("sum of all", lambda x: x / (1 + x.square().sum())),
+    case("maximum", lambda x: x / x.amax((0, 2, 3), keepdim=True)),
+    case("deviation", lambda x: x / (1 + x.std(0))),
+    case("softmax", lambda x: x.softmax(0)),
+    case("running sum", lambda x: x.cumsum(0)),
+    case("sort", lambda x: x.sort(0).values),
+    case("flip", lambda x: x.flip(0)),
+    case("roll", lambda x: x.roll(1, 0)),
+    case("first sample", lambda x: x + x[:1]),
+    case("neighbour", lambda x: torch.cat([x[1:], x[:1]])),
+    case("assignment", _assigned),
+    case("product", lambda x: (x.flatten(1) @ x.flatten(1).T) @ x.flatten(1)),
+    case("attention", _over_words),
+    case("samples as channels", lambda x: F.conv2d(x.transpose(0, 1), x.new_ones(1, 1, 1, 1))
+         if len(x) == 1 else x - F.avg_pool2d(x.permute(1, 2, 3, 0), (1, 1)).mean(-1).unsqueeze(0)),
+    case("reshape", lambda x: x.transpose(0, 1).reshape(x.shape)),
+    case("interpolation", lambda x: F.avg_pool1d(x.flatten(1).T, 3, 1, 1).T),
+    case("layer norm", lambda x: F.layer_norm(x.movedim(0, -1), (len(x),)).movedim(-1, 0)),
+    case("weights of samples", lambda x: F.conv2d(x, x[:4, :, :1, :1])),
+    case("size of the batch", lambda x: x / len(x)),
+    case("place in the batch", lambda x: x + torch.arange(len(x)).view(-1, 1, 1, 1)),
+    case("from a size on", lambda x: x - x.mean(0) if len(x) > 16 else x),
+    case("up to a size", lambda x: x - x.mean(0) if len(x) < 3 else x),
+    case("groups", lambda x: x - x.view(-1, 8, *SHAPE).mean(1).repeat(8, 1, 1, 1)
+         if len(x) % 8 == 0 else x),
+    case("control flow", lambda x: x / 255 if x.max() > 1 else x),
+    case("a number", lambda x: x / (1 + x.abs().max().item())),
+    case("selection", lambda x: x + x[x.sum((1, 2, 3)) > 0].sum(0)),
+    case("numpy", lambda x: x - torch.from_numpy(x.detach().numpy().mean(0))),
+    case("unknown", lambda x: torch.linalg.qr(x.flatten(1))[0]),
+]  # fmt: skip
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("function", MIXING)
+def test_what_mixes_samples_is_not_proven(function: Callable[[Tensor], Tensor]) -> None:
+    model = through(lambda x: x)
+    model.function = function  # type: ignore[assignment]
+    with pytest.raises(UnprovenError):
+        check_independent(model, SHAPE, CLASSES)
+
+
+class _Swapped(torch.autograd.Function):
+    """Hands every sample the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return gradients[0].flip(0)
+
+
+def _hooked(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda g: g - g.mean(0))  # type: ignore[no-untyped-call]
+    return x
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("function", [case("function", _Swapped.apply), case("hook", _hooked)])
+def test_what_mixes_backwards_alone_is_not_proven(function: Callable[[Tensor], Tensor]) -> None:
+    check_uniform(through(function), SHAPE)
+    with pytest.raises(UnprovenError, match="In layer first a row depends on more"):
+        check_independent(through(function), SHAPE, CLASSES)
+
+
+@pytest.mark.privacy
+def test_layers_that_see_samples_in_another_order_are_not_proven() -> None:
+    """The logits are in order: only the layer between is not."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(PIXELS, PIXELS), nn.Linear(PIXELS, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.first(x.flatten(1).flip(0)).flip(0))
+            return logits
+
+    with pytest.raises(UnprovenError, match="In layer first"):
+        check_independent(Turned().double(), SHAPE, CLASSES)
+
+
+APART = [
+    case("activation", lambda x: F.gelu(x) + F.hardswish(x) + F.leaky_relu(x) + x.relu().sqrt()),
+    case("in place", lambda x: x.clone().mul_(2).add_(1).clamp_(-3, 3)),
+    case("each its mean", lambda x: x - x.mean((1, 2, 3), keepdim=True)),
+    case("each its softmax", lambda x: x.flatten(2).softmax(-1)),
+    case("group norm", lambda x: F.group_norm(x, 2)),
+    case("layer norm", lambda x: F.layer_norm(x, SHAPE[1:])),
+    case("pooling", lambda x: F.max_pool2d(x, 2) + F.avg_pool2d(x, 2)),
+    case("upsampling", lambda x: F.interpolate(x, scale_factor=2)),
+    case("padding", lambda x: F.pad(x, (1, 1, 1, 1))),
+    case("there and back", lambda x: x.transpose(0, 1).reshape(4, -1, 36).transpose(0, 1)),
+    case("each with itself", lambda x: x.flatten(2) @ x.flatten(2).mT),
+    case("attention", lambda x: F.scaled_dot_product_attention(*[x.flatten(2)] * 3)),
+    case("pieces", lambda x: torch.cat([part.sin() for part in x.chunk(2, 1)], 1)),
+    case("zeros", lambda x: x + x.new_zeros(len(x), 1, 1, 1)),
+    case("own choice", lambda x: torch.where(x.amax((1, 2, 3), keepdim=True) > 1, x / 9, x)),
+    case("gate", lambda x: F.glu(x, 1)),
+    case("sorted", lambda x: x.flatten(1).sort(1).values),
+    case("parts", lambda x: torch.stack([x[:, 0], x[:, 2]], 1)),
+]
+
+
+@pytest.mark.parametrize("function", APART)
+def test_what_keeps_samples_apart_is_proven(function: Callable[[Tensor], Tensor]) -> None:
+    check_independent(through(function), SHAPE, CLASSES)
+
+
+def test_frozen_networks_are_proven_with_batch_norm_in_evaluation_mode() -> None:
+    frozen = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten()).double()
+    check_independent_forward(frozen.eval(), SHAPE)
+    with pytest.raises(UnprovenError):
+        check_independent_forward(frozen.train(), SHAPE)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).double().eval()
+    check_independent_forward(nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (6, 6)),
+                                            nn.Flatten(1, 2), layer), SHAPE)  # fmt: skip
+
+
+def test_proofs_are_found_after_training_has_set_the_precision_of_products() -> None:
+    """torch.export reads settings of before, which contradict those of now unless told."""
+    forbid_tf32()
+    forbid_tf32()
+    check_uniform(through(torch.relu), SHAPE)
+
+
+def test_the_samples_that_are_told_apart_are_several() -> None:
+    assert SAMPLES > 2
