@@ -19,11 +19,11 @@ from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.factories import is_factory, source_sum
+from dpmac_cli.factories import built_by, is_factory, source_sum
 from dpmac_cli.feature_cache import Computing, featured, stand_in
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
-from dpmac_cli.models import build_model, check_model
+from dpmac_cli.models import build_model, check_model, seen_by_network
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.places import cache_folder, data_folder
 from dpmac_cli.pretrained import PublicWeights, read_weights
@@ -66,6 +66,7 @@ class Task:
             own with their classes and what they are standardised by, a network of a person's own,
             the file of public weights, and the features. Private, like the records.
         notes: what the person who runs it should know.
+        built_by: how a user-supplied network was constructed, as code; its file may change later.
     """
 
     model: nn.Module
@@ -73,6 +74,7 @@ class Task:
     data: Data
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    built_by: str | None = None
 
 
 def make_task(
@@ -97,7 +99,8 @@ def make_task(
     Raises:
         KeyboardInterrupt: ``stop`` said so.
     """
-    data = data or load_data(config.data, data_folder(config.data_dir), device)
+    given = data is not None
+    data = data or _load(config, device)
     word = _word(stream_seeds(config.seed, branch)["init"])
     model = build_model(
         config.model,
@@ -113,8 +116,14 @@ def make_task(
         fingerprints["data"] = fingerprint(data.train, data.test)
         fingerprints["classes"] = digest({}, {"classes": facts.classes})
         fingerprints["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
+    elif given and not timing and config.facts.sha256 is not None:
+        found_sum = fingerprint(data.train, data.test)
+        if found_sum != config.facts.sha256:  # records of the caller's own under a known name
+            fingerprints["data"] = found_sum
+    call = None
     if is_factory(config.model):
         fingerprints["network"] = source_sum(config.model)
+        call = built_by(config.model, seen_by_network(config.facts, config.chosen_features))
     notes: tuple[str, ...] = ()
     if config.pretrained is not None:
         weights = read_weights(Path(config.pretrained))
@@ -125,13 +134,18 @@ def make_task(
     model = model.to(device)
     parts = _frozen_parts(config, model)
     if parts is None:
-        return Task(model, model, data, fingerprints, notes)
+        return Task(model, model, data, fingerprints, notes, call)
     if timing:
         return Task(model, parts.head, stand_in(parts, data))
     settings = {name: getattr(config, name) for name in ("features", "feature_groups", "train")}
     found = yield from featured(parts, data, settings, cache_folder(), stop)
     fingerprints["features"] = found.sha256
-    return Task(model, parts.head, found.data, fingerprints, (*notes, *found.notes))
+    return Task(model, parts.head, found.data, fingerprints, (*notes, *found.notes), call)
+
+
+def _load(config: TrainConfig, device: torch.device) -> Data:
+    """The dataset of a configuration, as its frozen facts describe it. Raises InputError."""
+    return load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
 
 
 def _frozen_parts(config: TrainConfig, model: nn.Module) -> FrozenFeatures | None:
@@ -208,6 +222,7 @@ def make_trainer(
     if model is not None:
         task = _task_of(model, config, device, data)
     task = task or outcome(make_task(config, device, branch, data))
+    _check_size(task.data, config)
     draws = LayerDraws(seeds["layers"], 0 if ranks is None else ranks.rank)
     # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
     drawing = model is not None or ":" in config.model or config.augment
@@ -252,6 +267,17 @@ def make_trainer(
     )
 
 
+def _check_size(data: Data, config: TrainConfig) -> None:
+    """Refuse data of another size than the sampling rate, and so epsilon, was computed for."""
+    if len(data.train) != config.facts.train_size:
+        raise InputError(
+            f"data has {len(data.train):,} training records, but epsilon was computed for the "
+            f"{config.facts.train_size:,} of {config.dataset_name}, at a sampling rate of "
+            f"{config.sampling_rate:.6g}. Save your records as an .npz and name "
+            "that as the dataset."
+        )
+
+
 def _task_of(
     model: nn.Module, config: TrainConfig, device: torch.device, data: Data | None
 ) -> Task:
@@ -268,7 +294,7 @@ def _task_of(
             "made, such as torch.nn.Linear(64, 10)."
         )
     check_model(model, config.facts.shape, len(config.facts.classes))
-    data = data or load_data(config.data, data_folder(config.data_dir), device)
+    data = data or _load(config, device)
     model = model.to(device)
     return Task(model, model, data)
 

@@ -238,8 +238,9 @@ def _not_covered(report: Mapping[str, Any]) -> str:
         return "Everything: this is a baseline. Do not publish it if the training records matter."
     dataset = report["dataset"]
     held_out = (f"{dataset['test_note']}",) if dataset["held_out"] else ()
-    size = f"The number of training records, {report['dataset']['train_size']:,}, is public."
-    return "\n".join(f"- {line}" for line in (*NOT_COVERED, *held_out, size))
+    size = f"The number of training records, {dataset['train_size']:,}, is public."
+    rest = (*held_out, size, dataset["public_statement"])
+    return "\n".join(f"- {line}" for line in (*NOT_COVERED, *rest))
 
 
 def _table(rows: Iterable[tuple[str, ...]], heading: tuple[str, ...] = ("", "")) -> str:

@@ -14,9 +14,8 @@ from dpmac_cli.accounting import TrainingEvent
 from dpmac_cli.catalog import FEATURES
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.engine import Evaluated
-from dpmac_cli.factories import built_by
-from dpmac_cli.models import seen_by_network
 from dpmac_cli.settings import RECIPE_DEFAULTS, TrainConfig
+from dpmac_cli.source import Found, listed
 
 SCHEMA_VERSION = 1
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
@@ -45,6 +44,11 @@ DRAWN_BOTH_WAYS = "The last branch ran with --secure, an earlier one without."
 HELD_OUT = (
     "The test records were split off the private ones. They are private themselves, and nothing "
     "that is measured on them is covered."
+)
+PUBLIC = "The numbers of training and test records are public."
+TAKEN = (
+    " Its {parts} were not declared but taken from the records, and are treated as public: one "
+    "record can change them, and epsilon does not cover that."
 )
 AUDIT_RUN = (
     "An audit run: records made up for an attack were trained on beside the data set's. The model "
@@ -151,6 +155,7 @@ def public_facts(
     parameters: int,
     trained: int | None = None,
     pretrained: str | None = None,
+    built_by: str | None = None,
 ) -> dict[str, Any]:
     """What is published with the weights, in the model file's header.
 
@@ -160,6 +165,7 @@ def public_facts(
         parameters: of the network.
         trained: how many of them were; None for all.
         pretrained: SHA-256 of the file of public weights.
+        built_by: how a user-supplied network was constructed.
     """
     facts = config.facts
     return {
@@ -173,13 +179,14 @@ def public_facts(
             "own": config.source is not None,
             "held_out": config.found.held_out,
             "test_note": HELD_OUT if config.found.held_out else None,
-            "skipped": len(config.found.skipped),
+            "taken_from_records": list(config.found.inferred),
+            "public_statement": _public(config.found),
         },
         "model": {
             "name": config.model_name,
             "parameters": parameters,
             "fix_norm": config.fix_norm,
-            "built_by": _built_by(config),
+            "built_by": built_by,
             **_public_part(config, parameters if trained is None else trained, pretrained),
         },
         "input": {
@@ -194,11 +201,10 @@ def public_facts(
     }
 
 
-def _built_by(config: TrainConfig) -> str | None:
-    """How a person's own network is made; None for one of ours."""
-    if ":" not in config.model:
-        return None
-    return built_by(config.model, seen_by_network(config.facts, config.chosen_features))
+def _public(found: Found) -> str:
+    """What is known of a dataset's records without noise."""
+    inferred = found.inferred
+    return PUBLIC + (TAKEN.format(parts=listed(inferred)) if inferred else "")
 
 
 def _public_part(config: TrainConfig, trained: int, pretrained: str | None) -> dict[str, Any]:

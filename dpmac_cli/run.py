@@ -313,6 +313,7 @@ FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema"),
     *("canaries", "canary_kind", "guesses"),
     *("features", "feature_groups", "pretrained", "train"),
+    *("channels", "image_size", "classes"),
 )
 #: Settings that change nothing about what is computed. A data set, where it may be named anew, has
 #: the same records.
@@ -619,7 +620,8 @@ def _publish(session: Session, total_seconds: float) -> Finished:
     bill = session.bill()
     model, fingerprints = session.task.model, session.task.fingerprints
     sizes = sum(p.numel() for p in model.parameters()), trainer.state.theta.numel()
-    facts = public_facts(config, bill, *sizes, fingerprints.get("pretrained"))
+    pretrained, built_by = fingerprints.get("pretrained"), session.task.built_by
+    facts = public_facts(config, bill, *sizes, pretrained, built_by)
     with trainer.published():
         save_model(where / folder.MODEL, model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)

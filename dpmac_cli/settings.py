@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset, Features
@@ -18,6 +18,7 @@ DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
 INTERVAL = (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
 RANGE = (rf"{_NUMBER},{_NUMBER}", "two numbers, such as 0,1")
+NAMES = (r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog")
 KAPPAS = ("paper", "exact", "tracked")
 PHIS = ("paper", "tracked")
 CANARY_KINDS = ("gradients", "images")
@@ -112,7 +113,13 @@ class TrainConfig:
 
     Defaults that depend on data set or optimizer are None here and filled in by :func:`resolve`,
     which also checks everything; ``sigma`` stays None while ``epsilon`` asks for calibration.
+
+    Attributes:
+        found: facts of the dataset. Not a setting: :func:`resolve` reads them once, so that
+            sampling rate, epsilon and report are those of the records that the run began with.
     """
+
+    found: Found = field(default=cast(Found, None), compare=False, repr=False)
 
     dataset: str = _setting(
         "mnist", "What to train on.", TASK, choices=tuple(DATASETS), besides=OWN_DATA
@@ -148,18 +155,33 @@ class TrainConfig:
     )
     test_fraction: float = _setting(
         0.2,
-        "About this share of your own data is held out where it has no test set.",
+        "Fraction of your data to hold out for testing when there is no test set.",
         DATA,
         bounds=PROBABILITY,
     )
     split_seed: int = _setting(
         0,
-        "Decides which, for each record by itself; public.",
+        "Seed of that choice, which depends on each record alone. Public.",
         DATA,
         bounds=Bounds(0, 2**32 - 1),
     )
+    channels: str | None = _setting(
+        None,
+        "Channels to convert your images to. [default: taken from the records]",
+        DATA,
+        choices=("1", "3"),
+    )
     image_size: int | None = _setting(
-        None, "Height and width to resize your own images to.", DATA, bounds=Bounds(1, 1024)
+        None,
+        "Height and width to resize your images to. [default: taken from the records]",
+        DATA,
+        bounds=Bounds(1, 1024),
+    )
+    classes: str | None = _setting(
+        None,
+        "Names of your classes, in the order of their labels. [default: taken from the records]",
+        DATA,
+        pattern=NAMES,
     )
     standardise: str = _setting(
         "half",
@@ -174,7 +196,7 @@ class TrainConfig:
         pattern=RANGE,
     )
     skip_bad: bool = _setting(
-        False, "Leave out files that are no images, instead of refusing them.", DATA
+        False, "Leave out records that cannot be used, instead of rejecting the dataset.", DATA
     )
     epochs: int | None = _setting(
         None, f"Passes of ceil(n/B) steps. {PER_DATASET}", TASK, bounds=COUNT
@@ -327,21 +349,21 @@ class TrainConfig:
 
     @property
     def source(self) -> Source | None:
-        """Where a person's own data is; None for a data set of the catalogue."""
+        """Your own dataset and how to read it; None for a dataset of the catalogue."""
         if self.dataset in DATASETS:
             return None
-        ends = None
-        if self.feature_range is not None:
-            low, high = self.feature_range.split(",")
-            ends = float(low), float(high)
+        ends, names = self.feature_range, self.classes
+        low, high = map(float, ends.split(",")) if ends else (0.0, 0.0)
         return Source(
             Path(self.dataset),
-            self.test_fraction,
-            self.split_seed,
-            self.image_size,
-            self.standardise,
-            ends,
-            self.skip_bad,
+            test_fraction=self.test_fraction,
+            split_seed=self.split_seed,
+            channels=None if self.channels is None else int(self.channels),
+            image_size=self.image_size,
+            classes=tuple(name.strip() for name in names.split(",")) if names else None,
+            standardise=self.standardise,
+            feature_range=(low, high) if ends else None,
+            skip_bad=self.skip_bad,
         )
 
     @property
@@ -350,27 +372,14 @@ class TrainConfig:
         return self.source or self.dataset
 
     @property
-    def found(self) -> Found:
-        """The data set and its public facts.
-
-        Raises:
-            InputError: it is a person's own, and cannot be used.
-        """
-        if self.source is None:
-            return Found(DATASETS[self.dataset], held_out=False, skipped=())
-        from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
-
-        return inspect(self.source)
-
-    @property
     def facts(self) -> Dataset:
-        """Public facts of the data set. Raises InputError as :attr:`found` does."""
+        """Public facts of the dataset."""
         return self.found.facts
 
     @property
     def dataset_name(self) -> str:
-        """What the data set is called, without the folders above it."""
-        return self.dataset if self.source is None else self.source.path.resolve().stem
+        """Name of the dataset, without the folders above it."""
+        return self.found.name
 
     @property
     def model_name(self) -> str:
@@ -459,12 +468,17 @@ def flag_name(name: str) -> str:
     return name.replace("_", "-")
 
 
-SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(TrainConfig)}
+SETTINGS: Mapping[str, Setting] = {
+    f.name: f.metadata["setting"] for f in fields(TrainConfig) if f.metadata
+}
 KINDS: Mapping[str, type] = {
     f.name: next(kind for kind in (*get_args(f.type), f.type) if isinstance(kind, type))
     for f in fields(TrainConfig)
+    if f.name in SETTINGS
 }
 #: What a run that follows no recipe has; not recorded.
 RECIPE_DEFAULTS: Mapping[str, Any] = {
-    f.name: f.default for f in fields(TrainConfig) if SETTINGS[f.name].panel == RECIPE
+    name: getattr(TrainConfig, name)
+    for name, setting in SETTINGS.items()
+    if setting.panel == RECIPE
 }

@@ -13,8 +13,16 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, check_classes, constants, facts_of, split, untested
-from dpmac_cli.source import Found, Source
+from dpmac_cli.own_data.common import (
+    Arrays,
+    check_classes,
+    constants,
+    facts_of,
+    inferred,
+    split,
+    untested,
+)
+from dpmac_cli.source import Found, Source, name_of
 
 #: How far from 0 the ends of a range may be, and how near to one another.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -27,6 +35,9 @@ class ArrayFile:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._arrays = dict(_read_npz(source.path))
+        if source.classes is not None:
+            self._arrays["classes"] = np.array(source.classes)
+        skipped = tuple(_leave_out_bad(self._arrays)) if source.skip_bad else ()
         faults = list(_faults_of_arrays(self._arrays, source))
         if faults:
             raise InputError([f"{source.path}: {fault}." for fault in faults])
@@ -39,7 +50,10 @@ class ArrayFile:
             [str(name) for name in names] if names is not None else list(map(str, range(count)))
         )
         check_classes(classes, source)
-        self._rows = None if self._own_test else split(_keys(x, y), y, classes, source)
+        declared = names is not None
+        self._rows = (
+            None if self._own_test else split(_keys(x, y), y, classes, source, declared=declared)
+        )
         if self._rows is None:
             sizes, tested = (len(x), len(self._arrays["x_test"])), self._arrays["y_test"]
         else:
@@ -52,8 +66,19 @@ class ArrayFile:
         else:
             shape, levels = _image_shape(x, source.image_size), 255
             mean, std = constants(source, shape[0])
-        facts = facts_of(sizes, shape, classes, mean, std, levels)
-        self.found = Found(facts, not self._own_test, (), untested(classes, tested))
+            if source.channels not in (None, shape[0]):
+                raise InputError(
+                    f"--channels {source.channels}: the images of {source.path} have {shape[0]}, "
+                    "and arrays are not converted. Leave it out."
+                )
+        self.found = Found(
+            facts_of(sizes, shape, classes, mean, std, levels),
+            name_of(source.path),
+            held_out=not self._own_test,
+            inferred=inferred(shape[0], shape[1:], names),  # arrays have a shape without any record
+            skipped=skipped,
+            untested=untested(classes, tested),
+        )
 
     def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What columns are clipped to: the flag's numbers, or the file's."""
@@ -100,6 +125,22 @@ def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
         ) from failure
 
 
+def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
+    """Remove records of no class, or with NaN or infinity, in place, and name each."""
+    classes = arrays.get("classes")
+    for x_name, y_name in (("x", "y"), ("x_test", "y_test")):
+        x, y = arrays.get(x_name), arrays.get(y_name)
+        if x is None or y is None or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+            continue  # which is refused below
+        bad = y < 0
+        if classes is not None:
+            bad |= y >= len(classes)
+        if x.ndim == 2 and x.dtype.kind == "f":
+            bad |= ~np.isfinite(x).all(1)
+        yield from (f"row {row} of {x_name}" for row in np.flatnonzero(bad))
+        arrays[x_name], arrays[y_name] = x[~bad], y[~bad]
+
+
 def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
     """Everything that keeps arrays from being a data set."""
     if not {"x", "y"} <= arrays.keys():
@@ -115,7 +156,7 @@ def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Ite
         yield from _faults_of_pair(x_name, x, y_name, y, None if classes is None else len(classes))
         if x.shape[1:] != arrays["x"].shape[1:]:
             yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
-    if "x_test" in arrays and arrays["y"].size and arrays["y_test"].size:
+    if classes is None and "x_test" in arrays and arrays["y"].size and arrays["y_test"].size:
         only = sorted(set(np.unique(arrays["y_test"])) - set(np.unique(arrays["y"])))
         if only:
             yield f"the label {only[0]} is in y_test, but not in y"
