@@ -543,7 +543,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         session.notes,
     )
     if session.ranks is not None:
-        assist.begin(session.ranks, session.config, session.trainer, session.where)
+        assist.begin(session.ranks, session.config, session.task, session.trainer, session.where)
     with _divergence_shown(session):
         yield from _updates(session, stop)
     if session.ranks is not None:
