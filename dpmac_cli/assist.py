@@ -21,14 +21,8 @@ ALONE = {
     "canaries": "an audit is of one process",
     "compile": "compiled steps do not hand private means on",
 }
-#: Fingerprints that must be the same at every rank, and what of.
-SHARED = {
-    "data": "records",
-    "classes": "classes",
-    "constants": "ranges",
-    "network": "network (--model)",
-    "pretrained": "public weights (--pretrained)",
-}
+#: Fingerprints that must be the same at every rank.
+SHARED = ("data", "classes", "constants", "network", "pretrained")
 
 
 def check(config: TrainConfig) -> None:
@@ -47,11 +41,7 @@ def check(config: TrainConfig) -> None:
 
 
 def begin(ranks: Ranks, config: TrainConfig, task: Task, trainer: Trainer, where: Path) -> None:
-    """Tell the other ranks what the run is, how far, and its folder. No secret is told.
-
-    Raises:
-        InputError: another rank has other records, another network or other public weights.
-    """
+    """Tell the other ranks what the run is, how far, and its folder. No secret is told."""
     numbers = trainer.state.numbers()
     ranks.brief(
         {
@@ -103,7 +93,7 @@ def _check_same(ranks: Ranks, task: Task) -> None:
     """Refuse ranks with different records: one that two of them hold would count twice."""
     sums = [int(task.fingerprints.get(name, "0")[:15], 16) for name in SHARED]
     same = ranks.alike(torch.tensor(sums)).tolist()
-    others = [what for what, alike in zip(SHARED.values(), same, strict=True) if not alike]
+    others = [name for name, alike in zip(SHARED, same, strict=True) if not alike]
     if others:
         raise InputError(
             f"The processes of this run do not have the same {listed(others)}, so that a record "

@@ -461,11 +461,7 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
 
 
 def _found(config: TrainConfig) -> Found:
-    """Read the facts of a dataset: once, since its files may change while a run goes on.
-
-    Raises:
-        InputError: it is your own, and cannot be used.
-    """
+    """Read the facts of a dataset, once: files may change during a run. Raises InputError."""
     if config.source is None:
         return Found(DATASETS[config.dataset], config.dataset)
     from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
@@ -601,13 +597,11 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
 
 def _declaration(found: Found) -> str:
     """The flags that declare what was found; a name with a comma cannot be given as one."""
-    facts = found.facts
-    flags = {
-        "channels": f"--channels {facts.shape[0]}",
-        "image size": f"--image-size {max(facts.shape[1:])}",
-        "classes": f"--classes {shlex.quote(','.join(facts.classes))}",
-    }
-    return " ".join(flags[part] for part in found.inferred)
+    (channels, *size), names = found.facts.shape, ",".join(found.facts.classes)
+    flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}
+    if names.count(",") < len(found.facts.classes):
+        flags["classes"] = f"--classes {shlex.quote(names)}"
+    return " ".join(flags[part] for part in found.inferred if part in flags)
 
 
 def _idle_on(config: TrainConfig) -> dict[str, str]:
@@ -618,9 +612,8 @@ def _idle_on(config: TrainConfig) -> dict[str, str]:
     if not config.found.held_out:
         idle |= dict.fromkeys(("test_fraction", "split_seed"), ", which has a test set of its own")
     if config.facts.levels == 1:
-        idle |= dict.fromkeys(
-            ("channels", "image_size", "standardise"), ", which holds rows of numbers"
-        )
+        of_images = ("channels", "image_size", "standardise")
+        idle |= dict.fromkeys(of_images, ", which holds rows of numbers")
     else:
         idle["feature_range"] = ", which holds images"
     return idle

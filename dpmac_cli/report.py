@@ -15,7 +15,7 @@ from dpmac_cli.catalog import FEATURES
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.engine import Evaluated
 from dpmac_cli.settings import RECIPE_DEFAULTS, TrainConfig
-from dpmac_cli.source import Found, listed
+from dpmac_cli.source import listed
 
 SCHEMA_VERSION = 1
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
@@ -47,7 +47,7 @@ HELD_OUT = (
 )
 PUBLIC = "The numbers of training and test records are public."
 TAKEN = (
-    " Its {parts} were not declared but taken from the records, and are treated as public: one "
+    " Its {} were not declared but taken from the records, and are treated as public: one "
     "record can change them, and epsilon does not cover that."
 )
 AUDIT_RUN = (
@@ -167,7 +167,7 @@ def public_facts(
         pretrained: SHA-256 of the file of public weights.
         built_by: how a user-supplied network was constructed.
     """
-    facts = config.facts
+    facts, inferred = config.facts, config.found.inferred
     return {
         "schema_version": SCHEMA_VERSION,
         "optimizer": config.optimizer,
@@ -179,8 +179,8 @@ def public_facts(
             "own": config.source is not None,
             "held_out": config.found.held_out,
             "test_note": HELD_OUT if config.found.held_out else None,
-            "taken_from_records": list(config.found.inferred),
-            "public_statement": _public(config.found),
+            "taken_from_records": list(inferred),
+            "public_statement": PUBLIC + TAKEN.format(listed(inferred)) * bool(inferred),
         },
         "model": {
             "name": config.model_name,
@@ -199,12 +199,6 @@ def public_facts(
         "privacy": privacy(config, bill),
         "audit": _audit(config),
     }
-
-
-def _public(found: Found) -> str:
-    """What is known of a dataset's records without noise."""
-    inferred = found.inferred
-    return PUBLIC + (TAKEN.format(parts=listed(inferred)) if inferred else "")
 
 
 def _public_part(config: TrainConfig, trained: int, pretrained: str | None) -> dict[str, Any]:

@@ -166,22 +166,13 @@ class TrainConfig:
         bounds=Bounds(0, 2**32 - 1),
     )
     channels: str | None = _setting(
-        None,
-        "Channels to convert your images to. [default: taken from the records]",
-        DATA,
-        choices=("1", "3"),
+        None, "Convert your images to N channels. [default: as found]", DATA, choices=("1", "3")
     )
     image_size: int | None = _setting(
-        None,
-        "Height and width to resize your images to. [default: taken from the records]",
-        DATA,
-        bounds=Bounds(1, 1024),
+        None, "Resize your images to N by N. [default: as found]", DATA, bounds=Bounds(1, 1024)
     )
     classes: str | None = _setting(
-        None,
-        "Names of your classes, in the order of their labels. [default: taken from the records]",
-        DATA,
-        pattern=NAMES,
+        None, "Names of your classes, in order of label. [default: as found]", DATA, pattern=NAMES
     )
     standardise: str = _setting(
         "half",
@@ -468,17 +459,13 @@ def flag_name(name: str) -> str:
     return name.replace("_", "-")
 
 
-SETTINGS: Mapping[str, Setting] = {
-    f.name: f.metadata["setting"] for f in fields(TrainConfig) if f.metadata
-}
+_FIELDS = [f for f in fields(TrainConfig) if f.metadata]
+SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in _FIELDS}
 KINDS: Mapping[str, type] = {
     f.name: next(kind for kind in (*get_args(f.type), f.type) if isinstance(kind, type))
-    for f in fields(TrainConfig)
-    if f.name in SETTINGS
+    for f in _FIELDS
 }
 #: What a run that follows no recipe has; not recorded.
 RECIPE_DEFAULTS: Mapping[str, Any] = {
-    name: getattr(TrainConfig, name)
-    for name, setting in SETTINGS.items()
-    if setting.panel == RECIPE
+    f.name: f.default for f in _FIELDS if SETTINGS[f.name].panel == RECIPE
 }

@@ -66,7 +66,7 @@ class Found:
 
 def listed(parts: Sequence[str]) -> str:
     """Return names as a phrase: "channels, image size and classes"."""
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
 
 
 def name_of(dataset: str | Path) -> str:

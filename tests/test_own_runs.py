@@ -175,6 +175,7 @@ def wine(file: str) -> str:
     return file
 
 
+@pytest.mark.privacy
 def test_a_folder_of_pictures(tmp_path: Path) -> None:
     data = photos(str(tmp_path / "photos"))
     done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)

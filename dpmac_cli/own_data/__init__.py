@@ -33,12 +33,9 @@ def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
     * uint8, shape (records, channels, height, width), or float32, shape (records, columns, 1, 1),
     * and labels, int64, shape (records,).
 
-    Args:
-        source: where they are.
-        facts: what :func:`inspect` found there, which epsilon was computed from; None not to check.
-
     Raises:
-        InputError: files cannot be read, or the dataset is no longer as it was.
+        InputError: naming the files that cannot be read; or the dataset no longer has the
+            ``facts``, from which epsilon was computed.
     """
     reader = _reader_of(source)
     if facts is not None and reader.found.facts != facts:

@@ -13,15 +13,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import (
-    Arrays,
-    check_classes,
-    constants,
-    facts_of,
-    inferred,
-    split,
-    untested,
-)
+from dpmac_cli.own_data.common import Arrays, check_classes, constants, facts_of, split, untested
 from dpmac_cli.source import Found, Source, name_of
 
 #: How far from 0 the ends of a range may be, and how near to one another.
@@ -50,10 +42,8 @@ class ArrayFile:
             [str(name) for name in names] if names is not None else list(map(str, range(count)))
         )
         check_classes(classes, source)
-        declared = names is not None
-        self._rows = (
-            None if self._own_test else split(_keys(x, y), y, classes, source, declared=declared)
-        )
+        needed = classes if names is None else None
+        self._rows = None if self._own_test else split(_keys(x, y), y, needed, source)
         if self._rows is None:
             sizes, tested = (len(x), len(self._arrays["x_test"])), self._arrays["y_test"]
         else:
@@ -71,14 +61,13 @@ class ArrayFile:
                     f"--channels {source.channels}: the images of {source.path} have {shape[0]}, "
                     "and arrays are not converted. Leave it out."
                 )
-        self.found = Found(
+        inferred = ("classes",) if names is None else ()  # arrays declare a shape of themselves
+        facts, unseen = (
             facts_of(sizes, shape, classes, mean, std, levels),
-            name_of(source.path),
-            held_out=not self._own_test,
-            inferred=inferred(shape[0], shape[1:], names),  # arrays have a shape without any record
-            skipped=skipped,
-            untested=untested(classes, tested),
+            untested(classes, tested),
         )
+        name, held_out = name_of(source.path), not self._own_test
+        self.found = Found(facts, name, held_out, inferred, skipped, unseen)
 
     def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What columns are clipped to: the flag's numbers, or the file's."""
@@ -204,9 +193,12 @@ def _faults_of_pair(
     elif len(y) != len(x):
         yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
     elif len(y) and y.min() < 0:
-        yield f"{y_name} holds the label {y.min()}; labels begin at 0"
+        yield f"{y_name} holds the label {y.min()}; labels begin at 0. {_REMEDY}"
     elif len(y) and classes is not None and y.max() >= classes:
-        yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {classes - 1}"
+        yield (
+            f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {classes - 1}. "
+            f"{_REMEDY}"
+        )
     elif y_name == "y" and classes is None and (gap := _gap(y)) is not None:
         yield (
             f"y holds the label {y.max()}, but no {gap}. Number the classes 0, 1, 2 and so on, or "
@@ -217,7 +209,7 @@ def _faults_of_pair(
             yield f"{x_name} must be numbers, not {x.dtype}"
         elif not np.isfinite(x).all():
             bad = int((~np.isfinite(x)).any(1).sum())
-            yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows"
+            yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows. {_REMEDY}"
     elif x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_of(x) not in (1, 3):
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
@@ -226,6 +218,7 @@ def _faults_of_pair(
         )
 
 
+_REMEDY = "Add --skip-bad to leave such records out"
 #: How images of other numbers become what is read.
 _SCALES = (
     ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits, "

@@ -53,20 +53,14 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
 
 
 def split(
-    keys: Iterable[bytes],
-    labels: NDArray[np.int64],
-    classes: Sequence[str],
-    source: Source,
-    *,
-    declared: bool = False,
+    keys: Iterable[bytes], labels: NDArray[np.int64], classes: Sequence[str] | None, source: Source
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows to train on and the rows held out, each in order.
 
     Args:
         keys: what decides for each record on which side it is: its name, or its contents.
         labels: of each record.
-        classes: their names.
-        declared: whether those were declared: then a class may have no record to train on.
+        classes: their names; None where they are declared and need no record to train on.
     """
     held_out = np.array([_is_held_out(key, source) for key in keys])
     train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -76,9 +70,9 @@ def split(
             "train on, or none to test on. Give more records, or another --test-fraction "
             "or --split-seed."
         )
-    only = [] if declared else sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
+    only = sorted(set(labels[test].tolist()) - set(labels[train].tolist())) if classes else ()
     refuse(
-        [f"All records of the class {classes[label]} are held out" for label in only],
+        [f"All records of the class {classes[label]} are held out" for label in only if classes],
         " Choose a smaller --test-fraction or another --split-seed, add records, or declare the "
         "classes with --classes.",
     )
@@ -96,12 +90,6 @@ def untested(classes: Sequence[str], labels: NDArray[np.int64]) -> tuple[str, ..
     """Classes of which there is no record among those with these labels."""
     found = set(labels.tolist())
     return tuple(name for label, name in enumerate(classes) if label not in found)
-
-
-def inferred(channels: object, image_size: object, classes: object) -> tuple[str, ...]:
-    """Return the parts of a schema that are None: those that were taken from the records."""
-    parts = {"channels": channels, "image size": image_size, "classes": classes}
-    return tuple(name for name, declared in parts.items() if declared is None)
 
 
 def facts_of(

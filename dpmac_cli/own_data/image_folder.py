@@ -15,7 +15,6 @@ from dpmac_cli.own_data.common import (
     check_classes,
     constants,
     facts_of,
-    inferred,
     refuse,
     split,
     untested,
@@ -31,8 +30,6 @@ GREY = ("1", "L", "LA", "I", "F")
 #: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
 DEEP = ("PNG", "PPM")
 TRAIN, TEST = "train", "test"
-
-
 REMEDY = " Remove them, or add --skip-bad to leave them out."
 
 
@@ -45,14 +42,13 @@ class ImageFolder:
         root, declared = source.path, source.classes
         names = [name for name in (TRAIN, TEST) if name not in (declared or ())]
         parts = [root / name for name in names if (root / name).is_dir()]
-        if len(parts) == 1 and declared is not None:
-            parts = []  # a record of an undeclared class "train" must not be taken for a layout
-        if len(parts) == 1:
+        if len(parts) == 1 and declared is None:
             raise InputError(
                 f"{root} holds a folder {parts[0].name} alone. Both {TRAIN} and {TEST} are wanted, "
                 "or the classes' folders right there, and --test-fraction of them is held out. If "
                 f"{parts[0].name} is the name of a class, call it something else."
             )
+        parts = parts if len(parts) == 2 else []  # else "train" is an undeclared class
         self._classes = declared or tuple(_class_names(parts[0] if parts else root))
         check_classes(self._classes, source)
         if parts and declared is None:
@@ -65,21 +61,17 @@ class ImageFolder:
         else:
             everyone = self._files(root)
             keys = [os.fsencode(path.relative_to(root).as_posix()) for path, _ in everyone]
-            labels, known = _labels(everyone), declared is not None
-            train, test = split(keys, labels, self._classes, source, declared=known)
+            needed = self._classes if declared is None else None
+            train, test = split(keys, _labels(everyone), needed, source)
             self._train, self._test = ([everyone[i] for i in rows] for rows in (train, test))
-        self._channels, size = self._survey([path for path, _ in (*self._train, *self._test)])
-        mean, std = constants(source, self._channels)
-        shape = (self._channels, *size)
+        channels, size = self._survey([path for path, _ in (*self._train, *self._test)])
+        mean, std = constants(source, channels)
         sizes = (len(self._train), len(self._test))
-        self.found = Found(
-            facts_of(sizes, shape, self._classes, mean, std, 255),
-            name_of(root),
-            held_out=not parts,
-            inferred=inferred(source.channels, source.image_size, declared),
-            skipped=tuple(self._skipped),
-            untested=untested(self._classes, _labels(self._test)),
-        )
+        facts = facts_of(sizes, (channels, *size), self._classes, mean, std, 255)
+        schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
+        inferred = tuple(name for name, value in schema.items() if value is None)
+        unseen = untested(self._classes, _labels(self._test))
+        self.found = Found(facts, name_of(root), not parts, inferred, tuple(self._skipped), unseen)
 
     def _files(self, part: Path) -> list[tuple[Path, int]]:
         """Images and their labels, in order."""
@@ -108,7 +100,7 @@ class ImageFolder:
     def _candidates(self, part: Path) -> Iterator[tuple[Path, int | None]]:
         """Files and their labels, in order; None for those of no declared class."""
         for label, name in enumerate(self._classes):
-            if (part / name).is_dir():  # not every class has records, of which to test on least
+            if (part / name).is_dir():  # not every class has records
                 yield from ((path, label) for path in _visible(part / name))
         if self._source.classes is not None:
             for path in _visible(part):
@@ -143,11 +135,9 @@ class ImageFolder:
         channels = self._source.channels or (3 if colour else 1)
         if self._source.image_size is not None:
             return channels, (self._source.image_size, self._source.image_size)
-        sizes: dict[tuple[int, int], Path] = {}
-        for path, (_, height, width) in zip(paths, seen, strict=True):
-            sizes.setdefault((height, width), path)
+        sizes = {(h, w): path for path, (_, h, w) in zip(paths, seen, strict=True)}
         if len(sizes) > 1:
-            some = [f"{h}x{w} ({path})" for (h, w), path in list(sizes.items())[:2]]
+            some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
             raise InputError(
                 f"The images of {self._source.path} have {len(sizes)} sizes: {' and '.join(some)}. "
                 "Add --image-size N to resize them all to N by N."
