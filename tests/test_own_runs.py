@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits, load_wine
 from dpmac_cli.accounting import TrainingEvent, total_epsilon
 from dpmac_cli.config import resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.run import Finished, Started, finish, train
+from dpmac_cli.run import Finished, RunEvent, Started, finish, train
 from dpmac_cli.settings import DATA, SETTINGS
 from tests.digits_runs import after
 from tests.typed import dpmac
@@ -529,7 +529,7 @@ def test_another_network_is_another_branch() -> None:
 def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> None:
     photos("photos", records=100)
     settings = {"steps": "40", "batch_size": "8", "sigma": "1", "device": "cpu", "out": "run"}
-    events = []
+    events: list[RunEvent] = []
     for event in train(resolve({"dataset": "photos", "model": "mlp-small", **settings}).config):
         if not events and what == "more":
             for number in range(120):
@@ -613,7 +613,7 @@ def test_what_is_not_declared_is_said_to_be_public_and_how_to_declare_it() -> No
         f"public. Declare them to avoid that: --channels 1 --image-size 8 --classes {names_of(10)}"
     )
     found = resolve(dataset="photos").config.facts
-    assert resolve(dataset="photos", **DECLARED).config.facts == found
+    assert resolve({"dataset": "photos", **DECLARED}).config.facts == found
     assert "taken from its records" not in str(notes_on("photos", no_dp=True))
     done("train", "--dataset", "photos", "--out", "run", *typed(DECLARED), *SHORT)
     assert report_of("run")["dataset"]["taken_from_records"] == []

@@ -315,7 +315,7 @@ def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> Non
         os.chdir(tmp_path / ("one" if ranks.leads else "other"))
         if not ranks.leads:
             return assist.assist(ranks, {})
-        flags = {"feature_range": "0,60", "batch_size": 8, "model": "net.py:Net"}
+        flags: dict[str, Any] = {"feature_range": "0,60", "batch_size": 8, "model": "net.py:Net"}
         list(run.train(digits_config(dataset="d.npz", out="run", **flags), ranks=ranks))
         return None
 
