@@ -100,7 +100,7 @@ def make_task(
         KeyboardInterrupt: ``stop`` said so.
     """
     given = data is not None
-    data = data or _load(config, device)
+    data = data or load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
     word = _word(stream_seeds(config.seed, branch)["init"])
     model = build_model(
         config.model,
@@ -141,11 +141,6 @@ def make_task(
     found = yield from featured(parts, data, settings, cache_folder(), stop)
     fingerprints["features"] = found.sha256
     return Task(model, parts.head, found.data, fingerprints, (*notes, *found.notes), call)
-
-
-def _load(config: TrainConfig, device: torch.device) -> Data:
-    """The dataset of a configuration, as its frozen facts describe it. Raises InputError."""
-    return load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
 
 
 def _frozen_parts(config: TrainConfig, model: nn.Module) -> FrozenFeatures | None:
@@ -272,9 +267,8 @@ def _check_size(data: Data, config: TrainConfig) -> None:
     if len(data.train) != config.facts.train_size:
         raise InputError(
             f"data has {len(data.train):,} training records, but epsilon was computed for the "
-            f"{config.facts.train_size:,} of {config.dataset_name}, at a sampling rate of "
-            f"{config.sampling_rate:.6g}. Save your records as an .npz and name "
-            "that as the dataset."
+            f"{config.facts.train_size:,} of {config.dataset_name}. Save your records as an .npz "
+            "and name that as the dataset."
         )
 
 
@@ -294,7 +288,7 @@ def _task_of(
             "made, such as torch.nn.Linear(64, 10)."
         )
     check_model(model, config.facts.shape, len(config.facts.classes))
-    data = data or _load(config, device)
+    data = data or load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
     model = model.to(device)
     return Task(model, model, data)
 

@@ -120,7 +120,6 @@ class TrainConfig:
     """
 
     found: Found = field(default=cast(Found, None), compare=False, repr=False)
-
     dataset: str = _setting(
         "mnist", "What to train on.", TASK, choices=tuple(DATASETS), besides=OWN_DATA
     )
@@ -154,16 +153,10 @@ class TrainConfig:
         choices=TRAINED,
     )
     test_fraction: float = _setting(
-        0.2,
-        "Fraction of your data to hold out for testing when there is no test set.",
-        DATA,
-        bounds=PROBABILITY,
+        0.2, "Fraction to hold out for testing without a test set.", DATA, bounds=PROBABILITY
     )
     split_seed: int = _setting(
-        0,
-        "Seed of that choice, which depends on each record alone. Public.",
-        DATA,
-        bounds=Bounds(0, 2**32 - 1),
+        0, "Public seed of that choice, made per record.", DATA, bounds=Bounds(0, 2**32 - 1)
     )
     channels: str | None = _setting(
         None, "Convert your images to N channels. [default: as found]", DATA, choices=("1", "3")
@@ -175,16 +168,10 @@ class TrainConfig:
         None, "Names of your classes, in order of label. [default: as found]", DATA, pattern=NAMES
     )
     standardise: str = _setting(
-        "half",
-        "Public constants for your own images: half maps them to [-1, 1].",
-        DATA,
-        choices=tuple(STANDARDS),
+        "half", "Public constants: half maps images to [-1, 1].", DATA, choices=tuple(STANDARDS)
     )
     feature_range: str | None = _setting(
-        None,
-        "Public range, LOW,HIGH, that columns of your own numbers are clipped to.",
-        DATA,
-        pattern=RANGE,
+        None, "Public range, LOW,HIGH, to clip columns of numbers to.", DATA, pattern=RANGE
     )
     skip_bad: bool = _setting(
         False, "Leave out records that cannot be used, instead of rejecting the dataset.", DATA

@@ -41,9 +41,8 @@ def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
     if facts is not None and reader.found.facts != facts:
         now, before = (f"{f.train_size:,} + {f.test_size:,}" for f in (reader.found.facts, facts))
         raise InputError(
-            f"{source.path} changed while it was being read: it now has {now} training and test "
-            f"records, and had {before} before; or its shape, classes or ranges changed. Run the "
-            "command again when nothing writes to it any more."
+            f"{source.path} changed while it was being read ({before} training and test records "
+            f"before, {now} now). Run the command again when nothing writes to it any more."
         )
     return reader.load()
 

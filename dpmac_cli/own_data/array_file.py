@@ -35,12 +35,11 @@ class ArrayFile:
             raise InputError([f"{source.path}: {fault}." for fault in faults])
         x, y = self._arrays["x"], self._arrays["y"]
         self._own_test = "x_test" in self._arrays
-        labels = [y, *([self._arrays["y_test"]] if self._own_test else [])]
         names = self._arrays.get("classes")
-        count = 1 + max(int(part.max()) for part in labels)
-        classes = (
-            [str(name) for name in names] if names is not None else list(map(str, range(count)))
+        count = 1 + max(
+            int(self._arrays[name].max()) for name in ("y", "y_test")[: 1 + self._own_test]
         )
+        classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
         needed = classes if names is None else None
         self._rows = None if self._own_test else split(_keys(x, y), y, needed, source)
@@ -62,12 +61,9 @@ class ArrayFile:
                     "and arrays are not converted. Leave it out."
                 )
         inferred = ("classes",) if names is None else ()  # arrays declare a shape of themselves
-        facts, unseen = (
-            facts_of(sizes, shape, classes, mean, std, levels),
-            untested(classes, tested),
-        )
-        name, held_out = name_of(source.path), not self._own_test
-        self.found = Found(facts, name, held_out, inferred, skipped, unseen)
+        facts = facts_of(sizes, shape, classes, mean, std, levels)
+        unseen, name = untested(classes, tested), name_of(source.path)
+        self.found = Found(facts, name, not self._own_test, inferred, skipped, unseen)
 
     def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What columns are clipped to: the flag's numbers, or the file's."""
@@ -121,9 +117,7 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
         x, y = arrays.get(x_name), arrays.get(y_name)
         if x is None or y is None or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
             continue  # which is refused below
-        bad = y < 0
-        if classes is not None:
-            bad |= y >= len(classes)
+        bad = (y < 0) | (False if classes is None else y >= len(classes))
         if x.ndim == 2 and x.dtype.kind == "f":
             bad |= ~np.isfinite(x).all(1)
         yield from (f"row {row} of {x_name}" for row in np.flatnonzero(bad))
@@ -195,10 +189,8 @@ def _faults_of_pair(
     elif len(y) and y.min() < 0:
         yield f"{y_name} holds the label {y.min()}; labels begin at 0. {_REMEDY}"
     elif len(y) and classes is not None and y.max() >= classes:
-        yield (
-            f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {classes - 1}. "
-            f"{_REMEDY}"
-        )
+        last = classes - 1
+        yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {last}. {_REMEDY}"
     elif y_name == "y" and classes is None and (gap := _gap(y)) is not None:
         yield (
             f"y holds the label {y.max()}, but no {gap}. Number the classes 0, 1, 2 and so on, or "
