@@ -239,7 +239,7 @@ def _not_covered(report: Mapping[str, Any]) -> str:
     dataset = report["dataset"]
     held_out = (f"{dataset['test_note']}",) if dataset["held_out"] else ()
     size = f"The number of training records, {dataset['train_size']:,}, is public."
-    rest = (*held_out, size, dataset["public_statement"])
+    rest = (*held_out, size, dataset["public_note"])
     return "\n".join(f"- {line}" for line in (*NOT_COVERED, *rest))
 
 

@@ -180,7 +180,7 @@ def public_facts(
             "held_out": config.found.held_out,
             "test_note": HELD_OUT if config.found.held_out else None,
             "taken_from_records": list(inferred),
-            "public_statement": PUBLIC + TAKEN.format(listed(inferred)) * bool(inferred),
+            "public_note": PUBLIC + TAKEN.format(listed(inferred)) * bool(inferred),
         },
         "model": {
             "name": config.model_name,

@@ -189,13 +189,13 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "held_out": False,
         "test_note": None,
         "taken_from_records": ["channels", "image size", "classes"],
-        "public_statement": (
+        "public_note": (
             "The numbers of training and test records are public. Its channels, image size and "
             "classes were not declared but taken from the records, and are treated as public: one "
             "record can change them, and epsilon does not cover that."
         ),
     }
-    assert report["dataset"]["public_statement"] in Path("run/model-card.md").read_text()
+    assert report["dataset"]["public_note"] in Path("run/model-card.md").read_text()
     assert report["classes"] == [f"digit-{i}" for i in range(10)]
     assert report["privacy"]["sampling_rate"] == 64 / 240
     for path in ("run", "run/model.safetensors"):
@@ -617,7 +617,7 @@ def test_what_is_not_declared_is_said_to_be_public_and_how_to_declare_it() -> No
     assert "taken from its records" not in str(notes_on("photos", no_dp=True))
     done("train", "--dataset", "photos", "--out", "run", *typed(DECLARED), *SHORT)
     assert report_of("run")["dataset"]["taken_from_records"] == []
-    statement = report_of("run")["dataset"]["public_statement"]
+    statement = report_of("run")["dataset"]["public_note"]
     assert statement == "The numbers of training and test records are public."
     digits = finish(train(resolve(dataset="digits", steps=1, sigma=4, out="digits").config)).report
     assert digits["dataset"]["taken_from_records"] == []

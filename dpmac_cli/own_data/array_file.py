@@ -36,9 +36,8 @@ class ArrayFile:
         x, y = self._arrays["x"], self._arrays["y"]
         self._own_test = "x_test" in self._arrays
         names = self._arrays.get("classes")
-        count = 1 + max(
-            int(self._arrays[name].max()) for name in ("y", "y_test")[: 1 + self._own_test]
-        )
+        labels = [self._arrays[name] for name in ("y", "y_test") if name in self._arrays]
+        count = 1 + max(int(part.max()) for part in labels)
         classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
         needed = classes if names is None else None
