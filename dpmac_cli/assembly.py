@@ -19,11 +19,11 @@ from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.engine import Hyperparameters, Plan, Trainer
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.factories import is_factory, source_sum
+from dpmac_cli.factories import built_by, is_factory, source_sum
 from dpmac_cli.feature_cache import Computing, featured, stand_in
 from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.forward_draws import LayerDraws
-from dpmac_cli.models import build_model
+from dpmac_cli.models import build_model, seen_by_network
 from dpmac_cli.noise import noise_source, stream_seeds
 from dpmac_cli.places import cache_folder, data_folder
 from dpmac_cli.pretrained import PublicWeights, read_weights
@@ -69,6 +69,7 @@ class Task:
             the file of public weights, and the features. Private, like the records.
         independence: how it is known that the network keeps samples apart.
         notes: what the person who runs it should know.
+        built_by: how a user-supplied network was constructed, as code; its file may change later.
     """
 
     model: nn.Module
@@ -77,6 +78,7 @@ class Task:
     independence: Independence
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    built_by: str | None = None
 
 
 def make_task(
@@ -101,7 +103,8 @@ def make_task(
     Raises:
         KeyboardInterrupt: ``stop`` said so.
     """
-    data = data or load_data(config.data, data_folder(config.data_dir), device)
+    given = data is not None
+    data = data or load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
     word = _word(stream_seeds(config.seed, branch)["init"])
     model = build_model(
         config.model,
@@ -121,8 +124,14 @@ def make_task(
         fingerprints["data"] = fingerprint(data.train, data.test)
         fingerprints["classes"] = digest({}, {"classes": facts.classes})
         fingerprints["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
+    elif given and not timing and config.facts.sha256 is not None:
+        found_sum = fingerprint(data.train, data.test)
+        if found_sum != config.facts.sha256:  # records of the caller's own under a known name
+            fingerprints["data"] = found_sum
+    call = None
     if is_factory(config.model):
         fingerprints["network"] = source_sum(config.model)
+        call = built_by(config.model, seen_by_network(config.facts, config.chosen_features))
     notes: tuple[str, ...] = ()
     if config.pretrained is not None:
         weights = read_weights(Path(config.pretrained))
@@ -136,7 +145,7 @@ def make_task(
     if device.type == "cuda" and not config.head_only:  # autocast there is not seen on the CPU
         check_precision(model, config.facts.shape, len(config.facts.classes))
     if parts is None:
-        return Task(model, model, data, kind, fingerprints, notes)
+        return Task(model, model, data, kind, fingerprints, notes, call)
     if timing:
         return Task(model, parts.head, stand_in(parts, data), kind)
     names = ("features", "feature_groups", "train", "isolate", "no_isolate")
@@ -144,7 +153,8 @@ def make_task(
     parts.isolated = config.head_only and kind == "isolated"
     found = yield from featured(parts, data, settings, cache_folder(), stop)
     fingerprints["features"] = found.sha256
-    return Task(model, parts.head, found.data, kind, fingerprints, (*notes, *found.notes))
+    notes = (*notes, *found.notes)
+    return Task(model, parts.head, found.data, kind, fingerprints, notes, call)
 
 
 def _independence(
@@ -244,6 +254,7 @@ def make_trainer(
     if model is not None:
         task = _task_of(model, config, device, data)
     task = task or outcome(make_task(config, device, branch, data))
+    _check_size(task.data, config)
     draws = LayerDraws(seeds["layers"], 0 if ranks is None else ranks.rank)
     # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
     drawing = model is not None or ":" in config.model or config.augment
@@ -289,6 +300,16 @@ def make_trainer(
     )
 
 
+def _check_size(data: Data, config: TrainConfig) -> None:
+    """Refuse data of another size than the sampling rate, and so epsilon, was computed for."""
+    if len(data.train) != config.facts.train_size:
+        raise InputError(
+            f"data has {len(data.train):,} training records, but epsilon was computed for the "
+            f"{config.facts.train_size:,} of {config.dataset_name}. Save your records as an .npz "
+            "and name that as the dataset."
+        )
+
+
 def _task_of(
     model: nn.Module, config: TrainConfig, device: torch.device, data: Data | None
 ) -> Task:
@@ -311,7 +332,7 @@ def _task_of(
         isolated=config.isolate,
         physical_batch=config.physical_batch if config.no_isolate else None,
     )
-    data = data or load_data(config.data, data_folder(config.data_dir), device)
+    data = data or load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
     kind, why = _independence(config, model, None, own=True)
     model = model.to(device)
     return Task(model, model, data, kind, notes=why)

@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dpmac_cli import config as configuration
-from dpmac_cli.assembly import choose_device, environment, make_trainer
+from dpmac_cli.assembly import Task, choose_device, environment, make_task, make_trainer, outcome
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.faults import explained
 from dpmac_cli.ranks import DismissedError, Ranks
 from dpmac_cli.settings import TrainConfig, flag_name
+from dpmac_cli.source import listed
 
 #: Settings that look at or change one process, and why several cannot have them.
 ALONE = {
@@ -18,6 +21,8 @@ ALONE = {
     "canaries": "an audit is of one process",
     "compile": "compiled steps do not hand private means on",
 }
+#: Fingerprints that must be the same at every rank.
+SHARED = ("data", "classes", "constants", "network", "pretrained")
 
 
 def check(config: TrainConfig) -> None:
@@ -35,8 +40,8 @@ def check(config: TrainConfig) -> None:
         raise InputError(faults)
 
 
-def begin(ranks: Ranks, config: TrainConfig, trainer: Trainer, where: Path) -> None:
-    """Rank 0 tells the others what the run is, how far, and its folder. No secret is told."""
+def begin(ranks: Ranks, config: TrainConfig, task: Task, trainer: Trainer, where: Path) -> None:
+    """Tell the other ranks what the run is, how far, and its folder. No secret is told."""
     numbers = trainer.state.numbers()
     ranks.brief(
         {
@@ -46,6 +51,7 @@ def begin(ranks: Ranks, config: TrainConfig, trainer: Trainer, where: Path) -> N
             "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star", "layers")},
         }
     )
+    _check_same(ranks, task)
     _share_state(ranks, trainer)
 
 
@@ -65,9 +71,10 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
             ranks.post(environment(choose_device(local.get("device") or "auto", ranks)))
             said = ranks.brief()
             config = configuration.change(said["config"], local).config
-            trainer = make_trainer(
-                config, said["steps"], choose_device(config.device, ranks), ranks=ranks
-            )
+            device = choose_device(config.device, ranks)
+            task = outcome(make_task(config, device))
+            trainer = make_trainer(config, said["steps"], device, task=task, ranks=ranks)
+            _check_same(ranks, task)
             _share_state(ranks, trainer)
             trainer.state.join_in(said["numbers"])
             while True:
@@ -80,6 +87,19 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
         raise RunError(
             f"{failure} To go on from the last checkpoint: dpmac train --resume {said['folder']}"
         ) from failure
+
+
+def _check_same(ranks: Ranks, task: Task) -> None:
+    """Refuse ranks with different records: one that two of them hold would count twice."""
+    sums = [int(task.fingerprints.get(name, "0")[:15], 16) for name in SHARED]
+    same = ranks.alike(torch.tensor(sums)).tolist()
+    others = [name for name, alike in zip(SHARED, same, strict=True) if not alike]
+    if others:
+        raise InputError(
+            f"The processes of this run do not have the same {listed(others)}, so that a record "
+            "could count more than once in a step. Give every machine the same files, and run the "
+            "command again."
+        )
 
 
 def _share_state(ranks: Ranks, trainer: Trainer) -> None:

@@ -87,6 +87,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     trained = f", {public['trained_parameters']:,} of them trained" if public else ""
     return [
         ("network", f"{model['name']}, {model['parameters']:,} parameters{trained}"),
+        ("samples kept apart", model["independence"]["statement"]),
         ("trained on", f"{dataset['name']}, {dataset['train_size']:,} records"),
         ("its checksum", f"SHA-256 `{checksum}`" if checksum else "none is kept of this data set"),
         (
@@ -147,6 +148,7 @@ def _network(report: Mapping[str, Any], model: nn.Module) -> str:
         name = call.partition("(")[0]
         fixed = "\nmodel, _ = without_batch_norm(model)" if facts["fix_norm"] else ""
         helper = "from dpmac_cli.factories import without_batch_norm\n" if fixed else ""
+        fixed += "\nmodel = model.float()" if facts["to_float32"] else ""
         public = facts.get("public_part", {})
         if public.get("features"):
             helper += "from dpmac_cli.features import with_features\n"
@@ -238,8 +240,9 @@ def _not_covered(report: Mapping[str, Any]) -> str:
         return "Everything: this is a baseline. Do not publish it if the training records matter."
     dataset = report["dataset"]
     held_out = (f"{dataset['test_note']}",) if dataset["held_out"] else ()
-    size = f"The number of training records, {report['dataset']['train_size']:,}, is public."
-    return "\n".join(f"- {line}" for line in (*NOT_COVERED, *held_out, size))
+    size = f"The number of training records, {dataset['train_size']:,}, is public."
+    rest = (*held_out, size, dataset["public_note"])
+    return "\n".join(f"- {line}" for line in (*NOT_COVERED, *rest))
 
 
 def _table(rows: Iterable[tuple[str, ...]], heading: tuple[str, ...] = ("", "")) -> str:

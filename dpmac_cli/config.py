@@ -6,14 +6,16 @@ Nothing here imports torch.
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dpmac_cli.accounting import SAMPLERS
+from dpmac_cli.catalog import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.extras import fault_of_extra
 from dpmac_cli.settings import (
@@ -29,6 +31,7 @@ from dpmac_cli.settings import (
     TrainConfig,
     flag_name,
 )
+from dpmac_cli.source import Found, listed
 
 #: Settings that answer the same question: give one. A flag replaces a file's answer.
 EXCLUSIVE = (
@@ -426,6 +429,7 @@ def near(text: str, names: Iterable[str]) -> str:
 def _with_defaults(values: dict[str, Any]) -> TrainConfig:
     """Fill in what depends on data set and optimizer."""
     plain = TrainConfig(**values)
+    plain = replace(plain, found=_found(plain))
     defaults, optimizer = plain.facts.defaults, plain.optimizer
     adaclip = optimizer == "adaclip"
     rest: dict[str, Any] = {
@@ -456,7 +460,16 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
     if plain.canaries is not None:
         rest["canary_kind"] = CANARY_KINDS[0]
         rest["guesses"] = max(plain.canaries // 10, min(plain.canaries, FEW_GUESSES))
-    return TrainConfig(**{**rest, **values})
+    return replace(plain, **{**rest, **values})
+
+
+def _found(config: TrainConfig) -> Found:
+    """Read the facts of a dataset, once: files may change during a run. Raises InputError."""
+    if config.source is None:
+        return Found(DATASETS[config.dataset], config.dataset)
+    from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
+
+    return inspect(config.source)
 
 
 def _check_together(config: TrainConfig, errors: list[str]) -> None:
@@ -561,8 +574,14 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
             yield f"{typed[name].origin} has no effect with {config.model}."
     if config.found.skipped:
         yield (
-            f"{len(config.found.skipped)} files of {config.dataset} are left out: "
+            f"{len(config.found.skipped)} records of {config.dataset} are left out: "
             f"{config.found.skipped[0]}."
+        )
+    if config.found.inferred and not config.no_dp:
+        yield (
+            f"{listed(config.found.inferred).capitalize()} of {config.dataset} were taken from its "
+            "records and are treated as public. Declare them to avoid that: "
+            f"{_declaration(config.found)}"
         )
     if config.found.untested:
         some, more = config.found.untested[:NAMED], len(config.found.untested) - NAMED
@@ -580,6 +599,15 @@ def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
             )
 
 
+def _declaration(found: Found) -> str:
+    """The flags that declare what was found; a name with a comma cannot be given as one."""
+    (channels, *size), names = found.facts.shape, ",".join(found.facts.classes)
+    flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}
+    if names.count(",") < len(found.facts.classes):
+        flags["classes"] = f"--classes {shlex.quote(names)}"
+    return " ".join(flags[part] for part in found.inferred if part in flags)
+
+
 def _idle_on(config: TrainConfig) -> dict[str, str]:
     """Settings that do nothing to the data set, and why where that is not plain."""
     if config.source is None:
@@ -588,11 +616,10 @@ def _idle_on(config: TrainConfig) -> dict[str, str]:
     if not config.found.held_out:
         idle |= dict.fromkeys(("test_fraction", "split_seed"), ", which has a test set of its own")
     if config.facts.levels == 1:
-        idle |= dict.fromkeys(("image_size", "standardise"), ", which holds rows of numbers")
+        of_images = ("channels", "image_size", "standardise")
+        idle |= dict.fromkeys(of_images, ", which holds rows of numbers")
     else:
         idle["feature_range"] = ", which holds images"
-    if not config.source.path.is_dir():
-        idle["skip_bad"] = ", which is one file"
     return idle
 
 

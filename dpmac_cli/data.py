@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpmac_cli.catalog import DATASETS
+from dpmac_cli.catalog import DATASETS, Dataset
 from dpmac_cli.errors import InputError
 from dpmac_cli.own_data import inspect
 from dpmac_cli.own_data import load as load_own
@@ -72,22 +72,30 @@ Loader = Callable[[Path, bool], tuple[Split, Split]]
 
 
 def load_data(
-    chosen: str | Source, data_dir: Path, device: torch.device, *, download: bool = True
+    chosen: str | Source,
+    data_dir: Path,
+    device: torch.device,
+    *,
+    download: bool = True,
+    facts: Dataset | None = None,
 ) -> Data:
-    """Load a data set onto a device.
+    """Load a dataset onto a device.
 
     Args:
-        chosen: a key of :data:`dpmac_cli.catalog.DATASETS`, or a person's own data.
+        chosen: a key of :data:`dpmac_cli.catalog.DATASETS`, or your own dataset.
         data_dir: where the catalogue's files lie, or are downloaded to.
         device: where the tensors go.
         download: whether missing files may be downloaded.
+        facts: of your own dataset, as they were read when the run was configured.
 
     Raises:
-        InputError: the files are missing and cannot be downloaded, damaged, or of another kind.
+        InputError: the files are missing and cannot be downloaded, damaged, of another kind, or no
+            longer those that ``facts`` describes.
     """
     if isinstance(chosen, Source):
-        facts = inspect(chosen).facts
-        train, test = (Split(torch.from_numpy(x), torch.from_numpy(y)) for x, y in load_own(chosen))
+        facts = facts or inspect(chosen).facts
+        own = load_own(chosen, facts)
+        train, test = (Split(torch.from_numpy(x), torch.from_numpy(y)) for x, y in own)
     else:
         facts = DATASETS[chosen]
         train, test = LOADERS[chosen](data_dir, download)

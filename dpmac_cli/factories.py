@@ -50,8 +50,9 @@ def build(spec: str, dataset: Dataset) -> nn.Module:
 
 
 def built_by(spec: str, dataset: Dataset) -> str:
-    """How a factory is called, as code: "net.py:Net((1, 28, 28), 10)", without folders."""
-    arguments = _arguments(_find(spec), dataset)
+    """Return how a built factory was called, as code: "net.py:Net((1, 28, 28), 10)"."""
+    place, _, name = spec.rpartition(":")
+    arguments = _arguments(getattr(sys.modules[_module_name(place)], name), dataset)
     return f"{spec.rpartition('/')[2]}({', '.join(map(repr, arguments))})"
 
 
@@ -93,6 +94,10 @@ def _offered(module: Any, key: str, value: Any) -> bool:
     return own and callable(value) and not key.startswith("_")
 
 
+def _module_name(place: str) -> str:
+    return f"dpmac_model_{Path(place).stem}" if place.endswith(".py") else place
+
+
 def _module(spec: str, place: str) -> Any:
     """Import a module by name, or from a file."""
     try:
@@ -101,7 +106,7 @@ def _module(spec: str, place: str) -> Any:
         path = Path(place)
         if not path.is_file():
             raise InputError(f"--model {spec}: there is no file {place}.")
-        name = f"dpmac_model_{path.stem}"
+        name = _module_name(place)
         described = importlib.util.spec_from_file_location(name, path)
         assert described is not None  # noqa: S101
         assert described.loader is not None  # noqa: S101

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ NOT_IN_A_STUDY = (
     *("max_epsilon", "diagnostics", "tensorboard", "plot", "canaries", "canary_kind", "guesses"),
 )
 #: Settings of which one value holds a comma; several of them are a list in a file.
-WITH_COMMA = ("feature_range",)
+WITH_COMMA = ("feature_range", "classes")
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
 
@@ -222,10 +222,8 @@ def _runs(
 ) -> Iterator[Run]:
     for config, labels in cells:
         for seed in seeds:
-            flags = {name: getattr(config, name) for name in SETTINGS}
-            where = root / address(config, seed)
-            kept = {**flags, "seed": seed, "out": where, "force": True}
-            yield Run(TrainConfig(**kept), seed, labels, getattr(config, column))
+            one = replace(config, seed=seed, out=root / address(config, seed), force=True)
+            yield Run(one, seed, labels, getattr(config, column))
 
 
 def address(config: TrainConfig, seed: int) -> str:

@@ -14,7 +14,7 @@ import yaml
 
 from dpmac_cli import folder
 from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.settings import TrainConfig
+from dpmac_cli.source import name_of
 
 #: States that no report tells: a process holds the run; it diverged; it ended without a word;
 #: its files cannot be read, or are not as they were written.
@@ -191,7 +191,6 @@ def _unreported(where: Path, state: str, changed: float) -> Entry:
     if folder.vouched(where, folder.CONFIG) is False:
         raise ValueError(f"{folder.CONFIG} is not as it was written")
     settings = _settings(where)
-    named = TrainConfig(dataset=str(settings["dataset"]), optimizer=str(settings["optimizer"]))
     private = not settings.get("no-dp", False)
     shown = folder.read_lines(where / folder.METRICS).records
     scored = [line for line in shown if "test_accuracy" in line]
@@ -202,8 +201,8 @@ def _unreported(where: Path, state: str, changed: float) -> Entry:
         where,
         state,
         changed,
-        named.dataset_name,
-        named.optimizer,
+        name_of(str(settings["dataset"])),
+        str(settings["optimizer"]),
         private,
         last.get("epsilon") if private else math.inf,
         float(settings["delta"]) if private else None,

@@ -132,14 +132,18 @@ class Ranks:
             RunError: they are not: then samples are clipped to other regions than noise is for.
         """
         sums = torch.stack([t.detach().reshape(-1).view(torch.int32).sum().cpu() for t in tensors])
-        low, high = sums.clone(), sums.clone()
-        self._meet(dist.all_reduce, low, dist.ReduceOp.MIN)
-        self._meet(dist.all_reduce, high, dist.ReduceOp.MAX)
-        if not torch.equal(low, high):
+        if not self.alike(sums).all():
             raise RunError(
                 "The processes of this run went apart: from the same private means they worked out "
                 "other parameters. Use the same kind of machine, and the same torch, for all."
             )
+
+    def alike(self, numbers: Tensor) -> Tensor:
+        """Return which of some whole numbers are the same at every rank; shape as given."""
+        low, high = numbers.clone(), numbers.clone()
+        self._meet(dist.all_reduce, low, dist.ReduceOp.MIN)
+        self._meet(dist.all_reduce, high, dist.ReduceOp.MAX)
+        return low == high
 
     def brief(self, said: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What rank 0 says, as JSON values, to all; None at the others, which listen."""

@@ -140,9 +140,16 @@ def load_model(
             if features is not None:
                 shapes = FrozenFeatures(nn.Identity(), shapes, torch.float16)
             _check_fit(file, tensors, shapes, name, described, facts)
-    fix_norm = facts["model"]["fix_norm"]
+    fix_norm, to_float32 = facts["model"]["fix_norm"], facts["model"].get("to_float32", False)
     model = build_model(
-        built, described, seed=0, fix_norm=fix_norm, features=features, frozen=frozen
+        built,
+        described,
+        seed=0,
+        fix_norm=fix_norm,
+        to_float32=to_float32,
+        features=features,
+        frozen=frozen,
+        isolated=True,  # scoring needs no samples kept apart
     )
     _check_fit(file, tensors, model, name, described, facts)
     adopt(model, tensors)

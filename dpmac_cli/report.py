@@ -14,9 +14,9 @@ from dpmac_cli.accounting import TrainingEvent
 from dpmac_cli.catalog import FEATURES
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.engine import Evaluated
-from dpmac_cli.factories import built_by
-from dpmac_cli.models import seen_by_network
 from dpmac_cli.settings import RECIPE_DEFAULTS, TrainConfig
+from dpmac_cli.source import listed
+from dpmac_cli.validation import Independence
 
 SCHEMA_VERSION = 1
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
@@ -46,6 +46,11 @@ HELD_OUT = (
     "The test records were split off the private ones. They are private themselves, and nothing "
     "that is measured on them is covered."
 )
+PUBLIC = "The numbers of training and test records are public."
+TAKEN = (
+    " Its {} were not declared but taken from the records, and are treated as public: one "
+    "record can change them, and epsilon does not cover that."
+)
 AUDIT_RUN = (
     "An audit run: records made up for an attack were trained on beside the data set's. The model "
     "is unfit for release."
@@ -60,6 +65,18 @@ PRETRAINED = (
     "epsilon does not count it."
 )
 FROZEN = "All but the last layer is as it was in that file."
+INDEPENDENCE: Mapping[Independence, str] = {
+    "built in": "The network is one of dpmac's own, whose layers treat each sample by itself.",
+    "traced": (
+        "Every operation of the network was traced, forwards and backwards, and treats each sample "
+        "by itself, for batches of any size."
+    ),
+    "probed": (
+        "The network was tried on made-up batches, and was not seen to mix samples. That is no "
+        "proof: if it mixes samples at other times, epsilon does not hold."
+    ),
+    "isolated": "The network was run on each sample alone, so that it could not mix samples.",
+}
 NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
@@ -151,6 +168,8 @@ def public_facts(
     parameters: int,
     trained: int | None = None,
     pretrained: str | None = None,
+    built_by: str | None = None,
+    independence: Independence = "built in",
 ) -> dict[str, Any]:
     """What is published with the weights, in the model file's header.
 
@@ -160,8 +179,10 @@ def public_facts(
         parameters: of the network.
         trained: how many of them were; None for all.
         pretrained: SHA-256 of the file of public weights.
+        built_by: how a user-supplied network was constructed.
+        independence: how it is known that the network keeps samples apart.
     """
-    facts = config.facts
+    facts, inferred = config.facts, config.found.inferred
     return {
         "schema_version": SCHEMA_VERSION,
         "optimizer": config.optimizer,
@@ -173,13 +194,16 @@ def public_facts(
             "own": config.source is not None,
             "held_out": config.found.held_out,
             "test_note": HELD_OUT if config.found.held_out else None,
-            "skipped": len(config.found.skipped),
+            "taken_from_records": list(inferred),
+            "public_note": PUBLIC + TAKEN.format(listed(inferred)) * bool(inferred),
         },
         "model": {
             "name": config.model_name,
             "parameters": parameters,
             "fix_norm": config.fix_norm,
-            "built_by": _built_by(config),
+            "to_float32": config.to_float32,
+            "built_by": built_by,
+            "independence": {"kind": independence, "statement": INDEPENDENCE[independence]},
             **_public_part(config, parameters if trained is None else trained, pretrained),
         },
         "input": {
@@ -192,13 +216,6 @@ def public_facts(
         "privacy": privacy(config, bill),
         "audit": _audit(config),
     }
-
-
-def _built_by(config: TrainConfig) -> str | None:
-    """How a person's own network is made; None for one of ours."""
-    if ":" not in config.model:
-        return None
-    return built_by(config.model, seen_by_network(config.facts, config.chosen_features))
 
 
 def _public_part(config: TrainConfig, trained: int, pretrained: str | None) -> dict[str, Any]:

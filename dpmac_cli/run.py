@@ -313,6 +313,7 @@ FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema"),
     *("canaries", "canary_kind", "guesses"),
     *("features", "feature_groups", "pretrained", "train"),
+    *("channels", "image_size", "classes"),
 )
 #: Settings that change nothing about what is computed. A data set, where it may be named anew, has
 #: the same records.
@@ -542,7 +543,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         session.notes,
     )
     if session.ranks is not None:
-        assist.begin(session.ranks, session.config, session.trainer, session.where)
+        assist.begin(session.ranks, session.config, session.task, session.trainer, session.where)
     with _divergence_shown(session):
         yield from _updates(session, stop)
     if session.ranks is not None:
@@ -617,9 +618,10 @@ def _publish(session: Session, total_seconds: float) -> Finished:
         trainer.state.chunk,
     )
     bill = session.bill()
-    model, fingerprints = session.task.model, session.task.fingerprints
+    task = session.task
+    model, pretrained = task.model, task.fingerprints.get("pretrained")
     sizes = sum(p.numel() for p in model.parameters()), trainer.state.theta.numel()
-    facts = public_facts(config, bill, *sizes, fingerprints.get("pretrained"))
+    facts = public_facts(config, bill, *sizes, pretrained, task.built_by, task.independence)
     with trainer.published():
         save_model(where / folder.MODEL, model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)

@@ -60,7 +60,8 @@ def score(
     own = None if config.source is None else config.facts
     released = load_model(path, config.dataset_name, where, own=own, factory=factory)
     there = data_folder(None if data_dir is None else Path(data_dir))
-    data = load_data(config.data, there, where).prepared_by(facts["input"])
+    data = load_data(config.data, there, where, facts=config.facts)
+    data = data.prepared_by(facts["input"])
     if own is not None and own.classes != tuple(facts["classes"]):
         raise ModelError(
             f"{config.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "

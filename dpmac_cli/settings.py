@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset, Features
@@ -18,6 +18,7 @@ DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
 INTERVAL = (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
 RANGE = (rf"{_NUMBER},{_NUMBER}", "two numbers, such as 0,1")
+NAMES = (r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog")
 KAPPAS = ("paper", "exact", "tracked")
 PHIS = ("paper", "tracked")
 CANARY_KINDS = ("gradients", "images")
@@ -112,8 +113,13 @@ class TrainConfig:
 
     Defaults that depend on data set or optimizer are None here and filled in by :func:`resolve`,
     which also checks everything; ``sigma`` stays None while ``epsilon`` asks for calibration.
+
+    Attributes:
+        found: facts of the dataset. Not a setting: :func:`resolve` reads them once, so that
+            sampling rate, epsilon and report are those of the records that the run began with.
     """
 
+    found: Found = field(default=cast(Found, None), compare=False, repr=False)
     dataset: str = _setting(
         "mnist", "What to train on.", TASK, choices=tuple(DATASETS), besides=OWN_DATA
     )
@@ -159,34 +165,28 @@ class TrainConfig:
         choices=TRAINED,
     )
     test_fraction: float = _setting(
-        0.2,
-        "About this share of your own data is held out where it has no test set.",
-        DATA,
-        bounds=PROBABILITY,
+        0.2, "Fraction to hold out for testing without a test set.", DATA, bounds=PROBABILITY
     )
     split_seed: int = _setting(
-        0,
-        "Decides which, for each record by itself; public.",
-        DATA,
-        bounds=Bounds(0, 2**32 - 1),
+        0, "Public seed of that choice, made per record.", DATA, bounds=Bounds(0, 2**32 - 1)
+    )
+    channels: str | None = _setting(
+        None, "Convert your images to N channels. [default: as found]", DATA, choices=("1", "3")
     )
     image_size: int | None = _setting(
-        None, "Height and width to resize your own images to.", DATA, bounds=Bounds(1, 1024)
+        None, "Resize your images to N by N. [default: as found]", DATA, bounds=Bounds(1, 1024)
+    )
+    classes: str | None = _setting(
+        None, "Names of your classes, in order of label. [default: as found]", DATA, pattern=NAMES
     )
     standardise: str = _setting(
-        "half",
-        "Public constants for your own images: half maps them to [-1, 1].",
-        DATA,
-        choices=tuple(STANDARDS),
+        "half", "Public constants: half maps images to [-1, 1].", DATA, choices=tuple(STANDARDS)
     )
     feature_range: str | None = _setting(
-        None,
-        "Public range, LOW,HIGH, that columns of your own numbers are clipped to.",
-        DATA,
-        pattern=RANGE,
+        None, "Public range, LOW,HIGH, to clip columns of numbers to.", DATA, pattern=RANGE
     )
     skip_bad: bool = _setting(
-        False, "Leave out files that are no images, instead of refusing them.", DATA
+        False, "Leave out records that cannot be used, instead of rejecting the dataset.", DATA
     )
     epochs: int | None = _setting(
         None, f"Passes of ceil(n/B) steps. {PER_DATASET}", TASK, bounds=COUNT
@@ -339,21 +339,21 @@ class TrainConfig:
 
     @property
     def source(self) -> Source | None:
-        """Where a person's own data is; None for a data set of the catalogue."""
+        """Your own dataset and how to read it; None for a dataset of the catalogue."""
         if self.dataset in DATASETS:
             return None
-        ends = None
-        if self.feature_range is not None:
-            low, high = self.feature_range.split(",")
-            ends = float(low), float(high)
+        ends, names = self.feature_range, self.classes
+        low, high = map(float, ends.split(",")) if ends else (0.0, 0.0)
         return Source(
             Path(self.dataset),
-            self.test_fraction,
-            self.split_seed,
-            self.image_size,
-            self.standardise,
-            ends,
-            self.skip_bad,
+            test_fraction=self.test_fraction,
+            split_seed=self.split_seed,
+            channels=None if self.channels is None else int(self.channels),
+            image_size=self.image_size,
+            classes=tuple(name.strip() for name in names.split(",")) if names else None,
+            standardise=self.standardise,
+            feature_range=(low, high) if ends else None,
+            skip_bad=self.skip_bad,
         )
 
     @property
@@ -362,27 +362,14 @@ class TrainConfig:
         return self.source or self.dataset
 
     @property
-    def found(self) -> Found:
-        """The data set and its public facts.
-
-        Raises:
-            InputError: it is a person's own, and cannot be used.
-        """
-        if self.source is None:
-            return Found(DATASETS[self.dataset], held_out=False, skipped=())
-        from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
-
-        return inspect(self.source)
-
-    @property
     def facts(self) -> Dataset:
-        """Public facts of the data set. Raises InputError as :attr:`found` does."""
+        """Public facts of the dataset."""
         return self.found.facts
 
     @property
     def dataset_name(self) -> str:
-        """What the data set is called, without the folders above it."""
-        return self.dataset if self.source is None else self.source.path.resolve().stem
+        """Name of the dataset, without the folders above it."""
+        return self.found.name
 
     @property
     def model_name(self) -> str:
@@ -471,12 +458,13 @@ def flag_name(name: str) -> str:
     return name.replace("_", "-")
 
 
-SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in fields(TrainConfig)}
+_FIELDS = [f for f in fields(TrainConfig) if f.metadata]
+SETTINGS: Mapping[str, Setting] = {f.name: f.metadata["setting"] for f in _FIELDS}
 KINDS: Mapping[str, type] = {
     f.name: next(kind for kind in (*get_args(f.type), f.type) if isinstance(kind, type))
-    for f in fields(TrainConfig)
+    for f in _FIELDS
 }
 #: What a run that follows no recipe has; not recorded.
 RECIPE_DEFAULTS: Mapping[str, Any] = {
-    f.name: f.default for f in fields(TrainConfig) if SETTINGS[f.name].panel == RECIPE
+    f.name: f.default for f in _FIELDS if SETTINGS[f.name].panel == RECIPE
 }

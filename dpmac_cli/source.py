@@ -1,10 +1,10 @@
-"""Where a person's own data is, and what is found there. Loads nothing."""
+"""Your own dataset: where it is, how to read it, and what was found there. Loads nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpmac_cli.catalog import Dataset
+from dpmac_cli.catalog import DATASETS, Dataset
 
 #: Public constants that images in [0, 1] may be standardised with: means and deviations.
 STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -15,22 +15,28 @@ STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where data lies, and how it is to be read. All of it is public.
+    """Your own dataset and how to read it. All of it is public.
+
+    What is declared is never taken from the records, so that no record can change it.
 
     Attributes:
         path: a folder, or an .npz.
-        test_fraction: chance of each record to be held out, where there is no test set.
-        split_seed: of that choice, which looks at each record by itself.
+        test_fraction: probability that a record is held out, where there is no test set.
+        split_seed: seed of that choice, which depends on each record alone.
+        channels: of the images, which are converted to it; None to take it from the records.
         image_size: height and width to resize images to; None to leave them as they are.
+        classes: names, in the order of the labels; None to take them from the records.
         standardise: a key of :data:`STANDARDS`.
         feature_range: what every column of a table is clipped to; None where the file says.
-        skip_bad: leave out files that are no images, instead of refusing them.
+        skip_bad: leave out records that cannot be used, instead of refusing the dataset.
     """
 
     path: Path
     test_fraction: float = 0.2
     split_seed: int = 0
+    channels: int | None = None
     image_size: int | None = None
+    classes: tuple[str, ...] | None = None
     standardise: str = "half"
     feature_range: tuple[float, float] | None = None
     skip_bad: bool = False
@@ -38,16 +44,31 @@ class Source:
 
 @dataclass(frozen=True)
 class Found:
-    """What there is.
+    """Facts of a dataset, read once, when a run is configured.
 
     Attributes:
-        facts: as of a data set of the catalogue.
+        facts: as of a dataset of the catalogue.
+        name: of the dataset, without the folders above it.
         held_out: whether the test records were split off the private ones.
-        skipped: files left out.
-        untested: classes without a test record.
+        inferred: parts of the schema that were taken from the records: "channels", "image size" and
+            "classes". One record can change them, so they are public only by decision.
+        skipped: records left out. Never published: one record can change it.
+        untested: classes without a test record. Never published either.
     """
 
     facts: Dataset
-    held_out: bool
-    skipped: tuple[str, ...]
+    name: str
+    held_out: bool = False
+    inferred: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     untested: tuple[str, ...] = ()
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Return names as a phrase: "channels, image size and classes"."""
+    return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
+
+
+def name_of(dataset: str | Path) -> str:
+    """Return the name of a dataset without the folders above it."""
+    return str(dataset) if dataset in DATASETS else Path(dataset).resolve().stem

@@ -52,7 +52,8 @@ def share_data(configs: Sequence[TrainConfig]) -> dict[str | Source, Data]:
     shared = {}
     for config in configs:
         if config.data not in shared:
-            data = load_data(config.data, data_folder(config.data_dir), torch.device("cpu"))
+            there, cpu = data_folder(config.data_dir), torch.device("cpu")
+            data = load_data(config.data, there, cpu, facts=config.facts)
             for tensor in (*vars(data.train).values(), *vars(data.test).values()):
                 tensor.share_memory_()
             shared[config.data] = data

@@ -232,11 +232,11 @@ def _digits() -> Data:
     return data.load_data("digits", Path(), torch.device("cpu"))
 
 
-def _load_data(name: str, where: Path, device: torch.device) -> Data:
+def _load_data(name: str, where: Path, device: torch.device, **facts: Any) -> Data:
     """Digits are read once; nothing is downloaded."""
     if name == "digits":
         return _digits()
-    return data.load_data(name, where, device, download=False)
+    return data.load_data(name, where, device, download=False, **facts)
 
 
 @contextlib.contextmanager

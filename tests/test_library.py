@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from dpmac_cli import (
     ModelError,
     Moments,
     PrivateMean,
+    Split,
     TrainingEvent,
     finish,
     fit,
+    load_data,
     load_model,
     make_trainer,
     plan,
@@ -35,7 +38,7 @@ from dpmac_cli import (
 )
 from dpmac_cli.dp.rules import sgd
 from tests.conftest import every_optimizer
-from tests.digits_runs import SIGMA, digits_config
+from tests.digits_runs import SIGMA, after, digits_config
 
 SOURCE = Path(dpmac_cli.__file__)
 PAGE = SOURCE.parent.parent / "docs" / "library.md"
@@ -153,6 +156,33 @@ def test_a_network_at_hand_that_mixes_samples_is_refused() -> None:
 def test_what_is_no_network_is_refused(thing: Any) -> None:
     with pytest.raises(ModelError, match=r"is no torch module. Give a network that is made"):
         make_trainer(digits_config(), model=thing)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kept", [1436, 700])
+def test_data_of_another_size_than_is_priced_is_refused(kept: int) -> None:
+    """Fewer records at the same expected batch are sampled at a higher rate."""
+    whole = load_data("digits", Path(), torch.device("cpu"))
+    fewer = replace(whole, train=Split(whole.train.images[:kept], whole.train.labels[:kept]))
+    said = f"data has {kept:,} training records, but epsilon was"
+    with pytest.raises(InputError, match=said):
+        make_trainer(digits_config(), data=fewer)
+    with pytest.raises(InputError, match=said):
+        make_trainer(digits_config(), data=fewer, model=net())
+    with pytest.raises(InputError, match=said):
+        finish(train(digits_config(out="run"), data=fewer))
+    assert not Path("run").exists()
+
+
+@pytest.mark.privacy
+def test_a_run_on_the_callers_own_records_is_resumed_with_those_only() -> None:
+    """They go by the name of a published dataset, whose checksum they do not have."""
+    whole = load_data("digits", Path(), torch.device("cpu"))
+    other = replace(whole, train=Split(whole.train.images.flip(0), whole.train.labels.flip(0)))
+    finish(train(digits_config(steps=4, out="run"), after(2), data=other))
+    with pytest.raises(InputError, match="not those that the run began with"):
+        finish(resume("run"))
+    assert finish(resume("run", data=other)).state == "finished"
 
 
 @pytest.mark.privacy

@@ -1,6 +1,9 @@
 """A folder of images or an .npz becomes a data set, and what cannot become one is explained."""
 
+import shutil
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -417,3 +420,121 @@ def test_paths_that_lead_to_no_data(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
 def test_a_split_that_leaves_nothing(tmp_path: Path, fraction: float) -> None:
     assert "leaves none" in refused(folder(tmp_path), test_fraction=fraction)
+
+
+# A declared schema.
+
+
+def lab(path: Path) -> None:
+    """An image in a colour space that is not converted to grey."""
+    Image.new("LAB", (8, 6)).save(path)
+
+
+#: A record more, each of which would be told from its absence if nothing were declared.
+BAD: dict[str, Callable[[Path], object]] = {
+    "no image": lambda root: (root / "cat" / "bad.png").write_bytes(b"no image"),
+    "half an image": lambda root: (root / "cat" / "half.png").write_bytes(
+        (root / "cat" / "1.png").read_bytes()[:50]
+    ),
+    "text": lambda root: (root / "cat" / "notes.txt").write_text("meow"),
+    "no conversion": lambda root: lab(root / "cat" / "lab.tif"),
+    "32 bits": lambda root: Image.fromarray(DEEP.astype(np.int32)).save(root / "cat" / "w.tif"),
+    "undeclared class": lambda root: picture(root / "fox" / "1.png", 3),
+    "undeclared train": lambda root: picture(root / "train" / "1.png", 3),
+    "no class": lambda root: picture(root / "1.png", 3),
+    "a folder": lambda root: picture(root / "cat" / "more" / "1.png", 3),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("bad", "channels"), [*((bad, 1) for bad in BAD), ("no image", 3), ("half an image", 3)]
+)
+def test_with_a_declared_schema_a_bad_record_is_left_out(
+    tmp_path: Path, bad: str, channels: int
+) -> None:
+    schema: dict[str, Any] = {"channels": channels, "image_size": 8, "classes": CLASSES}
+    source = Source(folder(tmp_path), skip_bad=True, **schema)
+    before, records = inspect(source), load(source)
+    BAD[bad](tmp_path)
+    found = inspect(source)
+    assert found.facts == before.facts
+    assert (found.inferred, found.held_out) == ((), True)
+    assert len(found.skipped) == 1
+    assert before.skipped == ()
+    for one, other in zip(records, load(source), strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
+    assert "--skip-bad" in refused(tmp_path, **schema)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK", "P", "1"])
+def test_with_a_declared_schema_no_image_changes_shape_or_classes(
+    tmp_path: Path, mode: str
+) -> None:
+    source = Source(folder(tmp_path), channels=1, image_size=8, classes=CLASSES)
+    before = inspect(source).facts
+    where = tmp_path / "cat" / ("odd.tif" if mode == "CMYK" else "odd.png")
+    Image.new(mode, (31, 17)).save(where)
+    facts = inspect(source).facts
+    train, test = facts.train_size, facts.test_size
+    assert train + test == before.train_size + before.test_size + 1
+    defaults = replace(before.defaults, batch_size=train)
+    assert replace(before, train_size=train, test_size=test, defaults=defaults) == facts
+    assert load(source)[0][0].shape == (train, 1, 8, 8)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("parts", [("train", "test"), (".",)])
+def test_a_declared_class_needs_no_records(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    root = tmp_path / "photos"
+    for part in parts:
+        folder(root / part, 6)
+        for file in (root / part / "cat").iterdir():
+            file.unlink()
+    source = Source(root, 0.5, channels=1, image_size=8, classes=CLASSES)
+    for _ in range(2):
+        facts = inspect(source).facts
+        assert facts.classes == CLASSES
+        assert facts.train_size + facts.test_size == 12 * len(parts)
+        assert {1, 2} == {int(label) for _, y in load(source) for label in y}
+        for part in parts:
+            shutil.rmtree(root / part / "cat", ignore_errors=True)
+    one = Source(folder(tmp_path / "1", 1), test_fraction=0.5, split_seed=1, classes=CLASSES)
+    assert inspect(one).facts.train_size == 2  # all of the class cat are held out
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["rows", "images"])
+@pytest.mark.parametrize("named", ["by flag", "in the file"])
+def test_of_an_npz_with_named_classes_a_bad_row_is_left_out(
+    tmp_path: Path, kind: str, named: str
+) -> None:
+    x = np.arange(40.0).reshape(20, 2) if kind == "rows" else np.zeros((20, 4, 5), np.uint8)
+    arrays: dict[str, Any] = {"x": x, "y": np.arange(20) % 2, "x_test": x[:3]}
+    arrays["y_test"] = np.array([2, 0, 1])  # a class without a record to train on
+    if named == "in the file":
+        arrays["classes"] = np.array(CLASSES)
+    options: dict[str, Any] = {"feature_range": (0.0, 9.0)} if kind == "rows" else {}
+    options |= {"classes": CLASSES} if named == "by flag" else {}
+    source = Source(table(tmp_path / "a.npz", **arrays), skip_bad=True, **options)
+    before = inspect(source)
+    assert before.inferred == ()
+    more = {"x": np.concatenate([x, x[:2]]), "y": np.append(arrays["y"], [3, -1])}
+    if kind == "rows":
+        more = {name: np.concatenate([part, part[:1]]) for name, part in more.items()}
+        more["x"][-1, 0] = np.nan
+    worse = Source(table(tmp_path / "b.npz", **{**arrays, **more}), skip_bad=True, **options)
+    assert inspect(worse).facts == before.facts
+    assert len(inspect(worse).skipped) == (3 if kind == "rows" else 2)
+    for one, other in zip(load(source), load(worse), strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
+    assert "the label -1" in refused(worse.path, **options)
+
+
+def test_what_was_taken_from_the_records_is_known(tmp_path: Path) -> None:
+    folder(tmp_path / "a")
+    assert inspect(Source(tmp_path / "a")).inferred == ("channels", "image size", "classes")
+    assert inspect(Source(tmp_path / "a", channels=3)).inferred == ("image size", "classes")
+    assert inspect(Source(table(tmp_path / "t.npz"))).inferred == ("classes",)
+    assert "have 1, and arrays are not converted" in refused(tmp_path / "t.npz", channels=3)

@@ -16,8 +16,10 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 
+from dpmac_cli.accounting import TrainingEvent, total_epsilon
 from dpmac_cli.config import resolve
-from dpmac_cli.run import Finished, finish, train
+from dpmac_cli.errors import InputError
+from dpmac_cli.run import Finished, RunEvent, Started, finish, train
 from dpmac_cli.settings import DATA, SETTINGS
 from tests.digits_runs import after
 from tests.typed import dpmac
@@ -173,6 +175,7 @@ def wine(file: str) -> str:
     return file
 
 
+@pytest.mark.privacy
 def test_a_folder_of_pictures(tmp_path: Path) -> None:
     data = photos(str(tmp_path / "photos"))
     done("train", "--dataset", data, "--model", "mlp-small", "--out", "run", *SHORT)
@@ -185,8 +188,14 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "own": True,
         "held_out": False,
         "test_note": None,
-        "skipped": 0,
+        "taken_from_records": ["channels", "image size", "classes"],
+        "public_note": (
+            "The numbers of training and test records are public. Its channels, image size and "
+            "classes were not declared but taken from the records, and are treated as public: one "
+            "record can change them, and epsilon does not cover that."
+        ),
     }
+    assert report["dataset"]["public_note"] in Path("run/model-card.md").read_text()
     assert report["classes"] == [f"digit-{i}" for i in range(10)]
     assert report["privacy"]["sampling_rate"] == 64 / 240
     for path in ("run", "run/model.safetensors"):
@@ -319,6 +328,15 @@ def test_settings_for_own_data_do_nothing_to_a_published_set() -> None:
     assert "image-size" not in Path("run/config.yaml").read_text()
 
 
+def names_of(count: int) -> str:
+    """The classes of photos, as they are declared."""
+    return ",".join(f"digit-{digit}" for digit in range(count))
+
+
+#: The whole schema of photos, declared.
+DECLARED = {"channels": "1", "image_size": "8", "classes": names_of(10)}
+
+
 def notes_on(data: str, **flags: str | bool) -> tuple[str, ...]:
     """What the author of a run should know, with small batches unless told otherwise."""
     return resolve({"dataset": data, "batch_size": "8", **flags}).notes
@@ -333,7 +351,9 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     every: dict[str, str | bool] = {
         "test_fraction": "0.3",
         "split_seed": "1",
+        "channels": "1",
         "image_size": "8",
+        "classes": names_of(10),
         "standardise": "half",
         "feature_range": "0,1",
         "skip_bad": True,
@@ -344,15 +364,22 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     idle = {
         "photos": {*split_off, "feature_range", "data_dir"},
         "album": {"feature_range", "data_dir"},
-        "wine.npz": {"image_size", "standardise", "skip_bad", "data_dir"},
-        "images.npz": {*split_off, "feature_range", "skip_bad", "data_dir"},
+        "wine.npz": {"channels", "image_size", "standardise", "data_dir"},
+        "images.npz": {*split_off, "feature_range", "data_dir"},
+    }
+    schema: dict[str, dict[str, str]] = {
+        "photos": DECLARED,
+        "album": DECLARED,
+        "wine.npz": {},
+        "images.npz": {"classes": names_of(3)},
     }
     for data, names in idle.items():
+        every["classes"] = names_of(10 if data in ("photos", "album") else 3)
         said = notes_on(data, **every)
         found = [note for note in said if "has no effect with" in note]
         assert {note.split()[0].removeprefix("--").replace("-", "_") for note in found} == names
-        assert notes_on(data) == ()
-    assert notes_on("photos", test_fraction="0.3") == (
+        assert notes_on(data, **schema[data]) == ()
+    assert notes_on("photos", test_fraction="0.3", **DECLARED) == (
         "--test-fraction has no effect with photos, which has a test set of its own.",
     )
 
@@ -375,7 +402,7 @@ def test_classes_that_are_not_tested_are_named() -> None:
     photos("photos")
     for digit in (3, 7):
         shutil.rmtree(f"photos/test/digit-{digit}")
-    (note,) = notes_on("photos")
+    (note,) = notes_on("photos", **DECLARED)
     assert note == (
         "photos has no test record of the classes digit-3, digit-7: accuracy says nothing of them."
     )
@@ -492,3 +519,128 @@ def test_another_network_is_another_branch() -> None:
     assert "--model is not the one" in refused("train", "--resume", "run")
     assert "as a branch: steps changed" in done("train", "--resume", "run", "--steps", "9")
     assert len(report_of("run")["privacy"]["events"]) == 2
+
+
+# Facts are read once.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("what", ["more", "fewer"])
+def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> None:
+    photos("photos", records=100)
+    settings = {"steps": "40", "batch_size": "8", "sigma": "1", "device": "cpu", "out": "run"}
+    events: list[RunEvent] = []
+    for event in train(resolve({"dataset": "photos", "model": "mlp-small", **settings}).config):
+        if not events and what == "more":
+            for number in range(120):
+                shutil.copy("photos/train/digit-1/1.png", f"photos/train/digit-1/new-{number}.png")
+        elif not events:
+            shutil.rmtree("photos/train/digit-3")
+        events.append(event)
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert last.report["dataset"]["train_size"] == 80
+    assert len(last.report["classes"]) == 10
+    price = last.report["privacy"]
+    assert (price["sampling_rate"], price["steps"]) == (0.1, 40)
+    ran = TrainingEvent(0.1, 1.0, 40, "poisson", 10)
+    assert price["events"] == [vars(ran)]
+    assert price["epsilon"] == total_epsilon((ran,), 1e-5)
+    assert all(e.config.facts.train_size == 80 for e in events if isinstance(e, Started))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["folder", "npz"])
+def test_records_that_changed_before_they_were_loaded_are_refused(kind: str) -> None:
+    data = wine("wine.npz") if kind == "npz" else photos("photos")
+    config = resolve(dataset=data, steps=2, batch_size=8, sigma=4, device="cpu", out="run").config
+    if kind == "npz":
+        arrays = dict(np.load(data))
+        np.savez(data, **{**arrays, "x": arrays["x"][:-1], "y": arrays["y"][:-1]})
+    else:
+        shutil.copy("photos/train/digit-1/1.png", "photos/train/digit-1/new.png")
+    with pytest.raises(InputError, match="changed while it was being read"):
+        finish(train(config))
+    assert not Path("run").exists()
+
+
+def test_the_file_of_a_network_may_change_during_its_run() -> None:
+    Path("net_own.py").write_text(NETWORKS["recurrent"])
+    settings = {"steps": "2", "batch_size": "8", "sigma": "4", "device": "cpu", "out": "run"}
+    events = train(resolve(settings, dataset=wine("wine.npz"), model="net_own.py:make").config)
+    next(iter(events))
+    Path("net_own.py").unlink()
+    assert finish(events).report["model"]["built_by"] == "net_own.py:make((13, 1, 1), 3)"
+
+
+# A declared schema.
+
+
+def published(run: str) -> dict[str, Any]:
+    """What a run says of its records and network."""
+    report = report_of(run)
+    return {name: report[name] for name in ("dataset", "model", "input", "classes", "privacy")}
+
+
+def typed(flags: dict[str, str]) -> list[str]:
+    """Settings as they are typed."""
+    return [part for name, v in flags.items() for part in (f"--{name.replace('_', '-')}", v)]
+
+
+@pytest.mark.privacy
+def test_a_record_that_is_left_out_changes_no_published_byte() -> None:
+    """Unreadable, no image at all, or of no class: nothing tells that it was there."""
+    photos("photos")
+    flags = ("--dataset", "photos", "--skip-bad", "--seed", "3", "--model", "cnn", *SHORT)
+    done("train", *flags, *typed(DECLARED), "--out", "without")
+    Path("photos/train/digit-3/bad.png").write_bytes(b"no image")
+    Path("photos/train/digit-3/bad.txt").write_text("no image")
+    Path("photos/train/fox").mkdir()
+    shutil.copy("photos/train/digit-1/1.png", "photos/train/fox/1.png")
+    output = done("train", *flags, *typed(DECLARED), "--out", "with")
+    assert "3 records of photos are left out" in " ".join(output.split())
+    assert published("with") == published("without")
+    for name in ("model.safetensors", "config.yaml", "model-card.md"):
+        assert Path("with", name).read_bytes() == Path("without", name).read_bytes()
+
+
+@pytest.mark.privacy
+def test_what_is_not_declared_is_said_to_be_public_and_how_to_declare_it() -> None:
+    photos("photos")
+    (note,) = notes_on("photos")
+    assert note == (
+        "Channels, image size and classes of photos were taken from its records and are treated as "
+        f"public. Declare them to avoid that: --channels 1 --image-size 8 --classes {names_of(10)}"
+    )
+    found = resolve(dataset="photos").config.facts
+    assert resolve({"dataset": "photos", **DECLARED}).config.facts == found
+    assert "taken from its records" not in str(notes_on("photos", no_dp=True))
+    done("train", "--dataset", "photos", "--out", "run", *typed(DECLARED), *SHORT)
+    assert report_of("run")["dataset"]["taken_from_records"] == []
+    statement = report_of("run")["dataset"]["public_note"]
+    assert statement == "The numbers of training and test records are public."
+    digits = finish(train(resolve(dataset="digits", steps=1, sigma=4, out="digits").config)).report
+    assert digits["dataset"]["taken_from_records"] == []
+
+
+@pytest.mark.privacy
+def test_a_run_with_a_declared_schema_resumes_and_is_scored_without_a_class() -> None:
+    photos("photos", split=False)
+    shutil.rmtree("photos/digit-3")
+    interrupted("photos", "model", "mlp-small", *(p for item in DECLARED.items() for p in item))
+    assert report_of("run")["classes"] == [f"digit-{i}" for i in range(10)]
+    for name, value in (("channels", "3"), ("image-size", "9"), ("classes", names_of(9))):
+        assert f"--{name} cannot change" in refused("train", "--resume", "run", f"--{name}", value)
+    done("train", "--resume", "run")
+    assert len(report_of("run")["privacy"]["events"]) == 1
+    scored = json.loads(done("eval", "run", "--json"))
+    assert scored["accuracy"] == report_of("run")["test"]["accuracy"]
+
+
+@pytest.mark.long
+def test_a_comparison_takes_classes_as_one_value() -> None:
+    photos("photos")
+    flags = ("--optimizers", "dp-sgd", "--seeds", "1", "--jobs", "1", "--out", "study")
+    done("compare", "--dataset", "photos", *flags, *typed(DECLARED), *SHORT)
+    (report,) = Path().glob("**/report.json")
+    assert json.loads(report.read_text())["dataset"]["taken_from_records"] == []

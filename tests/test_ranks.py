@@ -310,6 +310,35 @@ def test_what_several_processes_cannot_do() -> None:
     assert found[1] is None  # let go without a word
 
 
+# The same records.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("what", ["data", "classes", "network"])
+def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> None:
+    """Row 7 of one could be row 8 of the other: one record would count twice in a batch."""
+    x, y = np.arange(60.0).reshape(30, 2), np.arange(30) % 2
+    net = "from torch import nn\nNet = lambda: nn.Sequential(nn.Flatten(), nn.Linear(2, 2))\n"
+    for name, other in (("one", False), ("other", True)):
+        (tmp_path / name).mkdir()
+        rows = x[::-1] if other and what == "data" else x
+        classes = np.array(["a", "c" if other and what == "classes" else "b"])
+        np.savez(tmp_path / name / "d.npz", x=rows, y=y, x_test=x, y_test=y, classes=classes)
+        (tmp_path / name / "net.py").write_text(net + ("#\n" * (other and what == "network")))
+
+    def work(ranks: Ranks) -> Any:
+        os.chdir(tmp_path / ("one" if ranks.leads else "other"))
+        if not ranks.leads:
+            return assist.assist(ranks, {})
+        flags: dict[str, Any] = {"feature_range": "0,60", "batch_size": 8, "model": "net.py:Net"}
+        list(run.train(digits_config(dataset="d.npz", out="run", **flags), ranks=ranks))
+        return None
+
+    for failure in together(2, work):
+        assert isinstance(failure, InputError), failure
+        assert f"do not have the same {what}" in str(failure)
+
+
 # Failure.
 
 

@@ -1,13 +1,14 @@
-"""A person's own data: a folder with a folder of images a class, or an .npz of arrays.
+"""Your own dataset: a folder with one folder of images per class, or an .npz of arrays.
 
-What a run must know before it begins (how many records, of what shape, which classes) is read off
-names and headers by :func:`inspect`; :func:`load` reads the contents. Neither loads torch. What is
-wrong with the files is said of all of them at once.
+What a run must know before it begins (number of records, shape, classes) is read from names and
+headers by :func:`inspect`; :func:`load` reads the contents. Neither loads torch. All faults of the
+files are reported together.
 """
 
 import functools
 from pathlib import Path
 
+from dpmac_cli.catalog import Dataset
 from dpmac_cli.errors import InputError
 from dpmac_cli.own_data.array_file import ArrayFile
 from dpmac_cli.own_data.common import Arrays
@@ -26,16 +27,24 @@ def inspect(source: Source) -> Found:
     return _reader_of(source).found
 
 
-def load(source: Source) -> tuple[Arrays, Arrays]:
-    """Training and test records, each as
+def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
+    """Return training and test records, each as
 
     * uint8, shape (records, channels, height, width), or float32, shape (records, columns, 1, 1),
     * and labels, int64, shape (records,).
 
     Raises:
-        InputError: naming the files that cannot be read.
+        InputError: naming the files that cannot be read; or the dataset no longer has the
+            ``facts``, from which epsilon was computed.
     """
-    return _reader_of(source).load()
+    reader = _reader_of(source)
+    if facts is not None and reader.found.facts != facts:
+        now, before = (f"{f.train_size:,} + {f.test_size:,}" for f in (reader.found.facts, facts))
+        raise InputError(
+            f"{source.path} changed while it was being read ({before} training and test records "
+            f"before, {now} now). Run the command again when nothing writes to it any more."
+        )
+    return reader.load()
 
 
 def _reader_of(source: Source) -> ImageFolder | ArrayFile:

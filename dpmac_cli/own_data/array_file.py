@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
 from dpmac_cli.own_data.common import Arrays, check_classes, constants, facts_of, split, untested
-from dpmac_cli.source import Found, Source
+from dpmac_cli.source import Found, Source, name_of
 
 #: How far from 0 the ends of a range may be, and how near to one another.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -27,19 +27,21 @@ class ArrayFile:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._arrays = dict(_read_npz(source.path))
+        if source.classes is not None:
+            self._arrays["classes"] = np.array(source.classes)
+        skipped = tuple(_leave_out_bad(self._arrays)) if source.skip_bad else ()
         faults = list(_faults_of_arrays(self._arrays, source))
         if faults:
             raise InputError([f"{source.path}: {fault}." for fault in faults])
         x, y = self._arrays["x"], self._arrays["y"]
         self._own_test = "x_test" in self._arrays
-        labels = [y, *([self._arrays["y_test"]] if self._own_test else [])]
         names = self._arrays.get("classes")
+        labels = [self._arrays[name] for name in ("y", "y_test") if name in self._arrays]
         count = 1 + max(int(part.max()) for part in labels)
-        classes = (
-            [str(name) for name in names] if names is not None else list(map(str, range(count)))
-        )
+        classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
-        self._rows = None if self._own_test else split(_keys(x, y), y, classes, source)
+        needed = classes if names is None else None
+        self._rows = None if self._own_test else split(_keys(x, y), y, needed, source)
         if self._rows is None:
             sizes, tested = (len(x), len(self._arrays["x_test"])), self._arrays["y_test"]
         else:
@@ -52,8 +54,15 @@ class ArrayFile:
         else:
             shape, levels = _image_shape(x, source.image_size), 255
             mean, std = constants(source, shape[0])
+            if source.channels not in (None, shape[0]):
+                raise InputError(
+                    f"--channels {source.channels}: the images of {source.path} have {shape[0]}, "
+                    "and arrays are not converted. Leave it out."
+                )
+        inferred = ("classes",) if names is None else ()  # arrays declare a shape of themselves
         facts = facts_of(sizes, shape, classes, mean, std, levels)
-        self.found = Found(facts, not self._own_test, (), untested(classes, tested))
+        unseen, name = untested(classes, tested), name_of(source.path)
+        self.found = Found(facts, name, not self._own_test, inferred, skipped, unseen)
 
     def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What columns are clipped to: the flag's numbers, or the file's."""
@@ -100,6 +109,20 @@ def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
         ) from failure
 
 
+def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
+    """Remove records of no class, or with NaN or infinity, in place, and name each."""
+    classes = arrays.get("classes")
+    for x_name, y_name in (("x", "y"), ("x_test", "y_test")):
+        x, y = arrays.get(x_name), arrays.get(y_name)
+        if x is None or y is None or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+            continue  # which is refused below
+        bad = (y < 0) | (False if classes is None else y >= len(classes))
+        if x.ndim == 2 and x.dtype.kind == "f":
+            bad |= ~np.isfinite(x).all(1)
+        yield from (f"row {row} of {x_name}" for row in np.flatnonzero(bad))
+        arrays[x_name], arrays[y_name] = x[~bad], y[~bad]
+
+
 def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
     """Everything that keeps arrays from being a data set."""
     if not {"x", "y"} <= arrays.keys():
@@ -115,7 +138,7 @@ def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Ite
         yield from _faults_of_pair(x_name, x, y_name, y, None if classes is None else len(classes))
         if x.shape[1:] != arrays["x"].shape[1:]:
             yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
-    if "x_test" in arrays and arrays["y"].size and arrays["y_test"].size:
+    if classes is None and "x_test" in arrays and arrays["y"].size and arrays["y_test"].size:
         only = sorted(set(np.unique(arrays["y_test"])) - set(np.unique(arrays["y"])))
         if only:
             yield f"the label {only[0]} is in y_test, but not in y"
@@ -163,9 +186,10 @@ def _faults_of_pair(
     elif len(y) != len(x):
         yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
     elif len(y) and y.min() < 0:
-        yield f"{y_name} holds the label {y.min()}; labels begin at 0"
+        yield f"{y_name} holds the label {y.min()}; labels begin at 0. {_REMEDY}"
     elif len(y) and classes is not None and y.max() >= classes:
-        yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {classes - 1}"
+        last = classes - 1
+        yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {last}. {_REMEDY}"
     elif y_name == "y" and classes is None and (gap := _gap(y)) is not None:
         yield (
             f"y holds the label {y.max()}, but no {gap}. Number the classes 0, 1, 2 and so on, or "
@@ -176,7 +200,7 @@ def _faults_of_pair(
             yield f"{x_name} must be numbers, not {x.dtype}"
         elif not np.isfinite(x).all():
             bad = int((~np.isfinite(x)).any(1).sum())
-            yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows"
+            yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows. {_REMEDY}"
     elif x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_of(x) not in (1, 3):
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
@@ -185,6 +209,7 @@ def _faults_of_pair(
         )
 
 
+_REMEDY = "Add --skip-bad to leave such records out"
 #: How images of other numbers become what is read.
 _SCALES = (
     ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits, "

@@ -53,14 +53,14 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
 
 
 def split(
-    keys: Iterable[bytes], labels: NDArray[np.int64], classes: Sequence[str], source: Source
+    keys: Iterable[bytes], labels: NDArray[np.int64], classes: Sequence[str] | None, source: Source
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows to train on and rows held out, each in order.
+    """Return the rows to train on and the rows held out, each in order.
 
     Args:
-        keys: what says of each record on which side it is: its name, or itself.
+        keys: what decides for each record on which side it is: its name, or its contents.
         labels: of each record.
-        classes: their names.
+        classes: their names; None where they are declared and need no record to train on.
     """
     held_out = np.array([_is_held_out(key, source) for key in keys])
     train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -70,10 +70,11 @@ def split(
             "train on, or none to test on. Give more records, or another --test-fraction "
             "or --split-seed."
         )
-    only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
+    only = sorted(set(labels[test].tolist()) - set(labels[train].tolist())) if classes else ()
     refuse(
-        [f"All records of the class {classes[label]} are held out" for label in only],
-        " Choose a smaller --test-fraction or another --split-seed, or add records.",
+        [f"All records of the class {classes[label]} are held out" for label in only if classes],
+        " Choose a smaller --test-fraction or another --split-seed, add records, or declare the "
+        "classes with --classes.",
     )
     return train, test
 
