@@ -1,0 +1,125 @@
+"""Runs of user-supplied networks: how it is known that samples are kept apart, and what is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dpmac_cli.assembly import make_trainer
+from dpmac_cli.config import resolve
+from dpmac_cli.errors import ModelError
+from dpmac_cli.run import Finished, Started, finish, resume, train
+from tests.digits_runs import after, same_weights
+from tests.networks import CLASSES
+from tests.typed import dpmac
+
+NETWORKS = Path(__file__).with_name("networks.py")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Sixty images of (3, 8, 8) in three classes."""
+    rng = np.random.default_rng(0)
+    file = tmp_path / "images.npz"
+    y = np.arange(60) % CLASSES
+    x = rng.integers(0, 128, (60, 8, 8, 3), dtype=np.uint8) + y.reshape(-1, 1, 1, 1) * 60
+    np.savez(file, x=x.astype(np.uint8), y=y)
+    return file
+
+
+def settings(images: Path, model: str, **more: Any) -> dict[str, Any]:
+    named = f"{NETWORKS}:{model}" if model[0].isupper() else model
+    short = {"steps": 4, "batch_size": 20, "sigma": 2, "seed": 1, "device": "cpu"}
+    return {"dataset": str(images), "model": named, **short, **more}
+
+
+def run_of(images: Path, model: str, **more: Any) -> Finished:
+    return finish(train(resolve(**settings(images, model, **more)).config))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("model", "flag", "kind"),
+    [
+        ("mlp-small", None, "built in"),
+        ("mlp-small", "isolate", "isolated"),
+        ("Perceptron", None, "traced"),
+        ("Perceptron", "isolate", "isolated"),
+        ("Perceptron", "no_isolate", "probed"),
+        ("VisionTransformer", None, "isolated"),
+        ("WordsFirst", "isolate", "isolated"),
+        ("WhitenedIfLarge", None, "isolated"),
+        ("GhostNorm", None, "isolated"),
+    ],
+)
+def test_report_and_card_say_how_samples_are_kept_apart(
+    images: Path, model: str, flag: str | None, kind: str
+) -> None:
+    done = run_of(images, model, out=images.parent / "run", **({flag: True} if flag else {}))
+    said = done.report["model"]["independence"]
+    assert said["kind"] == kind
+    assert said["statement"] in (done.folder / "model-card.md").read_text()
+    scored = dpmac("eval", str(done.folder), *(() if model[0].islower() else
+                   ("--model", f"{NETWORKS}:{model}")), "--json")  # fmt: skip
+    assert scored.exit_code == 0, scored.output
+    assert json.loads(scored.stdout)["accuracy"] == done.report["test"]["accuracy"]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("model", ["WhitenedIfLarge", "GhostNorm", "VisionTransformer"])
+def test_what_is_not_proven_is_trained_on_one_sample_at_a_time(images: Path, model: str) -> None:
+    """One record less in a batch of 17 moves the whitened sum by 1 at most."""
+    config = resolve(**settings(images, model, optimizer="dp-sgd")).config
+    trainer = make_trainer(config)
+    trainer.model.eval()  # dropout draws otherwise for another batch
+    rows = np.arange(17)
+    whole = trainer._clipped_batch(rows).clone()
+    for left_out in (0, 7, 16):
+        part = trainer._clipped_batch(np.delete(rows, left_out))
+        assert float((whole.double() - part.double()).norm()) <= 1
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("model", ["WhitenedIfLarge", "GhostNorm"])
+def test_a_trial_finds_what_large_batches_mix_where_no_proof_is_asked_for(
+    images: Path, model: str
+) -> None:
+    with pytest.raises(ModelError, match="mixes samples"):
+        run_of(images, model, no_isolate=True)
+
+
+def test_a_person_is_told_why_their_network_is_isolated(images: Path) -> None:
+    events = list(train(resolve(**settings(images, "VisionTransformer")).config))
+    [started] = [event for event in events if isinstance(event, Started)]
+    assert any("run on each sample alone" in note and "--no-isolate" in note
+               and "holds parameters itself" in note for note in started.notes)  # fmt: skip
+
+
+def test_an_isolated_run_with_dropout_resumes_exactly(images: Path) -> None:
+    chosen = settings(images, "VisionTransformer", steps=6)
+    whole = finish(train(resolve(**chosen, out=images.parent / "whole").config))
+    part = finish(train(resolve(**chosen, out=images.parent / "part").config, stop=after(3)))
+    again = finish(resume(part.folder, {"model": chosen["model"]}))
+    assert len(again.report["privacy"]["events"]) == 1
+    assert same_weights(whole.folder, again.folder)
+
+
+@pytest.mark.privacy
+def test_low_precision_is_refused_before_anything_is_written(images: Path) -> None:
+    half = images.with_name("half.py")
+    half.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).to(torch.bfloat16)\n"
+    )
+    typed = ("train", "--dataset", str(images), "--model", f"{half}:build", "--steps", "2",
+             "--sigma", "2", "--device", "cpu", "--out", "half")  # fmt: skip
+    refused = dpmac(*typed)
+    assert refused.exit_code == 4
+    assert "1.weight is torch.bfloat16" in " ".join(refused.stderr.split())
+    assert not Path("half").exists()
+    assert dpmac(*typed, "--to-float32").exit_code == 0
+    assert json.loads(Path("half/report.json").read_text())["model"]["to_float32"] is True
+    assert dpmac("eval", "half", "--model", f"{half}:build").exit_code == 0
