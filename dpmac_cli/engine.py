@@ -1,5 +1,6 @@
 """The training loop: one state, one step, and events for whoever watches. Prints nothing."""
 
+import copy
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -466,7 +467,9 @@ class Trainer:
     def evaluate(self) -> "Evaluation":
         """The published model on every test record."""
         with self.published() as model:
-            return evaluate(model, self.data, self.data.test)
+            # What an isolated network keeps of what it sees must not come from one batch to another.
+            scored = copy.deepcopy(model) if self.plan.isolated else model
+            return evaluate(scored, self.data, self.data.test)
 
     def audited(self) -> Canaries | None:
         """The canaries of an audit run that is over, scored."""

@@ -12,7 +12,7 @@ from dpmac_cli.config import resolve
 from dpmac_cli.errors import ModelError
 from dpmac_cli.run import Finished, Started, finish, resume, train
 from tests.digits_runs import after, same_weights
-from tests.networks import CLASSES
+from tests.networks import CLASSES, Perceptron, WhitenedIfLarge
 from tests.typed import dpmac
 
 NETWORKS = Path(__file__).with_name("networks.py")
@@ -79,6 +79,13 @@ def test_what_is_not_proven_is_trained_on_one_sample_at_a_time(images: Path, mod
     for left_out in (0, 7, 16):
         part = trainer._clipped_batch(np.delete(rows, left_out))
         assert float((whole.double() - part.double()).norm()) <= 1
+
+
+@pytest.mark.privacy
+def test_a_network_at_hand_is_isolated_unless_it_is_proven(images: Path) -> None:
+    config = resolve(**settings(images, "mlp-small")).config
+    assert make_trainer(config, model=WhitenedIfLarge()).plan.isolated
+    assert not make_trainer(config, model=Perceptron()).plan.isolated
 
 
 @pytest.mark.privacy
