@@ -467,7 +467,7 @@ class Trainer:
     def evaluate(self) -> "Evaluation":
         """The published model on every test record."""
         with self.published() as model:
-            # What an isolated network keeps of what it sees must not come from one batch to another.
+            # An isolated network may keep something of what it sees: not of test records.
             scored = copy.deepcopy(model) if self.plan.isolated else model
             return evaluate(scored, self.data, self.data.test)
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -171,7 +172,7 @@ def _silent() -> Iterator[None]:
         logger.setLevel(level)
 
 
-class Dependence(TorchDispatchMode):
+class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Follows which samples each number was computed from, while it is entered.
 
     Each storage has a shadow with a plane per sample and a place per element, so that views and
@@ -179,7 +180,7 @@ class Dependence(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._shadows: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # a storage that was freed could be taken for another
 
@@ -326,7 +327,8 @@ def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) 
     whole = max(given, key=Tensor.numel)[0]
     places = [1 + dim % whole.ndim for dim in dims or range(whole.ndim)]
     kept = [_any(planes, places) for planes in given]
-    joined = _merged(kept, torch.broadcast_shapes(*(planes.shape[1:] for planes in kept)))
+    shape = np.broadcast_shapes(*(tuple(planes.shape[1:]) for planes in kept))
+    joined = _merged(kept, shape)
     gone = joined.squeeze(places)
     return [joined if out.ndim == whole.ndim else gone for out in outputs]
 

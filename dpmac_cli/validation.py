@@ -157,7 +157,7 @@ def check_precision(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
     if isinstance(model, FrozenFeatures):  # which may round: they are computed once
         x, model = model.features(x).to(x.dtype), model.head
     network = copy.deepcopy(model).train()
-    with _FullPrecision():
+    with _FullPrecision():  # type: ignore[no-untyped-call]
         _gradients_of_loss(network, x, y)
 
 
@@ -195,7 +195,7 @@ def _check_layers(model: nn.Module, frozen: bool) -> None:
             raise ModelError(f"{name} begins with NaN or infinity. Begin with finite numbers.")
 
 
-class _FullPrecision(TorchDispatchMode):
+class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
     """Rejects any operation whose result has fewer than 32 bits, as under autocast."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -351,8 +351,10 @@ def _equal(before: Any, after: Any) -> bool:
         return identical(before, after)
     if isinstance(after, torch.Generator):
         return torch.equal(before.get_state(), after.get_state())
-    if isinstance(after, (np.ndarray, np.generic, str, bytes, int, float, complex, set)):
-        return repr(before) == repr(after) if np.ndim(after) == 0 else np.array_equal(before, after)
+    if isinstance(after, np.ndarray):
+        return np.array_equal(before, after)
+    if isinstance(after, (np.generic, str, bytes, int, float, complex, set)):
+        return repr(before) == repr(after)  # NaN, too, is as it was
     return True
 
 
