@@ -1,8 +1,14 @@
 """From a checked configuration to a trainer: device, data, model, optimizer and secrets."""
 
+import functools
+import hashlib
+import os
+import platform
 import re
+import subprocess
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -306,16 +312,79 @@ def _canaries(
     return GradientCanaries(parameters, config.sampling_rate, len(data.train), recipe)
 
 
+#: Prefixes of the environment variables by which libraries choose other kernels.
+KERNEL_VARIABLES = (
+    *("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "GOMP_", "ATEN_", "TORCH_", "PYTORCH_", "NPY_"),
+    *("TORCHINDUCTOR_", "OPENBLAS_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES"),
+)
+#: Those that choose none, and that scikit-learn, torch and dpmac set themselves on the way.
+UNRELATED_VARIABLES = (
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
+    "TORCH_CPP_LOG_LEVEL",
+)
+#: Lines of /proc/cpuinfo that tell processors apart.
+PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+
+
 def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:
-    """What must be the same for a resumed run to compute the same bits: at every rank."""
+    """Return what must be the same for a resumed run to compute the same bits, at every rank."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(KERNEL_VARIABLES) and name not in UNRELATED_VARIABLES
+    }
     return {
         **({} if ranks is None else {"ranks": ranks.posted()}),
         "torch": torch.__version__,
         "numpy": np.__version__,
+        "dpmac": version("dpmac"),
+        "source of dpmac": _source(),
         "device": device_name(device),
+        "processor": _processor(),
         "threads": torch.get_num_threads(),
+        "inter-op threads": torch.get_num_interop_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "build of torch": _sum(torch.__config__.show()),
+        "parallel libraries": _sum(torch.__config__.parallel_info()),
+        **variables,
     }
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """Return the names of what two environments differ in."""
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def repeatable(device: torch.device) -> bool:
+    """Whether a step done again on a device gives the same bits: GPUs add in any order."""
+    return device.type == "cpu"
+
+
+@functools.cache
+def _processor() -> str:
+    """Digest of the processor's model and features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        told = sorted({line for line in lines if line.startswith(PROCESSOR_LINES)})
+    except OSError:
+        asked = ("sysctl", "-n", "machdep.cpu.brand_string", "hw.optional")
+        try:
+            told = [subprocess.run(asked, capture_output=True, text=True, check=False).stdout]  # noqa: S603
+        except OSError:
+            told = [platform.processor()]
+    return _sum("\n".join((platform.machine(), *told)))
+
+
+@functools.cache
+def _source() -> str:
+    """Digest of dpmac's own source files."""
+    root = Path(__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return _sum("".join(f"{file.relative_to(root)} {_sum(file.read_text("utf-8"))}" for file in files))
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _word(seed: np.random.SeedSequence) -> int:

@@ -18,7 +18,8 @@ from dpmac_cli.config import to_yaml
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import Grid, Run
 from dpmac_cli.listing import Entry, find_runs
-from dpmac_cli.recount import events_of
+from dpmac_cli.ledger import attempts
+from dpmac_cli.recount import abandoned_of, events_of
 
 #: Settings that tell no run from another.
 ASIDE = ("device", "secure", "dataset")
@@ -194,7 +195,7 @@ def _cell(
             epsilon = max(epsilon, total_epsilon(did, config.delta))
         accuracies[run.seed] = float(report["test"]["accuracy"])
         seconds.append(float(report["timings"]["training_seconds"]))
-        lines = folder.read_lines(run.folder / folder.METRICS).records
+        lines = folder.read_lines(run.folder / folder.METRICS)
         histories.append(
             (
                 tuple(int(line["step"]) for line in lines),
@@ -249,10 +250,15 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
 
 
 def _event(run: Run) -> tuple[TrainingEvent, ...]:
-    """What a run did: more than was planned, if it went on as a branch."""
+    """Return what all attempts at a run did: with each of its branches, if it was resumed as one.
+
+    Of an unfinished run, the attempt in its folder is counted in full.
+    """
     if finished_report(run) is not None:
-        return events_of(run.folder)
-    return (training_event(run.config, run.config.total_steps),)
+        return (*abandoned_of(run.folder), *events_of(run.folder))
+    planned = training_event(run.config, run.config.total_steps)
+    found = read(run.folder)
+    return (*(attempts(run.folder, planned) if found is None else found.abandoned), planned)
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:

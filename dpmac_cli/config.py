@@ -22,6 +22,7 @@ from dpmac_cli.settings import (
     FEW_GUESSES,
     KINDS,
     OPTIMIZER,
+    OWN_MODEL,
     ROWS_AT_A_TIME,
     SETTINGS,
     STEPS,
@@ -63,13 +64,18 @@ class Resolved:
 
 
 def resolve(
-    flags: Mapping[str, Any] | None = None, file: Path | None = None, **settings: Any
+    flags: Mapping[str, Any] | None = None,
+    file: Path | None = None,
+    *,
+    to_train: bool = True,
+    **settings: Any,
 ) -> Resolved:
     """Turn flags and a YAML file into one checked configuration. Flags win.
 
     Args:
         flags: field name -> value, as typed or of its type; None and False where not given.
         file: YAML with flag names for keys.
+        to_train: whether the model may be built, so that a file must not name its code.
         settings: more of what ``flags`` may hold: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
@@ -77,7 +83,19 @@ def resolve(
     """
     errors: list[str] = []
     given = {} if file is None else _read_file(file, errors)
-    return _resolved({**(flags or {}), **settings}, given, errors)
+    typed = {**(flags or {}), **settings}
+    if to_train and "model" in given and not typed.get("model"):
+        errors += faults_of_model([str(given["model"].value)], given["model"].origin)
+    return _resolved(typed, given, errors)
+
+
+def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:
+    """Reject models of a settings file that are code: only a command line may name that."""
+    for model in filter(OWN_MODEL[0], models):
+        yield (
+            f"{origin} names code, {model}, and no file makes dpmac run code. If you trust it, "
+            f"add --model {model} to the command line."
+        )
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:

@@ -12,7 +12,7 @@ from dpmac_cli.budget import training_event
 from dpmac_cli.calibration import MOST_STEPS
 from dpmac_cli.config import resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.folder import CONFIG, REPORT
+from dpmac_cli.folder import CONFIG, REPORT, resume_command
 from dpmac_cli.pricing import Row
 from dpmac_cli.settings import COUNT, PROBABILITY
 
@@ -85,7 +85,7 @@ def events_of(run: Path) -> tuple[TrainingEvent, ...]:
     try:
         return _read_report(run)[0]
     except InputError:
-        config = resolve({}, run / CONFIG).config
+        config = resolve({}, run / CONFIG, to_train=False).config
         return () if config.no_dp else (training_event(config),)
 
 
@@ -110,7 +110,7 @@ def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, flo
     except FileNotFoundError as failure:
         hint = ""
         if (path / CONFIG).exists():
-            hint = f" The run was cut off before it wrote one. Go on: dpmac train --resume {path}"
+            hint = f" The run was cut off before it wrote one. Go on: {resume_command(path)}"
         raise InputError(f"{file} does not exist.{hint}") from failure
     except OSError as failure:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure

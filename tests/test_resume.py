@@ -162,7 +162,7 @@ def test_the_price_covers_every_branch() -> None:
     price = third.report["privacy"]
     assert [TrainingEvent(**event) for event in price["events"]] == list(events)
     assert price["epsilon"] == total_epsilon(events, 1e-5) > second.report["privacy"]["epsilon"]
-    lines = folder.read_lines(third.folder / folder.METRICS).records
+    lines = folder.read_lines(third.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
     assert "noise multiplier 6 and 29" in price["statement"]
     assert (third.folder / "branch-1" / folder.MODEL).exists()
@@ -186,7 +186,7 @@ def test_branches_pay_for_the_epochs_that_each_began(sampler: str) -> None:
     assert [TrainingEvent(**event) for event in price["events"]] == events
     # Two and one, as many full batches; a run that was never left would pay for two.
     assert price["epsilon"] == TrainingEvent(1.0, SIGMA, 3).epsilon(1e-5)
-    lines = folder.read_lines(last.folder / folder.METRICS).records
+    lines = folder.read_lines(last.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
 
 
@@ -196,7 +196,7 @@ def test_steps_shown_after_the_checkpoint_are_paid_for_even_after_two_kills() ->
     # The first epoch's line, of step 12, is shown; the checkpoint is of step 10.
     kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
     where = Path("run")
-    assert [line["step"] for line in folder.read_lines(where / folder.METRICS).records] == [12]
+    assert [line["step"] for line in folder.read_lines(where / folder.METRICS)] == [12]
     kill(run.resume(where, {}), lambda e: isinstance(e, Started))
     finished = finish(run.resume(where, {"lr": "0.002"}))
     assert finished.report["privacy"]["events"][0]["steps"] >= 12
@@ -402,7 +402,7 @@ def test_a_run_killed_about_a_checkpoint_keeps_every_line(
     assert weights(last.folder) == weights(whole.folder)
     assert last.report["test"] == whole.report["test"]
     lines = [
-        [{**line, "seconds": 0} for line in folder.read_lines(end.folder / folder.METRICS).records]
+        [{**line, "seconds": 0} for line in folder.read_lines(end.folder / folder.METRICS)]
         for end in (last, whole)
     ]
     assert lines[0] == lines[1]

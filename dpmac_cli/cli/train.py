@@ -14,7 +14,7 @@ from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
 from dpmac_cli.config import parse, resolve
 from dpmac_cli.errors import DpmacError, InputError, RunError
-from dpmac_cli.folder import check_run_folder, to_json
+from dpmac_cli.folder import check_run_folder, resume_command, to_json
 from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         console.print_errors(
             [
                 f"{why}; the run so far is in {finished.folder}. "
-                f"To go on: dpmac train --resume {finished.folder}{change}"
+                f"To go on: {resume_command(finished.folder, change)}"
             ],
             label="stopped",
         )

@@ -362,7 +362,7 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
     said = failed(result, 4, f"Training diverged: after step {step} the parameters")
     assert f"last checkpoint (step {kept}): dpmac train --resume run --lr LESS" in said
     assert not Path("run/report.json").exists()
-    [line] = folder.read_lines(Path("run/metrics.jsonl")).records
+    [line] = folder.read_lines(Path("run/metrics.jsonl"))
     assert line == {"step": step, "epoch": step / 12, "diverged": True}
     assert all(t.isfinite().all() for t in checkpoint.newest(Path("run")).tensors.values())
     assert dpmac("train", "--resume", "run", "--lr", "0.001").exit_code == 0
