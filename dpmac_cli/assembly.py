@@ -379,8 +379,10 @@ def _processor() -> str:
 def _source() -> str:
     """Digest of dpmac's own source files."""
     root = Path(__file__).parent
-    files = sorted(root.rglob("*.py"))
-    return _sum("".join(f"{file.relative_to(root)} {_sum(file.read_text("utf-8"))}" for file in files))
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 def _sum(text: str) -> str:

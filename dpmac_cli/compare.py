@@ -17,9 +17,9 @@ from dpmac_cli.budget import training_event
 from dpmac_cli.config import to_yaml
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import Grid, Run
-from dpmac_cli.listing import Entry, find_runs
 from dpmac_cli.ledger import attempts
-from dpmac_cli.recount import abandoned_of, events_of
+from dpmac_cli.listing import Entry, find_runs
+from dpmac_cli.recount import events_of
 
 #: Settings that tell no run from another.
 ASIDE = ("device", "secure", "dataset")
@@ -250,15 +250,10 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
 
 
 def _event(run: Run) -> tuple[TrainingEvent, ...]:
-    """Return what all attempts at a run did: with each of its branches, if it was resumed as one.
-
-    Of an unfinished run, the attempt in its folder is counted in full.
-    """
+    """Return what all attempts at a run did, with each of its branches; in full if unfinished."""
     if finished_report(run) is not None:
-        return (*abandoned_of(run.folder), *events_of(run.folder))
-    planned = training_event(run.config, run.config.total_steps)
-    found = read(run.folder)
-    return (*(attempts(run.folder, planned) if found is None else found.abandoned), planned)
+        return events_of(run.folder, attempts=True)
+    return attempts(run.folder, training_event(run.config), whole=True)
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:
@@ -280,7 +275,7 @@ def _together(events: tuple[TrainingEvent, ...], others: Iterable[Entry], delta:
         try:
             if entry.dataset is None:
                 return math.inf
-            events = (*events, *events_of(entry.folder))
+            events = (*events, *events_of(entry.folder, attempts=True))
         except InputError:
             return math.inf
     try:

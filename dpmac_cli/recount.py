@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpmac_cli import pricing
+from dpmac_cli import ledger, pricing
 from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN, TrainingEvent, total_epsilon
 from dpmac_cli.budget import training_event
 from dpmac_cli.calibration import MOST_STEPS
 from dpmac_cli.config import resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.folder import CONFIG, REPORT, resume_command
+from dpmac_cli.folder import CONFIG, REPORT, SUMS, resume_command, vouched
 from dpmac_cli.pricing import Row
 from dpmac_cli.settings import COUNT, PROBABILITY
 
@@ -62,7 +62,7 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
     values = pricing.parse({name: flags.get(name) for name in BESIDE_A_RUN}, errors)
     if errors:
         raise InputError(errors)
-    events, size, own_delta, stored = _read_report(path)
+    events, size, own_delta, stored, _ = _read_report(path)
     accountants = pricing.accountants_for(events[-1].sampler, values.get("accountant"), errors)
     if errors:
         raise InputError(errors)
@@ -76,21 +76,37 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
     return Recount(rows, stored, total_epsilon(events, own_delta))
 
 
-def events_of(run: Path) -> tuple[TrainingEvent, ...]:
-    """What a run did with its records; all that it was to do, where no report tells.
+def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
+    """Return what a run did with its records; all that it was to do, where no report tells.
+
+    Args:
+        run: its folder.
+        attempts: whether to add what attempts did whose place it took in a study.
 
     Raises:
         InputError: neither can be read.
     """
     try:
-        return _read_report(run)[0]
+        if (run / SUMS).exists() and not vouched(run, REPORT):
+            raise InputError("")  # the report is damaged, or from before the run was resumed
+        events, _, _, _, abandoned = _read_report(run)
     except InputError:
         config = resolve({}, run / CONFIG, to_train=False).config
-        return () if config.no_dp else (training_event(config),)
+        if config.no_dp:
+            return ()
+        found = ledger.read(run)
+        if found is None:
+            return (training_event(config),)
+        events, abandoned = (*found.earlier, found.event), found.abandoned
+    return (*abandoned, *events) if attempts else events
 
 
-def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, float]:
-    """What was done, to how many records, the delta, and the epsilon given for them."""
+def _read_report(
+    path: Path,
+) -> tuple[tuple[TrainingEvent, ...], int, float, float, tuple[TrainingEvent, ...]]:
+    """Return what was done, to how many records, delta, the epsilon stated, and what replaced
+    attempts did.
+    """
     if path.suffix == ".safetensors":
         raise InputError(
             f"{path} is a model, which does not say what was done with the records. Name its run's "
@@ -101,7 +117,9 @@ def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, flo
         report = json.loads(file.read_text(encoding="utf-8"))
         privacy, size = report["privacy"], int(report["dataset"]["train_size"])
         events = tuple(TrainingEvent(**event) for event in privacy["events"])
+        abandoned = tuple(TrainingEvent(**event) for event in privacy.get("abandoned", ()))
         _check_events(events)
+        _check_events((*events, *abandoned))
         without = any(event.noise_multiplier == 0 for event in events)
         delta = pricing.DEFAULT_DELTA if without else float(privacy["delta"])
         stored = math.inf if privacy["epsilon"] is None else float(privacy["epsilon"])
@@ -119,7 +137,7 @@ def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, flo
             f"{file} is not a report of dpmac, or not a whole one: what was done with the records "
             f"cannot be read from it ({failure})."
         ) from failure
-    return events, size, delta, stored
+    return events, size, delta, stored, abandoned
 
 
 def _check_events(events: Sequence[TrainingEvent]) -> None:

@@ -158,13 +158,18 @@ class Session:
         """Step that the run will end at."""
         return self.ledger.spent.end
 
+    @property
+    def base(self) -> int:
+        """Step at which the current branch began; 0 for a run without branches."""
+        return self.ledger.spent.base
+
     def scores_at(self, step: int) -> bool:
         """Whether the test set is scored after a step."""
         return step % self.config.steps_per_epoch == 0 or step == self.steps
 
     def event(self, steps: int) -> TrainingEvent:
         """What the current branch does by the time the run has taken ``steps`` in all."""
-        return training_event(self.config, steps - self.ledger.spent.base)
+        return training_event(self.config, steps - self.base)
 
     def bill(self) -> Bill:
         """What has been done with the records, by this session and by those before."""
@@ -594,8 +599,7 @@ def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Re
             session.seconds = event.seconds
             scored = isinstance(event, Evaluated)
             schedule = prices.result() if scored else _if_ready(prices)
-            charged = session.ledger.charged(event.step) - session.ledger.spent.base
-            epsilon = None if schedule is None else schedule.at(charged)
+            epsilon = None if schedule is None else schedule.at(event.step - session.base)
             if isinstance(event, Evaluated):
                 if event.last:  # as in the report: a run may end between the schedule's points
                     epsilon = session.epsilon()
@@ -655,6 +659,7 @@ def _publish(session: Session, total_seconds: float) -> Finished:
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
     if state != "interrupted":
         _write_audit(session, report)
+    _write_metrics(session)
     if config.plot:
         from dpmac_cli.plots import draw_curves  # noqa: PLC0415  (loads matplotlib)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli import assembly, checkpoint, folder, run
+from dpmac_cli import assembly, checkpoint, folder, ledger, run
 from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
 from dpmac_cli.dp.per_sample import ClippedSum
 from dpmac_cli.engine import Evaluated, Trainer
@@ -292,7 +292,7 @@ def test_fewer_steps_than_were_taken_are_refused() -> None:
 )
 def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> None:
     first = finish(run.train(start(out="run"), after(3)))
-    with pytest.raises(InputError, match="cannot change in a run that goes on"):
+    with pytest.raises(InputError, match="cannot change in a resumed run"):
         finish(run.resume(first.folder, change))
 
 
@@ -309,6 +309,7 @@ def test_checkpoints_are_private_and_the_last_two_are_kept() -> None:
     where = first.folder / checkpoint.FOLDER
     assert {path.name for path in where.iterdir()} == {
         checkpoint.NOTE,
+        ledger.FILE,
         "step-000000020.safetensors",
         "step-000000021.safetensors",
     }
@@ -434,12 +435,17 @@ def test_a_branch_killed_as_it_begins_goes_on_as_that_branch(
 
 
 @pytest.mark.privacy
-def test_lines_ahead_of_a_run_that_is_stopped_again_stay() -> None:
+def test_steps_ahead_of_a_run_that_is_stopped_again_are_charged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Step 12 was shown; the run is killed, resumed from step 8, and stopped at step 9."""
+    monkeypatch.setattr(ledger, "SECONDS", 0.0)  # no step is reserved ahead
     config = start(out="run", checkpoint_every="8")
     kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
     stopped = finish(run.resume(Path("run"), {}, after(1)))
     lines = folder.read_lines(stopped.folder / folder.METRICS)
-    assert {line["step"] for line in lines.records} == {9, 12}
+    assert [line["step"] for line in lines] == [9]
+    assert stopped.report["privacy"]["events"][0]["steps"] == 12
+    assert lines[0]["epsilon"] == stopped.report["privacy"]["epsilon"]
     last = finish(run.resume(stopped.folder, {"lr": "0.02"}))
     assert last.report["privacy"]["events"][0]["steps"] == 12
