@@ -270,6 +270,74 @@ def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(finished.report["privacy"]["events"]) == 2
 
 
+class Changed:
+    """Stands for a function whose result is another one here."""
+
+    def __call__(self, *args: Any) -> Any:
+        return "another"
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute"),
+    [
+        ("processor", assembly, "_processor"),
+        ("source of dpmac", assembly, "_source"),
+        ("dpmac", assembly, "version"),
+        ("inter-op threads", torch, "get_num_interop_threads"),
+        ("build of torch", torch.__config__, "show"),
+        ("parallel libraries", torch.__config__, "parallel_info"),
+    ],
+)
+def test_what_computes_otherwise_makes_a_branch(
+    name: str, owner: Any, attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(run.train(start(out="run"), after(5)))
+    monkeypatch.setattr(owner, attribute, Changed())
+    started = next(run.resume(Path("run"), {}))
+    assert isinstance(started, Started)
+    assert started.branch == f"the machine or its software changed ({name})"
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("ONEDNN_MAX_CPU_ISA", "DNNL_VERBOSE", "MKL_CBWR", "OMP_DYNAMIC", "KMP_AFFINITY"),
+        *("GOMP_SPINCOUNT", "ATEN_CPU_CAPABILITY", "TORCH_COMPILE_DEBUG", "OPENBLAS_CORETYPE"),
+        *("CUBLAS_WORKSPACE_CONFIG", "CUDNN_LOGINFO_DBG", "PYTORCH_CUDA_ALLOC_CONF"),
+        *("NVIDIA_TF32_OVERRIDE", "NPY_DISABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
+    ],
+)
+def test_a_variable_that_changes_kernels_makes_a_branch(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = assembly.environment(torch.device("cpu"))
+    monkeypatch.setenv(variable, "another")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    after = assembly.environment(torch.device("cpu"))
+    assert assembly.differences(before, after) == {variable}
+    assert assembly.differences(after, before) == {variable}
+
+
+@pytest.mark.privacy
+def test_every_resume_on_a_gpu_is_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds in any order, so that the same step gives other bits."""
+    assert not assembly.repeatable(torch.device("cuda", 0))
+    monkeypatch.setattr(run, "repeatable", lambda device: False)
+    stopped = finish(run.train(start(out="run"), after(5)))
+    assert not run.goes_on_exactly(stopped.folder, "cpu")
+    started, *_, last = run.resume(stopped.folder, {})
+    assert isinstance(started, Started)
+    assert started.branch == "steps on a GPU cannot be repeated bit for bit"
+    assert isinstance(last, run.Finished)
+    assert [event["steps"] for event in last.report["privacy"]["events"]] == [5, STEPS - 5]
+    assert run.goes_on_exactly(stopped.folder, "cpu")  # for no step is left
+    with pytest.raises(InputError, match="is finished"):
+        finish(run.resume(stopped.folder, {}))
+
+
 def test_a_finished_run_has_nothing_to_go_on_with() -> None:
     first = finish(run.train(start(out="run")))
     before = weights(first.folder)
