@@ -317,22 +317,16 @@ KERNEL_VARIABLES = (
     *("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "GOMP_", "ATEN_", "TORCH_", "PYTORCH_", "NPY_"),
     *("TORCHINDUCTOR_", "OPENBLAS_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES"),
 )
-#: Those that choose none, and that scikit-learn, torch and dpmac set themselves on the way.
-UNRELATED_VARIABLES = (
-    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
-    "TORCH_CPP_LOG_LEVEL",
-)
+#: Those that choose none; scikit-learn, torch and dpmac set them after the start.
+UNRELATED = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
+UNRELATED += ("TORCH_CPP_LOG_LEVEL",)
 #: Lines of /proc/cpuinfo that tell processors apart.
 PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
 
 def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:
     """Return what must be the same for a resumed run to compute the same bits, at every rank."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(KERNEL_VARIABLES) and name not in UNRELATED_VARIABLES
-    }
+    variables = {name: os.environ[name] for name in os.environ if name.startswith(KERNEL_VARIABLES)}
     return {
         **({} if ranks is None else {"ranks": ranks.posted()}),
         "torch": torch.__version__,
@@ -346,7 +340,7 @@ def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, A
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "build of torch": _sum(torch.__config__.show()),
         "parallel libraries": _sum(torch.__config__.parallel_info()),
-        **variables,
+        **{name: value for name, value in variables.items() if name not in UNRELATED},
     }
 
 
@@ -363,30 +357,23 @@ def repeatable(device: torch.device) -> bool:
 @functools.cache
 def _processor() -> str:
     """Digest of the processor's model and features."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        told = sorted({line for line in lines if line.startswith(PROCESSOR_LINES)})
-    except OSError:
-        asked = ("sysctl", "-n", "machdep.cpu.brand_string", "hw.optional")
-        try:
-            told = [subprocess.run(asked, capture_output=True, text=True, check=False).stdout]  # noqa: S603
-        except OSError:
-            told = [platform.processor()]
-    return _sum("\n".join((platform.machine(), *told)))
+    if platform.system() == "Darwin":
+        asked = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
+        return _sum(subprocess.run(asked, capture_output=True, check=False).stdout)  # noqa: S603
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    return _sum("\n".join(sorted({line for line in lines if line.startswith(PROCESSOR_LINES)})))
 
 
 @functools.cache
 def _source() -> str:
     """Digest of dpmac's own source files."""
     root = Path(__file__).parent
-    found = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    return found.hexdigest()
+    files = sorted(root.rglob("*.py"))
+    return _sum(b"".join(bytes(file.relative_to(root)) + file.read_bytes() for file in files))
 
 
-def _sum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _sum(content: str | bytes) -> str:
+    return hashlib.sha256(content if isinstance(content, bytes) else content.encode()).hexdigest()
 
 
 def _word(seed: np.random.SeedSequence) -> int:

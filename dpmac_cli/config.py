@@ -64,18 +64,13 @@ class Resolved:
 
 
 def resolve(
-    flags: Mapping[str, Any] | None = None,
-    file: Path | None = None,
-    *,
-    to_train: bool = True,
-    **settings: Any,
+    flags: Mapping[str, Any] | None = None, file: Path | None = None, **settings: Any
 ) -> Resolved:
     """Turn flags and a YAML file into one checked configuration. Flags win.
 
     Args:
         flags: field name -> value, as typed or of its type; None and False where not given.
         file: YAML with flag names for keys.
-        to_train: whether the model may be built, so that a file must not name its code.
         settings: more of what ``flags`` may hold: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
@@ -84,7 +79,7 @@ def resolve(
     errors: list[str] = []
     given = {} if file is None else _read_file(file, errors)
     typed = {**(flags or {}), **settings}
-    if to_train and "model" in given and not typed.get("model"):
+    if "model" in given and not typed.get("model"):
         errors += faults_of_model([str(given["model"].value)], given["model"].origin)
     return _resolved(typed, given, errors)
 

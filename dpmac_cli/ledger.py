@@ -14,6 +14,7 @@ from dpmac_cli.accounting import TrainingEvent
 FILE = "spent.json"
 #: Seconds of training that a reservation should last: it is synced to disk, which takes a while.
 SECONDS = 1.0
+LISTS = ("earlier", "abandoned")
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,10 @@ class Spent:
 
     Attributes:
         earlier: events of the branches before.
-        event: of the current branch, with all of its planned steps.
-        base: step of the run at which that branch began.
+        event: of the current branch, with all of its planned steps; it began at step ``base``.
         begun: last step of the run that may have begun.
-        seeded: whether any branch used a seed that a person chose.
-        secure: whether every branch ran with --secure.
-        abandoned: events of attempts at the same run of a study that were begun again from scratch.
+        seeded: whether any branch used a chosen seed. secure: whether all ran with --secure.
+        abandoned: events of attempts at the same run of a study, begun again from scratch.
     """
 
     earlier: tuple[TrainingEvent, ...]
@@ -51,12 +50,8 @@ class Spent:
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Spent":
         """Return what ``asdict`` gave. Raises KeyError, TypeError."""
-        lists = {
-            name: tuple(TrainingEvent(**event) for event in values[name])
-            for name in ("earlier", "abandoned")
-        }
-        rest = {name: values[name] for name in ("base", "begun", "seeded", "secure")}
-        return Spent(event=TrainingEvent(**values["event"]), **lists, **rest)
+        lists = {name: tuple(TrainingEvent(**event) for event in values[name]) for name in LISTS}
+        return Spent(**{**values, "event": TrainingEvent(**values["event"]), **lists})
 
 
 def read(run: Path) -> Spent | None:
@@ -68,15 +63,11 @@ def read(run: Path) -> Spent | None:
         return None
 
 
-def attempts(
-    run: Path, planned: TrainingEvent, *, whole: bool = False
-) -> tuple[TrainingEvent, ...]:
-    """Return the events of every attempt at a run of a study.
+def attempts(run: Path, planned: TrainingEvent, whole: bool = False) -> tuple[TrainingEvent, ...]:
+    """Return the events of every attempt at a run of a study, of which there may be none.
 
-    Args:
-        run: its folder, in which there may be nothing yet.
-        planned: what an attempt is charged whose ledger is missing or damaged.
-        whole: whether to count the last attempt with all of its planned steps.
+    An attempt whose ledger is missing or damaged is charged as ``planned``; the last one with all
+    of its planned steps if ``whole``.
     """
     found = read(run)
     if found is not None:
@@ -92,12 +83,9 @@ def _sum(values: Mapping[str, Any]) -> str:
 
 
 class Ledger:
-    """The ledger of a run that is being trained.
+    """The ledger of a run that is being trained, in its folder.
 
-    Args:
-        run: its folder.
-        spent: as of now. Sessions before may have begun steps up to ``spent.begun``, all of which
-            are charged even where this session ends before.
+    Steps that sessions before may have begun, up to ``spent.begun`` at first, stay charged.
     """
 
     def __init__(self, run: Path, spent: Spent) -> None:
@@ -105,12 +93,11 @@ class Ledger:
         self._run, self._floor = run, spent.begun
         self._block, self._since = 1, time.perf_counter()
 
-    def write(self) -> None:
-        """Write it, synced to disk. Raises OSError."""
-        folder.private_folder(self._run)
-        values = json.loads(json.dumps(asdict(self.spent)))  # tuples as the lists that are read
-        text = folder.to_json({"sha256": _sum(values), "spent": values})
-        path = self._run / folder.CHECKPOINTS / FILE
+    def write(self, begun: int) -> None:
+        """Write, synced to disk, that steps up to ``begun`` may have begun. Raises OSError."""
+        self.spent = replace(self.spent, begun=begun)
+        text = folder.to_json({"sha256": _sum(asdict(self.spent)), "spent": asdict(self.spent)})
+        path = folder.private_folder(self._run) / FILE
         folder.write_atomically(path, text.encode(), folder.PRIVATE_MODE)
 
     def before(self, step: int) -> None:
@@ -122,17 +109,13 @@ class Ledger:
             self._block *= 2
         elif seconds > 2 * SECONDS:
             self._block = max(1, self._block // 2)
-        self._begin(min(self.spent.end, step + self._block - 1))
+        self.write(min(self.spent.end, step + self._block - 1))
         self._since = time.perf_counter()
 
     def settle(self, step: int) -> None:
         """Give back what was reserved beyond a step, after which none follows."""
-        self._begin(self.charged(step))
+        self.write(self.charged(step))
 
     def charged(self, step: int) -> int:
         """Return the steps to charge for by the time that ``step`` is taken."""
         return max(step, self._floor)
-
-    def _begin(self, step: int) -> None:
-        self.spent = replace(self.spent, begun=step)
-        self.write()

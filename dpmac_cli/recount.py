@@ -8,9 +8,7 @@ from pathlib import Path
 
 from dpmac_cli import ledger, pricing
 from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN, TrainingEvent, total_epsilon
-from dpmac_cli.budget import training_event
 from dpmac_cli.calibration import MOST_STEPS
-from dpmac_cli.config import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import CONFIG, REPORT, SUMS, resume_command, vouched
 from dpmac_cli.pricing import Row
@@ -79,34 +77,24 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
     """Return what a run did with its records; all that it was to do, where no report tells.
 
-    Args:
-        run: its folder.
-        attempts: whether to add what attempts did whose place it took in a study.
+    ``attempts`` adds what those did whose place it took in a study.
 
     Raises:
-        InputError: neither can be read.
+        InputError: neither report nor ledger can be read.
     """
-    try:
-        if (run / SUMS).exists() and not vouched(run, REPORT):
-            raise InputError("")  # the report is damaged, or from before the run was resumed
-        events, _, _, _, abandoned = _read_report(run)
-    except InputError:
-        config = resolve({}, run / CONFIG, to_train=False).config
-        if config.no_dp:
-            return ()
-        found = ledger.read(run)
-        if found is None:
-            return (training_event(config),)
+    found = ledger.read(run)
+    if found is not None and (run / SUMS).exists() and not vouched(run, REPORT):
+        # The report is damaged, or from before the run was resumed.
         events, abandoned = (*found.earlier, found.event), found.abandoned
+    else:
+        events, *_, abandoned = _read_report(run)
     return (*abandoned, *events) if attempts else events
 
 
 def _read_report(
     path: Path,
 ) -> tuple[tuple[TrainingEvent, ...], int, float, float, tuple[TrainingEvent, ...]]:
-    """Return what was done, to how many records, delta, the epsilon stated, and what replaced
-    attempts did.
-    """
+    """Return what was done, to how many records, delta, the epsilon stated, and other attempts."""
     if path.suffix == ".safetensors":
         raise InputError(
             f"{path} is a model, which does not say what was done with the records. Name its run's "
@@ -116,8 +104,10 @@ def _read_report(
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
         privacy, size = report["privacy"], int(report["dataset"]["train_size"])
-        events = tuple(TrainingEvent(**event) for event in privacy["events"])
-        abandoned = tuple(TrainingEvent(**event) for event in privacy.get("abandoned", ()))
+        events, abandoned = (
+            tuple(TrainingEvent(**event) for event in listed)
+            for listed in (privacy["events"], privacy.get("abandoned", ()))
+        )
         _check_events(events)
         _check_events((*events, *abandoned))
         without = any(event.noise_multiplier == 0 for event in events)

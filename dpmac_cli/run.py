@@ -210,7 +210,24 @@ def train(
         RunError: training diverged, memory ran out, or the device failed.
     """
     with explained():
-        yield from _train(config, stop, data, ranks, abandoned)
+        device = choose_device(config.device, ranks)
+        if config.out is not None:
+            folder.check_chosen_folder(config.out, config.force)
+        config = replace(settle_noise(config), device=str(device))
+        session = yield from _session(config, device, data, stop, ranks, abandoned=abandoned)
+        where = session.where
+        with folder.locked(where):
+            if config.out is not None:  # another run may have ended in it meanwhile
+                folder.check_chosen_folder(where, config.force)
+            folder.make_way(where)
+            try:
+                _write_config(session)
+                session.ledger.write(0)
+                _save(session)  # so that a run can be resumed from its first moment on
+            except BaseException:
+                folder.put_back(where)
+                raise
+            yield from _drive(session, stop)
 
 
 def finish(events: Iterable[RunEvent]) -> Finished:
@@ -222,33 +239,6 @@ def finish(events: Iterable[RunEvent]) -> Finished:
     *_, last = events
     assert isinstance(last, Finished)  # noqa: S101
     return last
-
-
-def _train(
-    config: TrainConfig,
-    stop: Callable[[], bool],
-    data: Data | None,
-    ranks: Ranks | None,
-    abandoned: tuple[TrainingEvent, ...],
-) -> Iterator[RunEvent]:
-    device = choose_device(config.device, ranks)
-    if config.out is not None:
-        folder.check_chosen_folder(config.out, config.force)
-    config = replace(settle_noise(config), device=str(device))
-    session = yield from _session(config, device, data, stop, ranks, abandoned=abandoned)
-    where = session.where
-    with folder.locked(where):
-        if config.out is not None:  # another run may have ended in it meanwhile
-            folder.check_chosen_folder(where, config.force)
-        folder.make_way(where)
-        try:
-            _write_config(session)
-            session.ledger.write()
-            _save(session)  # so that a run can be resumed from its first moment on
-        except BaseException:
-            folder.put_back(where)
-            raise
-        yield from _drive(session, stop)
 
 
 def _session(
@@ -272,16 +262,8 @@ def _session(
     where = where or _take_folder(config)
     event, seeded = training_event(config, steps - base), config.seed is not None
     spent = Spent(earlier, event, base, base, seeded, config.secure, abandoned)
-    return Session(
-        config,
-        task,
-        trainer,
-        where,
-        Ledger(where, spent),
-        diagnostics,
-        notes=task.notes,
-        ranks=ranks,
-    )
+    kept = Ledger(where, spent)
+    return Session(config, task, trainer, where, kept, diagnostics, notes=task.notes, ranks=ranks)
 
 
 def _write_config(session: Session) -> None:
@@ -369,7 +351,7 @@ def _resumed(
         changed.append("seed changed")
     step = record["state"]["step"]
     before, known = _before(where, record)
-    if len(before.earlier) > len(record["earlier"]):
+    if len(before.earlier) > len(record["spent"]["earlier"]):
         changed.append("the checkpoint of the last branch is lost")
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
     told = told and folder.reported_steps(where) >= step  # else files are yet to be written
@@ -415,7 +397,7 @@ def _resumed(
     )
     # First of all what was spent: where the kill of a branch comes next, the run has no checkpoint
     # of that branch, and its next resume is another one.
-    session.ledger.write()
+    session.ledger.write(spent.begun)
     if branch is None:
         state.restore_generators(record["state"])
     else:
@@ -432,10 +414,9 @@ def _before(where: Path, record: Mapping[str, Any]) -> tuple[Spent, bool]:
 
     Where the ledger is missing or damaged, all planned steps of the current branch are charged.
     """
-    saved, found = Spent.of(record), ledger.read(where)
-    if found is None or len(found.earlier) < len(saved.earlier):
-        return replace(saved, begun=saved.end), False
-    if len(found.earlier) == len(saved.earlier) and replace(found, begun=saved.begun) != saved:
+    saved, found = Spent.of(record["spent"]), ledger.read(where)
+    same = found is not None and replace(found, begun=saved.begun) == saved
+    if found is None or not (same or len(found.earlier) > len(saved.earlier)):
         return replace(saved, begun=saved.end), False
     shown = [line.get("step") for line in folder.read_lines(where / folder.METRICS)]
     steps = [step for step in shown if isinstance(step, int)]
@@ -538,11 +519,8 @@ def goes_on_exactly(where: Path, device: str) -> bool:
         record = checkpoint.newest(where).record
     except InputError:
         return False
-    here = choose_device(device)
-    if differences(record["environment"], environment(here)):
-        return False
-    over: bool = record["state"]["step"] >= Spent.of(record).end
-    return repeatable(here) or over
+    here, over = choose_device(device), record["state"]["step"] >= Spent.of(record["spent"]).end
+    return record["environment"] == environment(here) and (repeatable(here) or over)
 
 
 def _losses(saved: checkpoint.Checkpoint, before: Spent, *, known: bool) -> Iterator[str]:
@@ -717,7 +695,7 @@ def _save(session: Session) -> Path:
     record = {
         "state": state.numbers(),
         "config": session.config.recorded(),
-        **asdict(session.ledger.spent),
+        "spent": asdict(session.ledger.spent),
         "history": session.history,
         "seconds": session.seconds,
         "fingerprints": dict(session.task.fingerprints),

@@ -224,7 +224,7 @@ def test_no_checkpoint_of_the_branch_that_is_left_stays() -> None:
     first = finish(run.train(start(out="run"), after(6)))
     kill(run.resume(first.folder, {"lr": "0.01"}), lambda event: isinstance(event, Started))
     (left,) = (first.folder / checkpoint.FOLDER).glob("step-*")
-    assert len(checkpoint.newest(first.folder).record["earlier"]) == 1
+    assert len(checkpoint.newest(first.folder).record["spent"]["earlier"]) == 1
     left.write_bytes(b"")
     with pytest.raises(InputError, match="cannot be resumed"):
         finish(run.resume(first.folder, {}))

@@ -231,7 +231,7 @@ def test_a_branch_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.Monk
             finish(run.resume(RUN, {"lr": "0.01"}))
     spent = ledger.read(RUN)
     assert spent is not None
-    ledger.Ledger(RUN, replace(spent, begun=8)).write()
+    ledger.Ledger(RUN, spent).write(8)
     started, *_, last = run.resume(RUN, {})
     assert isinstance(started, run.Started)
     assert started.branch == "the checkpoint of the last branch is lost"
@@ -267,7 +267,9 @@ def test_reservations_take_about_a_second(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(ledger, "SECONDS", 1.0)
     now, writes = [0.0], []
     monkeypatch.setattr(ledger.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(ledger.Ledger, "write", lambda self: writes.append(self.spent.begun))
+    monkeypatch.setattr(
+        ledger.folder, "write_atomically", lambda *_: writes.append(kept.spent.begun)
+    )
     event = TrainingEvent(RATE, SIGMA, 100_000, "poisson", EPOCH)
     kept = ledger.Ledger(tmp_path, ledger.Spent((), event, 0, 0, True, False))
     for step in range(1, 30_001):
