@@ -449,46 +449,24 @@ def _named_again(where: Path, recorded: Mapping[str, Any], typed: Mapping[str, A
     return free
 
 
-#: What must be as it was, by its fingerprint: whether for a branch, too, and what is said if not.
-_SAME: Mapping[str, tuple[bool, str]] = {
-    "data": (
-        True,
-        "The records are not those that the run began with, and what it has spent was spent on "
-        "those, at their sampling rate. Put them back as they were, or start a new run.",
-    ),
-    "classes": (
-        True,
-        "The names of the classes are not those that the run began with, so that its labels mean "
-        "something else. Put them back as they were, or start a new run.",
-    ),
-    "constants": (
-        False,
-        "The ranges low and high are not those that the run began with, and the noise of a run "
-        "that goes on exactly must never meet other gradients. Put them back; or change a setting, "
-        "such as --epochs, to go on as a branch with new noise; or start a new run.",
-    ),
-    "network": (
-        False,
-        "The file of --model is not the one that the run began with, and the noise of a run that "
-        "goes on exactly must never meet other gradients. Put it back; or change a setting, such "
-        "as --epochs, to go on as a branch with new noise; or start a new run.",
-    ),
-    "pretrained": (
-        True,
-        "The file of --pretrained is not the one that the run began with: its contents have "
-        "changed. Put that one back, or start a new run.",
-    ),
-    "features": (
-        False,
-        "The features are not those that the run began with, and the noise of a run that goes on "
-        "exactly must never meet other gradients. Change a setting, such as --epochs, to go on as "
-        "a branch with new noise; or start a new run.",
-    ),
+#: What must be as it was, by its fingerprint, and why a branch must have it, too, if it must.
+_SAME: Mapping[str, tuple[str, str | None]] = {
+    "data": ("The records are not those", "What was spent was spent on those, at their rate."),
+    "classes": ("The names of the classes are not those", "The labels mean something else now."),
+    "pretrained": ("The file of --pretrained is not the one", "Its contents have changed."),
+    "constants": ("The ranges low and high are not those", None),
+    "network": ("The factory or the file of --model is not the one", None),
+    "features": ("The features are not those", None),
 }
+NOT_EXACTLY = (
+    "An exact resume repeats the noise, which must not be added to other gradients. Restore the "
+    "original; or change a setting, such as --epochs, to resume as a branch with new noise; or "
+    "start a new run."
+)
 
 
 def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
-    """Refuse to go on with other records or public weights, or exactly with another network.
+    """Reject other records or public weights, and in an exact resume another network.
 
     Records that were added or removed would change the rate at which the steps before sampled.
 
@@ -496,9 +474,10 @@ def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None
         InputError: they are others.
     """
     others = [
-        refusal
-        for of, (always, refusal) in _SAME.items()
-        if (always or exactly) and task.fingerprints.get(of) != before.get(of)
+        f"{what} that the run began with. "
+        f"{NOT_EXACTLY if why is None else f'{why} Restore the original, or start a new run.'}"
+        for of, (what, why) in _SAME.items()
+        if (why or exactly) and task.fingerprints.get(of) != before.get(of)
     ]
     if others:
         raise InputError(others)

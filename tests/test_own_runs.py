@@ -492,10 +492,10 @@ def test_another_network_is_another_branch() -> None:
     interrupted(wine("wine.npz"), "model", "net_own.py:make")
     resume = ("train", "--resume", "run", "--model")
     Path("net_own.py").write_text(made.replace("sigmoid", "tanh"))
-    assert "--model is not the one" in refused(*resume, "net_own.py:make")
+    assert "of --model is not the one" in refused(*resume, "net_own.py:make")
     Path("net_own.py").write_text(made)
     Path("net_two.py").write_text(f"{made}\ntwo = make\n")
-    assert "--model is not the one" in refused(*resume, "net_two.py:make")
+    assert "of --model is not the one" in refused(*resume, "net_two.py:make")
     Path("net_two.py").write_text(made)
     assert "has no 'two'" in refused(*resume, "net_two.py:two")
     done(*resume, "net_two.py:make")  # the same one, at another place
@@ -509,7 +509,7 @@ def test_another_network_is_another_branch() -> None:
 def test_another_factory_of_the_same_file_is_another_network() -> None:
     Path("net_own.py").write_text(f"{NETWORKS['recurrent']}\ntwo = make\n")
     interrupted(wine("wine.npz"), "model", "net_own.py:make")
-    assert "--model is not the one" in refused(
+    assert "of --model is not the one" in refused(
         "train", "--resume", "run", "--model", "net_own.py:two"
     )
 
