@@ -318,8 +318,10 @@ KERNEL_VARIABLES = (
     *("TORCHINDUCTOR_", "OPENBLAS_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES"),
 )
 #: Those that choose none; scikit-learn, torch and dpmac set them after the start.
-UNRELATED = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
-UNRELATED += ("TORCH_CPP_LOG_LEVEL",)
+UNRELATED = (
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
+    "TORCH_CPP_LOG_LEVEL",
+)
 #: Lines of /proc/cpuinfo that tell processors apart.
 PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 

@@ -101,7 +101,7 @@ class Ledger:
         folder.write_atomically(path, text.encode(), folder.PRIVATE_MODE)
 
     def before(self, step: int) -> None:
-        """Reserve a step that is about to begin, and as many more as take about a second."""
+        """Reserve a step that is about to begin, and more: for a second, or an eighth of all."""
         if step <= self.spent.begun:
             return
         seconds = time.perf_counter() - self._since
@@ -109,6 +109,7 @@ class Ledger:
             self._block *= 2
         elif seconds > 2 * SECONDS:
             self._block = max(1, self._block // 2)
+        self._block = min(self._block, 1 + (step - self.spent.base) // 8)
         self.write(min(self.spent.end, step + self._block - 1))
         self._since = time.perf_counter()
 
