@@ -205,6 +205,16 @@ def test_no_lost_file_makes_a_branch_cheaper(
 
 
 @pytest.mark.privacy
+@pytest.mark.usefixtures("killed")
+def test_an_altered_ledger_is_not_believed() -> None:
+    text = LEDGER.read_text()
+    assert text.count('"begun": 15') == 1
+    LEDGER.write_text(text.replace('"begun": 15', '"begun": 12'))
+    finished = finish(run.resume(RUN, {"lr": "0.01"}))
+    assert finished.report["privacy"]["events"][0]["steps"] == STEPS
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize(("lost", "left"), [(False, 15), (True, STEPS)])
 def test_an_exact_resume_is_charged_what_was_begun_before(
     lost: bool, left: int, killed: Truth
