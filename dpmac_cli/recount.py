@@ -75,9 +75,9 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
 
 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
-    """Return what a run did with its records; all that it was to do, where no report tells.
+    """Return the events of a run; those that were planned, if it was killed.
 
-    ``attempts`` adds what those did whose place it took in a study.
+    ``attempts`` adds the events of attempts that it replaced in a study.
 
     Raises:
         InputError: neither report nor ledger can be read.

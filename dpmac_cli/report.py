@@ -94,7 +94,7 @@ class Bill:
         planned: the last event as it was meant to be.
         seeded: whether any draw came from a seed that a person chose.
         secure: whether every branch ran with --secure.
-        abandoned: what attempts did whose place the run took in a study; no part of its epsilon.
+        abandoned: events of attempts that the run replaces in a study; not part of its epsilon.
     """
 
     events: tuple[TrainingEvent, ...]

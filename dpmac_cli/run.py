@@ -198,8 +198,8 @@ def train(
         data: already on the device; None to load it.
         ranks: the processes of the run, of which this one is the first; the others
             :func:`~dpmac_cli.assist.assist`.
-        abandoned: events of attempts that this run takes the place of in a study. Its own epsilon
-            does not cover them; its report lists them, and the study's epsilon covers them.
+        abandoned: events of attempts that this run replaces in a study. Its report lists them; the
+            study's epsilon covers them, and its own does not.
 
     With ``force``, the run that was there is kept in a folder within until this one has ended.
 
