@@ -65,9 +65,7 @@ def result(out: Path) -> dict[str, Any]:
     report = json.loads((out / "report.json").read_bytes())
     return {
         "weights": safetensors.torch.load_file(out / "model.safetensors"),
-        "metrics": [
-            {k: v for k, v in line.items() if k not in ("seconds", "sha256")} for line in lines
-        ],
+        "metrics": [{k: v for k, v in line.items() if k != "seconds"} for line in lines],
         "epsilon": report["privacy"]["epsilon"],
         "events": report["privacy"]["events"],
     }

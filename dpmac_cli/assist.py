@@ -11,6 +11,7 @@ from dpmac_cli.assembly import Task, choose_device, environment, make_task, make
 from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.faults import explained
+from dpmac_cli.folder import resume_command
 from dpmac_cli.ranks import DismissedError, Ranks
 from dpmac_cli.settings import TrainConfig, flag_name
 from dpmac_cli.source import listed
@@ -85,7 +86,7 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
         if said is None:
             raise
         raise RunError(
-            f"{failure} To go on from the last checkpoint: dpmac train --resume {said['folder']}"
+            f"{failure} To go on from the last checkpoint: {resume_command(Path(said['folder']))}"
         ) from failure
 
 

@@ -159,7 +159,7 @@ def _no_audit(run: Path) -> str:
         return f"{run} is not a run folder: it holds no {folder.CONFIG}. Name that of an audit run."
     return (
         f"{run} holds no {folder.AUDIT}: it is no audit run, or has not ended. Start one with "
-        f"dpmac train --canaries 1000, or go on: dpmac train --resume {run}"
+        f"dpmac train --canaries 1000, or go on: {folder.resume_command(run)}"
     )
 
 

@@ -20,7 +20,6 @@ from dpmac_cli.digest import digest
 from dpmac_cli.errors import InputError
 
 FOLDER = folder.CHECKPOINTS
-PRIVATE_FOLDER = 0o700
 NOTE = "PRIVATE.txt"
 NOTE_TEXT = """\
 These files are private. They hold the states of the generators that draw the noise and the batches:
@@ -55,11 +54,7 @@ class Checkpoint:
 
 def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
     """Write a checkpoint whole, then drop all but the last two. Raises OSError."""
-    where = run / FOLDER
-    where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-    mode = where.stat().st_mode & 0o777
-    if mode & ~PRIVATE_FOLDER:  # a copy may have opened it
-        where.chmod(mode & PRIVATE_FOLDER)
+    where = folder.private_folder(run)
     note = where / NOTE
     if not note.exists():
         folder.write_atomically(note, NOTE_TEXT.encode(), folder.PRIVATE_MODE)

@@ -17,6 +17,7 @@ from dpmac_cli.budget import training_event
 from dpmac_cli.config import to_yaml
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import Grid, Run
+from dpmac_cli.ledger import attempts
 from dpmac_cli.listing import Entry, find_runs
 from dpmac_cli.recount import events_of
 
@@ -194,7 +195,7 @@ def _cell(
             epsilon = max(epsilon, total_epsilon(did, config.delta))
         accuracies[run.seed] = float(report["test"]["accuracy"])
         seconds.append(float(report["timings"]["training_seconds"]))
-        lines = folder.read_lines(run.folder / folder.METRICS).records
+        lines = folder.read_lines(run.folder / folder.METRICS)
         histories.append(
             (
                 tuple(int(line["step"]) for line in lines),
@@ -249,10 +250,10 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
 
 
 def _event(run: Run) -> tuple[TrainingEvent, ...]:
-    """What a run did: more than was planned, if it went on as a branch."""
+    """Return what all attempts at a run did, with each of its branches; in full if unfinished."""
     if finished_report(run) is not None:
-        return events_of(run.folder)
-    return (training_event(run.config, run.config.total_steps),)
+        return events_of(run.folder, attempts=True)
+    return attempts(run.folder, training_event(run.config), whole=True)
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:
@@ -274,7 +275,7 @@ def _together(events: tuple[TrainingEvent, ...], others: Iterable[Entry], delta:
         try:
             if entry.dataset is None:
                 return math.inf
-            events = (*events, *events_of(entry.folder))
+            events = (*events, *events_of(entry.folder, attempts=True))
         except InputError:
             return math.inf
     try:

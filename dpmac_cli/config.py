@@ -24,6 +24,7 @@ from dpmac_cli.settings import (
     FEW_GUESSES,
     KINDS,
     OPTIMIZER,
+    OWN_MODEL,
     ROWS_AT_A_TIME,
     SETTINGS,
     STEPS,
@@ -83,7 +84,19 @@ def resolve(
     """
     errors: list[str] = []
     given = {} if file is None else _read_file(file, errors)
-    return _resolved({**(flags or {}), **settings}, given, errors)
+    typed = {**(flags or {}), **settings}
+    if "model" in given and not typed.get("model"):
+        errors += faults_of_model([str(given["model"].value)], given["model"].origin)
+    return _resolved(typed, given, errors)
+
+
+def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:
+    """Reject models of a settings file that are code: only a command line may name that."""
+    for model in filter(OWN_MODEL[0], models):
+        yield (
+            f"{origin} names code, {model}, and no file makes dpmac run code. If you trust it, "
+            f"add --model {model} to the command line."
+        )
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:

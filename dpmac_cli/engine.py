@@ -662,6 +662,7 @@ def fit(
     stop: Callable[[], bool] = lambda: False,
     pause: Callable[[int], bool] = lambda step: False,
     seconds: float = 0.0,
+    before: Callable[[int], None] = lambda step: None,
 ) -> Iterator[Progress | Evaluated]:
     """Train to the plan's end, scoring the test set after each epoch and at the end.
 
@@ -671,7 +672,8 @@ def fit(
         trainer: a trainer, fresh or part way.
         stop: asked after every step; True ends the run early, after a last evaluation.
         pause: asked after every step; True yields a Progress however early.
-        seconds: of training before, in a run that goes on.
+        seconds: of training before, in a run that is resumed.
+        before: called with the number of each step before it begins.
 
     Raises:
         DivergedError: the parameters are no longer finite.
@@ -681,6 +683,7 @@ def fit(
     chunk = state.chunk
     reported = mark = time.perf_counter()
     while state.step < plan.steps:
+        before(state.step + 1)
         trainer.step()
         stopping = stop()
         now = time.perf_counter()

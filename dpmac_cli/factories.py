@@ -57,13 +57,13 @@ def built_by(spec: str, dataset: Dataset) -> str:
 
 
 def source_sum(spec: str) -> str:
-    """SHA-256 of the file that a factory is in, once built; of what that imports nothing is known.
+    """SHA-256 of the file that a factory is in, once built, and of the factory's name.
 
-    Raises OSError.
+    Of what that file imports nothing is known. Raises OSError.
     """
-    place = spec.rpartition(":")[0]
+    place, _, name = spec.rpartition(":")
     file = place if place.endswith(".py") else inspect.getfile(sys.modules[place])
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(file).read_bytes() + f"\n{name}".encode()).hexdigest()
 
 
 def _arguments(factory: Callable[..., Any], dataset: Dataset) -> tuple[Any, ...]:

@@ -5,13 +5,15 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from dpmac_cli.config import HEADER
 from dpmac_cli.errors import InputError
@@ -35,8 +37,6 @@ FOLDERS = (CHECKPOINTS, EVENTS)
 #: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
 #: of the diagnostics would tell something of them.
 SUMS = "SHA256SUMS"
-#: The key of a line's own checksum, over the rest of it.
-LINE_SUM = "sha256"
 #: How the name of a file ends that is being written.
 PART = ".part"
 
@@ -45,6 +45,7 @@ TRIES, PATIENCE = 10, 0.02
 
 PUBLIC_MODE = 0o644
 PRIVATE_MODE = 0o600
+PRIVATE_FOLDER = 0o700
 
 
 @contextlib.contextmanager
@@ -79,9 +80,30 @@ def written_atomically(path: Path, mode: int) -> Iterator[Path]:
                 os.fsync(file.fileno())
             os.chmod(partial, mode)
             os.replace(partial, path)
+            _sync_folder(path.parent)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def _sync_folder(path: Path) -> None:
+    """Have a folder's entries survive a loss of power, on file systems that can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def private_folder(run: Path) -> Path:
+    """Make the folder of a run's checkpoints, its owner's alone. Raises OSError."""
+    where = run / CHECKPOINTS
+    where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    mode = where.stat().st_mode & 0o777
+    if mode & ~PRIVATE_FOLDER:  # a copy may have opened it
+        where.chmod(mode & PRIVATE_FOLDER)
+    return where
 
 
 def to_json(value: Any) -> str:
@@ -90,13 +112,8 @@ def to_json(value: Any) -> str:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """One line of JSON, with a checksum of its own."""
-    summed = {**record, LINE_SUM: _line_sum(record)}
-    return json.dumps(summed, allow_nan=False) + "\n"
-
-
-def _line_sum(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record).encode()).hexdigest()
+    """Return a record as one line of JSON."""
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) -> None:
@@ -236,34 +253,17 @@ def in_use(run: Path) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class Lines:
-    """What a file of lines holds.
-
-    Attributes:
-        records: of the lines that are as they were written.
-        whole: whether all of them are.
-    """
-
-    records: list[dict[str, Any]]
-    whole: bool
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of lines, without those that were cut short or are damaged."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [record for record in map(_record, lines) if isinstance(record, dict)]
 
 
-def read_lines(path: Path) -> Lines:
-    """The lines of a metrics file; what is damaged, or was cut short by a kill, is left out."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    records = [record for record in map(_record, lines[:-1]) if record is not None]
-    return Lines(records, whole=len(records) == len(lines) - 1 and not lines[-1])
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line holds; None if it is not as it was written."""
+def _record(line: bytes) -> Any:
     try:
-        record = json.loads(line)
-        found = record.pop(LINE_SUM)
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return json.loads(line)
+    except (ValueError, RecursionError):
         return None
-    return record if found == _line_sum(record) else None
 
 
 def set_aside(run: Path) -> None:
@@ -387,8 +387,19 @@ def check_run_folder(run: Path) -> None:
         raise InputError(
             f"{run / CONFIG} and its checksum in {SUMS} do not match: one was damaged or edited. "
             f"Delete {CONFIG}, and it is written anew from the checkpoint. To change a setting, "
-            f"give it as a flag: dpmac train --resume {run} --lr 0.01"
+            f"give it as a flag: {resume_command(run, ' --lr 0.01')}"
         )
+
+
+def resume_command(run: Path, change: str = "") -> str:
+    """Return the command that resumes a run, with its user-supplied model, if it has one."""
+    model = None
+    with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        settings = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+        model = settings.get("model") if isinstance(settings, dict) else None
+    named = isinstance(model, str) and ":" in model and model.isprintable()
+    own = f" --model {shlex.quote(str(model))}" if named else ""
+    return f"dpmac train --resume {run}{own}{change}"
 
 
 def make_folder(run: Path) -> Path:

@@ -96,6 +96,8 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     known = (*_studied(), "optimizer", "optimizers", "seeds")
     found = {} if file is None else read_lists(Path(file), known, errors)
     given = {name: [v for text in found[name] for v in _split(name, text)] for name in found}
+    if not flags.get("model"):
+        errors += configuration.faults_of_model(given.get("model", ()), f"model in {file}")
     typed = {
         name: _split(name, value) for name, value in flags.items() if value not in (None, False)
     }

@@ -192,7 +192,7 @@ def _unreported(where: Path, state: str, changed: float) -> Entry:
         raise ValueError(f"{folder.CONFIG} is not as it was written")
     settings = _settings(where)
     private = not settings.get("no-dp", False)
-    shown = folder.read_lines(where / folder.METRICS).records
+    shown = folder.read_lines(where / folder.METRICS)
     scored = [line for line in shown if "test_accuracy" in line]
     last = scored[-1] if scored else {}
     if state == CUT_OFF and shown and shown[-1].get("diverged"):

@@ -132,7 +132,7 @@ class Array:
         """How far its folder says that a run is."""
         config = self.configs[job.number]
         assert config.out is not None  # noqa: S101
-        lines = folder.read_lines(config.out / folder.METRICS).records
+        lines = folder.read_lines(config.out / folder.METRICS)
         step = int(lines[-1]["step"]) if lines else 0
         if lines and step != job.step:
             job.step = step

@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpmac_cli import pricing
+from dpmac_cli import ledger, pricing
 from dpmac_cli.accounting import SAMPLERS, SIGMA_MAX, SIGMA_MIN, TrainingEvent, total_epsilon
-from dpmac_cli.budget import training_event
 from dpmac_cli.calibration import MOST_STEPS
-from dpmac_cli.config import resolve
 from dpmac_cli.errors import InputError
-from dpmac_cli.folder import CONFIG, REPORT
+from dpmac_cli.folder import CONFIG, REPORT, SUMS, resume_command, vouched
 from dpmac_cli.pricing import Row
 from dpmac_cli.settings import COUNT, PROBABILITY
 
@@ -62,7 +60,7 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
     values = pricing.parse({name: flags.get(name) for name in BESIDE_A_RUN}, errors)
     if errors:
         raise InputError(errors)
-    events, size, own_delta, stored = _read_report(path)
+    events, size, own_delta, stored, _ = _read_report(path)
     accountants = pricing.accountants_for(events[-1].sampler, values.get("accountant"), errors)
     if errors:
         raise InputError(errors)
@@ -76,21 +74,27 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
     return Recount(rows, stored, total_epsilon(events, own_delta))
 
 
-def events_of(run: Path) -> tuple[TrainingEvent, ...]:
-    """What a run did with its records; all that it was to do, where no report tells.
+def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
+    """Return the events of a run; those that were planned, if it was killed.
+
+    ``attempts`` adds the events of attempts that it replaced in a study.
 
     Raises:
-        InputError: neither can be read.
+        InputError: neither report nor ledger can be read.
     """
-    try:
-        return _read_report(run)[0]
-    except InputError:
-        config = resolve({}, run / CONFIG).config
-        return () if config.no_dp else (training_event(config),)
+    found = ledger.read(run)
+    if found is not None and (run / SUMS).exists() and not vouched(run, REPORT):
+        # The report is damaged, or from before the run was resumed.
+        events, abandoned = (*found.earlier, found.event), found.abandoned
+    else:
+        events, *_, abandoned = _read_report(run)
+    return (*abandoned, *events) if attempts else events
 
 
-def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, float]:
-    """What was done, to how many records, the delta, and the epsilon given for them."""
+def _read_report(
+    path: Path,
+) -> tuple[tuple[TrainingEvent, ...], int, float, float, tuple[TrainingEvent, ...]]:
+    """Return what was done, to how many records, delta, the epsilon stated, and other attempts."""
     if path.suffix == ".safetensors":
         raise InputError(
             f"{path} is a model, which does not say what was done with the records. Name its run's "
@@ -100,8 +104,12 @@ def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, flo
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
         privacy, size = report["privacy"], int(report["dataset"]["train_size"])
-        events = tuple(TrainingEvent(**event) for event in privacy["events"])
+        events, abandoned = (
+            tuple(TrainingEvent(**event) for event in listed)
+            for listed in (privacy["events"], privacy.get("abandoned", ()))
+        )
         _check_events(events)
+        _check_events((*events, *abandoned))
         without = any(event.noise_multiplier == 0 for event in events)
         delta = pricing.DEFAULT_DELTA if without else float(privacy["delta"])
         stored = math.inf if privacy["epsilon"] is None else float(privacy["epsilon"])
@@ -110,7 +118,7 @@ def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, flo
     except FileNotFoundError as failure:
         hint = ""
         if (path / CONFIG).exists():
-            hint = f" The run was cut off before it wrote one. Go on: dpmac train --resume {path}"
+            hint = f" The run was cut off before it wrote one. Go on: {resume_command(path)}"
         raise InputError(f"{file} does not exist.{hint}") from failure
     except OSError as failure:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
@@ -119,7 +127,7 @@ def _read_report(path: Path) -> tuple[tuple[TrainingEvent, ...], int, float, flo
             f"{file} is not a report of dpmac, or not a whole one: what was done with the records "
             f"cannot be read from it ({failure})."
         ) from failure
-    return events, size, delta, stored
+    return events, size, delta, stored, abandoned
 
 
 def _check_events(events: Sequence[TrainingEvent]) -> None:

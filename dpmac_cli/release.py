@@ -209,7 +209,7 @@ def _find(path: Path) -> Path:
     if file.name == folder.MODEL and (file.parent / folder.CONFIG).is_file():
         raise InputError(
             f"The run in {file.parent} has not written its {folder.MODEL}: it is still training, "
-            f"or was stopped before it could. To go on: dpmac train --resume {file.parent}"
+            f"or was stopped before it could. To go on: {folder.resume_command(file.parent)}"
         )
     if not path.exists():
         raise InputError(f"{path} does not exist. {WANTED}")

@@ -111,12 +111,14 @@ class Bill:
         planned: the last event as it was meant to be.
         seeded: whether any draw came from a seed that a person chose.
         secure: whether every branch ran with --secure.
+        abandoned: events of attempts that the run replaces in a study; not part of its epsilon.
     """
 
     events: tuple[TrainingEvent, ...]
     planned: TrainingEvent
     seeded: bool
     secure: bool = False
+    abandoned: tuple[TrainingEvent, ...] = ()
 
 
 def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
@@ -140,6 +142,7 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
         "sampling_rate": accounting.common(event.sampling_rate for event in bill.events),
         "steps": sum(event.steps for event in bill.events),
         "events": [vars(event) for event in bill.events],
+        "abandoned": [vars(event) for event in bill.abandoned],
         "adjacency": sampling.adjacency if private else None,
         "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
         "statement": f"{SEED_GIVEN} {promise}" if private and bill.seeded else promise,

@@ -4,13 +4,13 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpmac_cli import assist, audit, checkpoint, folder
+from dpmac_cli import assist, audit, checkpoint, folder, ledger
 from dpmac_cli import config as configuration
 from dpmac_cli.accounting import (
     EpsilonSchedule,
@@ -22,9 +22,11 @@ from dpmac_cli.assembly import (
     Task,
     choose_device,
     device_name,
+    differences,
     environment,
     make_task,
     make_trainer,
+    repeatable,
 )
 from dpmac_cli.budget import affordable, settle_noise, training_event
 from dpmac_cli.card import model_card
@@ -34,8 +36,10 @@ from dpmac_cli.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.engine import Evaluated, Progress, Trainer, fit
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.events import EventLog
+from dpmac_cli.factories import is_factory
 from dpmac_cli.faults import explained
 from dpmac_cli.feature_cache import Computing
+from dpmac_cli.ledger import Ledger, Spent
 from dpmac_cli.ranks import Ranks
 from dpmac_cli.release import save_model
 from dpmac_cli.report import Bill, Outcome, State, build_report, metrics_line, public_facts
@@ -125,13 +129,9 @@ class Session:
         task: the network that is published, and what is trained of it.
         trainer: at ``trainer.state.step``.
         where: its folder.
-        steps: that it will end at.
-        base: the step at which its current branch began; 0 for a run without branches.
-        earlier: what other branches did with the records.
-        seeded: whether any branch drew from a seed that a person chose.
-        secure: whether every branch ran with --secure.
+        ledger: of the steps that may have begun.
         history: the lines of metrics.jsonl so far.
-        shown: steps of the lines that are in it, which may be ahead of a run that was killed.
+        shown: how many of them are in it.
         seconds: of training so far.
         branch: why it is a branch, if it has just become one.
         notes: what the person who resumes it should know.
@@ -143,19 +143,25 @@ class Session:
     task: Task
     trainer: Trainer
     where: Path
-    steps: int
+    ledger: Ledger
     diagnostics: Diagnostics | None
-    base: int = 0
-    earlier: tuple[TrainingEvent, ...] = ()
-    seeded: bool = False
-    secure: bool = False
     history: list[dict[str, Any]] = field(default_factory=list)
-    shown: set[int] = field(default_factory=set)
+    shown: int = 0
     seconds: float = 0.0
     branch: str | None = None
     notes: tuple[str, ...] = ()
     ranks: Ranks | None = None
     events: EventLog | None = None
+
+    @property
+    def steps(self) -> int:
+        """Step that the run will end at."""
+        return self.ledger.spent.end
+
+    @property
+    def base(self) -> int:
+        """Step at which the current branch began; 0 for a run without branches."""
+        return self.ledger.spent.base
 
     def scores_at(self, step: int) -> bool:
         """Whether the test set is scored after a step."""
@@ -166,9 +172,11 @@ class Session:
         return training_event(self.config, steps - self.base)
 
     def bill(self) -> Bill:
-        """What has been done with the records."""
-        events = (*self.earlier, self.event(self.trainer.state.step))
-        return Bill(events, self.event(self.config.total_steps), self.seeded, self.secure)
+        """What has been done with the records, by this session and by those before."""
+        spent, charged = self.ledger.spent, self.ledger.charged(self.trainer.state.step)
+        events = (*spent.earlier, self.event(charged))
+        planned = self.event(self.config.total_steps)
+        return Bill(events, planned, spent.seeded, spent.secure, spent.abandoned)
 
     def epsilon(self) -> float:
         """What has been spent."""
@@ -180,6 +188,7 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
+    abandoned: tuple[TrainingEvent, ...] = (),
 ) -> Iterator[RunEvent]:
     """Train, write the run folder, and say what happens as it happens.
 
@@ -189,6 +198,8 @@ def train(
         data: already on the device; None to load it.
         ranks: the processes of the run, of which this one is the first; the others
             :func:`~dpmac_cli.assist.assist`.
+        abandoned: events of attempts that this run replaces in a study. Its report lists them; the
+            study's epsilon covers them, and its own does not.
 
     With ``force``, the run that was there is kept in a folder within until this one has ended.
 
@@ -199,7 +210,24 @@ def train(
         RunError: training diverged, memory ran out, or the device failed.
     """
     with explained():
-        yield from _train(config, stop, data, ranks)
+        device = choose_device(config.device, ranks)
+        if config.out is not None:
+            folder.check_chosen_folder(config.out, config.force)
+        config = replace(settle_noise(config), device=str(device))
+        session = yield from _session(config, device, data, stop, ranks, abandoned=abandoned)
+        where = session.where
+        with folder.locked(where):
+            if config.out is not None:  # another run may have ended in it meanwhile
+                folder.check_chosen_folder(where, config.force)
+            folder.make_way(where)
+            try:
+                _write_config(session)
+                session.ledger.write(0)
+                _save(session)  # so that a run can be resumed from its first moment on
+            except BaseException:
+                folder.put_back(where)
+                raise
+            yield from _drive(session, stop)
 
 
 def finish(events: Iterable[RunEvent]) -> Finished:
@@ -213,28 +241,6 @@ def finish(events: Iterable[RunEvent]) -> Finished:
     return last
 
 
-def _train(
-    config: TrainConfig, stop: Callable[[], bool], data: Data | None, ranks: Ranks | None
-) -> Iterator[RunEvent]:
-    device = choose_device(config.device, ranks)
-    if config.out is not None:
-        folder.check_chosen_folder(config.out, config.force)
-    config = replace(settle_noise(config), device=str(device))
-    session = yield from _session(config, device, data, stop, ranks)
-    where = session.where
-    with folder.locked(where):
-        if config.out is not None:  # another run may have ended in it meanwhile
-            folder.check_chosen_folder(where, config.force)
-        folder.make_way(where)
-        try:
-            _write_config(session)
-            _save(session)  # so that a run can be resumed from its first moment on
-        except BaseException:
-            folder.put_back(where)
-            raise
-        yield from _drive(session, stop)
-
-
 def _session(
     config: TrainConfig,
     device: torch.device,
@@ -244,6 +250,7 @@ def _session(
     where: Path | None = None,
     base: int = 0,
     earlier: tuple[TrainingEvent, ...] = (),
+    abandoned: tuple[TrainingEvent, ...] = (),
 ) -> Generator[Computing, None, Session]:
     """A run or a branch before its first step, in a folder of its own unless one is given."""
     if ranks is not None:
@@ -252,20 +259,11 @@ def _session(
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
     task = yield from make_task(config, device, len(earlier), data, stop)
     trainer = make_trainer(config, steps, device, diagnostics, len(earlier), task=task, ranks=ranks)
-    return Session(
-        config,
-        task,
-        trainer,
-        where or _take_folder(config),
-        steps,
-        diagnostics,
-        base,
-        earlier,
-        seeded=config.seed is not None,
-        secure=config.secure,
-        notes=task.notes,
-        ranks=ranks,
-    )
+    where = where or _take_folder(config)
+    event, seeded = training_event(config, steps - base), config.seed is not None
+    spent = Spent(earlier, event, base, base, seeded, config.secure, abandoned)
+    kept = Ledger(where, spent)
+    return Session(config, task, trainer, where, kept, diagnostics, notes=task.notes, ranks=ranks)
 
 
 def _write_config(session: Session) -> None:
@@ -284,16 +282,18 @@ def resume(
     data: Data | None = None,
     ranks: Ranks | None = None,
 ) -> Iterator[RunEvent]:
-    """Go on from a run's newest whole checkpoint.
+    """Resume a run from its newest whole checkpoint.
 
-    With nothing changed, the run ends as if it had never stopped, bit for bit on the same machine.
-    With anything changed (more epochs, another rate, another machine), sampler and noise are keyed
-    anew, so that no draw ever meets two different gradients: the run is then a branch, and its
-    price covers every branch. Settings are those of the checkpoint; flags change them.
+    With nothing changed, the run ends as if it had never stopped, bit for bit on the same CPU.
+    With anything changed (more epochs, another rate, another machine), and always on a GPU, the
+    run is a branch: its sampler and noise use new keys, so that no noise is added to two different
+    gradients, and epsilon covers every branch. Settings are those of the checkpoint; flags change
+    them.
 
     Args:
         where: a run folder.
-        flags: settings to change, as in :func:`~dpmac_cli.config.resolve`.
+        flags: settings to change, as in :func:`~dpmac_cli.config.resolve`; ``model``, too, for a
+            user-supplied model, whose code is not imported because a file names it.
         stop, data, ranks: as in :func:`train`. With another number of ranks it is a branch.
 
     Raises:
@@ -315,9 +315,9 @@ FIXED = (
     *("features", "feature_groups", "pretrained", "train"),
     *("channels", "image_size", "classes"),
 )
-#: Settings that change nothing about what is computed. A data set, where it may be named anew, has
-#: the same records.
-ASIDE = ("device", "diagnostics", "tensorboard", "plot", "dataset")
+#: Settings that change nothing about what is computed. Where a dataset or a user-supplied model may
+#: have another path, its contents are compared by their fingerprints.
+ASIDE = ("device", "diagnostics", "tensorboard", "plot", "dataset", "model")
 
 
 def _resumed(
@@ -330,43 +330,33 @@ def _resumed(
     saved = checkpoint.newest(where)
     record = saved.record
     typed = {name: value for name, value in flags.items() if value is not None}
-    may_move = _may_move(record["config"]["dataset"], typed)
-    for name in map(flag_name, (name for name in FIXED if name != "dataset" or not may_move)):
+    free = _named_again(where, record["config"], typed)
+    for name in (flag_name(name) for name in FIXED if name not in free):
         given = typed.pop(name.replace("-", "_"), None)
         if given and str(given) != str(record["config"].get(name)):
             raise InputError(
-                f"--{name} cannot change in a run that goes on. Start a new run with it."
+                f"--{name} cannot change in a resumed run. Start a new run to change it."
             )
     resolved = configuration.change(record["config"], typed)
     config = resolved.config
     device = choose_device(config.device, ranks)
     config = replace(config, device=str(device), out=where)
-    changed = sorted(
-        name
-        for name, value in config.recorded().items()
+    changed = [
+        f"{name} changed"
+        for name, value in sorted(config.recorded().items())
         if name not in ASIDE and record["config"].get(name) != value
-    )
-    if record["environment"] != environment(device, ranks):
-        changed.append("the machine or its software")
+    ]
+    if others := sorted(differences(record["environment"], environment(device, ranks))):
+        changed.append(f"the machine or its software changed ({', '.join(others)})")
     if config.seed is not None:
-        changed.append("seed")
+        changed.append("seed changed")
     step = record["state"]["step"]
-    metrics = folder.read_lines(where / folder.METRICS)
-    earlier = tuple(TrainingEvent(**event) for event in record["earlier"])
-    branch = None
-    base = record["base"]
-    if changed and config.canaries is not None:
-        raise InputError(
-            f"{where} is an audit run, which can only go on as it was ({', '.join(changed)} "
-            "changed): an audit is of one guarantee, and guesses one set of coins. Start a new run."
-        )
-    if changed:
-        branch = f"{', '.join(changed)} changed"
-        earlier = (*earlier, _taken(saved, metrics))
-        base = step
+    before, known = _before(where, record)
+    if len(before.earlier) > len(record["spent"]["earlier"]):
+        changed.append("the checkpoint of the last branch is lost")
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
     told = told and folder.reported_steps(where) >= step  # else files are yet to be written
-    if config.total_steps < step or (config.total_steps == step and told and not changed):
+    if config.total_steps < step or (config.total_steps == step and told):
         reached = (
             f"{where} is finished: it took {step} of {config.total_steps} steps."
             if step == config.total_steps
@@ -377,95 +367,107 @@ def _resumed(
             f"{reached} To train on, give more with --epochs (above "
             f"{step // config.steps_per_epoch}) or --steps (above {step})."
         )
+    if not repeatable(device) and config.total_steps > step:
+        changed.append("steps on a GPU cannot be repeated bit for bit")
+    if changed and config.canaries is not None:
+        raise InputError(
+            f"{where} is an audit run, which can only be resumed exactly ({'; '.join(changed)}): "
+            "an audit is of one guarantee, and guesses one set of coins. Start a new run."
+        )
+    branch = "; ".join(changed) or None
+    base, earlier = (step, before.events) if changed else (before.base, before.earlier)
     session = yield from _session(config, device, data, stop, ranks, where, base, earlier)
     _check_same(session.task, record.get("fingerprints", {}), exactly=branch is None)
     state = session.trainer.state
     state.restore(saved.tensors, record["state"])
+    spent = replace(
+        session.ledger.spent,
+        begun=base if changed else before.begun,
+        seeded=before.seeded or config.seed is not None,
+        secure=before.secure and config.secure,
+        abandoned=before.abandoned,
+    )
     session = replace(
         session,
-        seeded=record["seeded"] or session.seeded,
-        secure=record["secure"] and session.secure,
+        ledger=Ledger(where, spent),
         history=list(record["history"]),
-        shown={line["step"] for line in (metrics.records if branch is None else record["history"])},
+        shown=len(record["history"]),
         seconds=record["seconds"],
         branch=branch,
-        notes=(
-            *resolved.notes,
-            *session.notes,
-            *_losses(saved, metrics, branched=branch is not None),
-        ),
+        notes=(*resolved.notes, *session.notes, *_losses(saved, before, known=known)),
     )
+    # First of all what was spent: where the kill of a branch comes next, the run has no checkpoint
+    # of that branch, and its next resume is another one.
+    session.ledger.write(spent.begun)
     if branch is None:
-        # Metrics stay as they are: lines past the checkpoint were shown, and a branch must count
-        # their steps; lines that are damaged, too, until all are written anew.
         state.restore_generators(record["state"])
     else:
-        # First of all the bill of the other branches, in a checkpoint that replaces theirs.
         kept = _save(session)
         checkpoint.discard(where, but=kept)
         folder.set_aside(where)
-        _write_metrics(session)
-    _write_config(session)
+    _write_config(session)  # which removes the checksums of what changes next
+    _write_metrics(session)
     return session
 
 
-def _may_move(recorded: str, typed: Mapping[str, Any]) -> bool:
-    """Whether the data set may be named anew: it is a person's own, and so is what is typed.
+def _before(where: Path, record: Mapping[str, Any]) -> tuple[Spent, bool]:
+    """Return what was spent before a resume by the largest of all witnesses, and if that is known.
+
+    Where the ledger is missing or damaged, all planned steps of the current branch are charged.
+    """
+    saved, found = Spent.of(record["spent"]), ledger.read(where)
+    same = found is not None and replace(found, begun=saved.begun) == saved
+    if found is None or not (same or len(found.earlier) > len(saved.earlier)):
+        return replace(saved, begun=saved.end), False
+    shown = [line.get("step") for line in folder.read_lines(where / folder.METRICS)]
+    steps = [step for step in shown if isinstance(step, int)]
+    begun = max(found.begun, record["state"]["step"], folder.reported_steps(where), *steps)
+    return replace(found, begun=min(begun, found.end)), True
+
+
+def _named_again(where: Path, recorded: Mapping[str, Any], typed: Mapping[str, Any]) -> set[str]:
+    """Return which of dataset and model may have another path, being the user's own.
 
     Raises:
-        InputError: it must be, for it is not where it was.
+        InputError: the path of either must be given, and is not.
     """
-    given = typed.get("dataset")
-    if recorded in DATASETS:
-        return False
-    if given is None and not Path(recorded).exists():
-        raise InputError(
-            f"The run's data {recorded} is not where it was. Put it back, or name its new place "
-            "with --dataset."
-        )
-    return given not in DATASETS
+    free = set()
+    source, given = recorded["dataset"], typed.get("dataset")
+    if source not in DATASETS:
+        if given is None and not Path(source).exists():
+            raise InputError(
+                f"The run's data {source} is not where it was. Put it back, or name its new place "
+                "with --dataset."
+            )
+        free |= {"dataset"} if given not in DATASETS else set()
+    if is_factory(recorded["model"]):
+        if not is_factory(str(typed.get("model"))):
+            raise InputError(
+                f"{where} trains a model of your own, {recorded['model']}. No file makes dpmac run "
+                f"code, so name it again, if you trust it: {folder.resume_command(where)}"
+            )
+        free.add("model")
+    return free
 
 
-#: What must be as it was, by its fingerprint: whether for a branch, too, and what is said if not.
-_SAME: Mapping[str, tuple[bool, str]] = {
-    "data": (
-        True,
-        "The records are not those that the run began with, and what it has spent was spent on "
-        "those, at their sampling rate. Put them back as they were, or start a new run.",
-    ),
-    "classes": (
-        True,
-        "The names of the classes are not those that the run began with, so that its labels mean "
-        "something else. Put them back as they were, or start a new run.",
-    ),
-    "constants": (
-        False,
-        "The ranges low and high are not those that the run began with, and the noise of a run "
-        "that goes on exactly must never meet other gradients. Put them back; or change a setting, "
-        "such as --epochs, to go on as a branch with new noise; or start a new run.",
-    ),
-    "network": (
-        False,
-        "The file of --model is not the one that the run began with, and the noise of a run that "
-        "goes on exactly must never meet other gradients. Put it back; or change a setting, such "
-        "as --epochs, to go on as a branch with new noise; or start a new run.",
-    ),
-    "pretrained": (
-        True,
-        "The file of --pretrained is not the one that the run began with: its contents have "
-        "changed. Put that one back, or start a new run.",
-    ),
-    "features": (
-        False,
-        "The features are not those that the run began with, and the noise of a run that goes on "
-        "exactly must never meet other gradients. Change a setting, such as --epochs, to go on as "
-        "a branch with new noise; or start a new run.",
-    ),
+#: What must be as it was, by its fingerprint, and why a branch must have it, too, if it must.
+_SAME: Mapping[str, tuple[str, str | None]] = {
+    "data": ("The records are not those", "What was spent was spent on those, at their rate."),
+    "classes": ("The names of the classes are not those", "The labels mean something else now."),
+    "pretrained": ("The file of --pretrained is not the one", "Its contents have changed."),
+    "constants": ("The ranges low and high are not those", None),
+    "network": ("The factory or the file of --model is not the one", None),
+    "features": ("The features are not those", None),
 }
+NOT_EXACTLY = (
+    "An exact resume repeats the noise, which must not be added to other gradients. Restore the "
+    "original; or change a setting, such as --epochs, to resume as a branch with new noise; or "
+    "start a new run."
+)
 
 
 def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
-    """Refuse to go on with other records or public weights, or exactly with another network.
+    """Reject other records or public weights, and in an exact resume another network.
 
     Records that were added or removed would change the rate at which the steps before sampled.
 
@@ -473,9 +475,10 @@ def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None
         InputError: they are others.
     """
     others = [
-        refusal
-        for of, (always, refusal) in _SAME.items()
-        if (always or exactly) and task.fingerprints.get(of) != before.get(of)
+        f"{what} that the run began with. "
+        f"{NOT_EXACTLY if why is None else f'{why} Restore the original, or start a new run.'}"
+        for of, (what, why) in _SAME.items()
+        if (why or exactly) and task.fingerprints.get(of) != before.get(of)
     ]
     if others:
         raise InputError(others)
@@ -496,33 +499,18 @@ def goes_on_exactly(where: Path, device: str) -> bool:
         record = checkpoint.newest(where).record
     except InputError:
         return False
-    return bool(record["environment"] == environment(choose_device(device)))
+    here, over = choose_device(device), record["state"]["step"] >= Spent.of(record["spent"]).end
+    return record["environment"] == environment(here) and (repeatable(here) or over)
 
 
-def _taken(saved: checkpoint.Checkpoint, metrics: folder.Lines) -> TrainingEvent:
-    """What the branch that is being left did with the records, as far as anyone may have seen.
-
-    Where what was seen can no longer be told, it is all that the branch was to do.
-    """
-    record = saved.record
-    shown = [line["step"] for line in metrics.records]
-    steps = max([record["state"]["step"], *shown]) - record["base"]
-    known = metrics.whole and not saved.damaged
-    return replace(TrainingEvent(**record["event"]), steps=steps if known else record["planned"])
-
-
-def _losses(saved: checkpoint.Checkpoint, metrics: folder.Lines, branched: bool) -> Iterator[str]:
-    """What was damaged, and what is done about it."""
+def _losses(saved: checkpoint.Checkpoint, before: Spent, *, known: bool) -> Iterator[str]:
+    """Say what is damaged, and what is done about it."""
     for name in saved.damaged:
-        yield f"{name} is damaged; going on from step {saved.record['state']['step']}."
-    if not metrics.whole:
-        yield f"{folder.METRICS} is damaged; its lines are written again as training gets there."
-    elif not saved.damaged:
-        return
-    if branched:
+        yield f"{name} is damaged; resuming from step {saved.record['state']['step']}."
+    if not known:
         yield (
-            f"What was shown can no longer be told, so that the branch that is left is paid for in "
-            f"full: {saved.record['planned']} steps."
+            f"{checkpoint.FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
+            f"many steps were taken: all {before.event.steps} planned ones are charged."
         )
 
 
@@ -546,6 +534,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         assist.begin(session.ranks, session.config, session.task, session.trainer, session.where)
     with _divergence_shown(session):
         yield from _updates(session, stop)
+    session.ledger.settle(session.trainer.state.step)
     if session.ranks is not None:
         session.ranks.dismiss()
     _save(session)
@@ -564,7 +553,7 @@ def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Re
     with ThreadPoolExecutor(1) as pool:
         # Prices are composed beside the training, which they must not hold up.
         prices = pool.submit(_prices, session)
-        for event in fit(trainer, stop, due, session.seconds):
+        for event in fit(trainer, stop, due, session.seconds, session.ledger.before):
             session.seconds = event.seconds
             scored = isinstance(event, Evaluated)
             schedule = prices.result() if scored else _if_ready(prices)
@@ -629,8 +618,7 @@ def _publish(session: Session, total_seconds: float) -> Finished:
     folder.write_atomically(where / folder.REPORT, folder.to_json(report).encode())
     if state != "interrupted":
         _write_audit(session, report)
-    if trainer.state.step == session.steps:  # else lines may be ahead, or damaged, and must stay
-        _write_metrics(session)
+    _write_metrics(session)
     if config.plot:
         from dpmac_cli.plots import draw_curves  # noqa: PLC0415  (loads matplotlib)
 
@@ -667,16 +655,16 @@ def _divergence_shown(session: Session) -> Iterator[None]:
     except DivergedError as failure:
         epoch = failure.step / session.config.steps_per_epoch
         session.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
+        session.ledger.settle(failure.step)
         _show(session)
         raise
 
 
 def _show(session: Session) -> None:
     """Add to metrics.jsonl, and to the events, the lines that are not there yet."""
-    for line in session.history:
-        if line["step"] not in session.shown:
-            folder.append_line(session.where / folder.METRICS, line)
-            session.shown.add(line["step"])
+    for line in session.history[session.shown :]:
+        folder.append_line(session.where / folder.METRICS, line)
+        session.shown += 1
     if session.events is not None:
         session.events.follow(session.history)
 
@@ -688,12 +676,7 @@ def _save(session: Session) -> Path:
     record = {
         "state": state.numbers(),
         "config": session.config.recorded(),
-        "event": vars(session.event(state.step)),
-        "base": session.base,
-        "planned": session.config.total_steps - session.base,
-        "earlier": [vars(event) for event in session.earlier],
-        "seeded": session.seeded,
-        "secure": session.secure,
+        "spent": asdict(session.ledger.spent),
         "history": session.history,
         "seconds": session.seconds,
         "fingerprints": dict(session.task.fingerprints),
@@ -712,7 +695,9 @@ def _take_folder(config: TrainConfig) -> Path:
 def _prices(session: Session) -> EpsilonSchedule:
     config = session.config
     event = session.event(session.steps)
-    return epsilon_schedule(event, config.delta, config.steps_per_epoch, session.earlier)
+    return epsilon_schedule(
+        event, config.delta, config.steps_per_epoch, session.ledger.spent.earlier
+    )
 
 
 def _if_ready(prices: Future[EpsilonSchedule]) -> EpsilonSchedule | None:

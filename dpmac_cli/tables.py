@@ -69,12 +69,14 @@ def warnings(comparison: Comparison) -> list[str]:
     counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
     bill = (
         []
-        if runs < 2
+        if runs < 2 and comparison.bill <= comparison.cells[0].epsilon
         else [
             "An epsilon above is the price of one run fixed in advance. "
             f"The {runs} runs{counted} are on the same records: publishing what was learnt from "
             "all of them, such as which is best, costs epsilon "
-            f"{format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all."
+            f"{format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all. That covers "
+            "attempts at these runs that were begun again from scratch, but no deleted runs, nor "
+            "runs replaced by dpmac train --force."
         ]
     )
     alone = len(comparison.cells) == 1 and not beside

@@ -18,6 +18,7 @@ import torch.multiprocessing as processes
 
 from dpmac_cli import run
 from dpmac_cli.assembly import choose_device, make_task, make_trainer, outcome
+from dpmac_cli.budget import training_event
 from dpmac_cli.checkup import usable_cores
 from dpmac_cli.data import Data, Split, load_data
 from dpmac_cli.engine import Evaluated, Trainer
@@ -25,6 +26,7 @@ from dpmac_cli.errors import DpmacError, explain_os_error
 from dpmac_cli.executors import PATIENCE, Ended, Moved, RunEvent, died
 from dpmac_cli.faults import device_lost, what_failed
 from dpmac_cli.grid import Grid
+from dpmac_cli.ledger import attempts
 from dpmac_cli.places import data_folder
 from dpmac_cli.settings import TrainConfig
 from dpmac_cli.source import Source
@@ -312,9 +314,11 @@ def _events(
     assert config.out is not None  # noqa: S101
     steps, accuracy = config.total_steps, None
     if run.goes_on_exactly(config.out, config.device):
-        events = run.resume(config.out, {"device": config.device}, stop, data)
-    else:
-        events = run.train(config, stop, data)
+        flags = {"device": config.device, "model": config.model}
+        events = run.resume(config.out, flags, stop, data)
+    else:  # what was done before, in a run that cannot be repeated here, is charged to the study
+        before = () if config.no_dp else attempts(config.out, training_event(config))
+        events = run.train(config, stop, data, abandoned=before)
     for event in events:
         if isinstance(event, run.Started):
             yield event.done, steps, accuracy

@@ -332,7 +332,7 @@ def test_an_audit_run_cannot_branch(change: dict[str, str]) -> None:
 
 def test_an_ordinary_run_does_not_become_an_audit() -> None:
     stopped = finish(run.train(digits_config(steps=4), after(2)))
-    with pytest.raises(InputError, match="--canaries cannot change in a run that goes on"):
+    with pytest.raises(InputError, match="--canaries cannot change in a resumed run"):
         finish(run.resume(stopped.folder, {"canaries": "50"}))
 
 

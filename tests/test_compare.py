@@ -143,7 +143,7 @@ def test_a_run_that_went_on_as_a_branch_is_priced_as_it_went(
     study = plan({**flags, "device": "cpu"}, None, tmp_path)
     list(run.train(study.runs[0].config))
     twice = (training_event(study.runs[0].config, 8),) * 2
-    monkeypatch.setattr(compare, "events_of", lambda _: twice)
+    monkeypatch.setattr(compare, "events_of", lambda _, **__: twice)
     found = collect(study, {})
     spent = total_epsilon(twice, 1e-5)
     assert spent > total_epsilon(twice[:1], 1e-5)

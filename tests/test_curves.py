@@ -41,7 +41,7 @@ def redrawn(where: Path) -> bytes:
     """The curves of a run's metrics."""
     report = json.loads((where / folder.REPORT).read_text())
     title = f"{report['dataset']['name']}, {report['optimizer']}"
-    draw_curves(folder.read_lines(where / folder.METRICS).records, title, Path("again.svg"))
+    draw_curves(folder.read_lines(where / folder.METRICS), title, Path("again.svg"))
     return Path("again.svg").read_bytes()
 
 

@@ -21,7 +21,7 @@ EPOCH = 12
 
 
 def lines_of(where: Path) -> list[dict[str, Any]]:
-    return folder.read_lines(where / folder.METRICS).records
+    return folder.read_lines(where / folder.METRICS)
 
 
 def read(where: Path) -> dict[str, list[tuple[int, float, float]]]:

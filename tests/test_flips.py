@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpmac_cli import assembly, checkpoint, compare, folder, run, scoring, workers
+from dpmac_cli import assembly, checkpoint, compare, folder, ledger, run, scoring, workers
 from dpmac_cli.data import Data, load_data
 from dpmac_cli.errors import InputError
 from dpmac_cli.grid import Run, plan
@@ -22,7 +22,8 @@ from tests.digits_runs import after, digits_config, same_weights
 PLACES = 50
 STOPPED, STEPS = 14, 16
 NEWEST, BEFORE = "checkpoint/step-000000014.safetensors", "checkpoint/step-000000012.safetensors"
-FILES = (*folder.PUBLISHED, folder.SUMS, NEWEST, BEFORE, f"checkpoint/{checkpoint.NOTE}")
+LEDGER = f"checkpoint/{ledger.FILE}"
+FILES = (*folder.PUBLISHED, folder.SUMS, NEWEST, BEFORE, LEDGER, f"checkpoint/{checkpoint.NOTE}")
 #: What a run is compared by, beside its weights.
 Result = dict[str, Any]
 
@@ -49,13 +50,12 @@ def finish(events: Iterator[RunEvent]) -> tuple[Started, Finished]:
 def result(where: Path) -> Result:
     report = json.loads((where / folder.REPORT).read_bytes())
     lines = folder.read_lines(where / folder.METRICS)
-    assert lines.whole
     return {
         "privacy": report["privacy"],
         "test": report["test"],
         "metrics": [
             {key: value for key, value in line.items() if key != "seconds"}
-            for line in lines.records
+            for line in lines
             if line["step"] != STOPPED
         ],
     }
@@ -124,29 +124,28 @@ def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
             refused += f"{folder.CONFIG} and its checksum in {folder.SUMS}" in str(failure)
             (where / folder.CONFIG).unlink()  # as the message says
             started, finished = finish(run.resume(where, {}))
-        noted += any("is damaged" in note for note in started.notes)
+        noted += any("damaged" in note for note in started.notes)
         assert same_weights(finished.folder, runs / "whole")
         assert result(finished.folder) == expected
         assert all(folder.vouched(where, published) for published in folder.PUBLISHED)
     count = count_of(runs / "stopped" / name)
     # A checksum file has a line for each of four files, of which the configuration's counts.
     assert refused == {folder.CONFIG: count}.get(name, refused if name == folder.SUMS else 0)
-    assert noted == {NEWEST: noted, folder.METRICS: noted}.get(name, 0)
-    assert noted > count / 2 or name not in (NEWEST, folder.METRICS)
+    assert noted == {NEWEST: noted, LEDGER: noted}.get(name, 0)
+    assert noted > count / 2 or name not in (NEWEST, LEDGER)
 
 
 @pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", [folder.METRICS, NEWEST])
+@pytest.mark.parametrize("name", [folder.METRICS, NEWEST, LEDGER])
 def test_a_flipped_byte_makes_no_branch_cheaper(name: str, runs: Path) -> None:
     for where in flipped(runs / "stopped", name, seed=3):
         started, finished = finish(run.resume(where, {"lr": "0.01"}))
         left, _ = finished.report["privacy"]["events"]
-        found = folder.read_lines(where / "branch-1" / folder.METRICS)
-        known = found.whole and [line["step"] for line in found.records] == [12, STOPPED]
-        known = known and not any("step-" in note for note in started.notes)
-        assert left["steps"] in (STOPPED, STEPS)
-        assert left["steps"] == STEPS or known
+        lost = any(ledger.FILE in note for note in started.notes)
+        # A step of a line may be read as another one, which is then charged, up to the last.
+        assert left["steps"] == (STEPS if lost else max(STOPPED, left["steps"])) <= STEPS
+        assert left["steps"] == STOPPED or name == folder.METRICS or lost
 
 
 @pytest.fixture(scope="module")

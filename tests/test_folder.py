@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,7 +173,8 @@ def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
         elif path.name in private or path.parent.name == checkpoint.FOLDER:
             assert path.stat().st_mode & 0o777 == 0o600, path
             found += 1
-    assert found == 1 + 2 + 3  # the lock; diagnostics of two branches; two checkpoints and a note
+    # The lock; diagnostics of two branches; two checkpoints, the ledger and a note.
+    assert found == 1 + 2 + 4
 
 
 @pytest.mark.privacy
@@ -180,16 +182,17 @@ def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
 def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes = []
+    modes: dict[bool, list[int]] = {True: [], False: []}
     fsync = os.fsync
 
     def watch(handle: int) -> None:
-        modes.append(os.fstat(handle).st_mode & 0o777)
+        about = os.fstat(handle).st_mode
+        modes[stat.S_ISDIR(about)].append(about & 0o777)
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", watch)
     checkpoint.save(tmp_path, 3, {"theta": torch.ones(2)}, {"state": {}})
-    assert modes == [0o600, 0o600]
+    assert modes == {False: [0o600, 0o600], True: [0o700, 0o700]}
 
 
 def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
@@ -251,30 +254,19 @@ def test_nothing_is_told_of_diagnostics(tmp_path: Path) -> None:
     assert folder.DIAGNOSTICS not in (tmp_path / folder.SUMS).read_text()
 
 
-def test_every_line_is_checked_by_itself(tmp_path: Path) -> None:
+def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "lines"
-    for number in range(5):
-        folder.append_line(file, {"n": number, "x": 0.1 * number})
-    written = folder.Lines([{"n": number, "x": 0.1 * number} for number in range(5)], whole=True)
-    assert folder.read_lines(file) == written
-    content = file.read_bytes()
-    for place in range(len(content)):
-        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        found = folder.read_lines(file)
-        if found != written:  # some bytes do not matter, such as a last digit beyond a float's
-            assert not found.whole
-            assert len(found.records) >= 3
-            assert all(record in written.records for record in found.records)
-    assert folder.read_lines(tmp_path / "nothing") == folder.Lines([], True)
+    file.write_bytes(b'{"n": 1}\n\xff\n[2]\n' + b"[" * 99_999 + b'\n\n{"n": 3}\n{"n"')
+    assert folder.read_lines(file) == [{"n": 1}, {"n": 3}]
+    assert folder.read_lines(tmp_path / "nothing") == []
 
 
-@pytest.mark.parametrize("cut", [1, 9, 60])
+@pytest.mark.parametrize("cut", [1, 2, 7])
 def test_a_line_cut_short_is_left_out_and_spoils_no_other(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "lines"
     for number in range(3):
         folder.append_line(file, {"n": number})
     file.write_bytes(file.read_bytes()[:-cut])
-    assert not folder.read_lines(file).whole
     folder.append_line(file, {"n": 3})
     kept = [0, 1, 2] if cut == 1 else [0, 1]
-    assert [record["n"] for record in folder.read_lines(file).records] == [*kept, 3]
+    assert [record["n"] for record in folder.read_lines(file)] == [*kept, 3]

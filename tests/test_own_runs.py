@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 
+from dpmac_cli import folder
 from dpmac_cli.accounting import TrainingEvent, total_epsilon
 from dpmac_cli.config import resolve
 from dpmac_cli.errors import InputError
@@ -266,7 +267,7 @@ def test_an_outsiders_network_trains_resumes_and_is_scored(name: str) -> None:
         (half / file).unlink()
     (half / "checkpoint" / "step-000000004.safetensors").unlink()
     torch.manual_seed(99)  # as a new process would find another state
-    done("train", "--resume", "half")
+    done("train", "--resume", "half", "--model", factory)
     one, other = (
         safetensors.torch.load_file(f"{run}/model.safetensors") for run in ("whole", "half")
     )
@@ -513,12 +514,75 @@ def test_records_are_read_as_they_were_in_a_run_that_goes_on_exactly(what: str) 
 
 @pytest.mark.privacy
 def test_another_network_is_another_branch() -> None:
+    made = NETWORKS["recurrent"]
+    Path("net_own.py").write_text(made)
+    interrupted(wine("wine.npz"), "model", "net_own.py:make")
+    resume = ("train", "--resume", "run", "--model")
+    Path("net_own.py").write_text(made.replace("sigmoid", "tanh"))
+    assert "of --model is not the one" in refused(*resume, "net_own.py:make")
+    Path("net_own.py").write_text(made)
+    Path("net_two.py").write_text(f"{made}\ntwo = make\n")
+    assert "of --model is not the one" in refused(*resume, "net_two.py:make")
+    Path("net_two.py").write_text(made)
+    assert "has no 'two'" in refused(*resume, "net_two.py:two")
+    done(*resume, "net_two.py:make")  # the same one, at another place
+    assert len(report_of("run")["privacy"]["events"]) == 1
+    Path("net_own.py").write_text(made.replace("sigmoid", "tanh"))
+    assert "as a branch: steps changed" in done(*resume, "net_own.py:make", "--steps", "9")
+    assert len(report_of("run")["privacy"]["events"]) == 2
+
+
+@pytest.mark.privacy
+def test_another_factory_of_the_same_file_is_another_network() -> None:
+    Path("net_own.py").write_text(f"{NETWORKS['recurrent']}\ntwo = make\n")
+    interrupted(wine("wine.npz"), "model", "net_own.py:make")
+    assert "of --model is not the one" in refused(
+        "train", "--resume", "run", "--model", "net_own.py:two"
+    )
+
+
+@pytest.mark.privacy
+def test_no_checkpoint_has_its_network_imported() -> None:
     Path("net_own.py").write_text(NETWORKS["recurrent"])
     interrupted(wine("wine.npz"), "model", "net_own.py:make")
-    Path("net_own.py").write_text(NETWORKS["recurrent"].replace("sigmoid", "tanh"))
-    assert "--model is not the one" in refused("train", "--resume", "run")
-    assert "as a branch: steps changed" in done("train", "--resume", "run", "--steps", "9")
-    assert len(report_of("run")["privacy"]["events"]) == 2
+    Path("net_own.py").write_text("import pathlib\npathlib.Path('executed').touch()")
+    for given in ((), ("--steps", "9"), ("--model", "mlp")):
+        said = refused("train", "--resume", "run", *given)
+        assert "name it again, if you trust it" in said
+        assert said.endswith("dpmac train --resume run --model net_own.py:make")
+    assert not Path("executed").exists()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_no_settings_file_has_its_network_imported(command: str) -> None:
+    Path("net_own.py").write_text("import pathlib\npathlib.Path('executed').touch()")
+    Path("mine.yaml").write_text("dataset: digits\nsigma: 6\nsteps: 2\nmodel: net_own.py:make\n")
+    more = ("--optimizers", "dp-adam", "--seeds", "1") if command == "compare" else ()
+    for plan in ((), ("--dry-run",)) if more else ((),):
+        said = refused(command, "--config", "mine.yaml", "--out", "out", *more, *plan)
+        assert "model in mine.yaml names code, net_own.py:make" in said
+        assert "add --model net_own.py:make to the command line" in said
+    assert not Path("executed").exists()
+    Path("net_own.py").write_text(NETWORKS["recurrent"])
+    typed = ("--config", "mine.yaml", "--model", "net_own.py:make", "--out", "out")
+    dpmac(command, *typed, *more)
+    assert list(Path("out").rglob("config.yaml"))
+
+
+@pytest.mark.privacy
+def test_hints_name_the_network_of_a_run() -> None:
+    Path("net own.py").write_text(NETWORKS["recurrent"])
+    interrupted(wine("wine.npz"), "model", "net own.py:make")
+    hint = "dpmac train --resume run --model 'net own.py:make'"
+    assert folder.resume_command(Path("run")) == hint
+    Path("run/report.json").unlink()
+    Path("run/model.safetensors").unlink()
+    assert refused("eval", "run").endswith(hint)
+    assert refused("account", "run").endswith(hint)
+    done(*hint.replace("'", "").replace(" own", "\0own").split()[1:]) if False else None
+    Path("run/config.yaml").write_text('model: "a:b\\e[31m"')
+    assert folder.resume_command(Path("run")) == "dpmac train --resume run"
 
 
 # Facts are read once.

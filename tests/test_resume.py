@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli import assembly, checkpoint, folder, run
+from dpmac_cli import assembly, checkpoint, folder, ledger, run
 from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
 from dpmac_cli.dp.per_sample import ClippedSum
 from dpmac_cli.engine import Evaluated, Trainer
@@ -163,7 +163,7 @@ def test_the_price_covers_every_branch() -> None:
     price = third.report["privacy"]
     assert [TrainingEvent(**event) for event in price["events"]] == list(events)
     assert price["epsilon"] == total_epsilon(events, 1e-5) > second.report["privacy"]["epsilon"]
-    lines = folder.read_lines(third.folder / folder.METRICS).records
+    lines = folder.read_lines(third.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
     assert "noise multiplier 6 and 29" in price["statement"]
     assert (third.folder / "branch-1" / folder.MODEL).exists()
@@ -187,7 +187,7 @@ def test_branches_pay_for_the_epochs_that_each_began(sampler: str) -> None:
     assert [TrainingEvent(**event) for event in price["events"]] == events
     # Two and one, as many full batches; a run that was never left would pay for two.
     assert price["epsilon"] == TrainingEvent(1.0, SIGMA, 3).epsilon(1e-5)
-    lines = folder.read_lines(last.folder / folder.METRICS).records
+    lines = folder.read_lines(last.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
 
 
@@ -197,7 +197,7 @@ def test_steps_shown_after_the_checkpoint_are_paid_for_even_after_two_kills() ->
     # The first epoch's line, of step 12, is shown; the checkpoint is of step 10.
     kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
     where = Path("run")
-    assert [line["step"] for line in folder.read_lines(where / folder.METRICS).records] == [12]
+    assert [line["step"] for line in folder.read_lines(where / folder.METRICS)] == [12]
     kill(run.resume(where, {}), lambda e: isinstance(e, Started))
     finished = finish(run.resume(where, {"lr": "0.002"}))
     assert finished.report["privacy"]["events"][0]["steps"] >= 12
@@ -225,7 +225,7 @@ def test_no_checkpoint_of_the_branch_that_is_left_stays() -> None:
     first = finish(run.train(start(out="run"), after(6)))
     kill(run.resume(first.folder, {"lr": "0.01"}), lambda event: isinstance(event, Started))
     (left,) = (first.folder / checkpoint.FOLDER).glob("step-*")
-    assert len(checkpoint.newest(first.folder).record["earlier"]) == 1
+    assert len(checkpoint.newest(first.folder).record["spent"]["earlier"]) == 1
     left.write_bytes(b"")
     with pytest.raises(InputError, match="cannot be resumed"):
         finish(run.resume(first.folder, {}))
@@ -331,6 +331,74 @@ def test_any_other_environment_is_another_branch() -> None:
             assert "the machine" in started.branch
 
 
+class Changed:
+    """Stands for a function whose result is another one here."""
+
+    def __call__(self, *args: Any) -> Any:
+        return "another"
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute"),
+    [
+        ("processor", assembly, "_processor"),
+        ("source of dpmac", assembly, "_source"),
+        ("dpmac", assembly, "version"),
+        ("inter-op threads", torch, "get_num_interop_threads"),
+        ("build of torch", torch.__config__, "show"),
+        ("parallel libraries", torch.__config__, "parallel_info"),
+    ],
+)
+def test_what_computes_otherwise_makes_a_branch(
+    name: str, owner: Any, attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(run.train(start(out="run"), after(5)))
+    monkeypatch.setattr(owner, attribute, Changed())
+    started = next(run.resume(Path("run"), {}))
+    assert isinstance(started, Started)
+    assert started.branch == f"the machine or its software changed ({name})"
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("ONEDNN_MAX_CPU_ISA", "DNNL_VERBOSE", "MKL_CBWR", "OMP_DYNAMIC", "KMP_AFFINITY"),
+        *("GOMP_SPINCOUNT", "ATEN_CPU_CAPABILITY", "TORCH_COMPILE_DEBUG", "OPENBLAS_CORETYPE"),
+        *("CUBLAS_WORKSPACE_CONFIG", "CUDNN_LOGINFO_DBG", "PYTORCH_CUDA_ALLOC_CONF"),
+        *("NVIDIA_TF32_OVERRIDE", "NPY_DISABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
+    ],
+)
+def test_a_variable_that_changes_kernels_makes_a_branch(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = assembly.environment(torch.device("cpu"))
+    monkeypatch.setenv(variable, "another")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    after = assembly.environment(torch.device("cpu"))
+    assert assembly.differences(before, after) == {variable}
+    assert assembly.differences(after, before) == {variable}
+
+
+@pytest.mark.privacy
+def test_every_resume_on_a_gpu_is_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds in any order, so that the same step gives other bits."""
+    assert not assembly.repeatable(torch.device("cuda", 0))
+    monkeypatch.setattr(run, "repeatable", lambda device: False)
+    stopped = finish(run.train(start(out="run"), after(5)))
+    assert not run.goes_on_exactly(stopped.folder, "cpu")
+    started, *_, last = run.resume(stopped.folder, {})
+    assert isinstance(started, Started)
+    assert started.branch == "steps on a GPU cannot be repeated bit for bit"
+    assert isinstance(last, run.Finished)
+    assert [event["steps"] for event in last.report["privacy"]["events"]] == [5, STEPS - 5]
+    assert run.goes_on_exactly(stopped.folder, "cpu")  # for no step is left
+    with pytest.raises(InputError, match="is finished"):
+        finish(run.resume(stopped.folder, {}))
+
+
 def test_a_finished_run_has_nothing_to_go_on_with() -> None:
     first = finish(run.train(start(out="run")))
     before = weights(first.folder)
@@ -353,7 +421,7 @@ def test_fewer_steps_than_were_taken_are_refused() -> None:
 )
 def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> None:
     first = finish(run.train(start(out="run"), after(3)))
-    with pytest.raises(InputError, match="cannot change in a run that goes on"):
+    with pytest.raises(InputError, match="cannot change in a resumed run"):
         finish(run.resume(first.folder, change))
 
 
@@ -370,6 +438,7 @@ def test_checkpoints_are_private_and_the_last_two_are_kept() -> None:
     where = first.folder / checkpoint.FOLDER
     assert {path.name for path in where.iterdir()} == {
         checkpoint.NOTE,
+        ledger.FILE,
         "step-000000020.safetensors",
         "step-000000021.safetensors",
     }
@@ -463,7 +532,7 @@ def test_a_run_killed_about_a_checkpoint_keeps_every_line(
     assert weights(last.folder) == weights(whole.folder)
     assert last.report["test"] == whole.report["test"]
     lines = [
-        [{**line, "seconds": 0} for line in folder.read_lines(end.folder / folder.METRICS).records]
+        [{**line, "seconds": 0} for line in folder.read_lines(end.folder / folder.METRICS)]
         for end in (last, whole)
     ]
     assert lines[0] == lines[1]
@@ -495,12 +564,17 @@ def test_a_branch_killed_as_it_begins_goes_on_as_that_branch(
 
 
 @pytest.mark.privacy
-def test_lines_ahead_of_a_run_that_is_stopped_again_stay() -> None:
+def test_steps_ahead_of_a_run_that_is_stopped_again_are_charged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Step 12 was shown; the run is killed, resumed from step 8, and stopped at step 9."""
+    monkeypatch.setattr(ledger, "SECONDS", 0.0)  # no step is reserved ahead
     config = start(out="run", checkpoint_every="8")
     kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
     stopped = finish(run.resume(Path("run"), {}, after(1)))
     lines = folder.read_lines(stopped.folder / folder.METRICS)
-    assert {line["step"] for line in lines.records} == {9, 12}
+    assert [line["step"] for line in lines] == [9]
+    assert stopped.report["privacy"]["events"][0]["steps"] == 12
+    assert lines[0]["epsilon"] == stopped.report["privacy"]["epsilon"]
     last = finish(run.resume(stopped.folder, {"lr": "0.02"}))
     assert last.report["privacy"]["events"][0]["steps"] == 12

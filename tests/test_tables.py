@@ -115,9 +115,11 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     assert "2 of them without any: no epsilon holds for all" in plain
     unknown = as_markdown(comparison(*CELLS, beside=1, bill_beside=math.inf))
     assert "how much cannot be worked out" in unknown
-    one = comparison(cell("dp-sgd", 1.0, 0.9))
+    one = comparison(cell("dp-sgd", 1.0, 0.9), bill=3.0)
     assert "know the seeds" in as_markdown(one)
     assert "in all" not in as_markdown(one)
+    twice = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9), bill=4.0))
+    assert "in all" in twice  # an attempt before that one is charged
     alike = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9, 0.9)))
     assert "in all" in alike
     assert "publish no two" not in alike

@@ -246,94 +246,45 @@ def command() -> Callable[..., None]:
         name: str,
         kind: Any,
         text: str,
-        panel: str,
+        metavar: str | None = None,
         default: Any = None,
         names: Completer | None = None,
-        metavar: str | None = None,
+        panel: str = "Study",
     ) -> Any:
+        settings: dict[str, Any] = {"help": text, "metavar": metavar, "autocompletion": names}
         flag = f"--{flag_name(name)}"
-        shown = typer.Option(
-            flag,
-            help=text,
-            rich_help_panel=panel,
-            show_default=False,
-            autocompletion=names,
-            metavar=metavar,
-        )
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
-        )
+        shown = typer.Option(flag, rich_help_panel=panel, show_default=False, **settings)
+        annotation = Annotated[kind, shown]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, keyword, default=default, annotation=annotation)
 
+    which, text = one_of(("all", *OPTIMIZERS), several=True), str | None
+    seeds = f"How many (5), or which (3,7,8; one alone: 3,). [default: {DEFAULT_SEEDS}]"
+    executors = (
+        f"Who carries them out: {', '.join(EXECUTORS)}. Clusters need --out, data and the folder "
+        "that this is typed in on storage that all machines share. [default: local]"
+    )
+    cluster = "Address of the Ray cluster. [default: RAY_ADDRESS, or one on this machine]"
+    slurm = "sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job."
+    out = f"Folder of the study. [default: {DEFAULT_OUT}]"
     parameters = [
-        option(
-            "config",
-            Path | None,
-            "YAML with the same names; flags win.",
-            "Study",
-            metavar="PATH",
-        ),
-        option(
-            "optimizers",
-            str | None,
-            "Which, or all. [default: all]",
-            "Study",
-            names=one_of(("all", *OPTIMIZERS), several=True),
-            metavar="NAME,...",
-        ),
-        option(
-            "seeds",
-            str | None,
-            f"How many (5), or which (3,7,8; one alone: 3,). [default: {DEFAULT_SEEDS}]",
-            "Study",
-            metavar="INT,...",
-        ),
-        option(
-            "jobs",
-            int | None,
-            "Runs at a time. [default: one a core or GPU]",
-            "Study",
-            metavar="INT",
-        ),
-        option(
-            "executor",
-            str,
-            f"Who carries them out: {', '.join(EXECUTORS)}. Clusters need --out, data and the "
-            "folder that this is typed in on storage that all machines share. [default: local]",
-            "Study",
-            "local",
-            one_of(EXECUTORS),
-            "NAME",
-        ),
-        option(
-            "cluster",
-            str | None,
-            "Address of the Ray cluster. [default: RAY_ADDRESS, or one on this machine]",
-            "Study",
-            metavar="STR",
-        ),
-        option(
-            "slurm",
-            str | None,
-            "sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job.",
-            "Study",
-            metavar="KEY=VALUE,...",
-        ),
-        option("dry_run", bool, "Show runs, prices and time, and train nothing.", "Study", False),
+        option("config", Path | None, "YAML with the same names; flags win.", "PATH"),
+        option("optimizers", text, "Which, or all. [default: all]", "NAME,...", names=which),
+        option("seeds", text, seeds, "INT,..."),
+        option("jobs", int | None, "Runs at a time. [default: one a core or GPU]", "INT"),
+        option("executor", str, executors, "NAME", "local", one_of(EXECUTORS)),
+        option("cluster", text, cluster, "STR"),
+        option("slurm", text, slurm, "KEY=VALUE,..."),
+        option("dry_run", bool, "Show runs, prices and time, and train nothing.", default=False),
         *(
             text_option(name, setting, several=True)
             for name, setting in SETTINGS.items()
             if name not in (*NOT_IN_A_STUDY, "optimizer")
         ),
-        option(
-            "out",
-            str | None,
-            f"Folder of the study. [default: {DEFAULT_OUT}]",
-            "Output",
-            metavar="PATH",
-        ),
-        option("json", bool, "Print compare.json.", "Output", False),
-        option("quiet", bool, "Print nothing but errors.", "Output", False),
-        option("debug", bool, "Show tracebacks.", "Output", False),
+        option("out", text, out, "PATH", panel="Output"),
+        option("json", bool, "Print compare.json.", default=False, panel="Output"),
+        option("quiet", bool, "Print nothing but errors.", default=False, panel="Output"),
+        option("debug", bool, "Show tracebacks.", default=False, panel="Output"),
     ]
     compare.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     compare.__annotations__ = {p.name: p.annotation for p in parameters}

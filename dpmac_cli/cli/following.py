@@ -71,6 +71,6 @@ def _way_on(where: Path, change: str = "") -> str:
             f"The run's folder or its checkpoints are gone, so it cannot go on. Start again.{kept}"
         )
     return (
-        f"To go on from the last checkpoint (step {step}): dpmac train "
-        f"--resume {where}{change}{kept}"
+        f"To go on from the last checkpoint (step {step}): "
+        f"{folder.resume_command(where, change)}{kept}"
     )

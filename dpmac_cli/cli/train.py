@@ -14,7 +14,7 @@ from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
 from dpmac_cli.config import parse, resolve
 from dpmac_cli.errors import DpmacError, InputError, RunError
-from dpmac_cli.folder import check_run_folder, to_json
+from dpmac_cli.folder import check_run_folder, resume_command, to_json
 from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         console.print_errors(
             [
                 f"{why}; the run so far is in {finished.folder}. "
-                f"To go on: dpmac train --resume {finished.folder}{change}"
+                f"To go on: {resume_command(finished.folder, change)}"
             ],
             label="stopped",
         )
@@ -120,7 +120,7 @@ def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
 def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:
     """--resume takes its settings from the run."""
     errors = [
-        f"--resume goes on in the run's own folder with its own settings: leave out --{name}."
+        f"--resume continues in the run's own folder with its own settings: leave out --{name}."
         for name, given in (("config", file), ("out", flags["out"]), ("force", flags["force"]))
         if given
     ]
@@ -173,31 +173,19 @@ def _help(name: str, setting: Setting) -> str:
 
 def command() -> Callable[..., None]:
     """The command with one flag for each field of TrainConfig."""
-    config = typer.Option(
-        "--config",
-        metavar="PATH",
-        help="YAML with the same names; flags win.",
-        rich_help_panel="Task",
+    said = (
+        "Resume the run in this folder, exactly if nothing changed; add --model if it is your own."
     )
-    resume = typer.Option(
-        "--resume",
-        metavar="PATH",
-        help="Go on in this run folder from its newest checkpoint: exactly if nothing is changed.",
-        rich_help_panel="Task",
-        autocompletion=run_folders,
-    )
+    panel: Any = {"metavar": "PATH", "rich_help_panel": "Task"}
+    files = {
+        "config": typer.Option("--config", help="YAML with the same names; flags win.", **panel),
+        "resume": typer.Option("--resume", help=said, autocompletion=run_folders, **panel),
+    }
+    keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter(
-            "config",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[Path | None, config],
-        ),
-        inspect.Parameter(
-            "resume",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[Path | None, resume],
+        *(
+            inspect.Parameter(name, keyword, default=None, annotation=Annotated[Path | None, file])
+            for name, file in files.items()
         ),
         *(text_option(name, setting) for name, setting in SETTINGS.items()),
     ]

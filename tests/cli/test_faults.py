@@ -311,7 +311,7 @@ def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> Non
         "The network failed on samples of shape (1, 8, 8): ValueError at net.py, line 7.",
     )
     assert "secret" not in said
-    shown = dpmac("train", "--resume", "run", "--debug")
+    shown = dpmac("train", "--resume", "run", "--model", "net.py:build", "--debug")
     assert shown.exit_code == 4
     assert "ValueError: secret" in shown.stderr
 
@@ -362,7 +362,7 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
     said = failed(result, 4, f"Training diverged: after step {step} the parameters")
     assert f"last checkpoint (step {kept}): dpmac train --resume run --lr LESS" in said
     assert not Path("run/report.json").exists()
-    [line] = folder.read_lines(Path("run/metrics.jsonl")).records
+    [line] = folder.read_lines(Path("run/metrics.jsonl"))
     assert line == {"step": step, "epoch": step / 12, "diverged": True}
     assert all(t.isfinite().all() for t in checkpoint.newest(Path("run")).tensors.values())
     assert dpmac("train", "--resume", "run", "--lr", "0.001").exit_code == 0
@@ -479,15 +479,14 @@ def test_what_is_damaged_is_said() -> None:
         assert dpmac(*RUN).exit_code == 130
     newest = max(Path("run/checkpoint").glob("step-*"))
     newest.write_bytes(newest.read_bytes()[:-1])
-    with Path("run/metrics.jsonl").open("a") as file:
-        file.write('{"step": 9')
+    Path("run/checkpoint/spent.json").unlink()
     result = dpmac("train", "--resume", "run", "--lr", "0.001")
     assert result.exit_code == 0
     shown = re.findall("note: (.*)", result.stdout)
     assert shown[0].startswith("step-000000006.safetensors (")
-    assert shown[0].endswith("is damaged; going on from step 4.")
-    assert shown[1].startswith("metrics.jsonl is damaged")
-    assert "paid for in full: 9 steps" in shown[2]
+    assert shown[0].endswith("is damaged; resuming from step 4.")
+    assert shown[1].startswith("checkpoint/spent.json is missing, or is damaged")
+    assert shown[1].endswith("all 9 planned ones are charged.")
 
 
 @pytest.mark.long
@@ -533,7 +532,9 @@ def test_a_run_killed_again_and_again_ends_bit_identical() -> None:
         running.communicate()
         assert not Path("run/report.json").exists()
         command = ("train", "--resume", "run", *often)
-    assert dpmac("train", "--resume", "run").exit_code == 0
+    last = process("train", "--resume", "run")  # here, OMP_NUM_THREADS may be another one
+    last.communicate()
+    assert last.returncode == 0
     assert same_weights(Path("run"), Path("whole"))
     ends = [json.loads(Path(name, "report.json").read_text()) for name in ("run", "whole")]
     assert ends[0]["privacy"] == ends[1]["privacy"]

@@ -86,7 +86,7 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
         assert found[name]["optimizer"] == report["optimizer"]
         assert (found[name]["delta"], found[name]["adjacency"]) == (1e-5, "add-or-remove-one")
         assert found[name]["seeded"] is (name == "run-10")
-    line = folder.read_lines(study / "killed" / "metrics.jsonl").records[-1]
+    line = folder.read_lines(study / "killed" / "metrics.jsonl")[-1]
     assert found["killed"]["epsilon"] == line["epsilon"]
     assert found["killed"]["accuracy"] == line["test_accuracy"]
     assert found["killed"]["seeded"] is None
@@ -262,7 +262,7 @@ def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
     going.close()  # type: ignore[attr-defined]
     (entry,) = listed()
     assert entry["state"] == "cut-off"
-    lines = folder.read_lines(where / "metrics.jsonl").records
+    lines = folder.read_lines(where / "metrics.jsonl")
     assert entry["epsilon"] == lines[-1]["epsilon"]
 
 

@@ -1,0 +1,388 @@
+"""Whatever is killed, lost or changed, a run states no less than what it has spent."""
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpmac_cli import assembly, checkpoint, compare, folder, ledger, run, workers
+from dpmac_cli.accounting import TrainingEvent, total_epsilon
+from dpmac_cli.compare import collect
+from dpmac_cli.data import Data, load_data
+from dpmac_cli.dp.mechanism import GaussianMechanism
+from dpmac_cli.engine import Trainer
+from dpmac_cli.errors import InputError
+from dpmac_cli.grid import Grid, plan
+from dpmac_cli.recount import events_of
+from dpmac_cli.run import Finished, RunEvent, finish
+from dpmac_cli.tables import warnings
+from tests.digits_runs import RATE, SIGMA, after, digits_config
+
+STEPS, EPOCH = 20, 12
+RUN = Path("run")
+LEDGER = RUN / checkpoint.FOLDER / ledger.FILE
+
+
+@functools.cache
+def digits() -> Data:
+    return load_data("digits", Path(), torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that is read once, and steps that are reserved one by one."""
+    monkeypatch.setattr(assembly, "load_data", lambda *args: digits())
+    monkeypatch.setattr(ledger, "SECONDS", 0.0)
+    torch.set_num_threads(1)
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL."""
+
+
+class Truth:
+    """What was really released, and a kill at a chosen release or write.
+
+    A step that is done again exactly releases the same bytes: nothing more is learnt from it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.released: dict[str, float] = {}
+        self.left: float = math.inf
+        release, replace = GaussianMechanism.release, os.replace
+
+        def released(mechanism: GaussianMechanism, *args: Any) -> Any:
+            private = release(mechanism, *args)
+            told = hashlib.sha256(private.value.numpy().tobytes()).hexdigest()
+            self.released[told] = mechanism.noise_multiplier
+            self.tick()
+            return private
+
+        def replaced(*args: Any) -> None:
+            self.tick()
+            replace(*args)
+            self.tick()
+
+        monkeypatch.setattr(GaussianMechanism, "release", released)
+        monkeypatch.setattr(os, "replace", replaced)
+
+    def tick(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+    @contextmanager
+    def killed_after(self, ticks: float) -> Iterator[None]:
+        self.left = ticks
+        try:
+            yield
+        finally:
+            self.left = math.inf
+
+    def epsilon(self) -> float:
+        sigmas = sorted(self.released.values())
+        counts = {sigma: sigmas.count(sigma) for sigma in sigmas}
+        events = (TrainingEvent(RATE, s, n, "poisson", EPOCH) for s, n in counts.items())
+        return total_epsilon(tuple(events), 1e-5)
+
+
+def start(**flags: Any) -> Any:
+    defaults = {"steps": STEPS, "seed": 7, "checkpoint_every": "4", "optimizer": "dp-adam"}
+    return digits_config(**{**defaults, "out": "run", "model": "mlp-small", **flags})
+
+
+def counted(report: Any) -> int:
+    return sum(event["steps"] for event in report["privacy"]["events"])
+
+
+def lose(draw: random.Random) -> bool:
+    """Delete or cut short some files; whether any is."""
+    newest = max((RUN / checkpoint.FOLDER).glob("step-*"), default=LEDGER)
+    names = (folder.METRICS, folder.REPORT, folder.SUMS, folder.CONFIG)
+    files = [newest, LEDGER, *(RUN / name for name in names)]
+    lost = [file for file in files if file.exists() and draw.random() < 0.25]
+    for file in lost:
+        content = file.read_bytes()
+        file.write_bytes(content[: draw.randrange(len(content) + 1)])
+        if draw.random() < 0.5:
+            file.unlink()
+    return bool(lost)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("seed", range(25))
+def test_epsilon_is_never_below_what_was_spent(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, truth = random.Random(seed), Truth(monkeypatch)
+    kills, lost, steps = 0, False, STEPS
+    begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start())
+    for _ in range(8):
+        ended: Finished | None = None
+        try:
+            with truth.killed_after(draw.choice([*draw.choices(range(60), k=3), math.inf])):
+                ended = finish(begin())
+        except Killed:
+            kills += 1
+        except InputError as failure:
+            if "cannot be resumed" in str(failure):
+                return
+            if "its checksum" in str(failure):
+                (RUN / folder.CONFIG).unlink()  # as the message says
+        if ended is not None:
+            assert ended.report["privacy"]["epsilon"] >= truth.epsilon() * (1 - 1e-9)
+            if not lost:
+                released = len(truth.released)
+                assert released <= counted(ended.report) <= released + kills
+        if not any((RUN / checkpoint.FOLDER).glob("step-*")):
+            return
+        lost |= draw.random() < 0.5 and lose(draw)
+        longer = {"steps": str(steps := steps + 4)}
+        change = draw.choice([{}, {}, {"lr": "0.01"}, {"sigma": draw.choice("78")}, longer])
+        stop = after(draw.randrange(1, 9)) if draw.random() < 0.5 else lambda: False
+        begin = functools.partial(run.resume, RUN, change, stop)
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> Truth:
+    """A run that was killed in its 15th step: after a checkpoint of step 12, and its line."""
+    truth = Truth(monkeypatch)
+    release = GaussianMechanism.release
+
+    def released(*args: Any) -> Any:
+        private = release(*args)
+        if len(truth.released) == 15:
+            raise Killed
+        return private
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GaussianMechanism, "release", released)
+        with pytest.raises(Killed):
+            finish(run.train(start()))
+    return truth
+
+
+NEWEST = f"{checkpoint.FOLDER}/step-000000012.safetensors"
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("name", "kept", "left"),
+    [
+        (None, None, 15),
+        (folder.METRICS, None, 15),
+        (folder.METRICS, 0, 15),
+        (folder.METRICS, 40, 15),
+        (NEWEST, None, 15),
+        (NEWEST, 40, 15),
+        (f"{checkpoint.FOLDER}/{ledger.FILE}", None, STEPS),
+        (f"{checkpoint.FOLDER}/{ledger.FILE}", 0, STEPS),
+        (f"{checkpoint.FOLDER}/{ledger.FILE}", 150, STEPS),
+    ],
+)
+def test_no_lost_file_makes_a_branch_cheaper(
+    name: str | None, kept: int | None, left: int, killed: Truth
+) -> None:
+    if name is not None:
+        content = (RUN / name).read_bytes()
+        (RUN / name).unlink()
+        if kept is not None:
+            (RUN / name).write_bytes(content[:kept])
+    finished = finish(run.resume(RUN, {"lr": "0.01"}))
+    assert finished.report["privacy"]["events"][0]["steps"] == left
+    assert finished.report["privacy"]["epsilon"] >= killed.epsilon() * (1 - 1e-9)
+
+
+@pytest.mark.privacy
+@pytest.mark.usefixtures("killed")
+def test_an_altered_ledger_is_not_believed() -> None:
+    text = LEDGER.read_text()
+    assert text.count('"begun": 15') == 1
+    LEDGER.write_text(text.replace('"begun": 15', '"begun": 12'))
+    finished = finish(run.resume(RUN, {"lr": "0.01"}))
+    assert finished.report["privacy"]["events"][0]["steps"] == STEPS
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("lost", "left"), [(False, 15), (True, STEPS)])
+def test_an_exact_resume_is_charged_what_was_begun_before(
+    lost: bool, left: int, killed: Truth
+) -> None:
+    if lost:
+        LEDGER.unlink()
+    stopped = finish(run.resume(RUN, {}, after(1)))
+    assert stopped.report["hyperparameters"]["steps"] == 13
+    assert [event["steps"] for event in stopped.report["privacy"]["events"]] == [left]
+    last = finish(run.resume(RUN, {"lr": "0.01"}))
+    assert last.report["privacy"]["events"][0]["steps"] == left
+
+
+@pytest.mark.privacy
+def test_a_branch_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoint is written after its ledger, and may be lost."""
+    finish(run.train(start(), after(6)))
+
+    def killed(*args: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", killed)
+        with pytest.raises(Killed):
+            finish(run.resume(RUN, {"lr": "0.01"}))
+    spent = ledger.read(RUN)
+    assert spent is not None
+    ledger.Ledger(RUN, spent).write(8)
+    started, *_, last = run.resume(RUN, {})
+    assert isinstance(started, run.Started)
+    assert started.branch == "the checkpoint of the last branch is lost"
+    assert isinstance(last, Finished)
+    assert [event["steps"] for event in last.report["privacy"]["events"]] == [6, 2, STEPS - 6]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_a_step_is_reserved_before_it_begins(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "SECONDS", seconds)
+    step, ahead = Trainer.step, []
+
+    def begun(trainer: Trainer) -> None:
+        spent = ledger.read(RUN)
+        assert spent is not None
+        ahead.append(spent.begun - trainer.state.step)
+        step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", begun)
+    finish(run.train(start(), after(10)))
+    assert len(ahead) == 10
+    assert min(ahead) == 1
+    assert (max(ahead) == 1) == (seconds == 0)
+    spent = ledger.read(RUN)
+    assert spent is not None
+    assert spent.begun == 10  # what was not begun is given back
+
+
+def test_reservations_take_about_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1,000 steps a second and then at 10; and never more than an eighth ahead."""
+    now = [0.0]
+    writes: list[int] = []
+    event = TrainingEvent(RATE, SIGMA, 100_000, "poisson", EPOCH)
+    kept = ledger.Ledger(tmp_path, ledger.Spent((), event, 0, 0, True, False))
+    monkeypatch.setattr(ledger, "SECONDS", 1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(folder, "write_atomically", lambda *_: writes.append(kept.spent.begun))
+    for step in range(1, 30_001):
+        kept.before(step)
+        assert step <= kept.spent.begun <= step + step // 8
+        now[0] += 0.001 if step < 20_000 else 0.1
+    assert sum(begun < 20_000 for begun in writes) < 120
+    sizes = [after - before for before, after in itertools.pairwise(writes) if after > 8_000]
+    assert all(256 <= size <= 1024 for size in sizes[:10])
+    assert all(5 <= size <= 20 for size in sizes[-20:])
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Grid:
+    """One run of a comparison."""
+    settings = {"dataset": "digits", "optimizers": "dp-adam", "sigma": "6", "steps": str(STEPS)}
+    return plan({**settings, "seeds": "1", "device": "cpu", "model": "mlp-small"}, None, tmp_path)
+
+
+def attempt(study: Grid, threads: int, monkeypatch: pytest.MonkeyPatch, kill: int = 0) -> None:
+    """Carry out a study's run, and kill it in a step."""
+    steps, release = itertools.count(1), GaussianMechanism.release
+
+    def released(*args: Any) -> Any:
+        if next(steps) == kill:
+            raise Killed
+        return release(*args)
+
+    torch.set_num_threads(threads)
+    with monkeypatch.context() as patch, suppress(Killed):
+        patch.setattr(GaussianMechanism, "release", released)
+        list(workers._events(study.runs[0].config, digits(), lambda: False))
+
+
+def counted_in(study: Grid) -> list[int]:
+    """The steps of the events that a study is charged for."""
+    [run] = study.runs
+    events = list(compare._events(study.runs))
+    assert collect(study, {}).bill == total_epsilon(tuple(events), 1e-5)
+    assert all(event == replace(events[-1], steps=event.steps) for event in events)
+    assert run.config.total_steps == STEPS
+    return [event.steps for event in events]
+
+
+@pytest.mark.privacy
+def test_a_study_is_charged_for_attempts_begun_again(
+    study: Grid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another number of threads rounds in another way, so a run is not resumed but begun again."""
+    where = study.runs[0].folder
+    attempt(study, 1, monkeypatch, kill=15)
+    assert counted_in(study) == [STEPS]
+    attempt(study, 2, monkeypatch, kill=5)
+    assert counted_in(study) == [15, STEPS]
+    attempt(study, 1, monkeypatch)
+    assert counted_in(study) == [15, 5, STEPS]
+    assert not folder.replaced(where)
+    comparison = collect(study, {})
+    [cell] = comparison.cells
+    assert cell.epsilon < comparison.bill
+    assert any("attempts at these runs that were begun again" in s for s in warnings(comparison))
+    report = json.loads((where / folder.REPORT).read_bytes())
+    assert [event["steps"] for event in report["privacy"]["events"]] == [STEPS]
+    assert report["privacy"]["epsilon"] == cell.epsilon
+    (where / checkpoint.FOLDER / ledger.FILE).unlink()
+    assert counted_in(study) == [15, 5, STEPS]  # as in the report
+    (where / folder.REPORT).unlink()
+    attempt(study, 1, monkeypatch)  # which writes the report again
+    assert counted_in(study) == [15, 5, STEPS]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", [ledger.FILE, None])
+def test_an_attempt_whose_ledger_is_lost_is_charged_in_full(
+    name: str | None, study: Grid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt(study, 1, monkeypatch, kill=15)
+    kept = study.runs[0].folder / checkpoint.FOLDER
+    if name is None:
+        shutil.rmtree(kept)
+    else:
+        (kept / name).unlink()
+    assert counted_in(study) == [STEPS]
+    attempt(study, 2, monkeypatch, kill=5)
+    assert counted_in(study) == [STEPS, STEPS]
+    (kept / ledger.FILE).unlink()
+    assert counted_in(study) == [STEPS, STEPS]
+    attempt(study, 1, monkeypatch)
+    assert counted_in(study) == [STEPS, STEPS, STEPS]
+
+
+@pytest.mark.privacy
+def test_a_killed_run_beside_a_study_is_charged_with_all_of_its_branches() -> None:
+    """Its report is from before it was resumed."""
+    finish(run.train(start(), after(6)))
+    events = run.resume(RUN, {"lr": "0.01"})
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+    assert [event.steps for event in events_of(RUN)] == [6, STEPS - 6]
+    finish(run.resume(RUN, {}, after(2)))
+    assert [event.steps for event in events_of(RUN)] == [6, 2]
+    events = run.resume(RUN, {})
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+    assert [event.steps for event in events_of(RUN)] == [6, STEPS - 6]
