@@ -11,7 +11,7 @@ from dpmac_cli.accounting import ACCOUNTANTS, SAMPLERS, TrainingEvent
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.config import resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.report import SCHEMA_VERSION, Bill, privacy
+from dpmac_cli.report import INDEPENDENCE, SCHEMA_VERSION, Bill, privacy
 from tests.digits_runs import RATE, SIGMA, train_digits
 
 #: As the specification lists them.
@@ -63,7 +63,9 @@ def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
         "name": "mlp-small",
         "parameters": 4810,
         "fix_norm": False,
+        "to_float32": False,
         "built_by": None,
+        "independence": {"kind": "built in", "statement": INDEPENDENCE["built in"]},
     }
     assert report["classes"] == list(facts.classes)
 

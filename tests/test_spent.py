@@ -44,7 +44,7 @@ def digits() -> Data:
 @pytest.fixture(autouse=True)
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that is read once, and steps that are reserved one by one."""
-    monkeypatch.setattr(assembly, "load_data", lambda *args: digits())
+    monkeypatch.setattr(assembly, "load_data", lambda *args, **facts: digits())
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     torch.set_num_threads(1)
 
