@@ -62,11 +62,11 @@ _PRODUCTS = {
     "addmm": ("mat1", "mat2"),
     "baddbmm": ("batch1", "batch2"),
 }
-#: On the inputs of which a larger number makes a larger output.
-_INCREASING = {
-    *("mv", "addmv", "dot", "cat", "stack", "index_select"),
-    *("gather", "constant_pad_nd", "repeat", "flip", "roll", "index", "select_backward"),
-    *("slice_backward", "select_scatter", "slice_scatter", "tril", "triu", "diagonal_backward"),
+#: On the numbers that are moved there, by places that must come from no sample.
+_MOVING = {
+    *("cat", "stack", "index_select", "gather", "constant_pad_nd", "repeat", "flip", "roll"),
+    *("index", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "tril"),
+    *("triu", "diagonal_backward"),
 }
 _PLACES = {"index", "indices"}
 _FACTORIES = {
@@ -247,8 +247,8 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             added = [self._of(named["self"])] if "self" not in _PRODUCTS[name] else []
             reached = [left.any(-1, keepdim=True), right.any(-2, keepdim=True), *added]
             found = [_merged(reached, outputs[0].shape)]
-        elif name in _INCREASING and not told & _PLACES:
-            found = self._increased(func, named, outputs)
+        elif name in _MOVING and not told & _PLACES:
+            found = self._moved(func, named)
         elif name == "embedding" and told == {"indices"}:
             found = [given[0].unsqueeze(-1)]
         else:
@@ -256,38 +256,18 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         for out, planes in zip(outputs, found, strict=True):
             self._of(out).copy_(planes.expand(SAMPLES, *out.shape))
 
-    def _increased(
-        self, func: Any, named: Mapping[str, Any], outputs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Where outputs grow as the numbers of a sample grow, one input at a time, from 0 to 1."""
-        found = [torch.zeros(SAMPLES, *out.shape, dtype=torch.bool) for out in outputs]
-        values = {name: value for name, value in named.items() if name not in _PLACES}
+    def _moved(self, func: Any, named: Mapping[str, Any]) -> list[Tensor]:
+        """Where an operation that moves numbers takes those of each sample."""
+        found = []
         for sample in range(SAMPLES):
-            for chosen in [t for value in values.values() for t in _tensors(value)]:
-                shadow = self._of(chosen)[sample].double()
-                if bool(shadow.any()):
-                    low, high = (
-                        func(**_with(named, chosen, number)) for number in (shadow * 0, shadow)
-                    )
-                    for planes, before, after in zip(
-                        found, _tensors(low), _tensors(high), strict=True
-                    ):
-                        planes[sample] |= after > before
-        return found
 
+            def shadow(value: Any, sample: int = sample) -> Any:
+                return self._of(value)[sample].double() if isinstance(value, Tensor) else value
 
-def _with(named: Mapping[str, Any], chosen: Tensor, number: Tensor) -> dict[str, Any]:
-    """Inputs of ones in the place of numbers, and of ``number`` in that of one input."""
-
-    def replaced(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return number if value is chosen else torch.ones_like(value, dtype=torch.float64)
-
-    return {
-        name: value if name in _PLACES else tree_map(replaced, value)
-        for name, value in named.items()
-    }
+            given = {n: v if n in _PLACES else tree_map(shadow, v) for n, v in named.items()}
+            given.pop("value", None)  # what is put around them
+            found.append(_tensors(func(**given)))
+        return [torch.stack(planes) > 0 for planes in zip(*found, strict=True)]
 
 
 def _name(func: Any) -> str:
