@@ -74,14 +74,15 @@ class Secrets:
                 for pair in np.hstack([raw[:-1], raw[1:]])[distinct]:
                     self.windows[pair.tobytes()] = what
         if array.dtype.kind == "f":
-            self.numbers.update((float(value), what) for value in array if value not in (0, 1))
+            values = [float(value) for value in array]
+            self.numbers.update((value, what) for value in values if not _round(value))
 
     def scalar(self, value: float, what: str) -> None:
         """Look for an aggregate, as it is and rounded: not to a round number, met by chance."""
         if math.isfinite(value) and value not in (0, 1):
             self.numbers[value] = what
             rounded = float(f"{value:.6g}")
-            if rounded != float(f"{value:.2g}"):
+            if not _round(rounded):
                 self.numbers[rounded] = what
 
     def found(self, where: Path) -> list[str]:
@@ -89,17 +90,30 @@ class Secrets:
         return [
             f"{path.relative_to(where)}: {what}"
             for path in published(where)
-            for what in sorted(self._in(path.read_bytes()))
+            for what in sorted(self._in(path))
         ]
 
-    def _in(self, content: bytes) -> set[str]:
+    def _in(self, path: Path) -> set[str]:
+        content = path.read_bytes()
         texts = {what for text, what in self.texts.items() if text in content}
         there = {content[i : i + size] for size in PAIRS for i in range(len(content) - size + 1)}
         windows = {self.windows[window] for window in there & self.windows.keys()}
-        written = {float(number) for number in NUMBER.findall(content)}
+        written = {float(number) for number in NUMBER.findall(_text(path, content))}
         rounded = {float(f"{number:.6g}") for number in written}
         numbers = {self.numbers[n] for n in (written | rounded) & self.numbers.keys()}
         return texts | windows | numbers
+
+
+def _round(value: float) -> bool:
+    """Whether a number is one that files hold by chance."""
+    return value == float(f"{value:.2g}")
+
+
+def _text(path: Path, content: bytes) -> bytes:
+    """What of a file is text: of weights, the header. Three digits turn up in binary by chance."""
+    if path.suffix != ".safetensors":
+        return content
+    return content[: 8 + int.from_bytes(content[:8], "little")]
 
 
 def published(where: Path) -> Iterator[Path]:
