@@ -113,6 +113,7 @@ def build_model(
         classes,
         frozen=frozen,
         isolated=isolated,
+        built_in=not own,
         physical_batch=physical_batch,
     )
     return model
