@@ -6,11 +6,10 @@ import typer
 
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, doctor, evaluate, runs, train
-from dpmac_cli.cli.command import Command, Group
+from dpmac_cli.cli.command import Command
 
 app = typer.Typer(
     name="dpmac",
-    cls=Group,
     help="Train image classifiers under differential privacy, and say what that privacy is worth.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
