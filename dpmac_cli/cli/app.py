@@ -15,9 +15,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("train", cls=Command, help=train.HELP)(train.command())
+app.command("train", cls=Command, help=train.HELP)(train.train)
 app.command("account", cls=Command, help=account.HELP)(account.account)
-app.command("compare", cls=Command, help=compare.HELP)(compare.command())
+app.command("compare", cls=Command, help=compare.HELP)(compare.compare)
 app.command("eval", cls=Command, help=evaluate.HELP)(evaluate.evaluate)
 app.command("runs", cls=Command, help=runs.HELP)(runs.runs)
 app.command("doctor", cls=Command, help=doctor.HELP)(doctor.doctor)

@@ -3,19 +3,20 @@
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
+from dpmac_cli.cli.options import option, path_option, switch, with_options
 from dpmac_cli.config import parse, resolve
 from dpmac_cli.errors import DpmacError, InputError, RunError
 from dpmac_cli.folder import check_run_folder, to_json
-from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
+from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig
 
 if TYPE_CHECKING:
     from dpmac_cli.ranks import Ranks
@@ -39,6 +40,45 @@ ENDED_EARLY = {
 }
 
 
+def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
+    """Return the flag of a field. Values stay text: one parser checks flags and YAML alike.
+
+    Args:
+        name: of the field. setting: of it.
+        several: whether it takes several values, with commas between.
+    """
+    if KINDS[name] is bool:
+        return switch(name, setting.help, setting.panel)
+    metavar = "NAME" if setting.choices else KINDS[name].__name__.upper()
+    names = one_of(setting.choices, several=several) if setting.choices else None
+    return option(name, _help(name, setting), setting.panel, metavar, names)
+
+
+def _help(name: str, setting: Setting) -> str:
+    """What it is, what it may be, and what it is when not given."""
+    parts = [setting.help]
+    if setting.choices:
+        more = f"; or {setting.besides[1]}" if setting.besides else ""
+        parts.append(f"One of {', '.join(setting.choices)}{more}.")
+    default = getattr(TrainConfig, name)
+    if default is not None:
+        parts.append(f"[default: {default}]")
+    elif "[default" in setting.help:
+        what, default = setting.help.split(" [", 1)
+        parts = [what, *parts[1:], f"[{default}"]
+    return " ".join(parts)
+
+
+@with_options(
+    path_option("config", "YAML with the same names; flags win.", "Task"),
+    path_option(
+        "resume",
+        "Resume the run in this folder from its newest checkpoint: exactly if nothing is changed.",
+        "Task",
+        names=run_folders,
+    ),
+    *(text_option(name, setting) for name, setting in SETTINGS.items()),
+)
 @explained
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
@@ -126,81 +166,3 @@ def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:
     ]
     if errors:
         raise InputError(errors)
-
-
-def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
-    """The flag of a field. Values stay text: one parser checks flags and YAML alike.
-
-    Args:
-        name: of the field. setting: of it.
-        several: whether it takes several values, with commas between.
-    """
-    flag = f"--{flag_name(name)}"
-    if KINDS[name] is bool:
-        option = typer.Option(flag, help=setting.help, rich_help_panel=setting.panel)
-        annotation: Any = Annotated[bool, option]
-        default: Any = False
-    else:
-        option = typer.Option(
-            flag,
-            help=_help(name, setting),
-            rich_help_panel=setting.panel,
-            metavar="NAME" if setting.choices else KINDS[name].__name__.upper(),
-            show_default=False,
-            autocompletion=one_of(setting.choices, several=several) if setting.choices else None,
-        )
-        annotation = Annotated[str | None, option]
-        default = None
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
-
-
-def _help(name: str, setting: Setting) -> str:
-    """What it is, what it may be, and what it is when not given."""
-    parts = [setting.help]
-    if setting.choices:
-        more = f"; or {setting.besides[1]}" if setting.besides else ""
-        parts.append(f"One of {', '.join(setting.choices)}{more}.")
-    default = getattr(TrainConfig, name)
-    if default is not None:
-        parts.append(f"[default: {default}]")
-    elif "[default" in setting.help:
-        what, default = setting.help.split(" [", 1)
-        parts = [what, *parts[1:], f"[{default}"]
-    return " ".join(parts)
-
-
-def command() -> Callable[..., None]:
-    """The command with one flag for each field of TrainConfig."""
-    config = typer.Option(
-        "--config",
-        metavar="PATH",
-        help="YAML with the same names; flags win.",
-        rich_help_panel="Task",
-    )
-    resume = typer.Option(
-        "--resume",
-        metavar="PATH",
-        help="Go on in this run folder from its newest checkpoint: exactly if nothing is changed.",
-        rich_help_panel="Task",
-        autocompletion=run_folders,
-    )
-    parameters = [
-        inspect.Parameter(
-            "config",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[Path | None, config],
-        ),
-        inspect.Parameter(
-            "resume",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[Path | None, resume],
-        ),
-        *(text_option(name, setting) for name, setting in SETTINGS.items()),
-    ]
-    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    train.__annotations__ = {p.name: p.annotation for p in parameters}
-    return train
