@@ -192,13 +192,6 @@ def _as_csv(rows: Sequence[Row]) -> str:
 def _print(out: Console, rows: Sequence[Row]) -> None:
     if len(rows) == 1:
         _print_one(out, rows[0])
-        if (
-            out.is_terminal
-            and console.encodable(BLOCKS, out)
-            and rows[0].steps > 1
-            and 0 < rows[0].epsilon < math.inf
-        ):
-            _print_curve(out, rows[0])
     else:
         _print_table(out, rows)
     if len({row.epsilon for row in rows if row.selection == "none"}) == 1:
@@ -279,24 +272,3 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "counted by": lambda row: "" if row.selection == "none" else row.selection,
     "accountant": lambda row: row.accountant,
 }
-
-
-CURVE_WIDTH, CURVE_HEIGHT = 48, 6
-BLOCKS = " ▁▂▃▄▅▆▇█"
-
-
-def _print_curve(out: Console, row: Row) -> None:
-    """Epsilon by steps, as far as letters can draw it."""
-    curve = pricing.epsilon_by_steps(row)
-    if not math.isfinite(curve[-1][1]):
-        return
-    heights = []
-    for column in range(1, CURVE_WIDTH + 1):
-        step = row.steps * column / CURVE_WIDTH
-        epsilon = next(price for at, price in curve if at >= math.floor(step))
-        heights.append(round(epsilon / curve[-1][1] * CURVE_HEIGHT * 8))
-    for line in reversed(range(CURVE_HEIGHT)):
-        bars = "".join(BLOCKS[min(max(height - 8 * line, 0), 8)] for height in heights)
-        label = format_epsilon(curve[-1][1]) if line == CURVE_HEIGHT - 1 else ""
-        out.print(Text.assemble(f"{label:>9} ", (bars, console.ATTENTION)))
-    out.print(Text(f"{'':>9} 0{f'{row.steps:,} steps':>{CURVE_WIDTH - 1}}", style="dim"))

@@ -16,7 +16,7 @@ from rich.text import Text
 from dpmac_cli import tables
 from dpmac_cli.accounting import format_epsilon, total_epsilon
 from dpmac_cli.budget import training_event
-from dpmac_cli.cli.console import ATTENTION, expendable, spelt
+from dpmac_cli.cli.console import ATTENTION, expendable
 from dpmac_cli.compare import TEST, Cell, Comparison
 from dpmac_cli.executors import Moved, RunEvent
 from dpmac_cli.grid import Grid, Run
@@ -183,7 +183,7 @@ def _tables(comparison: Comparison, out: Console) -> Iterator[Table]:
     names = [Text(name) for name, _ in comparison.rows]
     columns = [
         (
-            spelt(f"{tables.column_title(comparison, column)}\nε {epsilon}", out),
+            f"{tables.column_title(comparison, column)}\nε {epsilon}",
             [_cell(cell, out) for cell in cells],
         )
         for column, epsilon, cells in zip(
@@ -193,7 +193,7 @@ def _tables(comparison: Comparison, out: Console) -> Iterator[Table]:
             strict=True,
         )
     ]
-    columns.append(("a run\ntakes", [Text(spelt(t, out)) for t in tables.run_times(comparison)]))
+    columns.append(("a run\ntakes", [Text(t) for t in tables.run_times(comparison)]))
     left = out.width - max(name.cell_len for name in names)
     shown: list[tuple[str, list[Text]]] = []
     room = left
@@ -218,7 +218,7 @@ def _table(names: Sequence[Text], columns: Sequence[tuple[str, Sequence[Text]]])
 
 
 def _cell(cell: Cell | None, out: Console) -> Text:
-    text = spelt(tables.accuracy_text(cell), out)
+    text = tables.accuracy_text(cell)
     if cell is None:
         return Text(text)
     if cell.standing == "best":

@@ -95,24 +95,6 @@ def begin() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-#: What is written for letters where a stream has none of them.
-SPELT = str.maketrans({"ε": "epsilon", "≤": "<=", "±": "+-", "–": "-"})
-
-
-def spelt(text: str, out: Console) -> str:
-    """A text with its letters spelt out, where what it is printed on cannot encode them."""
-    return text if encodable(text, out) else text.translate(SPELT)
-
-
-def encodable(text: str, out: Console) -> bool:
-    """Whether a text can be printed as it is."""
-    try:
-        text.encode(out.encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def stdout() -> Console:
     """The console for results. Plain text when not a terminal; NO_COLOR is honoured."""
     return _console(sys.stdout)

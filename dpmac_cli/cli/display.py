@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli import accounting, engine, folder
-from dpmac_cli.cli.console import ATTENTION, expendable, spelt
+from dpmac_cli.cli.console import ATTENTION, expendable
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 from dpmac_cli.feature_cache import Computing
 from dpmac_cli.report import AUDIT_RUN
@@ -173,8 +173,7 @@ class LiveBar(Lines):
         if not self._private:
             return "no privacy"
         # At most: between the schedule's points the next one's price is shown.
-        text = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
-        return spelt(text, self.console)
+        return f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
 
     def _speed(self, event: Update) -> str:
         """Steps per second times the expected batch: the drawn batch size is private."""

@@ -94,27 +94,6 @@ def test_a_comparison_fits_the_screen_and_shows_every_cell(width: int) -> None:
     assert text.count("0:02") == 3
 
 
-def test_a_terminal_without_greek_is_told_in_words() -> None:
-    """Nothing is escaped, and columns stay where they are."""
-    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(width=120, file=file, force_terminal=True, color_system=None)
-    display = LiveBar(console)
-    config = digits_config(steps=9)
-    display.started(Started(config, Path("runs/some-run"), 582_346, 0, 9, cut_short=False))
-    display.update(Update(Progress(1, 0.1), epsilon=10.38, planned=10.39))
-    display.close()
-    print_comparison(console, comparison(cell("dp-sgd", 0.5, 0.5, 0.9), cell("dp-adam", 1)), "here")
-    file.seek(0)
-    said = file.read()
-    assert "epsilon <= 10.38 of 10.39" in said
-    head, row = (
-        next(line for line in said.splitlines() if words in line)
-        for words in ("epsilon 6", "70.00 +- 28.28")
-    )
-    assert head.index("epsilon 6") + 9 == row.index("70.00 +- 28.28") + 14
-    assert "\\" not in said
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
     grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
