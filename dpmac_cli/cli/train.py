@@ -106,8 +106,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         if not quiet:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
-    from dpmac_cli.cli.display import choose_display  # noqa: PLC0415
-    from dpmac_cli.cli.following import follow  # noqa: PLC0415
+    from dpmac_cli.cli.display import choose_display, follow  # noqa: PLC0415
     from dpmac_cli.run import resume, train  # noqa: PLC0415
 
     display = choose_display(quiet, json)
