@@ -115,7 +115,7 @@ TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
 @explained
 def account(run: Path | None, plot: Path | None, **given: Any) -> None:
     """Answer the question, print the rows, and draw them if asked to."""
-    json, csv, _ = (given.pop(name) for name in ("json", "csv", "debug"))
+    json, csv = given.pop("json"), given.pop("csv")
     flags: dict[str, str | None] = {flag_name(name): value for name, value in given.items()}
     errors = ["--json and --csv contradict each other: give one."] if json and csv else []
     if plot is not None:

@@ -103,7 +103,6 @@ def compare(**flags: Any) -> None:
     file = flags.pop("config")
     choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
-    flags.pop("debug")
     errors = list(choice.faults())
     if dry_run and as_json:
         errors.append("--dry-run and --json contradict each other: a plan has no table. Give one.")

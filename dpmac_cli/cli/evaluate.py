@@ -94,17 +94,18 @@ def evaluate(
     audit: bool,
     plot: Path | None,
     json: bool,
-    debug: bool,
 ) -> None:
     """Load a model, score the test set, print the result."""
-    del debug
     if audit:
         _check_alone({"dataset": dataset, "data-dir": data_dir, "plot": plot})
         _judge(read_audit(model), model, json)
         return
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     if plot is not None:
-        _check_picture(plot)
+        from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415  (loads prices)
+
+        if errors := list(faults_of_picture(plot)):
+            raise InputError(errors)
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
     from dpmac_cli.folder import CARD  # noqa: PLC0415
     from dpmac_cli.scoring import score  # noqa: PLC0415
@@ -139,15 +140,6 @@ def evaluate(
     )
     if card.is_file():
         out.print(f"what it is and what its privacy is worth: {card}")
-
-
-def _check_picture(plot: Path) -> None:
-    """Refuse a file that no picture can be written to, before anything is worked out."""
-    from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415  (loads prices)
-
-    errors = list(faults_of_picture(plot))
-    if errors:
-        raise InputError(errors)
 
 
 def _draw(scored: "Scored", plot: Path) -> None:
