@@ -114,7 +114,10 @@ def compare(**flags: Any) -> None:
     if dry_run:
         _show_plan(grid, quiet)
         return
-    _check_folder(out)
+    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
+        raise InputError(
+            f"--out {out} holds files that are not a study's. Name a new or an empty folder."
+        )
     failures, interrupted = _carry_out(grid, out, choice, quiet, as_json)
     _write_results(grid, out, failures, as_json, quiet)
     if interrupted:
@@ -122,14 +125,6 @@ def compare(**flags: Any) -> None:
         raise typer.Exit(INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
-
-
-def _check_folder(out: Path) -> None:
-    """Refuse a folder whose files are not a study's; changes nothing. Raises InputError."""
-    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
-        raise InputError(
-            f"--out {out} holds files that are not a study's. Name a new or an empty folder."
-        )
 
 
 def _show_plan(grid: Grid, quiet: bool) -> None:

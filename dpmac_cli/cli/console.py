@@ -100,11 +100,6 @@ def stdout() -> Console:
     return _console(sys.stdout)
 
 
-def stderr() -> Console:
-    """The console for errors and notes."""
-    return _console(sys.stderr)
-
-
 def expendable(stream: TextIO) -> Console:
     """A console for what may be lost; see :class:`Expendable`."""
     display = Expendable(stream)

@@ -258,6 +258,7 @@ def _diagnosed(seen: Diagnosis) -> Text:
 def _summary(event: Finished) -> list[Text]:
     report = event.report
     test, price = report["test"], report["privacy"]
+    spent = math.inf if price["epsilon"] is None else price["epsilon"]
     lines = [
         Text.assemble(
             "test accuracy ",
@@ -269,7 +270,7 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(
             Text.assemble(
                 "privacy ",
-                (f"epsilon {_price(price['epsilon'])}", "bold"),
+                (f"epsilon {format_epsilon(spent)}", "bold"),
                 f" at delta {price['delta']:g} ({price['adjacency']}, {price['sampler']} sampling)",
             )
         )
@@ -294,11 +295,6 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(Text(f"its curves: tensorboard --logdir {event.folder}"))
     lines.append(Text(f"{event.folder}: {', '.join(names)}"))
     return lines
-
-
-def _price(reported: float | None) -> str:
-    """An epsilon of the report, where null stands for infinite."""
-    return format_epsilon(math.inf if reported is None else reported)
 
 
 def doubts(result: engine.Evaluation) -> Iterator[str]:

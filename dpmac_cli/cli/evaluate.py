@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -27,9 +27,6 @@ from dpmac_cli.config import parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import to_json
 from dpmac_cli.settings import OWN_DATA
-
-if TYPE_CHECKING:
-    from dpmac_cli.scoring import Scored
 
 HELP = """Score every test sample with a trained model, or an attack on a run's guarantee.
 
@@ -115,7 +112,11 @@ def evaluate(
     result, card = scored.result, scored.path.with_name(CARD)
     console.print_notes(display.doubts(result))
     if plot is not None:
-        _draw(scored, plot)
+        from dpmac_cli.plots import draw_confusion  # noqa: PLC0415  (loads matplotlib)
+
+        title = f"{scored.path.parent.name} on {scored.dataset}: accuracy {result.accuracy:.2%}"
+        draw_confusion(result.confusion.tolist(), scored.classes, title, plot)
+        console.print_notes([f"drew {plot}"])
     if json:
         body: dict[str, Any] = {
             "model": str(scored.path),
@@ -140,16 +141,6 @@ def evaluate(
     )
     if card.is_file():
         out.print(f"what it is and what its privacy is worth: {card}")
-
-
-def _draw(scored: "Scored", plot: Path) -> None:
-    """Draw the confusion matrix, and say so."""
-    from dpmac_cli.plots import draw_confusion  # noqa: PLC0415  (loads matplotlib)
-
-    result = scored.result
-    title = f"{scored.path.parent.name} on {scored.dataset}: accuracy {result.accuracy:.2%}"
-    draw_confusion(result.confusion.tolist(), scored.classes, title, plot)
-    console.print_notes([f"drew {plot}"])
 
 
 def _check_alone(given: Mapping[str, object]) -> None:
