@@ -39,16 +39,25 @@ def stream_seeds(seed: int | None, branch: int = 0) -> dict[str, np.random.SeedS
     }
 
 
-def generator_state(generator: np.random.Generator) -> dict[str, Any]:
-    """The whole state of an SFC64 generator as JSON values."""
-    state = generator.bit_generator.state
-    return {**state, "state": [int(word) for word in state["state"]["state"]]}
+class SeededGenerator:
+    """An SFC64 generator of numpy that can save its state.
 
+    Attributes:
+        numpy: the generator.
+    """
 
-def restore_generator(generator: np.random.Generator, state: Mapping[str, Any]) -> None:
-    """Put an SFC64 generator into a state that :func:`generator_state` gave."""
-    words = np.array(state["state"], dtype=np.uint64)
-    generator.bit_generator.state = {**state, "state": {"state": words}}
+    def __init__(self, seed: np.random.SeedSequence) -> None:
+        self.numpy = np.random.Generator(np.random.SFC64(seed))
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole state as JSON values."""
+        state = self.numpy.bit_generator.state
+        return {**state, "state": [int(word) for word in state["state"]["state"]]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        words = np.array(state["state"], dtype=np.uint64)
+        self.numpy.bit_generator.state = {**state, "state": {"state": words}}
 
 
 class Normals(Protocol):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.keystream import SPARE, Derived, KeyStream, Stateful
-from dpmac_cli.noise import generator_state, restore_generator
+from dpmac_cli.noise import SeededGenerator
 
 #: Indices of a step's records, increasing; shape (drawn,).
 Batch = NDArray[np.int64]
@@ -44,7 +44,7 @@ class Draws(Stateful, Protocol):
         ...
 
 
-class SeededDraws:
+class SeededDraws(Derived):
     """Choices by numpy's SFC64: fast, but no cipher.
 
     Args:
@@ -54,7 +54,9 @@ class SeededDraws:
 
     def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
         self._size = size
-        self._generator = np.random.Generator(np.random.SFC64(seed))
+        source = SeededGenerator(seed)
+        super().__init__(source)
+        self._generator = source.numpy
 
     def independently(self, rate: float) -> Batch:
         """Each record with probability ``rate``.
@@ -75,14 +77,6 @@ class SeededDraws:
     def shuffled(self, slots: Slots) -> Slots:
         """The slots in any order."""
         return self._generator.permutation(slots)
-
-    def state(self) -> dict[str, Any]:
-        """The generator's whole state."""
-        return generator_state(self._generator)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        restore_generator(self._generator, state)
 
 
 class SecureDraws(Derived):

@@ -57,18 +57,9 @@ class Expendable:
         except OSError as failure:
             self._lose(failure)
 
-    def isatty(self) -> bool:
-        """Whether a person is looking."""
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        """Of the stream."""
-        return self.stream.fileno()
-
-    @property
-    def encoding(self) -> str:
-        """Of the stream."""
-        return self.stream.encoding
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the stream."""
+        return getattr(self.stream, name)
 
     def _lose(self, failure: OSError) -> None:
         if self.lost is None:
