@@ -62,4 +62,5 @@ from .scoring import Scored as Scored
 from .scoring import score as score
 from .settings import TrainConfig as TrainConfig
 
+__all__: list[str]
 __version__: str

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.errors import InputError, RunError
-from dpmac_cli.noise import Bits, NoiseSource, Normals
+from dpmac_cli.noise import NoiseSource, Normals
 from dpmac_cli.sampling import Batch, Sampler
 
 #: Seconds that a rank may keep the others waiting: computing features may take many minutes.
@@ -260,15 +260,13 @@ class DealtSampler:
 
 
 class NoNoise:
-    """What the ranks without a secret have for a source of noise."""
+    """Stands in for the source of noise at the ranks that have no secret."""
 
-    def standard_normal(self, like: Tensor) -> Tensor:
-        """Never asked."""
+    def standard_normal(self, like: Tensor) -> NoReturn:
+        """Fail: nothing asks for it."""
         raise AssertionError("noise is drawn at rank 0")
 
-    def bits(self, like: Tensor) -> Bits:
-        """Never asked."""
-        raise AssertionError("noise is drawn at rank 0")
+    bits = standard_normal
 
     def state(self) -> dict[str, Any]:
         """Nothing."""

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +82,13 @@ def _help(name: str, setting: Setting) -> str:
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with joined() as ranks:
+        # When one of them dies, torch would show the others' stacks. Read when it is loaded.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        from dpmac_cli.ranks import join  # noqa: PLC0415
+
+        with contextlib.ExitStack() as stack:
+            ranks = join()
+            stack.callback(ranks.leave)
             if ranks.leads:
                 _train(flags, ranks)
             else:
@@ -129,20 +134,6 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
             label="stopped",
         )
         raise typer.Exit(code)
-
-
-@contextlib.contextmanager
-def joined() -> "Iterator[Ranks]":
-    """The processes that a launcher has started, met."""
-    # When one of them dies, torch would show the others' stacks. Read when it is loaded.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from dpmac_cli.ranks import join  # noqa: PLC0415
-
-    ranks = join()
-    try:
-        yield ranks
-    finally:
-        ranks.leave()
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
