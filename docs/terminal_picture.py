@@ -16,7 +16,7 @@ from rich.text import Text
 from dpmac_cli.cli.display import Lines, LiveBar
 from dpmac_cli.config import resolve
 from dpmac_cli.engine import Evaluated
-from dpmac_cli.run import Started, Update, train
+from dpmac_cli.run import Update, train
 
 COMMAND = "dpmac train --dataset digits"
 WIDTH, EPOCHS_SHOWN = 88, 13
@@ -35,14 +35,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         config = resolve({"dataset": "digits"}).config
         for event in train(config):
-            if isinstance(event, Started):
-                lines.started(event)
-                bar.started(event)
-            if isinstance(event, Update):
-                lines.update(event)
-                bar.update(event)
-                if isinstance(event.event, Evaluated) and event.event.epoch >= EPOCHS_SHOWN:
-                    break
+            lines.show(event)
+            bar.show(event)
+            scored = event.event if isinstance(event, Update) else None
+            if isinstance(scored, Evaluated) and scored.epoch >= EPOCHS_SHOWN:
+                break
     shown.print(bar._bar)
     bar.close()
     shown.save_svg(str(PICTURE), title="dpmac", code_format=FORMAT, unique_id="dpmac-train")

@@ -280,7 +280,10 @@ def _merged(events: Iterable[TrainingEvent]) -> list[TrainingEvent]:
 
 @functools.lru_cache(maxsize=2)
 def _compose(merged: tuple[TrainingEvent, ...], width: float) -> Any:
-    plds = [_repeated(_one_step(event, width), event.steps) for event in merged]
+    plds = [
+        _repeated(_sampled_gaussian(event.rate, event.noise_multiplier, width), event.steps)
+        for event in merged
+    ]
     return functools.reduce(lambda a, b: a.compose(b), plds)
 
 
@@ -312,10 +315,6 @@ def _largest_loss(event: TrainingEvent) -> float:
     """Of one composition, with its noise 10 standard deviations out; sigma is not small here."""
     sigma = event.noise_multiplier
     return math.log1p(event.rate * math.expm1(10 / sigma + 0.5 / sigma**2))
-
-
-def _one_step(event: TrainingEvent, width: float) -> Any:
-    return _sampled_gaussian(event.rate, event.noise_multiplier, width)
 
 
 @functools.lru_cache(maxsize=4)

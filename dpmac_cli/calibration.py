@@ -198,8 +198,8 @@ def longest_run(
         BudgetError: the first step costs more.
     """
 
-    def price(steps: int) -> float:
-        return total_epsilon((replace(event, steps=steps),), delta, accountant)
+    def price(steps: int, by: str | None = accountant) -> float:
+        return total_epsilon((replace(event, steps=steps),), delta, by)
 
     check_within_reach(price(1), delta)
     if price(1) > budget:
@@ -209,16 +209,12 @@ def longest_run(
             f"first costs {format_epsilon(price(1))}. Raise the noise or the budget."
         )
     # From where RDP would stop, which is cheap to find and on the paying side.
-    low = _largest(lambda steps: _rdp_price(event, steps, delta), budget, 1, MOST_STEPS)
+    low = _largest(lambda steps: price(steps, "rdp"), budget, 1, MOST_STEPS)
     low = low if price(low) <= budget else 1
     high = low
     while high < MOST_STEPS and price(high) <= budget:
         low, high = high, min(2 * high, MOST_STEPS)
     return _largest(price, budget, low, high)
-
-
-def _rdp_price(event: TrainingEvent, steps: int, delta: float) -> float:
-    return total_epsilon((replace(event, steps=steps),), delta, "rdp")
 
 
 def _largest(price: Price, budget: float, low: int, high: int) -> int:

@@ -6,9 +6,7 @@ guesses into a lower bound on epsilon. Scores are computed from what is released
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +17,8 @@ from dpmac_cli.data import Data, Split
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.spikes import Spikes
 from dpmac_cli.errors import ModelError
-from dpmac_cli.noise import generator_state, restore_generator
+from dpmac_cli.keystream import Derived
+from dpmac_cli.noise import SeededGenerator
 from dpmac_cli.sampling import Batch
 
 #: The reach of every other canary's gradient; that of the clipping is 1.
@@ -49,7 +48,7 @@ class Recipe:
     device: torch.device
 
 
-class Canaries:
+class Canaries(Derived):
     """Canaries of any kind: they are the records from n on.
 
     Args:
@@ -63,7 +62,9 @@ class Canaries:
 
     def __init__(self, first: int, recipe: Recipe) -> None:
         self.first = first
-        self._generator = np.random.Generator(np.random.SFC64(recipe.public))
+        source = SeededGenerator(recipe.public)
+        super().__init__(source)
+        self._generator = source.numpy
         coins = np.random.Generator(np.random.SFC64(recipe.secret)).integers(0, 2, recipe.count)
         self.coins = torch.from_numpy(coins.astype(np.bool_)).to(recipe.device)
         self.scores = torch.zeros(recipe.count, dtype=torch.float64, device=recipe.device)
@@ -80,14 +81,6 @@ class Canaries:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name. The coins are secret."""
         return {"canary_coins": self.coins, "canary_scores": self.scores}
-
-    def state(self) -> dict[str, Any]:
-        """The public generator's whole state as JSON values."""
-        return generator_state(self._generator)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        restore_generator(self._generator, state)
 
 
 class GradientCanaries(Canaries):

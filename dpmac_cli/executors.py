@@ -107,40 +107,32 @@ class Choice:
         if self.slurm is not None and self.name != "slurm":
             yield "--slurm is for jobs of SLURM. Add --executor slurm, or leave it out."
         if self.name == "slurm":
-            yield from _slurm_faults(self.slurm or "")
+            yield from self._slurm_faults()
         if self.name in EXTRAS:
             yield from fault_of_extra(self.name, f"--executor {self.name}")
 
     @property
     def sbatch(self) -> dict[str, str]:
         """The options of :attr:`slurm`, by sbatch's own names."""
-        return {name: value for name, value in map(_option, _parts(self.slurm or "")) if name}
+        return dict(self._options())
 
+    def _options(self) -> Iterator[tuple[str, str]]:
+        """Names and values of :attr:`slurm`; no name, and the text, for what is not an option."""
+        for part in filter(None, map(str.strip, (self.slurm or "").split(","))):
+            match = re.fullmatch(r"(?:--)?([a-z][a-z_-]*)=([^\s=]\S*)", part)
+            yield (match[1].replace("_", "-"), match[2]) if match else ("", part)
 
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _option(part: str) -> tuple[str, str]:
-    """The name and value of an sbatch option; an empty name if it is none."""
-    match = re.fullmatch(r"(?:--)?([a-z][a-z_-]*)=([^\s=]\S*)", part)
-    return (match[1].replace("_", "-"), match[2]) if match else ("", "")
-
-
-def _slurm_faults(text: str) -> Iterator[str]:
-    names = []
-    for part in _parts(text):
-        name, _ = _option(part)
-        names.append(name)
-        if not name:
-            yield f"--slurm '{part}' is not KEY=VALUE, such as partition=gpu,time=60."
-        elif name in OURS:
-            yield f"--slurm {name} cannot be chosen: dpmac depends on it. Leave it out."
-    if "time" not in names:
-        yield (
-            "--slurm must say how long a job may take, as sbatch --time does: --slurm time=60 (an "
-            "hour)."
-        )
+    def _slurm_faults(self) -> Iterator[str]:
+        for name, value in self._options():
+            if not name:
+                yield f"--slurm '{value}' is not KEY=VALUE, such as partition=gpu,time=60."
+            elif name in OURS:
+                yield f"--slurm {name} cannot be chosen: dpmac depends on it. Leave it out."
+        if "time" not in self.sbatch:
+            yield (
+                "--slurm must say how long a job may take, as sbatch --time does: --slurm time=60 "
+                "(an hour)."
+            )
 
 
 @contextmanager

@@ -5,12 +5,10 @@ all that decides its contents and carries a checksum. One that is damaged is com
 where none can be kept, the run goes on without. Never pickle.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-import time
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from dpmac_cli.data import Data, Split
@@ -92,12 +91,9 @@ def featured(
         _make_private(folder)
         found = _load(path, key)
         if found is None:
-            with _lock(folder, key) as handle:
-                while not _taken(handle):
-                    _check(stop)
-                    yield Computing(0, _records(data), folder, elsewhere=True)
-                    time.sleep(PATIENCE)
-                for part in folder.glob(f".{path.name}.*{PART}"):  # what a kill has left
+            waiting = Computing(0, _records(data), folder, elsewhere=True)
+            with (yield from _lock(path, waiting, stop)):
+                for part in folder.glob(f".{path.name}.*{PART}"):  # left behind by a killed process
                     part.unlink(missing_ok=True)
                 found = _load(path, key)
                 if found is None:
@@ -162,7 +158,8 @@ def _computed(
     for name, split in (("train", data.train), ("test", data.test)):
         size = 1 if parts.isolated else EVALUATION_BATCH
         for begin in range(0, len(split), size):
-            _check(stop)
+            if begin % EVALUATION_BATCH == 0:  # as often whether or not samples run alone
+                _check(stop)
             rows = slice(begin, begin + size)
             batch = parts.features(data.standardised(split.images[rows]))
             if begin == 0:
@@ -193,23 +190,18 @@ def _make_private(folder: Path) -> None:
         folder.chmod(PRIVATE_FOLDER)
 
 
-@contextlib.contextmanager
-def _lock(folder: Path, key: str) -> Generator[int, None, None]:
-    """An open file to lock. Raises OSError."""
-    handle = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _taken(handle: int) -> bool:
-    """Whether a lock could be had; it ends with the process, however that ends."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _lock(
+    path: Path, waiting: Computing, stop: Callable[[], bool]
+) -> Generator[Computing, None, AbstractContextManager[object]]:
+    """Lock a file of features, until its process ends at the latest. Raises OSError."""
+    # Only an flock ends with its process: a file system without one keeps no features.
+    lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
+    while True:
+        try:
+            return lock.acquire(timeout=PATIENCE)
+        except Timeout:
+            _check(stop)
+            yield waiting
 
 
 def _check(stop: Callable[[], bool]) -> None:

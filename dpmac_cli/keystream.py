@@ -1,7 +1,7 @@
 """Random bits from a cipher: nobody without the key can tell them from chance."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -21,6 +21,37 @@ KNOWN = tuple(
         "0bdf7df1591716335e9a8b15c860c502",
     )
 )
+
+
+class Stateful(Protocol):
+    """Random draws whose whole state can be saved, which is as secret as the draws."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        ...
+
+
+class Derived:
+    """Random draws whose whole state is that of their source.
+
+    Args:
+        source: of the randomness.
+    """
+
+    def __init__(self, source: Stateful) -> None:
+        self._root = source
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the source as JSON values."""
+        return self._root.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._root.restore(state)
 
 
 def cipher_works() -> bool:

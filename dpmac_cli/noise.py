@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpmac_cli.keystream import SPARE, KeyStream
+from dpmac_cli.keystream import SPARE, Derived, KeyStream, Stateful
 
 #: Names of the streams of random numbers in a run. Each has a generator of its own, so that no
 #: draw for one purpose can be read off the draws for another. A stream's place is part of its seed.
@@ -39,16 +39,25 @@ def stream_seeds(seed: int | None, branch: int = 0) -> dict[str, np.random.SeedS
     }
 
 
-def generator_state(generator: np.random.Generator) -> dict[str, Any]:
-    """The whole state of an SFC64 generator as JSON values."""
-    state = generator.bit_generator.state
-    return {**state, "state": [int(word) for word in state["state"]["state"]]}
+class SeededGenerator:
+    """An SFC64 generator of numpy that can save its state.
 
+    Attributes:
+        numpy: the generator.
+    """
 
-def restore_generator(generator: np.random.Generator, state: Mapping[str, Any]) -> None:
-    """Put an SFC64 generator into a state that :func:`generator_state` gave."""
-    words = np.array(state["state"], dtype=np.uint64)
-    generator.bit_generator.state = {**state, "state": {"state": words}}
+    def __init__(self, seed: np.random.SeedSequence) -> None:
+        self.numpy = np.random.Generator(np.random.SFC64(seed))
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole state as JSON values."""
+        state = self.numpy.bit_generator.state
+        return {**state, "state": [int(word) for word in state["state"]["state"]]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        words = np.array(state["state"], dtype=np.uint64)
+        self.numpy.bit_generator.state = {**state, "state": {"state": words}}
 
 
 class Normals(Protocol):
@@ -59,23 +68,15 @@ class Normals(Protocol):
         ...
 
 
-class NoiseSource(Normals, Protocol):
+class NoiseSource(Normals, Stateful, Protocol):
     """Standard normal draws, never the same twice."""
 
     def bits(self, like: Tensor) -> "Bits":
         """What fresh draws are made from, for operations that are compiled."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """The generator's whole state as JSON values, as secret as the noise."""
-        ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        ...
-
-
-class SeededNoise:
+class SeededNoise(Derived):
     """Box and Muller's normals from the key stream of AES-256 in counter mode.
 
     A radius sqrt(-2 log u) and an angle make two normals. u has 53 bits, so that the normals end at
@@ -88,6 +89,7 @@ class SeededNoise:
 
     def __init__(self, seed: np.random.SeedSequence) -> None:
         self._keys = KeyStream(seed)
+        super().__init__(self._keys)
         self._workspace = _Workspace(0, torch.float32)
 
     def standard_normal(self, like: Tensor) -> Tensor:
@@ -130,14 +132,6 @@ class SeededNoise:
         for part in (work.words, work.turns):
             self._keys.fill(part.numpy(), pairs)
 
-    def state(self) -> dict[str, Any]:
-        """Key and position as JSON values, as secret as the noise."""
-        return self._keys.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._keys.restore(state)
-
 
 class _Workspace:
     """Memory that draws go through, kept because asking for it anew costs more than using it.
@@ -179,7 +173,7 @@ class Bits:
         return torch.cat([angle.cos() * radius, angle.sin() * radius])[: like.numel()]
 
 
-class SecureNoise:
+class SecureNoise(Derived):
     """Half the sum of four normals, each from a stretch of the key stream of its own, in float64.
 
     One normal gives away, by its last bits, what it was made from. A sum of four takes a search
@@ -192,6 +186,7 @@ class SecureNoise:
 
     def __init__(self, seed: np.random.SeedSequence) -> None:
         self._source = SeededNoise(seed)
+        super().__init__(self._source)
 
     def standard_normal(self, like: Tensor) -> Tensor:
         """Fresh independent N(0, 1) draws with the shape, dtype and device of ``like``."""
@@ -204,14 +199,6 @@ class SecureNoise:
     def bits(self, like: Tensor) -> Bits:
         """Refuses: compiled operations would make single normals of them. Raises ValueError."""
         raise ValueError("noise that is a sum of normals has no bits to compile")
-
-    def state(self) -> dict[str, Any]:
-        """Key and position as JSON values, as secret as the noise."""
-        return self._source.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._source.restore(state)
 
 
 def noise_source(seed: np.random.SeedSequence, secure: bool = False) -> NoiseSource:

@@ -7,6 +7,7 @@ them where it runs, and writes its run's folder, from and to storage that all ma
 import os
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,21 +73,6 @@ def _reach(where: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
 
 
-class _Request:
-    """Whether the runs are asked to stop."""
-
-    def __init__(self) -> None:
-        self._made = False
-
-    def make(self) -> None:
-        """Ask them."""
-        self._made = True
-
-    def made(self) -> bool:
-        """Whether they are asked."""
-        return self._made
-
-
 @dataclass
 class _Task:
     """A run that is carried out.
@@ -130,7 +116,7 @@ class Cluster:
         assert self.jobs is not None  # noqa: S101
         self._waiting.extend(numbers)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        request = ray.remote(_Request).options(num_cpus=0, scheduling_strategy=here).remote()
+        request = ray.remote(threading.Event).options(num_cpus=0, scheduling_strategy=here).remote()
         tasks: dict[Any, _Task] = {}
         while tasks or self._waiting:
             if not self._asked and self.stop():
@@ -146,7 +132,7 @@ class Cluster:
         """Have every run finish its step, save and end; those that wait for room never begin."""
         self._asked = True
         self._waiting.clear()
-        request.make.remote()
+        request.set.remote()
         for words, task in tasks.items():
             if not task.begun:
                 ray.cancel(words)
@@ -170,7 +156,7 @@ class Cluster:
         except StopIteration:
             pass
         except RayTaskError as failure:
-            why = _last_line(failure)
+            why = (str(failure).strip().splitlines() or ["an error"])[-1]
         except RayError as failure:
             why = type(failure).__name__
         else:
@@ -217,11 +203,6 @@ def resource(device: str, there: Mapping[str, float]) -> str:
     return kind
 
 
-def _last_line(failure: RayTaskError) -> str:
-    """What went wrong in a task that dpmac itself could not explain."""
-    return (str(failure).strip().splitlines() or ["an error"])[-1]
-
-
 def _train(
     number: int, config: TrainConfig, folder: str, places: Mapping[str, str], request: Any
 ) -> Iterator[RunEvent]:
@@ -248,7 +229,7 @@ def _question(request: Any) -> Callable[[], bool]:
         nonlocal asked, due
         if not asked and time.monotonic() >= due:
             try:
-                asked = bool(ray.get(request.made.remote()))
+                asked = bool(ray.get(request.is_set.remote()))
             except RayError:  # nobody is there any more who could ask
                 asked = True
             due = time.monotonic() + PATIENCE

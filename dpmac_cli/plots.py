@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dpmac_cli import accounting
 from dpmac_cli.accounting import format_epsilon
 from dpmac_cli.errors import InputError
@@ -162,15 +164,10 @@ def _percent(shares: Iterable[float | None]) -> list[float]:
 
 
 def _draw_band(
-    axes: "Axes",
-    x: Sequence[float],
-    middle: Sequence[float],
-    half: Sequence[float],
-    colour: str,
+    axes: "Axes", x: Sequence[float], middle: Sequence[float], half: Sequence[float], colour: str
 ) -> None:
-    """A band about a line."""
-    low = [m - h for m, h in zip(middle, half, strict=True)]
-    high = [m + h for m, h in zip(middle, half, strict=True)]
+    """Draw a band around a line."""
+    low, high = np.subtract(middle, half), np.add(middle, half)
     axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
 
 

@@ -8,15 +8,13 @@ many ranks there are.
 """
 
 import contextlib
-import itertools
 import json
 import os
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,20 +24,20 @@ from torch.distributed.rendezvous import rendezvous
 
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.errors import InputError, RunError
-from dpmac_cli.noise import Bits, NoiseSource, Normals
+from dpmac_cli.noise import NoiseSource, Normals
 from dpmac_cli.sampling import Batch, Sampler
 
 #: Seconds that a rank may keep the others waiting: computing features may take many minutes.
 PATIENCE = 3600.0
 #: Seconds that all ranks may take to begin, once they have met.
 ARRIVAL = 300.0
-#: Seconds between signs of life, and without one until a rank is taken for dead.
-PULSE, SILENCE = 0.5, 5.0
-#: Seconds that rank 0 waits at its end for the others to hear of it.
+#: Seconds that a rank has to answer after a failure before it is presumed dead, and between looks.
+SILENCE, PULSE = 10.0, 0.5
+#: Seconds that rank 0, which may host the store, waits at its end for the others to leave.
 FAREWELL = 3.0
 #: In place of the size of a batch: there is none, training is over.
 NO_MORE = -1
-#: Where rank 0 leaves word that it has ended.
+#: Key in the store that says that rank 0 has ended.
 OVER = "over"
 
 
@@ -60,8 +58,6 @@ class Ranks:
     def __init__(self, rank: int, size: int, store: Store, local: int = 0) -> None:
         self.rank, self.size, self.local = rank, size, local
         self._store = store
-        self._over, self._ended = threading.Event(), threading.Event()
-        threading.Thread(target=self._live, daemon=True).start()
 
     @property
     def leads(self) -> bool:
@@ -163,64 +159,53 @@ class Ranks:
             self.share(None)
 
     def leave(self) -> None:
-        """This rank will do no more. Rank 0 sees to it that the others know that of it."""
-        self._over.set()
-        others = [f"left {rank}" for rank in range(1, self.size)]
+        """End this rank's part in the run. Rank 0 stays until the others have heard of its end."""
         with contextlib.suppress(RuntimeError):
-            if self.leads:
-                self._store.set(OVER, "yes")
+            self._store.set(OVER if self.leads else f"left {self.rank}", "yes")
+        self._disconnect()
+        if self.leads:
+            with contextlib.suppress(RuntimeError):
+                others = [f"left {rank}" for rank in range(1, self.size)]
                 self._store.wait(others, timedelta(seconds=FAREWELL))
-            else:
-                self._store.set(f"left {self.rank}", "yes")
-        dist.destroy_process_group()
+
+    def _disconnect(self) -> None:
+        """Close this rank's connections, which fails the operations of ranks that wait for it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def _meet(self, operation: Any, tensor: Tensor, *rest: Any) -> None:
-        """A collective operation.
+        """Perform a collective operation.
 
         Raises:
             DismissedError: rank 0 has ended.
-            RunError: a rank is gone.
+            RunError: a rank is gone; the message names it.
         """
-        try:
+        with contextlib.suppress(RuntimeError):
             operation(tensor, *rest)
-        except RuntimeError as failure:
-            gone = self._gone()
-            if gone is None:
-                raise DismissedError from failure
-            raise RunError(_lost(gone, self.size)) from failure
+            return
+        # Not within the handler of the failure, whose traceback would keep the connections open.
+        self._disconnect()
+        gone = self._gone()
+        if gone is None:
+            raise DismissedError
+        raise RunError(_lost(gone, self.size))
 
     def _gone(self) -> list[int] | None:
-        """The ranks that give no more signs of life; None if rank 0 has ended in order."""
-        if self._ended.is_set():
-            return None
+        """Return the ranks that do not answer a roll call; None if rank 0 has ended in order."""
+        names = [f"here {rank}" for rank in range(self.size)]
+        silent: list[int] = []
         try:
-            seen = self._signs()
-            time.sleep(SILENCE)
-            signs = self._signs()
-        except RuntimeError:  # rank 0 keeps the signs, or its launcher does
-            return None if self._ended.is_set() else [0]
-        if self._ended.is_set():
-            return None
-        return [rank for rank, sign in enumerate(signs) if sign in ("", seen[rank])]
-
-    def _signs(self) -> list[str]:
-        """What each rank left last as a sign of life. Raises RuntimeError."""
-        names = [f"alive {rank}" for rank in range(self.size)]
-        return [
-            self._store.get(name).decode() if self._store.check([name]) else "" for name in names
-        ]
-
-    def _live(self) -> None:
-        """Leave signs of life, and hear of rank 0's end."""
-        with contextlib.suppress(RuntimeError):
-            for beat in itertools.count():
-                if self._over.wait(PULSE):
-                    return
-                self._store.set(f"alive {self.rank}", str(beat))
-                if not self.leads and self._store.check([OVER]):
-                    self._ended.set()
-                    self._store.set(f"left {self.rank}", "yes")
-                    return
+            self._store.set(names[self.rank], "yes")
+            for _ in range(round(SILENCE / PULSE)):
+                if self._store.check([OVER]):
+                    return None
+                silent = [rank for rank, name in enumerate(names) if not self._store.check([name])]
+                if not silent:
+                    break
+                time.sleep(PULSE)
+        except RuntimeError:  # rank 0, or its launcher, hosts the store
+            return [0]
+        return silent
 
 
 def _lost(gone: list[int], size: int) -> str:
@@ -228,8 +213,8 @@ def _lost(gone: list[int], size: int) -> str:
         return f"The connection between the {size} processes of this run broke."
     which = " and ".join(map(str, gone))
     return (
-        f"Rank {which} of the {size} processes of this run stopped, or cannot be reached. See what "
-        "it printed."
+        f"Rank {which} of the {size} processes of this run stopped, or did not answer within "
+        f"{SILENCE:g} seconds. See what it printed."
     )
 
 
@@ -279,15 +264,13 @@ class DealtSampler:
 
 
 class NoNoise:
-    """What the ranks without a secret have for a source of noise."""
+    """Stands in for the source of noise at the ranks that have no secret."""
 
-    def standard_normal(self, like: Tensor) -> Tensor:
-        """Never asked."""
+    def standard_normal(self, like: Tensor) -> NoReturn:
+        """Fail: nothing asks for it."""
         raise AssertionError("noise is drawn at rank 0")
 
-    def bits(self, like: Tensor) -> Bits:
-        """Never asked."""
-        raise AssertionError("noise is drawn at rank 0")
+    bits = standard_normal
 
     def state(self) -> dict[str, Any]:
         """Nothing."""

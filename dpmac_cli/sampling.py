@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.keystream import SPARE, KeyStream
-from dpmac_cli.noise import generator_state, restore_generator
+from dpmac_cli.keystream import SPARE, Derived, KeyStream, Stateful
+from dpmac_cli.noise import SeededGenerator
 
 #: Indices of a step's records, increasing; shape (drawn,).
 Batch = NDArray[np.int64]
@@ -16,23 +16,15 @@ Batch = NDArray[np.int64]
 Slots = NDArray[np.int64]
 
 
-class Sampler(Protocol):
+class Sampler(Stateful, Protocol):
     """Draws a batch a step."""
 
     def draw(self) -> Batch:
         """The next step's records."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """All it takes to go on, as JSON values, as secret as the draws."""
-        ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        ...
-
-
-class Draws(Protocol):
+class Draws(Stateful, Protocol):
     """Choices among n records, each made afresh."""
 
     def independently(self, rate: float) -> Batch:
@@ -51,16 +43,8 @@ class Draws(Protocol):
         """The slots in an order of which each is as likely as any other."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """The generator's whole state as JSON values, as secret as the draws."""
-        ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        ...
-
-
-class SeededDraws:
+class SeededDraws(Derived):
     """Choices by numpy's SFC64: fast, but no cipher.
 
     Args:
@@ -70,7 +54,9 @@ class SeededDraws:
 
     def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
         self._size = size
-        self._generator = np.random.Generator(np.random.SFC64(seed))
+        source = SeededGenerator(seed)
+        super().__init__(source)
+        self._generator = source.numpy
 
     def independently(self, rate: float) -> Batch:
         """Each record with probability ``rate``.
@@ -92,16 +78,8 @@ class SeededDraws:
         """The slots in any order."""
         return self._generator.permutation(slots)
 
-    def state(self) -> dict[str, Any]:
-        """The generator's whole state."""
-        return generator_state(self._generator)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        restore_generator(self._generator, state)
-
-
-class SecureDraws:
+class SecureDraws(Derived):
     """Choices by the key stream of a cipher, 64 bits a record.
 
     Where words leave a choice open, all are drawn again. Which words do so is the same however the
@@ -115,6 +93,7 @@ class SecureDraws:
     def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
         self._size = size
         self._keys = KeyStream(seed)
+        super().__init__(self._keys)
         self._words = np.empty(size + SPARE // 8, np.uint64)
 
     def independently(self, rate: float) -> Batch:
@@ -152,16 +131,8 @@ class SecureDraws:
         self._keys.fill(self._words, self._size)
         return self._words[: self._size]
 
-    def state(self) -> dict[str, Any]:
-        """Key and position in the key stream."""
-        return self._keys.state()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._keys.restore(state)
-
-
-class IndependentSampler:
+class IndependentSampler(Derived):
     """Draws each step's batch afresh.
 
     Args:
@@ -170,19 +141,12 @@ class IndependentSampler:
     """
 
     def __init__(self, pick: Callable[[], Batch], draws: Draws) -> None:
-        self._pick, self._draws = pick, draws
+        super().__init__(draws)
+        self._pick = pick
 
     def draw(self) -> Batch:
         """The next step's records."""
         return self._pick()
-
-    def state(self) -> dict[str, Any]:
-        """The generator's whole state."""
-        return self._draws.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._draws.restore(state)
 
 
 class EpochSampler:

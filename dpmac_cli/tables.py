@@ -159,16 +159,15 @@ def as_markdown(comparison: Comparison) -> str:
 
     def show(cell: Cell | None) -> str:
         text = accuracy_text(cell)
-        if cell is None:
-            return text
-        return f"**{text}**" if cell.standing == "best" else f"{text} {_mark(cell)}".strip()
+        standing = None if cell is None else cell.standing
+        return {"best": f"**{text}**", "tied": f"{text} ~"}.get(standing or "", text)
 
     columns = (column_title(comparison, column) for column in comparison.columns)
     titles = ["", *columns, "a run takes"]
     prices = ["epsilon", *epsilons(comparison), ""]
     lines = [_bars(titles), _bars(["---"] * len(titles)), _bars(prices)]
     lines += [
-        _bars([_plain(name), *map(show, cells), time])
+        _bars([name.replace("|", "\\|"), *map(show, cells), time])
         for (name, cells), time in zip(comparison.rows, run_times(comparison), strict=True)
     ]
     remarks = [*comparison.remarks, *warnings(comparison)]
@@ -177,14 +176,6 @@ def as_markdown(comparison: Comparison) -> str:
 
 def _bars(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _plain(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _mark(cell: Cell) -> str:
-    return "~" if cell.standing == "tied" else ""
 
 
 def as_latex(comparison: Comparison) -> str:

@@ -74,8 +74,8 @@ class Secrets:
                 for pair in np.hstack([raw[:-1], raw[1:]])[distinct]:
                     self.windows[pair.tobytes()] = what
         if array.dtype.kind == "f":
-            values = [float(value) for value in array]
-            self.numbers.update((value, what) for value in values if not _round(value))
+            numbers = (float(value) for value in array)
+            self.numbers.update((number, what) for number in numbers if not _round(number))
 
     def scalar(self, value: float, what: str) -> None:
         """Look for an aggregate, as it is and rounded: not to a round number, met by chance."""

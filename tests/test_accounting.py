@@ -513,7 +513,7 @@ def test_steps_composed_in_blocks_cost_what_they_cost_in_one(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Very many steps are: the rest that fills no block counts too."""
-    one = accounting._one_step(TrainingEvent(0.1, 1.0, 1), 1e-3)
+    one = accounting._sampled_gaussian(0.1, 1.0, 1e-3)
     plain = one.self_compose(steps).get_epsilon_for_delta(DELTA)
     monkeypatch.setattr(accounting, "BLOCK", 3)
     blocks = accounting._repeated(one, steps).get_epsilon_for_delta(DELTA)

@@ -1,6 +1,5 @@
 """What ``from dpmac_cli import`` offers, and the examples of docs/library.md."""
 
-import ast
 import inspect
 import re
 import subprocess
@@ -55,23 +54,6 @@ def net() -> nn.Module:
 # The names
 
 
-def for_type_checkers() -> dict[str, set[str]]:
-    """Names by their homes, as a type checker and an editor see them."""
-    (block,) = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If)]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {
-        (node.module or "").removeprefix("dpmac_cli."): {alias.name for alias in node.names}
-        for node in imports
-    }
-
-
-def test_the_three_lists_of_names_agree() -> None:
-    homes = {home: set(names) for home, names in dpmac_cli._HOMES.items()}
-    assert for_type_checkers() == homes
-    names = [name for group in homes.values() for name in group]
-    assert sorted(dpmac_cli.__all__) == sorted([*names, "__version__"])
-
-
 @pytest.mark.parametrize("name", dpmac_cli.__all__)
 def test_every_name_is_there_and_documented(name: str) -> None:
     value = getattr(dpmac_cli, name)
@@ -81,8 +63,8 @@ def test_every_name_is_there_and_documented(name: str) -> None:
 
 
 def test_a_name_that_is_not_there_is_named() -> None:
-    with pytest.raises(AttributeError, match="'dpmac_cli' has no attribute 'trian'"):
-        dpmac_cli.trian  # noqa: B018
+    with pytest.raises(AttributeError, match="trian"):
+        dpmac_cli.trian  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_prices_and_settings_load_no_torch() -> None:

@@ -5,7 +5,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,12 +16,22 @@ from dpmac_cli import pricing
 from dpmac_cli.accounting import ACCOUNTANTS, NO_PRIVACY, SAMPLERS, format_epsilon, meaning
 from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import Completer, one_of, run_folders
+from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import USAGE, explained
+from dpmac_cli.cli.options import (
+    DEBUG,
+    JSON,
+    argument,
+    option,
+    path_option,
+    switch,
+    with_options,
+)
 from dpmac_cli.errors import BudgetError
 from dpmac_cli.folder import to_json
 from dpmac_cli.pricing import Question, Row
 from dpmac_cli.recount import Recount, recount
+from dpmac_cli.settings import flag_name
 
 HELP = """Price training before it happens: its cost, the noise for a budget, the longest run.
 
@@ -58,101 +68,55 @@ COLUMNS = (
 TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
 
 
-def _option(text: str, panel: str, metavar: str, names: Completer | None = None) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, metavar=metavar, autocompletion=names)
-
-
-@explained
-def account(
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A run folder or report to price again.",
-            autocompletion=run_folders,
-        ),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        _option(
-            f"One of {', '.join(DATASETS)}. [default: mnist]", TRAINING, "NAME", one_of(DATASETS)
-        ),
-    ] = None,
-    dataset_size: Annotated[
-        str | None, _option("n, for data we never see.", TRAINING, "INT")
-    ] = None,
-    batch_size: Annotated[
-        str | None, _option("Expected batch B. [default: the data set's]", TRAINING, "INT")
-    ] = None,
-    epochs: Annotated[
-        str | None,
-        _option("Passes of ceil(n/B) steps. [default: the data set's]", TRAINING, "INT,..."),
-    ] = None,
-    steps: Annotated[str | None, _option("Steps, instead of epochs.", TRAINING, "INT,...")] = None,
-    sigma: Annotated[str | None, _option("Noise multiplier.", TRAINING, "FLOAT,...")] = None,
-    epsilon: Annotated[
-        str | None, _option("The budget: work out a setting for it.", QUESTION, "FLOAT,...")
-    ] = None,
-    solve: Annotated[
-        str | None,
-        _option(
-            f"What to work out for --epsilon: {', '.join(pricing.SOLVABLE)}. "
-            "[default: sigma, or steps if --sigma is given]",
-            QUESTION,
-            "NAME",
-            one_of(pricing.SOLVABLE),
-        ),
-    ] = None,
-    delta: Annotated[
-        str | None, _option("Delta of (epsilon, delta). [default: 1e-5]", QUESTION, "FLOAT")
-    ] = None,
-    runs: Annotated[
-        str | None,
-        _option("Also price this many runs of which the best is published.", QUESTION, "INT"),
-    ] = None,
-    sampler: Annotated[
-        str | None,
-        _option(
-            f"One of {', '.join(SAMPLERS)}. [default: poisson]", METHOD, "NAME", one_of(SAMPLERS)
-        ),
-    ] = None,
-    accountant: Annotated[
-        str | None,
-        _option(
-            f"One of {', '.join(ACCOUNTANTS)}, all. [default: pld]",
-            METHOD,
-            "NAME",
-            one_of((*ACCOUNTANTS, "all")),
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)] = (
-        False
+@with_options(
+    argument("run", "A run folder or report to price again.", "RUN", run_folders),
+    option(
+        "dataset",
+        f"One of {', '.join(DATASETS)}. [default: mnist]",
+        TRAINING,
+        "NAME",
+        one_of(DATASETS),
     ),
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.", rich_help_panel=OUTPUT)] = False,
-    plot: Annotated[
-        Path | None,
-        _option("Draw epsilon by steps and by delta (.png or .svg).", OUTPUT, "FILE"),
-    ] = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=OUTPUT)
-    ] = False,
-) -> None:
-    """Answer, print, and draw if asked to."""
-    del debug
-    flags = {
-        "dataset": dataset,
-        "dataset-size": dataset_size,
-        "batch-size": batch_size,
-        "epochs": epochs,
-        "steps": steps,
-        "sigma": sigma,
-        "epsilon": epsilon,
-        "solve": solve,
-        "delta": delta,
-        "runs": runs,
-        "sampler": sampler,
-        "accountant": accountant,
-    }
+    option("dataset_size", "n, for data we never see.", TRAINING, "INT"),
+    option("batch_size", "Expected batch B. [default: the data set's]", TRAINING, "INT"),
+    option("epochs", "Passes of ceil(n/B) steps. [default: the data set's]", TRAINING, "INT,..."),
+    option("steps", "Steps, instead of epochs.", TRAINING, "INT,..."),
+    option("sigma", "Noise multiplier.", TRAINING, "FLOAT,..."),
+    option("epsilon", "The budget: work out a setting for it.", QUESTION, "FLOAT,..."),
+    option(
+        "solve",
+        f"What to work out for --epsilon: {', '.join(pricing.SOLVABLE)}. "
+        "[default: sigma, or steps if --sigma is given]",
+        QUESTION,
+        "NAME",
+        one_of(pricing.SOLVABLE),
+    ),
+    option("delta", "Delta of (epsilon, delta). [default: 1e-5]", QUESTION, "FLOAT"),
+    option("runs", "Also price this many runs of which the best is published.", QUESTION, "INT"),
+    option(
+        "sampler",
+        f"One of {', '.join(SAMPLERS)}. [default: poisson]",
+        METHOD,
+        "NAME",
+        one_of(SAMPLERS),
+    ),
+    option(
+        "accountant",
+        f"One of {', '.join(ACCOUNTANTS)}, all. [default: pld]",
+        METHOD,
+        "NAME",
+        one_of((*ACCOUNTANTS, "all")),
+    ),
+    JSON,
+    switch("csv", "Print CSV.", OUTPUT),
+    path_option("plot", "Draw epsilon by steps and by delta (.png or .svg).", OUTPUT, "FILE"),
+    DEBUG,
+)
+@explained
+def account(run: Path | None, plot: Path | None, **given: Any) -> None:
+    """Answer the question, print the rows, and draw them if asked to."""
+    json, csv = given.pop("json"), given.pop("csv")
+    flags: dict[str, str | None] = {flag_name(name): value for name, value in given.items()}
     errors = ["--json and --csv contradict each other: give one."] if json and csv else []
     if plot is not None:
         from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415
@@ -228,13 +192,6 @@ def _as_csv(rows: Sequence[Row]) -> str:
 def _print(out: Console, rows: Sequence[Row]) -> None:
     if len(rows) == 1:
         _print_one(out, rows[0])
-        if (
-            out.is_terminal
-            and console.encodable(BLOCKS, out)
-            and rows[0].steps > 1
-            and 0 < rows[0].epsilon < math.inf
-        ):
-            _print_curve(out, rows[0])
     else:
         _print_table(out, rows)
     if len({row.epsilon for row in rows if row.selection == "none"}) == 1:
@@ -315,24 +272,3 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "counted by": lambda row: "" if row.selection == "none" else row.selection,
     "accountant": lambda row: row.accountant,
 }
-
-
-CURVE_WIDTH, CURVE_HEIGHT = 48, 6
-BLOCKS = " ▁▂▃▄▅▆▇█"
-
-
-def _print_curve(out: Console, row: Row) -> None:
-    """Epsilon by steps, as far as letters can draw it."""
-    curve = pricing.epsilon_by_steps(row)
-    if not math.isfinite(curve[-1][1]):
-        return
-    heights = []
-    for column in range(1, CURVE_WIDTH + 1):
-        step = row.steps * column / CURVE_WIDTH
-        epsilon = next(price for at, price in curve if at >= math.floor(step))
-        heights.append(round(epsilon / curve[-1][1] * CURVE_HEIGHT * 8))
-    for line in reversed(range(CURVE_HEIGHT)):
-        bars = "".join(BLOCKS[min(max(height - 8 * line, 0), 8)] for height in heights)
-        label = format_epsilon(curve[-1][1]) if line == CURVE_HEIGHT - 1 else ""
-        out.print(Text.assemble(f"{label:>9} ", (bars, console.ATTENTION)))
-    out.print(Text(f"{'':>9} 0{f'{row.steps:,} steps':>{CURVE_WIDTH - 1}}", style="dim"))

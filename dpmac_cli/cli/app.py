@@ -6,19 +6,18 @@ import typer
 
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, doctor, evaluate, runs, train
-from dpmac_cli.cli.command import Command, Group
+from dpmac_cli.cli.command import Command
 
 app = typer.Typer(
     name="dpmac",
-    cls=Group,
     help="Train image classifiers under differential privacy, and say what that privacy is worth.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("train", cls=Command, help=train.HELP)(train.command())
+app.command("train", cls=Command, help=train.HELP)(train.train)
 app.command("account", cls=Command, help=account.HELP)(account.account)
-app.command("compare", cls=Command, help=compare.HELP)(compare.command())
+app.command("compare", cls=Command, help=compare.HELP)(compare.compare)
 app.command("eval", cls=Command, help=evaluate.HELP)(evaluate.evaluate)
 app.command("runs", cls=Command, help=runs.HELP)(runs.runs)
 app.command("doctor", cls=Command, help=doctor.HELP)(doctor.doctor)

@@ -2,27 +2,27 @@
 
 import contextlib
 import hashlib
-import inspect
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from dpmac_cli import folder
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import Completer, one_of
+from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
+from dpmac_cli.cli.options import DEBUG, option, path_option, switch, with_options
 from dpmac_cli.cli.train import text_option
 from dpmac_cli.config import parse
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
 from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
-from dpmac_cli.settings import SETTINGS, TrainConfig, flag_name
+from dpmac_cli.settings import OUTPUT, SETTINGS, TrainConfig
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
 
@@ -44,8 +44,58 @@ MARKDOWN, LATEX, PLOT = "compare.md", "compare.tex", "compare.png"
 #: The folder of the tables of other studies whose runs lie in the same one.
 TABLES = "tables"
 DEFAULT_OUT = Path("runs") / "compare"
+#: A group of options in the help.
+STUDY = "Study"
 
 
+@with_options(
+    path_option("config", "YAML with the same names; flags win.", STUDY),
+    option(
+        "optimizers",
+        "Which, or all. [default: all]",
+        STUDY,
+        "NAME,...",
+        one_of(("all", *OPTIMIZERS), several=True),
+    ),
+    option(
+        "seeds",
+        f"How many (5), or which (3,7,8; one alone: 3,). [default: {DEFAULT_SEEDS}]",
+        STUDY,
+        "INT,...",
+    ),
+    option("jobs", "Runs at a time. [default: one per core or GPU]", STUDY, "INT", kind=int | None),
+    option(
+        "executor",
+        f"Who carries them out: {', '.join(EXECUTORS)}. Clusters need --out, data and the "
+        "folder that this is typed in on storage that all machines share. [default: local]",
+        STUDY,
+        "NAME",
+        one_of(EXECUTORS),
+        default="local",
+    ),
+    option(
+        "cluster",
+        "Address of the Ray cluster. [default: RAY_ADDRESS, or one on this machine]",
+        STUDY,
+        "STR",
+    ),
+    option(
+        "slurm",
+        "sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job.",
+        STUDY,
+        "KEY=VALUE,...",
+    ),
+    switch("dry_run", "Show runs, prices and time, and train nothing.", STUDY),
+    *(
+        text_option(name, setting, several=True)
+        for name, setting in SETTINGS.items()
+        if name not in (*NOT_IN_A_STUDY, "optimizer")
+    ),
+    option("out", f"Folder of the study. [default: {DEFAULT_OUT}]", OUTPUT, "PATH"),
+    switch("json", "Print compare.json.", OUTPUT),
+    switch("quiet", "Print nothing but errors.", OUTPUT),
+    DEBUG,
+)
 @explained
 def compare(**flags: Any) -> None:
     """Run the command; ``flags`` are the studied fields of TrainConfig and the options below."""
@@ -53,7 +103,6 @@ def compare(**flags: Any) -> None:
     file = flags.pop("config")
     choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
-    flags.pop("debug")
     errors = list(choice.faults())
     if dry_run and as_json:
         errors.append("--dry-run and --json contradict each other: a plan has no table. Give one.")
@@ -65,7 +114,10 @@ def compare(**flags: Any) -> None:
     if dry_run:
         _show_plan(grid, quiet)
         return
-    _check_folder(out)
+    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
+        raise InputError(
+            f"--out {out} holds files that are not a study's. Name a new or an empty folder."
+        )
     failures, interrupted = _carry_out(grid, out, choice, quiet, as_json)
     _write_results(grid, out, failures, as_json, quiet)
     if interrupted:
@@ -73,14 +125,6 @@ def compare(**flags: Any) -> None:
         raise typer.Exit(INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
-
-
-def _check_folder(out: Path) -> None:
-    """Refuse a folder whose files are not a study's; changes nothing. Raises InputError."""
-    if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
-        raise InputError(
-            f"--out {out} holds files that are not a study's. Name a new or an empty folder."
-        )
 
 
 def _show_plan(grid: Grid, quiet: bool) -> None:
@@ -237,55 +281,3 @@ def _named(table: Path) -> str | None:
         name = ""
     plain = name and not name.startswith(".") and "/" not in name
     return name if plain else f"unnamed-{hashlib.sha256(content).hexdigest()[:12]}"
-
-
-def command() -> Callable[..., None]:
-    """The command with one flag for each studied field of TrainConfig."""
-
-    def option(
-        name: str,
-        kind: Any,
-        text: str,
-        metavar: str | None = None,
-        default: Any = None,
-        names: Completer | None = None,
-        panel: str = "Study",
-    ) -> Any:
-        settings: dict[str, Any] = {"help": text, "metavar": metavar, "autocompletion": names}
-        flag = f"--{flag_name(name)}"
-        shown = typer.Option(flag, rich_help_panel=panel, show_default=False, **settings)
-        annotation = Annotated[kind, shown]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, keyword, default=default, annotation=annotation)
-
-    which, text = one_of(("all", *OPTIMIZERS), several=True), str | None
-    seeds = f"How many (5), or which (3,7,8; one alone: 3,). [default: {DEFAULT_SEEDS}]"
-    executors = (
-        f"Who carries them out: {', '.join(EXECUTORS)}. Clusters need --out, data and the folder "
-        "that this is typed in on storage that all machines share. [default: local]"
-    )
-    cluster = "Address of the Ray cluster. [default: RAY_ADDRESS, or one on this machine]"
-    slurm = "sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job."
-    out = f"Folder of the study. [default: {DEFAULT_OUT}]"
-    parameters = [
-        option("config", Path | None, "YAML with the same names; flags win.", "PATH"),
-        option("optimizers", text, "Which, or all. [default: all]", "NAME,...", names=which),
-        option("seeds", text, seeds, "INT,..."),
-        option("jobs", int | None, "Runs at a time. [default: one a core or GPU]", "INT"),
-        option("executor", str, executors, "NAME", "local", one_of(EXECUTORS)),
-        option("cluster", text, cluster, "STR"),
-        option("slurm", text, slurm, "KEY=VALUE,..."),
-        option("dry_run", bool, "Show runs, prices and time, and train nothing.", default=False),
-        *(
-            text_option(name, setting, several=True)
-            for name, setting in SETTINGS.items()
-            if name not in (*NOT_IN_A_STUDY, "optimizer")
-        ),
-        option("out", text, out, "PATH", panel="Output"),
-        option("json", bool, "Print compare.json.", default=False, panel="Output"),
-        option("quiet", bool, "Print nothing but errors.", default=False, panel="Output"),
-        option("debug", bool, "Show tracebacks.", default=False, panel="Output"),
-    ]
-    compare.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    compare.__annotations__ = {p.name: p.annotation for p in parameters}
-    return compare

@@ -16,7 +16,7 @@ from rich.text import Text
 from dpmac_cli import tables
 from dpmac_cli.accounting import format_epsilon, total_epsilon
 from dpmac_cli.budget import training_event
-from dpmac_cli.cli.console import ATTENTION, expendable, spelt
+from dpmac_cli.cli.console import ATTENTION, expendable
 from dpmac_cli.compare import TEST, Cell, Comparison
 from dpmac_cli.executors import Moved, RunEvent
 from dpmac_cli.grid import Grid, Run
@@ -36,7 +36,9 @@ class Display:
 
 
 class Lines(Display):
-    """A line a run: for files, pipes and logs."""
+    """One line per run: for files, pipes and logs."""
+
+    _tells_time = True
 
     def __init__(self, console: Console, grid: Grid, missing: Sequence[int]) -> None:
         self.console, self._grid = console, grid
@@ -68,23 +70,19 @@ class Lines(Display):
             accuracy = self._accuracy.get(event.number)
             shown = "" if accuracy is None else f"  test accuracy {accuracy:.2%}"
             count = f"{self._ended}/{self._missing}"
-            self.console.print(Text(f"{count}  {name}{shown}{self._note()}"))
-
-    def _note(self) -> str:
-        """What stands at the end of a finished run's line."""
-        return self._time_left()
+            left = self._time_left() if self._tells_time else ""
+            self.console.print(Text(f"{count}  {name}{shown}{left}"))
 
     def _time_left(self) -> str:
-        seconds = self._seconds_left()
-        return "" if seconds is None or seconds < 1 else f"  {tables.clock(seconds)} left"
-
-    def _seconds_left(self) -> float | None:
         taken = time.monotonic() - self._began
-        return None if self._done <= 0 else taken * (self._total - self._done) / self._done
+        seconds = taken * (self._total - self._done) / self._done if self._done else 0.0
+        return "" if seconds < 1 else f"  {tables.clock(seconds)} left"
 
 
 class LiveRuns(Lines):
-    """Lines, and below them a line a live run and the whole study's bar."""
+    """Lines, and below them one line per live run and the whole study's bar."""
+
+    _tells_time = False  # the bar does
 
     def __init__(self, console: Console, grid: Grid, missing: Sequence[int]) -> None:
         super().__init__(console, grid, missing)
@@ -106,10 +104,6 @@ class LiveRuns(Lines):
         text = f"{self._ended}/{self._missing} runs{self._time_left()}"
         self._bar.update(self._task, completed=self._done, text=text)
         self._view.update(self._render())
-
-    def _note(self) -> str:
-        """Nothing: the bar says it."""
-        return ""
 
     def close(self) -> None:
         """The lines go."""
@@ -183,7 +177,7 @@ def _tables(comparison: Comparison, out: Console) -> Iterator[Table]:
     names = [Text(name) for name, _ in comparison.rows]
     columns = [
         (
-            spelt(f"{tables.column_title(comparison, column)}\nε {epsilon}", out),
+            f"{tables.column_title(comparison, column)}\nε {epsilon}",
             [_cell(cell, out) for cell in cells],
         )
         for column, epsilon, cells in zip(
@@ -193,7 +187,7 @@ def _tables(comparison: Comparison, out: Console) -> Iterator[Table]:
             strict=True,
         )
     ]
-    columns.append(("a run\ntakes", [Text(spelt(t, out)) for t in tables.run_times(comparison)]))
+    columns.append(("a run\ntakes", [Text(t) for t in tables.run_times(comparison)]))
     left = out.width - max(name.cell_len for name in names)
     shown: list[tuple[str, list[Text]]] = []
     room = left
@@ -218,7 +212,7 @@ def _table(names: Sequence[Text], columns: Sequence[tuple[str, Sequence[Text]]])
 
 
 def _cell(cell: Cell | None, out: Console) -> Text:
-    text = spelt(tables.accuracy_text(cell), out)
+    text = tables.accuracy_text(cell)
     if cell is None:
         return Text(text)
     if cell.standing == "best":

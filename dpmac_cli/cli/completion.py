@@ -4,8 +4,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
 
-from dpmac_cli.cli.runs import DEFAULT_ROOT
 from dpmac_cli.folder import is_configured
+
+#: Folder of runs.
+DEFAULT_ROOT = Path("runs")
 
 Completer = Callable[[str], list[str]]
 

@@ -57,18 +57,9 @@ class Expendable:
         except OSError as failure:
             self._lose(failure)
 
-    def isatty(self) -> bool:
-        """Whether a person is looking."""
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        """Of the stream."""
-        return self.stream.fileno()
-
-    @property
-    def encoding(self) -> str:
-        """Of the stream."""
-        return self.stream.encoding
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the stream."""
+        return getattr(self.stream, name)
 
     def _lose(self, failure: OSError) -> None:
         if self.lost is None:
@@ -95,32 +86,9 @@ def begin() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-#: What is written for letters where a stream has none of them.
-SPELT = str.maketrans({"ε": "epsilon", "≤": "<=", "±": "+-", "–": "-"})
-
-
-def spelt(text: str, out: Console) -> str:
-    """A text with its letters spelt out, where what it is printed on cannot encode them."""
-    return text if encodable(text, out) else text.translate(SPELT)
-
-
-def encodable(text: str, out: Console) -> bool:
-    """Whether a text can be printed as it is."""
-    try:
-        text.encode(out.encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def stdout() -> Console:
     """The console for results. Plain text when not a terminal; NO_COLOR is honoured."""
     return _console(sys.stdout)
-
-
-def stderr() -> Console:
-    """The console for errors and notes."""
-    return _console(sys.stderr)
 
 
 def expendable(stream: TextIO) -> Console:

@@ -1,20 +1,24 @@
-"""How a training run and an evaluation look."""
+"""Display of training runs and evaluations."""
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli import accounting, engine, folder
-from dpmac_cli.cli.console import ATTENTION, expendable, spelt
+from dpmac_cli import accounting, checkpoint, engine, folder
+from dpmac_cli.cli.console import ATTENTION, expendable, print_errors
+from dpmac_cli.cli.failures import INTERRUPTED
 from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
+from dpmac_cli.errors import DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.feature_cache import Computing
 from dpmac_cli.report import AUDIT_RUN
-from dpmac_cli.run import Finished, Reduced, Started, Update
+from dpmac_cli.run import Finished, Reduced, RunEvent, Started, Update
 
 #: Columns from which on the bar has room for the speed.
 WIDE = 100
@@ -29,74 +33,57 @@ def format_epsilon(epsilon: float | None) -> str:
 class Display:
     """Shows a training run as it happens; by itself nothing."""
 
-    def computing(self, event: Computing) -> None:
-        """Before all else, where features are computed."""
-
-    def started(self, event: Started) -> None:
-        """Before the first step."""
-
-    def update(self, event: Update) -> None:
-        """While training."""
-
-    def reduced(self, event: Reduced) -> None:
-        """Memory ran out, and training goes on."""
+    def show(self, event: RunEvent) -> None:
+        """Show what has happened."""
 
     def stopping(self) -> None:
-        """Someone has asked the run to stop."""
-
-    def finished(self, event: Finished) -> None:
-        """After the files are written."""
+        """Confirm a request to stop."""
 
     def close(self) -> None:
-        """Nothing more will come, whether or not the run is finished."""
+        """Stop showing anything, whether or not the run is finished."""
 
 
 class Lines(Display):
-    """A line an epoch: for files, pipes and logs, and above the bar on a terminal."""
+    """One line per evaluation: for files, pipes and logs, and above the bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._computing: str | None = None
         self._scored: engine.Evaluation | None = None
 
-    def computing(self, event: Computing) -> None:
-        """What is computed, and where it is kept."""
-        heading = _computing(event)
-        if heading != self._computing:
-            self._computing = heading
-            self.console.print(Text(heading, style="dim"))
+    def show(self, event: RunEvent) -> None:
+        """Print what has happened, if it is worth a line."""
+        match event:
+            case Computing():
+                heading = _computing(event)
+                if heading != self._computing:
+                    self._computing = heading
+                    self.console.print(Text(heading, style="dim"))
+            case Started():
+                self._print(_heading(event))
+            case Update(event=engine.Evaluated() as evaluated):
+                self._scored = evaluated.result
+                self.console.print(_evaluated(evaluated, event.epsilon))
+                if event.not_private is not None:
+                    self.console.print(_diagnosed(event.not_private))
+            case Reduced():
+                self.console.print(
+                    f"memory ran out in step {event.step}: continuing with {event.chunk} samples "
+                    "at a time",
+                    style=ATTENTION,
+                )
+            case Finished():
+                found = () if self._scored is None else doubts(self._scored)
+                self._print(Text(f"note: {doubt}", style="red") for doubt in found)
+                self._print(_summary(event))
 
-    def started(self, event: Started) -> None:
-        """What is about to be trained."""
-        for line in _heading(event):
+    def _print(self, lines: Iterable[Text]) -> None:
+        for line in lines:
             self.console.print(line)
-
-    def update(self, event: Update) -> None:
-        """A line an evaluation."""
-        if isinstance(event.event, engine.Evaluated):
-            self._scored = event.event.result
-            self.console.print(_evaluated(event.event, event.epsilon))
-            if event.not_private is not None:
-                self.console.print(_diagnosed(event.not_private))
-
-    def reduced(self, event: Reduced) -> None:
-        """What is done about it."""
-        self.console.print(
-            f"memory ran out in step {event.step}: going on with {event.chunk} samples at a time",
-            style=ATTENTION,
-        )
 
     def stopping(self) -> None:
-        """What will happen now."""
+        """Say what will happen now."""
         self.console.print("stopping after this step; once more to stop at once", style=ATTENTION)
-
-    def finished(self, event: Finished) -> None:
-        """What came of it."""
-        if self._scored is not None:
-            for doubt in doubts(self._scored):
-                self.console.print(Text(f"note: {doubt}", style="red"))
-        for line in _summary(event):
-            self.console.print(line)
 
 
 class LiveBar(Lines):
@@ -119,18 +106,26 @@ class LiveBar(Lines):
         parts = (BarColumn(bar_width=None), counts, TimeRemainingColumn(compact=True))
         self._features = Progress(*parts, console=console, transient=True, expand=True)
 
-    def computing(self, event: Computing) -> None:
-        """A line, and a bar of its own."""
-        super().computing(event)
-        if not self._features.tasks:
-            self._features.add_task("", total=event.records)
-            self._features.start()
-        self._features.update(self._features.tasks[0].id, completed=event.done)
+    def show(self, event: RunEvent) -> None:
+        """Move the bars, and print a line above them if it is worth one."""
+        match event:
+            case Started():
+                self._features.stop()
+            case Update():
+                self._move(event)
+            case Finished():
+                self.close()
+        super().show(event)
+        match event:
+            case Computing():
+                if not self._features.tasks:
+                    self._features.add_task("", total=event.records)
+                    self._features.start()
+                self._features.update(self._features.tasks[0].id, completed=event.done)
+            case Started():
+                self._begin(event)
 
-    def started(self, event: Started) -> None:
-        """The heading, and an empty bar."""
-        self._features.stop()
-        super().started(event)
+    def _begin(self, event: Started) -> None:
         config = event.config
         self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
         self._private = not config.no_dp
@@ -145,8 +140,7 @@ class LiveBar(Lines):
         )
         self._bar.start()
 
-    def update(self, event: Update) -> None:
-        """Move the bar, and then put a line above it."""
+    def _move(self, event: Update) -> None:
         step = event.event.step
         self._bar.update(
             self._task,
@@ -157,15 +151,9 @@ class LiveBar(Lines):
         )
         if isinstance(event.event, engine.Evaluated):
             self._bar.update(self._task, accuracy=f"test {event.event.result.accuracy:.2%}")
-        super().update(event)
-
-    def finished(self, event: Finished) -> None:
-        """The bar gives way to the summary."""
-        self.close()
-        super().finished(event)
 
     def close(self) -> None:
-        """The bars go."""
+        """Remove the bars."""
         self._features.stop()
         self._bar.stop()
 
@@ -173,8 +161,7 @@ class LiveBar(Lines):
         if not self._private:
             return "no privacy"
         # At most: between the schedule's points the next one's price is shown.
-        text = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
-        return spelt(text, self.console)
+        return f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
 
     def _speed(self, event: Update) -> str:
         """Steps per second times the expected batch: the drawn batch size is private."""
@@ -271,6 +258,7 @@ def _diagnosed(seen: Diagnosis) -> Text:
 def _summary(event: Finished) -> list[Text]:
     report = event.report
     test, price = report["test"], report["privacy"]
+    spent = math.inf if price["epsilon"] is None else price["epsilon"]
     lines = [
         Text.assemble(
             "test accuracy ",
@@ -282,7 +270,7 @@ def _summary(event: Finished) -> list[Text]:
         lines.append(
             Text.assemble(
                 "privacy ",
-                (f"epsilon {_price(price['epsilon'])}", "bold"),
+                (f"epsilon {format_epsilon(spent)}", "bold"),
                 f" at delta {price['delta']:g} ({price['adjacency']}, {price['sampler']} sampling)",
             )
         )
@@ -309,11 +297,6 @@ def _summary(event: Finished) -> list[Text]:
     return lines
 
 
-def _price(reported: float | None) -> str:
-    """An epsilon of the report, where null stands for infinite."""
-    return format_epsilon(math.inf if reported is None else reported)
-
-
 def doubts(result: engine.Evaluation) -> Iterator[str]:
     """What must be said beside an accuracy."""
     lost = int(result.unanswered.sum())
@@ -338,3 +321,57 @@ def evaluation_table(result: engine.Evaluation, classes: list[str]) -> Table:
         share = "-" if math.isnan(accuracy) else f"{accuracy:.2%}"
         table.add_row(name, *map(str, counts), share)
     return table
+
+
+def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool]) -> Finished:
+    """Show a run to its end. If it fails on the way, say what is left of it.
+
+    Args:
+        events: of :func:`dpmac_cli.run.train` or :func:`dpmac_cli.run.resume`.
+        display: for the person who watches.
+        stop: whether they have asked the run to stop.
+
+    Raises:
+        typer.Exit: it was broken off, and the person knows how to go on.
+        DpmacError: it could not go on; the message says why, and how to.
+    """
+    where, told = None, False
+    try:
+        for event in events:
+            if isinstance(event, Started):
+                where = event.folder
+            if isinstance(event, Update) and stop() and not told:
+                told = True
+                display.stopping()
+            display.show(event)
+            if isinstance(event, Finished):
+                return event
+    except (KeyboardInterrupt, OSError, RunError) as failure:
+        if where is None:
+            raise
+        display.close()
+        if isinstance(failure, OSError):
+            raise InputError(f"{explain_os_error(failure)} {_way_on(where)}") from failure
+        if isinstance(failure, RunError):
+            change = " --lr LESS" if isinstance(failure, DivergedError) else ""
+            raise RunError(f"{failure} {_way_on(where, change)}") from failure
+        print_errors([f"interrupted at once. {_way_on(where)}"], label="stopped")
+        raise typer.Exit(INTERRUPTED) from None
+    raise AssertionError("a run that neither finished nor failed")
+
+
+def _way_on(where: Path, change: str = "") -> str:
+    """What is kept of a run that failed, and the command that goes on with it."""
+    kept = "".join(
+        f" The run that was there before is in {old} until this one has ended."
+        for old in folder.replaced(where)
+    )
+    step = checkpoint.last_step(where)
+    if step is None:
+        return (
+            f"The run's folder or its checkpoints are gone, so it cannot go on. Start again.{kept}"
+        )
+    return (
+        f"To go on from the last checkpoint (step {step}): "
+        f"{folder.resume_command(where, change)}{kept}"
+    )

@@ -1,15 +1,14 @@
 """dpmac doctor."""
 
 from collections.abc import Iterator
-from typing import Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.checkup import ABSENT, BUILT_IN, HERE, PARTLY, Checkup, Place, examine
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
+from dpmac_cli.cli.options import DEBUG, JSON, option, with_options
 from dpmac_cli.config import parse
 from dpmac_cli.extras import EXTRAS
 from dpmac_cli.folder import to_json
@@ -27,16 +26,12 @@ SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
 MISSING = console.ATTENTION
 
 
+@with_options(
+    option("data_dir", "Where data sets lie (or DPMAC_DATA_DIR).", metavar="PATH"), JSON, DEBUG
+)
 @explained
-def doctor(
-    data_dir: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where data sets lie (or DPMAC_DATA_DIR).")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-) -> None:
+def doctor(data_dir: str | None, json: bool) -> None:
     """Look, and print what was found."""
-    del debug
     found = examine(parse({"data_dir": data_dir}).get("data_dir"))
     if json:
         console.print_result(to_json(found.as_json()))

@@ -1,9 +1,10 @@
 """dpmac eval."""
 
+import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
@@ -13,13 +14,19 @@ from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import MISFIT, explained
+from dpmac_cli.cli.options import (
+    DEBUG,
+    JSON,
+    argument,
+    option,
+    path_option,
+    switch,
+    with_options,
+)
 from dpmac_cli.config import parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import to_json
 from dpmac_cli.settings import OWN_DATA
-
-if TYPE_CHECKING:
-    from dpmac_cli.scoring import Scored
 
 HELP = """Score every test sample with a trained model, or an attack on a run's guarantee.
 
@@ -39,79 +46,63 @@ BROKEN = (
 )
 
 
+@with_options(
+    argument(
+        "model",
+        "A run folder, or a model.safetensors.",
+        "RUN",
+        run_folders,
+        kind=Path,
+        default=inspect.Parameter.empty,
+    ),
+    option(
+        "dataset",
+        f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. "
+        "[default: what it was trained on]",
+        "Task",
+        "NAME|PATH",
+        one_of(DATASETS),
+    ),
+    option(
+        "network",
+        "Where a network of your own is. What a model file names is never imported.",
+        "Task",
+        "FILE.py:FACTORY",
+        flag="--model",
+    ),
+    option("data_dir", "Where data sets lie (or DPMAC_DATA_DIR).", "Run", "PATH"),
+    option("device", "auto, cpu, cuda or cuda:N. [default: auto]", "Run", "STR", default="auto"),
+    switch(
+        "audit",
+        "Of a run with --canaries: what the attack proves, beside what the run claims.",
+        "Task",
+    ),
+    path_option("plot", "Draw the confusion matrix (.png or .svg).", "Output", "FILE"),
+    JSON,
+    DEBUG,
+)
 @explained
 def evaluate(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN",
-            help="A run folder, or a model.safetensors.",
-            autocompletion=run_folders,
-        ),
-    ],
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel="Task",
-            metavar="NAME|PATH",
-            help=f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. "
-            "[default: what it was trained on]",
-            autocompletion=one_of(DATASETS),
-        ),
-    ] = None,
-    network: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            rich_help_panel="Task",
-            metavar="FILE.py:FACTORY",
-            help="Where a network of your own is. What a model file names is never imported.",
-        ),
-    ] = None,
-    data_dir: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel="Run",
-            metavar="PATH",
-            help="Where data sets lie (or DPMAC_DATA_DIR).",
-        ),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(rich_help_panel="Run", metavar="STR", help="auto, cpu, cuda or cuda:N."),
-    ] = "auto",
-    audit: Annotated[
-        bool,
-        typer.Option(
-            "--audit",
-            rich_help_panel="Task",
-            help="Of a run with --canaries: what the attack proves, beside what the run claims.",
-        ),
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel="Output",
-            metavar="FILE",
-            help="Draw the confusion matrix (.png or .svg).",
-        ),
-    ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", rich_help_panel="Output", help="Print JSON.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", rich_help_panel="Output", help="Show tracebacks.")
-    ] = False,
+    model: Path,
+    dataset: str | None,
+    network: str | None,
+    data_dir: str | None,
+    device: str,
+    audit: bool,
+    plot: Path | None,
+    json: bool,
 ) -> None:
     """Load a model, score the test set, print the result."""
-    del debug
     if audit:
         _check_alone({"dataset": dataset, "data-dir": data_dir, "plot": plot})
         _judge(read_audit(model), model, json)
         return
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     if plot is not None:
-        _check_picture(plot)
+        from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415  (loads prices)
+
+        if errors := list(faults_of_picture(plot)):
+            raise InputError(errors)
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
     from dpmac_cli.folder import CARD  # noqa: PLC0415
     from dpmac_cli.scoring import score  # noqa: PLC0415
@@ -121,7 +112,11 @@ def evaluate(
     result, card = scored.result, scored.path.with_name(CARD)
     console.print_notes(display.doubts(result))
     if plot is not None:
-        _draw(scored, plot)
+        from dpmac_cli.plots import draw_confusion  # noqa: PLC0415  (loads matplotlib)
+
+        title = f"{scored.path.parent.name} on {scored.dataset}: accuracy {result.accuracy:.2%}"
+        draw_confusion(result.confusion.tolist(), scored.classes, title, plot)
+        console.print_notes([f"drew {plot}"])
     if json:
         body: dict[str, Any] = {
             "model": str(scored.path),
@@ -146,25 +141,6 @@ def evaluate(
     )
     if card.is_file():
         out.print(f"what it is and what its privacy is worth: {card}")
-
-
-def _check_picture(plot: Path) -> None:
-    """Refuse a file that no picture can be written to, before anything is worked out."""
-    from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415  (loads prices)
-
-    errors = list(faults_of_picture(plot))
-    if errors:
-        raise InputError(errors)
-
-
-def _draw(scored: "Scored", plot: Path) -> None:
-    """Draw the confusion matrix, and say so."""
-    from dpmac_cli.plots import draw_confusion  # noqa: PLC0415  (loads matplotlib)
-
-    result = scored.result
-    title = f"{scored.path.parent.name} on {scored.dataset}: accuracy {result.accuracy:.2%}"
-    draw_confusion(result.confusion.tolist(), scored.classes, title, plot)
-    console.print_notes([f"drew {plot}"])
 
 
 def _check_alone(given: Mapping[str, object]) -> None:

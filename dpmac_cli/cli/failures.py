@@ -15,30 +15,26 @@ import typer
 from dpmac_cli.cli import console
 from dpmac_cli.errors import (
     BudgetError,
-    DpmacError,
     InputError,
     ModelError,
     RunError,
     explain_os_error,
 )
 
-DONE, BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 0, 1, 2, 3, 4, 130
-EXIT_CODES: tuple[tuple[type[Exception], int], ...] = (
-    (InputError, USAGE),
-    (BudgetError, BUDGET),
-    (ModelError, MISFIT),
-    (RunError, MISFIT),
-)
+BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 
 
 def explained(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what a command raises into a message on stderr and the documented exit code."""
+    """Turn what a command raises into a message on stderr and the documented exit code.
+
+    The command that is returned takes ``debug`` beside its flags, to show tracebacks.
+    """
 
     @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(debug: bool = False, **flags: Any) -> None:
         console.begin()
         try:
-            command(*args, **kwargs)
+            command(**flags)
             console.check_kept()
         except (typer.Exit, typer.Abort):
             raise
@@ -48,7 +44,7 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # whoever read our output has seen enough, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001
-            if kwargs.get("debug"):
+            if debug:
                 traceback.print_exc()
             messages, code = _explanation(failure)
             console.print_errors(messages)
@@ -58,14 +54,15 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _explanation(failure: Exception) -> tuple[tuple[str, ...], int]:
-    for kind, code in EXIT_CODES:
-        if isinstance(failure, kind):
-            messages = failure.errors if isinstance(failure, InputError) else (str(failure),)
-            return messages, code
-    if isinstance(failure, OSError):
-        return (explain_os_error(failure),), USAGE
-    if isinstance(failure, DpmacError):
-        return (str(failure),), USAGE
+    match failure:
+        case InputError():
+            return failure.errors, USAGE
+        case BudgetError():
+            return (str(failure),), BUDGET
+        case ModelError() | RunError():
+            return (str(failure),), MISFIT
+        case OSError():
+            return (explain_os_error(failure),), USAGE
     return (
         f"dpmac failed where it should not have ({type(failure).__name__}: {failure}). "
         "Please report it with the output of the same command and --debug.",

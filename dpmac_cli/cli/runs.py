@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +15,9 @@ from rich.text import Text
 from dpmac_cli import listing
 from dpmac_cli.accounting import format_epsilon
 from dpmac_cli.cli import console
+from dpmac_cli.cli.completion import DEFAULT_ROOT, one_of
 from dpmac_cli.cli.failures import explained
+from dpmac_cli.cli.options import DEBUG, JSON, argument, option, switch, with_options
 from dpmac_cli.config import near
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import to_json
@@ -31,7 +32,6 @@ Examples: dpmac runs, dpmac runs --sort accuracy, dpmac runs runs/compare
 Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 """
 
-DEFAULT_ROOT = Path("runs")
 #: Where there is no report, figures are as of the last epoch that was scored.
 UNREPORTED = (RUNNING, DIVERGED, CUT_OFF)
 STYLES = {"finished": "", RUNNING: "bold", DIVERGED: "red", CUT_OFF: "red", DAMAGED: "red"}
@@ -49,27 +49,22 @@ UNITS = (
 UNLIMITED = 10_000
 
 
+@with_options(
+    argument("folders", "Where to look. [default: runs]", "FOLDER", kind=list[Path] | None),
+    option(
+        "sort",
+        f"One of {', '.join(ORDERS)}: newest, lowest or best first. [default: age]",
+        metavar="NAME",
+        names=one_of(ORDERS),
+        default="age",
+    ),
+    switch("reverse", "Reverse the order."),
+    JSON,
+    DEBUG,
+)
 @explained
-def runs(
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FOLDER", help="Where to look. [default: runs]"),
-    ] = None,
-    sort: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help=f"One of {', '.join(ORDERS)}: newest, lowest or best first. [default: age]",
-            show_default=False,
-            autocompletion=lambda incomplete: [n for n in ORDERS if n.startswith(incomplete)],
-        ),
-    ] = "age",
-    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-) -> None:
+def runs(folders: list[Path] | None, sort: str, reverse: bool, json: bool) -> None:
     """Find, sort, print."""
-    del debug
     _check(folders or (), sort)
     roots = folders or [DEFAULT_ROOT]
     found = listing.find_runs(roots)

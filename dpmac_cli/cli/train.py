@@ -3,19 +3,19 @@
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
+from dpmac_cli.cli.options import option, path_option, switch, with_options
 from dpmac_cli.config import parse, resolve
 from dpmac_cli.errors import DpmacError, InputError, RunError
 from dpmac_cli.folder import check_run_folder, resume_command, to_json
-from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
+from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig
 
 if TYPE_CHECKING:
     from dpmac_cli.ranks import Ranks
@@ -39,11 +39,56 @@ ENDED_EARLY = {
 }
 
 
+def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
+    """Return the flag of a field. Values stay text: one parser checks flags and YAML alike.
+
+    Args:
+        name: of the field. setting: of it.
+        several: whether it takes several values, with commas between.
+    """
+    if KINDS[name] is bool:
+        return switch(name, setting.help, setting.panel)
+    metavar = "NAME" if setting.choices else KINDS[name].__name__.upper()
+    names = one_of(setting.choices, several=several) if setting.choices else None
+    return option(name, _help(name, setting), setting.panel, metavar, names)
+
+
+def _help(name: str, setting: Setting) -> str:
+    """What it is, what it may be, and what it is when not given."""
+    parts = [setting.help]
+    if setting.choices:
+        more = f"; or {setting.besides[1]}" if setting.besides else ""
+        parts.append(f"One of {', '.join(setting.choices)}{more}.")
+    default = getattr(TrainConfig, name)
+    if default is not None:
+        parts.append(f"[default: {default}]")
+    elif "[default" in setting.help:
+        what, default = setting.help.split(" [", 1)
+        parts = [what, *parts[1:], f"[{default}"]
+    return " ".join(parts)
+
+
+@with_options(
+    path_option("config", "YAML with the same names; flags win.", "Task"),
+    path_option(
+        "resume",
+        "Resume the run in this folder, exactly if nothing changed; add --model if it is your own.",
+        "Task",
+        names=run_folders,
+    ),
+    *(text_option(name, setting) for name, setting in SETTINGS.items()),
+)
 @explained
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with joined() as ranks:
+        # When one of them dies, torch would show the others' stacks. Read when it is loaded.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        from dpmac_cli.ranks import join  # noqa: PLC0415
+
+        with contextlib.ExitStack() as stack:
+            ranks = join()
+            stack.callback(ranks.leave)
             if ranks.leads:
                 _train(flags, ranks)
             else:
@@ -66,8 +111,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         if not quiet:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
-    from dpmac_cli.cli.display import choose_display  # noqa: PLC0415
-    from dpmac_cli.cli.following import follow  # noqa: PLC0415
+    from dpmac_cli.cli.display import choose_display, follow  # noqa: PLC0415
     from dpmac_cli.run import resume, train  # noqa: PLC0415
 
     display = choose_display(quiet, json)
@@ -92,20 +136,6 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         raise typer.Exit(code)
 
 
-@contextlib.contextmanager
-def joined() -> "Iterator[Ranks]":
-    """The processes that a launcher has started, met."""
-    # When one of them dies, torch would show the others' stacks. Read when it is loaded.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from dpmac_cli.ranks import join  # noqa: PLC0415
-
-    ranks = join()
-    try:
-        yield ranks
-    finally:
-        ranks.leave()
-
-
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Be one of the others. Rank 0 is asked to stop, and prints; this one says when it fails."""
     from dpmac_cli.assist import assist  # noqa: PLC0415
@@ -126,69 +156,3 @@ def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:
     ]
     if errors:
         raise InputError(errors)
-
-
-def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
-    """The flag of a field. Values stay text: one parser checks flags and YAML alike.
-
-    Args:
-        name: of the field. setting: of it.
-        several: whether it takes several values, with commas between.
-    """
-    flag = f"--{flag_name(name)}"
-    if KINDS[name] is bool:
-        option = typer.Option(flag, help=setting.help, rich_help_panel=setting.panel)
-        annotation: Any = Annotated[bool, option]
-        default: Any = False
-    else:
-        option = typer.Option(
-            flag,
-            help=_help(name, setting),
-            rich_help_panel=setting.panel,
-            metavar="NAME" if setting.choices else KINDS[name].__name__.upper(),
-            show_default=False,
-            autocompletion=one_of(setting.choices, several=several) if setting.choices else None,
-        )
-        annotation = Annotated[str | None, option]
-        default = None
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
-
-
-def _help(name: str, setting: Setting) -> str:
-    """What it is, what it may be, and what it is when not given."""
-    parts = [setting.help]
-    if setting.choices:
-        more = f"; or {setting.besides[1]}" if setting.besides else ""
-        parts.append(f"One of {', '.join(setting.choices)}{more}.")
-    default = getattr(TrainConfig, name)
-    if default is not None:
-        parts.append(f"[default: {default}]")
-    elif "[default" in setting.help:
-        what, default = setting.help.split(" [", 1)
-        parts = [what, *parts[1:], f"[{default}"]
-    return " ".join(parts)
-
-
-def command() -> Callable[..., None]:
-    """The command with one flag for each field of TrainConfig."""
-    said = (
-        "Resume the run in this folder, exactly if nothing changed; add --model if it is your own."
-    )
-    panel: Any = {"metavar": "PATH", "rich_help_panel": "Task"}
-    files = {
-        "config": typer.Option("--config", help="YAML with the same names; flags win.", **panel),
-        "resume": typer.Option("--resume", help=said, autocompletion=run_folders, **panel),
-    }
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        *(
-            inspect.Parameter(name, keyword, default=None, annotation=Annotated[Path | None, file])
-            for name, file in files.items()
-        ),
-        *(text_option(name, setting) for name, setting in SETTINGS.items()),
-    ]
-    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    train.__annotations__ = {p.name: p.annotation for p in parameters}
-    return train

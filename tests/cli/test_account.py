@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from typer.testing import Result
 from dpmac_cli import run
 from dpmac_cli.accounting import SAMPLERS, TrainingEvent, format_epsilon, total_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.account import CURVE_WIDTH
 from dpmac_cli.errors import InputError
 from dpmac_cli.run import finish
 from tests.digits_runs import (
@@ -713,65 +712,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return shown
 
 
-#: A line of the curve: a label or blanks, and bars.
-BARS = re.compile(r"^.{10}([ ▁▂▃▄▅▆▇█]+)$")
-
-
-def heights(shown: str) -> list[int]:
-    """Of the bars of a curve, in eighths of a line."""
-    lines = [found[1] for line in shown.splitlines() if (found := BARS.match(line))]
-    assert len({len(line) for line in lines}) == 1
-    return [sum(" ▁▂▃▄▅▆▇█".index(bar) for bar in column) for column in zip(*lines, strict=True)]
-
-
-CURVES = [
-    SMALL,
-    f"{UNSOLVED} --sigma 6 --steps 2",
-    f"{UNSOLVED} --sigma 6 --steps 1000",
-    f"{UNSOLVED} --sigma 6 --steps 13 --accountant rdp",
-    f"{UNSOLVED} --sigma 6 --steps 13 --sampler shuffle",
-    f"{UNSOLVED} --sigma 6 --epsilon 0.7 --accountant rdp",
-]
-
-
-@pytest.mark.parametrize("line", CURVES)
-def test_a_terminal_shows_a_curve_that_fits(line: str, terminal: io.StringIO) -> None:
-    assert account(line).exit_code == 0
-    lines = terminal.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    bars = heights(terminal.getvalue())
-    assert len(bars) == CURVE_WIDTH
-    assert bars[0] > 0
-    assert all(left <= right for left, right in pairwise(bars))
-    assert bars[-1] == max(bars)
-    (axis,) = [line for line in lines if re.match(r"^ +0 +[\d,]+ steps$", line)]
-    assert len(axis) == 10 + CURVE_WIDTH
-    assert any(line.startswith("epsilon") for line in lines)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        SMALL.replace("--sigma 6", "--sigma 0"),
-        f"{UNSOLVED} --sigma 6 --steps 0",
-        f"{UNSOLVED} --sigma 6 --steps 1",
-        f"{UNSOLVED} --sigma 6,7 --steps 2",
-        f"{SMALL} --delta 1e-300",
-        f"{SMALL} --delta 0.9",
-        f"{SMALL} --json",
-        f"{SMALL} --csv",
-    ],
-)
-def test_there_is_no_curve_where_there_is_nothing_to_draw(line: str, terminal: io.StringIO) -> None:
-    result = account(line)
-    assert result.exit_code == 0, result.output
-    assert "█" not in terminal.getvalue() + result.stdout
-
-
-def test_there_is_no_curve_off_a_terminal() -> None:
-    assert not set(" ▁▂▃▄▅▆▇█"[1:]) & set(account(SMALL).stdout)
-
-
 @pytest.mark.parametrize("line", ["--sigma 0", "--sigma 1", "--sigma 6 --accountant rdp"])
 @pytest.mark.parametrize("target", ["0.7", "9"])
 def test_a_solved_delta_is_shown_on_a_terminal(
@@ -788,9 +728,6 @@ def test_a_run_is_shown_on_a_terminal(name: str, runs: Path, terminal: io.String
     result = account(str(runs / name))
     assert result.exit_code == 0, result.output
     assert report_of(runs / name)["privacy"]["statement"].split()[0] in terminal.getvalue()
-    if name != "open":
-        bars = heights(terminal.getvalue())
-        assert all(left <= right for left, right in pairwise(bars))
 
 
 def test_a_picture_is_drawn_beside_the_answer() -> None:

@@ -25,7 +25,7 @@ def bar(width: int) -> tuple[LiveBar, Console]:
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
     display = LiveBar(console)
     config = digits_config(steps=STEPS)
-    display.started(Started(config, Path("runs/some-run"), 582_346, 0, STEPS, cut_short=False))
+    display.show(Started(config, Path("runs/some-run"), 582_346, 0, STEPS, cut_short=False))
     return display, console
 
 
@@ -33,7 +33,7 @@ def bar(width: int) -> tuple[LiveBar, Console]:
 def test_the_bar_keeps_to_one_line(width: int) -> None:
     display, console = bar(width)
     for step in (1, 999, 9_999, STEPS - 1):
-        display.update(Update(Progress(step, step * 0.001), epsilon=10.38, planned=10.39))
+        display.show(Update(Progress(step, step * 0.001), epsilon=10.38, planned=10.39))
         (line,) = console.render_lines(display._bar.get_renderable())
         shown = "".join(segment.text for segment in line)
         assert f"{step}/{STEPS}" in shown
@@ -44,7 +44,7 @@ def test_the_bar_keeps_to_one_line(width: int) -> None:
 
 def test_the_price_is_dots_until_it_is_known() -> None:
     display, console = bar(80)
-    display.update(Update(Progress(7, 0.1), epsilon=None, planned=None))
+    display.show(Update(Progress(7, 0.1), epsilon=None, planned=None))
     (line,) = console.render_lines(display._bar.get_renderable())
     assert "ε ≤ ... of ..." in "".join(segment.text for segment in line)
     display.close()
@@ -92,27 +92,6 @@ def test_a_comparison_fits_the_screen_and_shows_every_cell(width: int) -> None:
     for i in range(6):
         assert f"sigma {0.5 + i / 10:g}" in text
     assert text.count("0:02") == 3
-
-
-def test_a_terminal_without_greek_is_told_in_words() -> None:
-    """Nothing is escaped, and columns stay where they are."""
-    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(width=120, file=file, force_terminal=True, color_system=None)
-    display = LiveBar(console)
-    config = digits_config(steps=9)
-    display.started(Started(config, Path("runs/some-run"), 582_346, 0, 9, cut_short=False))
-    display.update(Update(Progress(1, 0.1), epsilon=10.38, planned=10.39))
-    display.close()
-    print_comparison(console, comparison(cell("dp-sgd", 0.5, 0.5, 0.9), cell("dp-adam", 1)), "here")
-    file.seek(0)
-    said = file.read()
-    assert "epsilon <= 10.38 of 10.39" in said
-    head, row = (
-        next(line for line in said.splitlines() if words in line)
-        for words in ("epsilon 6", "70.00 +- 28.28")
-    )
-    assert head.index("epsilon 6") + 9 == row.index("70.00 +- 28.28") + 14
-    assert "\\" not in said
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -1,0 +1,66 @@
+"""Names that Python programs can rely on, each loaded when it is first used."""
+
+from .accounting import EpsilonSchedule as EpsilonSchedule
+from .accounting import TrainingEvent as TrainingEvent
+from .accounting import epsilon_schedule as epsilon_schedule
+from .accounting import format_epsilon as format_epsilon
+from .accounting import repeat_and_select as repeat_and_select
+from .accounting import statement as statement
+from .accounting import total_delta as total_delta
+from .accounting import total_epsilon as total_epsilon
+from .assembly import make_trainer as make_trainer
+from .budget import settle_noise as settle_noise
+from .budget import training_event as training_event
+from .calibration import calibrate_noise as calibrate_noise
+from .calibration import largest_batch as largest_batch
+from .calibration import least_delta as least_delta
+from .calibration import longest_run as longest_run
+from .catalog import DATASETS as DATASETS
+from .catalog import MODELS as MODELS
+from .compare import Comparison as Comparison
+from .compare import collect as collect
+from .config import Resolved as Resolved
+from .config import resolve as resolve
+from .data import Data as Data
+from .data import Split as Split
+from .data import load_data as load_data
+from .dp.mechanism import PrivateMean as PrivateMean
+from .dp.moments import Moments as Moments
+from .dp.optimizers import OPTIMIZERS as OPTIMIZERS
+from .dp.optimizers import Optimizer as Optimizer
+from .dp.rules import Rule as Rule
+from .engine import Evaluated as Evaluated
+from .engine import Evaluation as Evaluation
+from .engine import Progress as Progress
+from .engine import Trainer as Trainer
+from .engine import evaluate as evaluate
+from .engine import fit as fit
+from .errors import BudgetError as BudgetError
+from .errors import DivergedError as DivergedError
+from .errors import DpmacError as DpmacError
+from .errors import InputError as InputError
+from .errors import ModelError as ModelError
+from .errors import RunError as RunError
+from .feature_cache import Computing as Computing
+from .grid import Grid as Grid
+from .grid import plan as plan
+from .plots import draw_comparison as draw_comparison
+from .plots import draw_prices as draw_prices
+from .pricing import Row as Row
+from .pricing import price as price
+from .release import Released as Released
+from .release import load_model as load_model
+from .run import Finished as Finished
+from .run import Reduced as Reduced
+from .run import RunEvent as RunEvent
+from .run import Started as Started
+from .run import Update as Update
+from .run import finish as finish
+from .run import resume as resume
+from .run import train as train
+from .scoring import Scored as Scored
+from .scoring import score as score
+from .settings import TrainConfig as TrainConfig
+
+__all__: list[str]
+__version__: str

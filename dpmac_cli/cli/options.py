@@ -1,0 +1,91 @@
+"""Options of commands as data, from which typer makes flags, help and completion."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dpmac_cli.cli.completion import Completer
+from dpmac_cli.settings import flag_name
+
+
+def option(
+    name: str,
+    text: str,
+    panel: str | None = None,
+    metavar: str | None = None,
+    names: Completer | None = None,
+    *,
+    kind: Any = str | None,
+    default: Any = None,
+    flag: str | None = None,
+) -> inspect.Parameter:
+    """Return a keyword parameter that becomes an option.
+
+    Args:
+        name: of the parameter. text: its help. panel: its group in the help.
+        metavar: what its value is called.
+        names: completes its value.
+        kind: its type. default: its value if it is not given.
+        flag: None for the name of the parameter with hyphens.
+    """
+    shown = typer.Option(
+        flag or f"--{flag_name(name)}",
+        help=text,
+        rich_help_panel=panel,
+        metavar=metavar,
+        show_default=False,
+        autocompletion=names,
+    )
+    return _parameter(name, Annotated[kind, shown], default)
+
+
+def switch(name: str, text: str, panel: str | None = None) -> inspect.Parameter:
+    """Return a parameter that becomes an option without a value, off by default."""
+    return option(name, text, panel, kind=bool, default=False)
+
+
+def path_option(
+    name: str, text: str, panel: str | None = None, metavar: str = "PATH", **rest: Any
+) -> inspect.Parameter:
+    """Return a parameter that becomes an option whose value is a path."""
+    return option(name, text, panel, metavar, kind=Path | None, **rest)
+
+
+def argument(
+    name: str,
+    text: str,
+    metavar: str,
+    names: Completer | None = None,
+    *,
+    kind: Any = Path | None,
+    default: Any = None,
+) -> inspect.Parameter:
+    """Return a parameter that becomes a positional argument; see :func:`option`."""
+    shown = typer.Argument(metavar=metavar, help=text, autocompletion=names)
+    return _parameter(name, Annotated[kind, shown], default)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def with_options(
+    *parameters: inspect.Parameter,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes ``**kwargs`` its parameters, as typer reads them."""
+
+    def sign(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return sign
+
+
+JSON = switch("json", "Print JSON.", "Output")
+DEBUG = switch("debug", "Show tracebacks.", "Output")
