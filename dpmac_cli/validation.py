@@ -186,11 +186,12 @@ def _check_layers(model: nn.Module, frozen: bool) -> None:
                 f"The shape of {name} is not known before the network is used. Give the layer's "
                 "sizes, or call the network once on zeros in its factory."
             )
-        if value.requires_grad and value.dtype != torch.float32 and not frozen:
+        exact = value.is_floating_point() and value.itemsize >= 4
+        if value.requires_grad and not exact and not frozen:
             raise ModelError(
-                f"The parameter {name} is {value.dtype}; only torch.float32 is trained. In fewer "
-                "bits, rounding moves the clipped sum by more than the noise is scaled for. "
-                "Convert the network in its factory (.float()), or add --to-float32."
+                f"The parameter {name} is {value.dtype}. In fewer than 32 bits, rounding moves the "
+                "clipped sum by more than the noise is scaled for. Convert the network in its "
+                "factory (.float()), or add --to-float32."
             )
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense one.")

@@ -300,15 +300,17 @@ def test_memory_that_runs_out_elsewhere_is_exit_code_4(monkeypatch: pytest.Monke
 def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> None:
     """Which records it saw, how many and what of them it speaks of, is not for the screen."""
     Path("net.py").write_text(
-        "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def forward(self, x):\n"
-        f"        if len(x) > 9 and {'not ' * (where == 'scoring')}self.training:\n"
+        "import torch\nfrom torch import nn\n\nclass Net(nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        late = x.dtype == torch.float32 and x.shape[0] > 9\n"
+        f"        if late and {'not ' * (where == 'scoring')}self.training:\n"
         "            raise ValueError(f'secret {x.sum()}')\n        return super().forward(x)\n"
         "\n\ndef build():\n    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
     )
     said = failed(
         dpmac(*RUN, "--model", "net.py:build"),
         4,
-        "The network failed on samples of shape (1, 8, 8): ValueError at net.py, line 7.",
+        "The network failed on samples of shape (1, 8, 8): ValueError at net.py, line 8.",
     )
     assert "secret" not in said
     shown = dpmac("train", "--resume", "run", "--model", "net.py:build", "--debug")
@@ -330,9 +332,10 @@ def test_statistics_that_a_network_begins_to_keep_late_are_not_published(kept: s
     Path("net.py").write_text(
         "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
-        f"        self.linear, self.uses = nn.Linear(64, 10), 0\n        {made[kept]}\n\n"
-        "    def forward(self, x):\n        self.uses += self.training\n"
-        f"        if self.uses > 25:\n            self.{where}.data[:] = {value}\n"
+        f"        self.linear = nn.Linear(64, 10)\n        {made[kept]}\n\n"
+        "    def forward(self, x):\n"
+        "        if self.training and x.dtype == torch.float32 and x.shape[0] > 9:\n"
+        f"            self.{where}.data[:] = {value}\n"
         "        return self.linear(x.flatten(1))\n"
     )
     long = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "40", "--out", "run")
