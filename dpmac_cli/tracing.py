@@ -109,11 +109,13 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
             losses, uses = clipped.uses(x, y)
     finally:
         clipped.close()
+    calls = [(layer.name, use) for layer, used in zip(layers, uses, strict=True) for use in used]
+    for name, use in calls:
+        for tensor in use.inputs:
+            dependence.check_rows(f"the inputs of layer {name}", tensor)
     dependence.check_rows("the loss", losses)
-    for layer, used in zip(layers, uses, strict=True):
-        for use in used:
-            for tensor in (*use.inputs, use.delta):
-                dependence.check_rows(f"layer {layer.name}", tensor)
+    for name, use in calls:
+        dependence.check_rows(f"the gradients of layer {name}", use.delta)
 
 
 def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
@@ -149,13 +151,24 @@ def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
         with _silent():
             program = torch.export.export(model, (x,), dynamic_shapes=({0: size},))
     except Exception as failure:
-        raise UnprovenError(f"torch.export cannot trace it: {what_failed(failure)}") from failure
+        raise UnprovenError(_why(failure)) from failure
     for node in program.graph.nodes:
         if node.op == "call_function" and _name(node.target) not in _SHAPING:
             values = tree_leaves((node.args, node.kwargs))
             inputs = [value for value in values if isinstance(value, torch.fx.Node)]
             if any(isinstance(value.meta.get("val"), torch.SymInt) for value in inputs):
                 raise UnprovenError(f"{_name(node.target)} computes with the size of the batch.")
+
+
+def _why(failure: Exception) -> str:
+    """Why torch.export could not trace a network, as a sentence."""
+    kind = type(failure).__name__
+    if "Constraints violated" in str(failure):
+        return "What it does depends on the size of the batch (len(x) counts as that)."
+    if kind == "GuardOnDataDependentSymNode":
+        where = what_failed(failure).partition(":")[0].removeprefix(kind)
+        return f"What it does depends on numbers that were computed from samples{where}."
+    return f"torch.export cannot trace it: {what_failed(failure)}"
 
 
 @contextlib.contextmanager

@@ -122,11 +122,29 @@ def _hooked(x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x: x / len(x), "depends on the size of the batch"),
+        (lambda x: x / 9 if x.max() > 1 else x, r"computed from samples at test_tracing\.py, line"),
+        (lambda x: x.flip(0), "In the inputs of layer head a row depends on more than"),
+        (lambda x: x.cummax(2).values, "not known how cummax treats samples"),
+    ],
+)
+def test_a_person_is_told_what_could_not_be_proven(
+    function: Callable[[Tensor], Tensor], said: str
+) -> None:
+    model = through(lambda x: x)
+    model.function = function  # type: ignore[assignment]
+    with pytest.raises(UnprovenError, match=said):
+        check_independent(model, SHAPE, CLASSES)
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize("function", [case("function", _Swapped.apply), case("hook", _hooked)])
 def test_what_mixes_backwards_alone_is_not_proven(function: Callable[[Tensor], Tensor]) -> None:
     check_uniform(through(function), SHAPE)
-    with pytest.raises(UnprovenError, match="In layer first a row depends on more"):
+    with pytest.raises(UnprovenError, match="In the gradients of layer first a row"):
         check_independent(through(function), SHAPE, CLASSES)
 
 
@@ -143,7 +161,7 @@ def test_layers_that_see_samples_in_another_order_are_not_proven() -> None:
             logits: Tensor = self.head(self.first(x.flatten(1).flip(0)).flip(0))
             return logits
 
-    with pytest.raises(UnprovenError, match="In layer first"):
+    with pytest.raises(UnprovenError, match="In the inputs of layer first"):
         check_independent(Turned().double(), SHAPE, CLASSES)
 
 
