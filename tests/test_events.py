@@ -152,7 +152,7 @@ def test_a_run_that_diverged_shows_the_epochs_before(monkeypatch: pytest.MonkeyP
     assert len(read(Path("run"))["test_accuracy"]) == len(lines_of(Path("run"))) - 1
 
 
-def test_a_package_that_is_missing_is_told_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,

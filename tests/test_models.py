@@ -1,4 +1,4 @@
-"""Named models, and the door that models which mix samples do not pass."""
+"""Model registry, and validation: models that mix samples are rejected."""
 
 import re
 import sys
@@ -294,7 +294,7 @@ def _of_one(x: Tensor) -> Tensor:
         (lambda: nn.Sequential(nn.Linear(144, 3), Through(Tensor.detach)), "took part in the"),
     ],
 )
-def test_what_training_would_stumble_over_is_found_at_the_door(
+def test_what_training_would_fail_on_is_found_by_validation(
     build: Callable[[], nn.Module], said: str | None
 ) -> None:
     model = nn.Sequential(nn.Flatten(), build())
