@@ -193,7 +193,6 @@ def _described(facts: Mapping[str, Any]) -> Dataset:
         levels=given["levels"],
         mean=tuple(given["mean"]),
         std=tuple(given["std"]),
-        sha256=None,
         defaults=DATASETS["mnist"].defaults,
         about="",
     )

@@ -10,16 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import (
-    Arrays,
-    check_classes,
-    constants,
-    facts_of,
-    refuse,
-    split,
-    untested,
-)
-from dpmac_cli.source import Found, Source, name_of
+from dpmac_cli.own_data.common import Arrays, check_classes, constants, found, refuse, split
+from dpmac_cli.source import Source
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,13 +57,19 @@ class ImageFolder:
             train, test = split(keys, _labels(everyone), needed, source)
             self._train, self._test = ([everyone[i] for i in rows] for rows in (train, test))
         channels, size = self._survey([path for path, _ in (*self._train, *self._test)])
-        mean, std = constants(source, channels)
-        sizes = (len(self._train), len(self._test))
-        facts = facts_of(sizes, (channels, *size), self._classes, mean, std, 255)
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
-        inferred = tuple(name for name, value in schema.items() if value is None)
-        unseen = untested(self._classes, _labels(self._test))
-        self.found = Found(facts, name_of(root), not parts, inferred, tuple(self._skipped), unseen)
+        self.found = found(
+            source,
+            (len(self._train), len(self._test)),
+            (channels, *size),
+            self._classes,
+            constants(source, channels),
+            255,
+            _labels(self._test),
+            held_out=not parts,
+            inferred=tuple(name for name, value in schema.items() if value is None),
+            skipped=tuple(self._skipped),
+        )
 
     def _files(self, part: Path) -> list[tuple[Path, int]]:
         """Images and their labels, in order."""
