@@ -168,10 +168,7 @@ def _public_part(file: Path, facts: Mapping[str, Any]) -> tuple[Features | None,
         if kind in FEATURES and public["feature_groups"] >= 0:
             return Features(kind, int(public["feature_groups"])), frozen
     except BROKEN as failure:
-        raise InputError(
-            f"{file} was not written by dpmac train as it is: its header lacks what is frozen in "
-            f"the network. {WANTED}"
-        ) from failure
+        raise _altered(file, "its header lacks what is frozen in the network") from failure
     raise ModelError(f"{file} takes features '{kind}', which this version does not know.")
 
 
@@ -293,10 +290,7 @@ def _check_input(file: Path, facts: Mapping[str, Any]) -> None:
     except BROKEN:
         usable = False
     if not usable:
-        raise InputError(
-            f"{file} was not written by dpmac train as it is: no images have the shape, levels, "
-            f"mean and std that its header gives. {WANTED}"
-        )
+        raise _altered(file, "no images have the shape, levels, mean and std that its header gives")
 
 
 def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -305,9 +299,11 @@ def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         f"{name} holds NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
     ]
     if faults:
-        raise InputError(
-            f"{file} was not written by dpmac train as it is: {'; '.join(faults)}. {WANTED}"
-        )
+        raise _altered(file, "; ".join(faults))
+
+
+def _altered(file: Path, why: str) -> InputError:
+    return InputError(f"{file} was not written by dpmac train as it is: {why}. {WANTED}")
 
 
 def _form(weights: Tensor) -> str:

@@ -183,7 +183,9 @@ def _decode(opened: "Image", shape: tuple[int, ...], *, resize: bool) -> NDArray
     from PIL import Image  # noqa: PLC0415
 
     channels, height, width = shape
-    image = _in_eight_bits(opened).convert("L" if channels == 1 else "RGB")
+    if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
+        opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
+    image = opened.convert("L" if channels == 1 else "RGB")
     if resize:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
@@ -194,31 +196,18 @@ def _store(out: NDArray[np.uint8], resize: bool, image: "Image") -> None:
     out[:] = _decode(image, out.shape, resize=resize)
 
 
-def _in_eight_bits(opened: "Image") -> "Image":
-    """The same image; of 16 bits a pixel, 65535 becomes 255. Pillow cuts off at 255 instead."""
-    from PIL import Image  # noqa: PLC0415
-
-    if not opened.mode.startswith("I"):
-        return opened
-    return Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
-
-
-def _fault_of_pixels(image: "Image") -> str | None:
-    """Why it cannot be known what black and white are."""
-    if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
-        return "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 bits)"
-    return None
-
-
 def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None:
     """Why a file cannot be opened and looked at; None if it can."""
     from PIL import Image  # noqa: PLC0415
 
     try:
         with Image.open(path) as image:
-            fault = _fault_of_pixels(image)
-            if fault is None:
-                look(image)
-            return fault
+            if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+                return (
+                    "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 "
+                    "bits)"
+                )
+            look(image)
+            return None
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
         return f"cannot be read as an image ({failure})"
