@@ -190,11 +190,7 @@ def _independence(
 
 
 def _doubts(config: TrainConfig, weights: PublicWeights) -> tuple[str, ...]:
-    """What to say of weights that may not be public.
-
-    Raises:
-        InputError: they say themselves that they are not.
-    """
+    """What to say of weights that may not be public. Raises InputError if they are not."""
     name = weights.trained_on
     if name != config.dataset_name or config.no_dp:
         return ()

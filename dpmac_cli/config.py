@@ -55,7 +55,7 @@ NEEDS = {
     "canary_kind": ("canaries", "is of an audit"),
     "guesses": ("canaries", "is of an audit"),
     "feature_groups": ("features", "is of features"),
-    "train": ("pretrained", "is of public weights"),
+    "train": ("pretrained FILE", "is of public weights"),
 }
 #: Classes that a note names; the rest are counted.
 NAMED = 5
@@ -437,7 +437,13 @@ def near(text: str, names: Iterable[str]) -> str:
 def _with_defaults(values: dict[str, Any]) -> TrainConfig:
     """Fill in what depends on data set and optimizer."""
     plain = TrainConfig(**values)
-    plain = replace(plain, found=_found(plain))
+    if plain.source is None:
+        found = Found(DATASETS[plain.dataset], plain.dataset)
+    else:
+        from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
+
+        found = inspect(plain.source)  # once: files may change during a run
+    plain = replace(plain, found=found)
     defaults, adaclip = plain.facts.defaults, plain.optimizer == "adaclip"
     noise = defaults.sigma if plain.epsilon is None else None
     rest: dict[str, Any] = {
@@ -463,19 +469,10 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
     return replace(plain, **{**rest, **values})
 
 
-def _found(config: TrainConfig) -> Found:
-    """Read the facts of a dataset, once: files may change during a run. Raises InputError."""
-    if config.source is None:
-        return Found(DATASETS[config.dataset], config.dataset)
-    from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
-
-    return inspect(config.source)
-
-
 def _faults_between(config: TrainConfig) -> Iterable[str]:
     """Faults that lie between settings."""
     for name, (other, why) in NEEDS.items():
-        if getattr(config, name) is not None and getattr(config, other) is None:
+        if getattr(config, name) is not None and getattr(config, other.split()[0]) is None:
             yield f"--{flag_name(name)} {why}: add --{other}, or leave it out."
     if config.source and config.source.feature_range:
         low, high = config.source.feature_range
@@ -547,17 +544,9 @@ def _frozen_faults(config: TrainConfig) -> Iterable[str]:
 
 def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
     """What is legal, but probably not what was meant."""
-    used = config.method.settings
-    tunable = [name for name, setting in SETTINGS.items() if setting.panel == OPTIMIZER]
-    for name in tunable:
-        if name != "optimizer" and name in typed and name not in used:
-            yield f"{typed[name].origin} has no effect with {config.optimizer}."
-    for name, why in _idle_on(config).items():
+    for name, what in _idle_on(config).items():
         if name in typed:
-            yield f"{typed[name].origin} has no effect with {config.dataset}{why}."
-    for name in ("fix_norm", "to_float32", "no_isolate"):
-        if name in typed and ":" not in config.model:
-            yield f"{typed[name].origin} has no effect with {config.model}."
+            yield f"{typed[name].origin} has no effect with {what}."
     if config.found.skipped:
         yield (
             f"{len(config.found.skipped)} records of {config.dataset} are left out: "
@@ -595,17 +584,23 @@ def _declaration(found: Found) -> str:
 
 
 def _idle_on(config: TrainConfig) -> dict[str, str]:
-    """Settings that do nothing to the data set, and why where that is not plain."""
+    """Settings that have no effect, with what, and why where that is not plain."""
+    used, data = {*config.method.settings, "optimizer"}, config.dataset
+    panel = {name: setting.panel for name, setting in SETTINGS.items()}
+    idle = {n: config.optimizer for n in panel if panel[n] == OPTIMIZER and n not in used}
+    if ":" not in config.model:
+        idle |= dict.fromkeys(("fix_norm", "to_float32", "no_isolate"), config.model)
     if config.source is None:
-        return {name: "" for name, setting in SETTINGS.items() if setting.panel == DATA}
-    idle = {"data_dir": ", which is a path itself"}
+        return idle | {name: data for name in panel if panel[name] == DATA}
+    idle["data_dir"] = f"{data}, which is a path itself"
     if not config.found.held_out:
-        idle |= dict.fromkeys(("test_fraction", "split_seed"), ", which has a test set of its own")
+        own_test = f"{data}, which has a test set of its own"
+        idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
     if config.facts.levels == 1:
         of_images = ("channels", "image_size", "standardise")
-        idle |= dict.fromkeys(of_images, ", which holds rows of numbers")
+        idle |= dict.fromkeys(of_images, f"{data}, which holds rows of numbers")
     else:
-        idle["feature_range"] = ", which holds images"
+        idle["feature_range"] = f"{data}, which holds images"
     return idle
 
 

@@ -213,11 +213,7 @@ def _find(path: Path) -> Path:
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and facts of a model file, as they were written.
-
-    Raises:
-        InputError: the file cannot be read, is of another kind, or is damaged.
-    """
+    """Weights and facts of a model file, as they were written. Raises InputError."""
     tensors, header = _open(file)
     if checkpoint.RECORD in header:
         raise InputError(

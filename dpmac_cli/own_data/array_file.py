@@ -46,7 +46,9 @@ class ArrayFile:
             standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
             shape, levels = (x.shape[1], 1, 1), 1
         else:
-            shape, levels = _image_shape(x, source.image_size), 255
+            channels, *side = _channels_first(x[:1]).shape[1:]
+            height, width = (source.image_size or pixels for pixels in side)
+            shape, levels = (channels, height, width), 255
             standard = constants(source, shape[0])
             if source.channels not in (None, shape[0]):
                 raise InputError(
@@ -207,7 +209,9 @@ def _faults_of_pair(
         elif not np.isfinite(x).all():
             bad = int((~np.isfinite(x)).any(1).sum())
             yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows. {_REMEDY}"
-    elif x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_of(x) not in (1, 3):
+    elif (
+        x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_first(x[:1]).shape[1] not in (1, 3)
+    ):
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or rows of numbers, not {x.dtype} of shape {x.shape}"
@@ -242,21 +246,10 @@ def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
         seen[content] += 1
 
 
-def _channels_of(x: NDArray[Any]) -> int:
-    if x.ndim == 3:
-        return 1
-    return int(x.shape[3] if x.shape[3] in (1, 3) else x.shape[1])
-
-
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
     if x.ndim == 3:
         return x[:, None]
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.shape[3] in (1, 3) else x
-
-
-def _image_shape(x: NDArray[Any], size: int | None) -> tuple[int, int, int]:
-    channels, height, width = _channels_first(x[:1]).shape[1:]
-    return (channels, height, width) if size is None else (channels, size, size)
 
 
 def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
