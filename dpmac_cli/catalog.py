@@ -11,11 +11,7 @@ from dataclasses import dataclass, field, replace
 #: Learning rates of the DP-MacAdam paper: 0.1 for DP-SGD and 0.001 for the rest.
 PAPER_RATES: Mapping[str, float] = {
     "dp-sgd": 0.1,
-    "adaclip": 1e-3,
-    "dp-adam": 1e-3,
-    "dp-adambc": 1e-3,
-    "dp-macadam": 1e-3,
-    "dp-macadambc": 1e-3,
+    **dict.fromkeys(("adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc"), 1e-3),
 }
 
 

@@ -191,32 +191,27 @@ def _typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, _Given]:
     }
 
 
-#: What torch, Opacus and TensorFlow Privacy, or just other people, call settings of ours.
-OTHER_NAMES: Mapping[str, str] = {
-    "noise-multiplier": "sigma",
-    "noise": "sigma",
-    "target-epsilon": "epsilon",
-    "eps": "epsilon",
-    "target-delta": "delta",
-    "learning-rate": "lr",
-    "max-grad-norm": "clip-norm",
-    "l2-norm-clip": "clip-norm",
-    "clipping-norm": "clip-norm",
-    "expected-batch-size": "batch-size",
-    "max-physical-batch-size": "physical-batch",
-    "num-epochs": "epochs",
-    "data": "dataset",
-    "network": "model",
-    "architecture": "model",
-    "gpu": "device",
-    "output": "out",
-    "random-seed": "seed",
-    "optimizer": "optimizers",  # of a comparison
-    "optimizers": "optimizer",
-    "seed": "seeds",
+_OTHERS = {
+    "sigma": "noise-multiplier noise",
+    "epsilon": "target-epsilon eps",
+    "delta": "target-delta",
+    "lr": "learning-rate",
+    "clip-norm": "max-grad-norm l2-norm-clip clipping-norm",
+    "batch-size": "expected-batch-size",
+    "physical-batch": "max-physical-batch-size",
+    "epochs": "num-epochs",
+    "dataset": "data",
+    "model": "network architecture",
+    "device": "gpu",
+    "out": "output",
+    "optimizers": "optimizer",  # of a comparison
+    "optimizer": "optimizers",
     "seeds": "seed",
-    "secure-mode": "secure",
+    "seed": "seeds random-seed",
+    "secure": "secure-mode",
 }
+#: What torch, Opacus and TensorFlow Privacy, or just other people, call settings of ours.
+OTHER_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
 #: What a value must be, in words.
 KIND_WORDS: Mapping[type, str] = {
     bool: "true or false",
@@ -270,13 +265,8 @@ def _entries(
     file: Path, known: Collection[str], what: str, errors: list[str]
 ) -> Iterator[tuple[str, str, yaml.Node]]:
     """Name, origin and value of each setting of a YAML file; what is wrong joins ``errors``."""
-    try:
-        pairs = _pairs(file)
-    except InputError as failure:
-        errors.extend(failure.errors)
-        return
     seen: set[str] = set()
-    for key, node in pairs:
+    for key, node in _pairs(file, errors):
         written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
         name = written.replace("-", "_")
         origin = f"{flag_name(name)} in {file}"
@@ -291,26 +281,25 @@ def _entries(
         seen.add(name)
 
 
-def _pairs(file: Path) -> list[tuple[yaml.Node, yaml.Node]]:
-    """The keys and values of a YAML file, and where they stand. Raises InputError."""
+def _pairs(file: Path, errors: list[str]) -> list[tuple[yaml.Node, yaml.Node]]:
+    """The keys and values of a YAML file, and where they stand; what is wrong joins ``errors``."""
     try:
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as failure:
-        raise InputError(
-            f"--config: {file} cannot be read ({failure.strerror or failure})."
-        ) from failure
+        errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
+        return []
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
-        raise InputError(
+        errors.append(
             f"--config: {file} is not YAML that can be read: {_fault_of_yaml(failure)}. "
             "Write lines like 'sigma: 0.8'."
-        ) from failure
-    if root is None or root.tag == NULL:
-        return []
-    if not isinstance(root, yaml.MappingNode):
-        raise InputError(
-            f"--config: {file} must hold lines like 'sigma: 0.8', not {NODE_WORDS[type(root)]}."
         )
-    return list(root.value)
+        return []
+    if isinstance(root, yaml.MappingNode):
+        return list(root.value)
+    if root is not None and root.tag != NULL:
+        found = NODE_WORDS[type(root)]
+        errors.append(f"--config: {file} must hold lines like 'sigma: 0.8', not {found}.")
+    return []
 
 
 def _fault_of_yaml(failure: Exception) -> str:

@@ -67,10 +67,6 @@ class Data:
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
 
-#: Given the folder and whether it may download, loads training and test split.
-Loader = Callable[[Path, bool], tuple[Split, Split]]
-
-
 def load_data(
     chosen: str | Source,
     data_dir: Path,
@@ -259,7 +255,8 @@ def _in_short(failure: Exception) -> str:
     return "" if not reason or "download=True" in reason else f" ({reason})"
 
 
-LOADERS: Mapping[str, Loader] = {
+#: Given the folder and whether they may download, they load training and test split.
+LOADERS: Mapping[str, Callable[[Path, bool], tuple[Split, Split]]] = {
     "digits": _digits,
     **{name: partial(_from_torchvision, name) for name in TORCHVISION},
 }

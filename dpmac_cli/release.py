@@ -6,7 +6,7 @@ One safetensors file. Its header holds the facts as JSON, with a checksum of wei
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,8 @@ def _described(facts: Mapping[str, Any]) -> Dataset:
     """The data set that a model was trained on, as far as a network depends on it."""
     given, dataset = facts["input"], facts["dataset"]
     channels, height, width = given["shape"]
-    return Dataset(
+    return replace(
+        DATASETS["mnist"],
         train_size=dataset["train_size"],
         test_size=dataset["test_size"],
         shape=(channels, height, width),
@@ -190,8 +191,7 @@ def _described(facts: Mapping[str, Any]) -> Dataset:
         levels=given["levels"],
         mean=tuple(given["mean"]),
         std=tuple(given["std"]),
-        defaults=DATASETS["mnist"].defaults,
-        about="",
+        sha256=None,
     )
 
 

@@ -401,22 +401,16 @@ class TrainConfig:
         kept = {
             name: getattr(self, name)
             for name, setting in SETTINGS.items()
-            if setting.recorded and getattr(self, name) is not None
+            if setting.recorded
+            and getattr(self, name) not in (None, OMITTED.get(name))
+            and (self.source is not None or setting.panel != DATA)
         }
         if self.no_dp:
             kept.pop("sigma")
         if "sigma" in kept:
             kept.pop("epsilon", None)
-        if self.source is None:
-            kept = {name: value for name, value in kept.items() if SETTINGS[name].panel != DATA}
         if ":" not in self.model:
             kept.pop("fix_norm")
-        for name in ("tensorboard", "plot", "isolate", "no_isolate", "to_float32"):
-            if not kept[name]:
-                kept.pop(name)
-        for name, default in RECIPE_DEFAULTS.items():
-            if kept.get(name) == default:
-                kept.pop(name, None)
         return {flag_name(name): value for name, value in kept.items()}
 
 
@@ -431,7 +425,11 @@ KINDS: Mapping[str, type] = {
     f.name: next(kind for kind in (*get_args(f.type), f.type) if isinstance(kind, type))
     for f in _FIELDS
 }
-#: What a run that follows no recipe has; not recorded.
-RECIPE_DEFAULTS: Mapping[str, Any] = {
+#: What a run that follows no recipe has.
+RECIPE_DEFAULTS: dict[str, Any] = {
     f.name: f.default for f in _FIELDS if SETTINGS[f.name].panel == RECIPE
 }
+#: Values that config.yaml leaves out.
+OMITTED: Mapping[str, Any] = RECIPE_DEFAULTS | dict.fromkeys(
+    ("tensorboard", "plot", "isolate", "no_isolate", "to_float32"), False
+)

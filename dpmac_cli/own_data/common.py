@@ -34,22 +34,13 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
         raise InputError(
             f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
         )
+    unclear = [name for name in (source.path.name, *classes) if not name.isprintable()]
     refuse(
-        [
-            f"The name {name!a} holds characters that cannot be shown"
-            for name in (source.path.name, *classes)
-            if not name.isprintable()
-        ],
+        [f"The name {name!a} holds characters that cannot be shown" for name in unclear],
         " A terminal would obey them: choose another name.",
     )
-    refuse(
-        [
-            f"{source.path} names {n} classes {name}"
-            for name, n in Counter(classes).items()
-            if n > 1
-        ],
-        " Give each a name of its own.",
-    )
+    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
+    refuse([f"{source.path} names {which}" for which in twice], " Give each a name of its own.")
 
 
 def split(

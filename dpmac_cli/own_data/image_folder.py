@@ -85,12 +85,13 @@ class ImageFolder:
             self._skipped += strange
         else:
             refuse(strange, REMEDY)
-        missing = sorted(set(range(len(self._classes))) - {label for _, label in found})
-        if missing and part.name != TEST and self._source.classes is None:
-            names = [
-                f"The class {self._classes[label]} in {part} holds no image" for label in missing
-            ]
-            refuse(names, " Remove its folder, fill it, or declare the classes with --classes.")
+        held = {label for _, label in found}
+        empty = [name for label, name in enumerate(self._classes) if label not in held]
+        if part.name != TEST and self._source.classes is None:
+            refuse(
+                [f"The class {name} in {part} holds no image" for name in empty],
+                " Remove its folder, fill it, or declare the classes with --classes.",
+            )
         if not found:
             raise InputError(f"{part} holds no images.")
         return found
