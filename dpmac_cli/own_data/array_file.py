@@ -95,7 +95,7 @@ class ArrayFile:
             return rows.reshape(*x.shape, 1, 1)
         images = _channels_first(x)
         size = self._source.image_size
-        return images if size is None else _resized(images, size)
+        return images.copy() if size is None else _resized(images, size)
 
 
 def _spread(values: Any, columns: int) -> NDArray[np.float64]:
