@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from dpmac_cli.accounting import SAMPLERS
 from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset
 from dpmac_cli.config import EXCLUSIVE, INCOMPATIBLE, KIND_WORDS, resolve
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.own_data.common import LEAST_CNN, facts_of
+from dpmac_cli.own_data.common import LEAST_CNN, found
 from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
+from dpmac_cli.source import Source
 
 FILE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -122,8 +125,8 @@ def _data_sets() -> dict[str, Dataset]:
 
 def _own(shape: tuple[int, int, int], levels: int) -> Dataset:
     """Facts of a person's own data, with many records."""
-    sizes = MANY, 1
-    return facts_of(sizes, shape, ("a", "b"), (0.0,), (1.0,), levels)
+    sizes, standard, labels = (MANY, 1), ((0.0,), (1.0,)), np.zeros(1, np.int64)
+    return found(Source(Path()), sizes, shape, ("a", "b"), standard, levels, labels).facts
 
 
 def learning_rates() -> str:

@@ -1,5 +1,7 @@
 """Residual networks fit for clipping sample by sample: group norm, and standardised weights."""
 
+from functools import partial
+
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
@@ -60,9 +62,7 @@ def resnet18(dataset: Dataset) -> nn.Module:
     """torchvision's ResNet-18 with group norm in place of batch norm; 3 channels."""
     from torchvision import models  # noqa: PLC0415  (seconds to import)
 
-    def norm(channels: int) -> nn.Module:
-        return nn.GroupNorm(32, channels)
-
+    norm = partial(nn.GroupNorm, 32)
     network: nn.Module = models.resnet18(num_classes=len(dataset.classes), norm_layer=norm)
     if dataset.shape[0] != 3:
         network.conv1 = nn.Conv2d(dataset.shape[0], 64, 7, stride=2, padding=3, bias=False)

@@ -111,7 +111,7 @@ def make_task(
     """
     given = data is not None
     data = data or load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
-    word = _word(stream_seeds(config.seed, branch)["init"])
+    word = int(stream_seeds(config.seed, branch)["init"].generate_state(1, np.uint32)[0])
     model = build_model(
         config.model,
         config.facts,
@@ -145,7 +145,10 @@ def make_task(
         fresh = weights.adopted_by(model, head_of(model, config.facts.shape))
         notes = (*doubts, *fresh)
         fingerprints["pretrained"] = weights.sha256
-    model, parts = model.to(device), _frozen_parts(config, model)
+    model = model.to(device)
+    parts = model if isinstance(model, FrozenFeatures) else None
+    if parts is None and config.head_only:
+        parts = cut_before_head(model, config.facts.shape)
     kind, why = _independence(config, model, parts, own=is_factory(config.model))
     notes = (*notes, *why)
     if device.type == "cuda" and not config.head_only:  # autocast there is not seen on the CPU
@@ -186,18 +189,8 @@ def _independence(
     )
 
 
-def _frozen_parts(config: TrainConfig, model: nn.Module) -> FrozenFeatures | None:
-    if isinstance(model, FrozenFeatures):
-        return model
-    return cut_before_head(model, config.facts.shape) if config.head_only else None
-
-
 def _doubts(config: TrainConfig, weights: PublicWeights) -> tuple[str, ...]:
-    """What to say of weights that may not be public.
-
-    Raises:
-        InputError: they say themselves that they are not.
-    """
+    """What to say of weights that may not be public. Raises InputError if they are not."""
     name = weights.trained_on
     if name != config.dataset_name or config.no_dp:
         return ()
@@ -257,14 +250,19 @@ def make_trainer(
         config = settle_noise(config)
     device = device or choose_device(config.device)
     seeds = stream_seeds(config.seed, branch)
+    # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
+    drawing = model is not None or ":" in config.model or config.augment
     if model is not None:
         task = _task_of(model, config, device, data)
     task = task or outcome(make_task(config, device, branch, data))
-    _check_size(task.data, config)
-    draws = LayerDraws(seeds["layers"], 0 if ranks is None else ranks.rank)
-    # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
-    drawing = model is not None or ":" in config.model or config.augment
     model, data = task.trained, task.data
+    if len(data.train) != config.facts.train_size:  # which the sampling rate, so epsilon, is for
+        raise InputError(
+            f"data has {len(data.train):,} training records, but epsilon was computed for the "
+            f"{config.facts.train_size:,} of {config.dataset_name}. Save your records as an .npz "
+            "and name that as the dataset."
+        )
+    draws = LayerDraws(seeds["layers"], 0 if ranks is None else ranks.rank)
     canaries = _canaries(config, model, data, seeds)
     if isinstance(canaries, ImageCanaries):
         data = canaries.data
@@ -304,16 +302,6 @@ def make_trainer(
         ranks,
         rule,
     )
-
-
-def _check_size(data: Data, config: TrainConfig) -> None:
-    """Refuse data of another size than the sampling rate, and so epsilon, was computed for."""
-    if len(data.train) != config.facts.train_size:
-        raise InputError(
-            f"data has {len(data.train):,} training records, but epsilon was computed for the "
-            f"{config.facts.train_size:,} of {config.dataset_name}. Save your records as an .npz "
-            "and name that as the dataset."
-        )
 
 
 def _task_of(
@@ -432,10 +420,6 @@ def _source() -> str:
 
 def _sum(content: str | bytes) -> str:
     return hashlib.sha256(content if isinstance(content, bytes) else content.encode()).hexdigest()
-
-
-def _word(seed: np.random.SeedSequence) -> int:
-    return int(seed.generate_state(1, np.uint32)[0])
 
 
 def device_name(device: torch.device) -> str:

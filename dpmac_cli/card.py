@@ -83,6 +83,11 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     used = report["hyperparameters"]
     low, high = test["accuracy_interval"]
     checksum = dataset["sha256"]
+    recipe = [
+        f"{name.replace('_', ' ')}: {value}"
+        for name, value in report["recipe"].items()
+        if value != RECIPE_DEFAULTS[name]
+    ]
     public = model.get("public_part")
     trained = f", {public['trained_parameters']:,} of them trained" if public else ""
     return [
@@ -100,7 +105,7 @@ def _facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{test['accuracy']:.2%} of {test['samples']:,} test records (95% interval for records "
             f"like these: {low:.2%} to {high:.2%})",
         ),
-        *_recipe(report),
+        *([("recipe", ", ".join(recipe))] if recipe else []),
         ("classes", ", ".join(map(_quoted, report["classes"]))),
     ]
 
@@ -109,17 +114,6 @@ def _quoted(name: str) -> str:
     """A name as code in a cell of a table."""
     cell = name.replace("|", "\\|")
     return f"`` {cell} ``" if "`" in name else f"`{cell}`"
-
-
-def _recipe(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the run did besides its optimizer's steps."""
-    said = [
-        f"{name.replace('_', ' ')}: {value}"
-        for name, value in report["recipe"].items()
-        if value != RECIPE_DEFAULTS[name]
-    ]
-    if said:
-        yield "recipe", ", ".join(said)
 
 
 def _code(report: Mapping[str, Any], model: nn.Module) -> str:
@@ -161,7 +155,10 @@ from safetensors.torch import load_file
 
 model = {call}{fixed}
 model.load_state_dict(load_file("{folder.MODEL}"))"""
-    if not _plain(model):
+    if type(model) is not nn.Sequential or any(  # of torch's own layers alone
+        list(layer.children()) or not type(layer).__module__.startswith("torch.nn.")
+        for layer in model.children()
+    ):
         return f"""\
 from pathlib import Path
 
@@ -181,25 +178,12 @@ model = nn.Sequential(
 model.load_state_dict(load_file("{folder.MODEL}"))"""
 
 
-def _plain(model: nn.Module) -> bool:
-    """Whether a network is a sequence of torch's own layers."""
-    return type(model) is nn.Sequential and all(
-        type(layer).__module__.startswith("torch.nn.") and not list(layer.children())
-        for layer in model.children()
-    )
-
-
 def _how_to_load(report: Mapping[str, Any]) -> str:
-    shape = ", ".join(map(str, report["input"]["shape"]))
-    if report["input"]["levels"] == 1:
-        return (
-            f"`pixels` are rows of numbers, shape (rows, {shape}), each clipped to mean ± std "
-            "of its column. The answer counts the classes above from 0."
-        )
-    return (
-        f"`pixels` are whole numbers from 0 to {report['input']['levels']}, shape (images, "
-        f"{shape}): channels, height, width. The answer counts the classes above from 0."
-    )
+    levels, shape = report["input"]["levels"], ", ".join(map(str, report["input"]["shape"]))
+    pixels = f"whole numbers from 0 to {levels}, shape (images, {shape}): channels, height, width"
+    if levels == 1:
+        pixels = f"rows of numbers, shape (rows, {shape}), each clipped to mean ± std of its column"
+    return f"`pixels` are {pixels}. The answer counts the classes above from 0."
 
 
 def _privacy(report: Mapping[str, Any]) -> Iterator[str]:
@@ -217,22 +201,17 @@ def _privacy(report: Mapping[str, Any]) -> Iterator[str]:
             ("seeds", price["seed_policy"]["statement"]),
         ]
     )
-    yield _events(price["events"])
-
-
-def _events(events: list[Mapping[str, Any]]) -> str:
-    """What was done with the records, a row for each branch; epsilon is for all of them."""
     rows = [
         (
-            "this model" if number == len(events) else f"branch {number}",
+            "this model" if number == len(price["events"]) else f"branch {number}",
             f"{event['steps']:,}",
             event["sampler"],
             f"{event['sampling_rate']:.6g}",
             f"{event['noise_multiplier']:.10g}",
         )
-        for number, event in enumerate(events, start=1)
+        for number, event in enumerate(price["events"], start=1)
     ]
-    return _table(rows, ("", "steps", "sampler", "sampling rate", "noise multiplier"))
+    yield _table(rows, ("", "steps", "sampler", "sampling rate", "noise multiplier"))
 
 
 def _not_covered(report: Mapping[str, Any]) -> str:

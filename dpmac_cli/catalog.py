@@ -6,16 +6,12 @@ here and one loader in :mod:`dpmac_cli.data`; a model likewise, with one builder
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 #: Learning rates of the DP-MacAdam paper: 0.1 for DP-SGD and 0.001 for the rest.
 PAPER_RATES: Mapping[str, float] = {
     "dp-sgd": 0.1,
-    "adaclip": 1e-3,
-    "dp-adam": 1e-3,
-    "dp-adambc": 1e-3,
-    "dp-macadam": 1e-3,
-    "dp-macadambc": 1e-3,
+    **dict.fromkeys(("adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc"), 1e-3),
 }
 
 
@@ -25,8 +21,8 @@ class Defaults:
 
     Attributes:
         model: a name of :data:`MODELS`.
-        sigma: noise multiplier.
         batch_size: B, the expected batch.
+        sigma: noise multiplier.
         epochs: passes of ceil(n/B) steps.
         lr: learning rate per optimizer.
         clip_norm: C of the fixed ball.
@@ -35,14 +31,14 @@ class Defaults:
     """
 
     model: str
-    sigma: float
     batch_size: int
-    epochs: int
-    lr: Mapping[str, float]
-    clip_norm: float
-    h1: float
-    h2: float
-    physical_batch: int
+    sigma: float = 0.8
+    epochs: int = 5
+    lr: Mapping[str, float] = field(default_factory=lambda: PAPER_RATES)
+    clip_norm: float = 1.0
+    h1: float = 5e-5
+    h2: float = 1.0
+    physical_batch: int = 1024
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,12 @@ class Dataset:
         train_size, test_size: numbers of records.
         shape: (channels, height, width) of an image.
         classes: class names, in the order of the labels.
-        levels: the largest pixel value; pixels are divided by it.
         mean, std: per channel, of pixels in [0, 1]; images are standardised with them.
-        sha256: what :func:`dpmac_cli.data.fingerprint` gives for the published files; None where
-            torchvision's own checks must do.
         defaults: settings where none are given.
         about: one line for help and reports.
+        levels: the largest pixel value; pixels are divided by it.
+        sha256: what :func:`dpmac_cli.data.fingerprint` gives for the published files; None where
+            torchvision's own checks must do.
         augment: how views of an image may be drawn, a name of :data:`dpmac_cli.recipe.AUGMENTS`:
             digits and letters must not be mirrored.
     """
@@ -67,12 +63,12 @@ class Dataset:
     test_size: int
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
-    levels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    sha256: str | None
     defaults: Defaults
     about: str
+    levels: int = 255
+    sha256: str | None = None
     augment: str = "crop+flip"
 
 
@@ -139,21 +135,10 @@ _MNIST = Dataset(
     test_size=10_000,
     shape=(1, 28, 28),
     classes=_DIGIT_NAMES,
-    levels=255,
     mean=(0.1307,),
     std=(0.3081,),
     sha256="3ee7f568b8fdc8915ba79f8c2e5cfce6e08e6def379bae044b8ec31ae87c0afb",
-    defaults=Defaults(
-        model="mlp",
-        sigma=0.8,
-        batch_size=256,
-        epochs=5,
-        lr=PAPER_RATES,
-        clip_norm=1.0,
-        h1=1e-9,
-        h2=1e-6,
-        physical_batch=1024,
-    ),
+    defaults=Defaults(model="mlp", batch_size=256, h1=1e-9, h2=1e-6),
     about="28x28 handwritten digits",
     augment="crop",
 )
@@ -166,21 +151,10 @@ _CIFAR10 = Dataset(
         *("airplane", "automobile", "bird", "cat", "deer"),
         *("dog", "frog", "horse", "ship", "truck"),
     ),
-    levels=255,
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
     sha256="cb85cdd084bdd7718e8e746014bbc16f32cbe9ab4e0757d9f59e641b39f8f958",
-    defaults=Defaults(
-        model="cnn",
-        sigma=0.8,
-        batch_size=512,
-        epochs=5,
-        lr=PAPER_RATES,
-        clip_norm=1.0,
-        h1=5e-5,
-        h2=1.0,
-        physical_batch=32,
-    ),
+    defaults=Defaults(model="cnn", batch_size=512, physical_batch=32),
     about="32x32 colour photographs",
 )
 
@@ -208,8 +182,8 @@ DATASETS: Mapping[str, Dataset] = {
         sha256="cdb4dac94fb0b69864bed8c06ec1a3c76ef0c75ab6b67176b07a28f83d2f2280",
         defaults=Defaults(
             model="mlp-small",
-            sigma=1.5,
             batch_size=128,
+            sigma=1.5,
             epochs=20,
             lr={
                 "dp-sgd": 0.5,
@@ -219,10 +193,6 @@ DATASETS: Mapping[str, Dataset] = {
                 "dp-macadam": 0.005,
                 "dp-macadambc": 0.0005,
             },
-            clip_norm=1.0,
-            h1=5e-5,
-            h2=1.0,
-            physical_batch=1024,
         ),
         about="8x8 handwritten digits, shipped with scikit-learn: no download",
         augment="crop",

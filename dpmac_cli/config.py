@@ -49,6 +49,14 @@ INCOMPATIBLE = {
     ("compile", "canaries"): "compiled steps do not hand out what the attack looks at",
     ("features", "pretrained"): "public weights are for networks that take images",
 }
+#: Settings that mean something only beside another, and why.
+NEEDS = {
+    "augment": ("augmentations", "says how views are drawn"),
+    "canary_kind": ("canaries", "is of an audit"),
+    "guesses": ("canaries", "is of an audit"),
+    "feature_groups": ("features", "is of features"),
+    "train": ("pretrained FILE", "is of public weights"),
+}
 #: Classes that a note names; the rest are counted.
 NAMED = 5
 
@@ -119,7 +127,7 @@ def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
 
 def _resolved(flags: Mapping[str, Any], given: dict[str, _Given], errors: list[str]) -> Resolved:
     """A checked configuration; ``errors`` were found before."""
-    typed = _typed(_known(flags, errors))
+    typed = _typed(flags, errors)
     _settle_exclusives(given, typed, errors)
     given |= typed
     _refuse_incompatibles(given, errors)
@@ -130,7 +138,7 @@ def _resolved(flags: Mapping[str, Any], given: dict[str, _Given], errors: list[s
         config = _with_defaults(values)
     except InputError as failure:
         raise InputError([*errors, *failure.errors]) from failure
-    _check_together(config, errors)
+    errors.extend(_faults_between(config))
     if errors:
         raise InputError(errors)
     return Resolved(config, tuple(_notes(config, typed)))
@@ -165,54 +173,45 @@ def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
         InputError: with every fault found.
     """
     errors: list[str] = []
-    values = _parse_all(_typed(_known(flags, errors)), errors)
+    values = _parse_all(_typed(flags, errors), errors)
     if errors:
         raise InputError(errors)
     return values
 
 
-def _known(flags: Mapping[str, Any], errors: list[str]) -> Mapping[str, Any]:
-    """The flags that there are; what is wrong with the others joins ``errors``."""
+def _typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, _Given]:
+    """Return the flags that were given; unknown ones join ``errors``."""
     errors.extend(
         f"There is no setting '{name}'.{near(name, SETTINGS)}" for name in flags.keys() - SETTINGS
     )
-    return {name: value for name, value in flags.items() if name in SETTINGS}
-
-
-def _typed(flags: Mapping[str, Any]) -> dict[str, _Given]:
     return {
         name: _Given(value, f"--{flag_name(name)}")
         for name, value in flags.items()
-        if value is not None and value is not False
+        if name in SETTINGS and value is not None and value is not False
     }
 
 
-#: What torch, Opacus and TensorFlow Privacy, or just other people, call settings of ours.
-OTHER_NAMES: Mapping[str, str] = {
-    "noise-multiplier": "sigma",
-    "noise": "sigma",
-    "target-epsilon": "epsilon",
-    "eps": "epsilon",
-    "target-delta": "delta",
-    "learning-rate": "lr",
-    "max-grad-norm": "clip-norm",
-    "l2-norm-clip": "clip-norm",
-    "clipping-norm": "clip-norm",
-    "expected-batch-size": "batch-size",
-    "max-physical-batch-size": "physical-batch",
-    "num-epochs": "epochs",
-    "data": "dataset",
-    "network": "model",
-    "architecture": "model",
-    "gpu": "device",
-    "output": "out",
-    "random-seed": "seed",
-    "optimizer": "optimizers",  # of a comparison
-    "optimizers": "optimizer",
-    "seed": "seeds",
+_OTHERS = {
+    "sigma": "noise-multiplier noise",
+    "epsilon": "target-epsilon eps",
+    "delta": "target-delta",
+    "lr": "learning-rate",
+    "clip-norm": "max-grad-norm l2-norm-clip clipping-norm",
+    "batch-size": "expected-batch-size",
+    "physical-batch": "max-physical-batch-size",
+    "epochs": "num-epochs",
+    "dataset": "data",
+    "model": "network architecture",
+    "device": "gpu",
+    "out": "output",
+    "optimizers": "optimizer",  # of a comparison
+    "optimizer": "optimizers",
     "seeds": "seed",
-    "secure-mode": "secure",
+    "seed": "seeds random-seed",
+    "secure": "secure-mode",
 }
+#: What torch, Opacus and TensorFlow Privacy, or just other people, call settings of ours.
+OTHER_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
 #: What a value must be, in words.
 KIND_WORDS: Mapping[type, str] = {
     bool: "true or false",
@@ -265,19 +264,9 @@ def read_lists(file: Path, known: Collection[str], errors: list[str]) -> dict[st
 def _entries(
     file: Path, known: Collection[str], what: str, errors: list[str]
 ) -> Iterator[tuple[str, str, yaml.Node]]:
-    """Name, origin and value of each setting of a YAML file; what is wrong joins ``errors``.
-
-    Args:
-        file: YAML with flag names for keys.
-        known: names that may be there, as fields, each of them ``what``.
-    """
-    try:
-        pairs = _pairs(file)
-    except InputError as failure:
-        errors.extend(failure.errors)
-        return
+    """Name, origin and value of each setting of a YAML file; what is wrong joins ``errors``."""
     seen: set[str] = set()
-    for key, node in pairs:
+    for key, node in _pairs(file, errors):
         written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
         name = written.replace("-", "_")
         origin = f"{flag_name(name)} in {file}"
@@ -292,26 +281,25 @@ def _entries(
         seen.add(name)
 
 
-def _pairs(file: Path) -> list[tuple[yaml.Node, yaml.Node]]:
-    """The keys and values of a YAML file, and where they stand. Raises InputError."""
+def _pairs(file: Path, errors: list[str]) -> list[tuple[yaml.Node, yaml.Node]]:
+    """The keys and values of a YAML file, and where they stand; what is wrong joins ``errors``."""
     try:
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as failure:
-        raise InputError(
-            f"--config: {file} cannot be read ({failure.strerror or failure})."
-        ) from failure
+        errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
+        return []
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
-        raise InputError(
+        errors.append(
             f"--config: {file} is not YAML that can be read: {_fault_of_yaml(failure)}. "
             "Write lines like 'sigma: 0.8'."
-        ) from failure
-    if root is None or root.tag == NULL:
-        return []
-    if not isinstance(root, yaml.MappingNode):
-        raise InputError(
-            f"--config: {file} must hold lines like 'sigma: 0.8', not {NODE_WORDS[type(root)]}."
         )
-    return list(root.value)
+        return []
+    if isinstance(root, yaml.MappingNode):
+        return list(root.value)
+    if root is not None and root.tag != NULL:
+        found = NODE_WORDS[type(root)]
+        errors.append(f"--config: {file} must hold lines like 'sigma: 0.8', not {found}.")
+    return []
 
 
 def _fault_of_yaml(failure: Exception) -> str:
@@ -374,8 +362,8 @@ def _parse(name: str, entry: _Given) -> tuple[Any, str | None]:
     """One value in its type, or what is wrong with it."""
     kind, value = KINDS[name], entry.value
     if kind is bool:
-        fault = f"{entry.origin} must be {KIND_WORDS[bool]}."
-        return value, None if isinstance(value, bool) else fault
+        fault = None if isinstance(value, bool) else f"{entry.origin} must be {KIND_WORDS[bool]}."
+        return value, fault
     if kind in (str, Path):
         return kind(str(value)), _fault_of_text(name, str(value), entry.origin)
     number = _number(value, kind)
@@ -402,18 +390,14 @@ def _fault_of_text(name: str, text: str, origin: str) -> str | None:
 def _fault_of_number(name: str, number: float | None, entry: _Given) -> str | None:
     bounds = SETTINGS[name].bounds
     if number is None:
-        return f"{entry.origin}: '{entry.value}' is not {KIND_WORDS[KINDS[name]]}.{_point(entry)}"
+        pointed = str(entry.value).replace(",", ".")  # some write a decimal comma
+        meant = pointed != str(entry.value) and _number(pointed, float) is not None
+        hint = f" Did you mean {pointed}?" if meant else ""
+        return f"{entry.origin}: '{entry.value}' is not {KIND_WORDS[KINDS[name]]}.{hint}"
     if bounds and not bounds.holds(number):
         hint = " To train without privacy use --no-dp." if name == "sigma" and number == 0 else ""
         return f"{entry.origin} must be {bounds}, not {entry.value}.{hint}"
     return None
-
-
-def _point(entry: _Given) -> str:
-    """A hint for those who write a decimal comma."""
-    pointed = str(entry.value).replace(",", ".")
-    meant = pointed != str(entry.value) and _number(pointed, float) is not None
-    return f" Did you mean {pointed}?" if meant else ""
 
 
 def _number(value: Any, kind: type) -> float | int | None:
@@ -442,19 +426,23 @@ def near(text: str, names: Iterable[str]) -> str:
 def _with_defaults(values: dict[str, Any]) -> TrainConfig:
     """Fill in what depends on data set and optimizer."""
     plain = TrainConfig(**values)
-    plain = replace(plain, found=_found(plain))
-    defaults, optimizer = plain.facts.defaults, plain.optimizer
-    adaclip = optimizer == "adaclip"
+    if plain.source is None:
+        found = Found(DATASETS[plain.dataset], plain.dataset)
+    else:
+        from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
+
+        found = inspect(plain.source)  # once: files may change during a run
+    plain = replace(plain, found=found)
+    defaults, adaclip = plain.facts.defaults, plain.optimizer == "adaclip"
+    noise = defaults.sigma if plain.epsilon is None else None
     rest: dict[str, Any] = {
-        "model": defaults.model,
-        "batch_size": defaults.batch_size,
-        "lr": defaults.lr[optimizer],
-        "clip_norm": defaults.clip_norm,
+        **vars(defaults),
+        "lr": defaults.lr[plain.optimizer],
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
-        "h1": defaults.h1,
-        "h2": defaults.h2,
         "physical_batch": max(1, defaults.physical_batch // (plain.augmentations or 1)),
+        "sigma": 0.0 if plain.no_dp else noise,
+        "epochs": defaults.epochs if plain.steps is None else None,
     }
     if plain.augmentations is not None:
         rest["augment"] = plain.facts.augment
@@ -464,57 +452,39 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
         rest["train"] = TRAINED[0]
     if plain.head_only or {**rest, **values}["model"] == "linear":
         rest["physical_batch"] = max(defaults.physical_batch, ROWS_AT_A_TIME)
-    if plain.steps is None:
-        rest["epochs"] = defaults.epochs
-    if plain.no_dp:
-        rest["sigma"] = 0.0
-    elif plain.epsilon is None:
-        rest["sigma"] = defaults.sigma
     if plain.canaries is not None:
         rest["canary_kind"] = CANARY_KINDS[0]
         rest["guesses"] = max(plain.canaries // 10, min(plain.canaries, FEW_GUESSES))
     return replace(plain, **{**rest, **values})
 
 
-def _found(config: TrainConfig) -> Found:
-    """Read the facts of a dataset, once: files may change during a run. Raises InputError."""
-    if config.source is None:
-        return Found(DATASETS[config.dataset], config.dataset)
-    from dpmac_cli.own_data import inspect  # noqa: PLC0415  (loads numpy)
-
-    return inspect(config.source)
-
-
-def _check_together(config: TrainConfig, errors: list[str]) -> None:
+def _faults_between(config: TrainConfig) -> Iterable[str]:
     """Faults that lie between settings."""
+    for name, (other, why) in NEEDS.items():
+        if getattr(config, name) is not None and getattr(config, other.split()[0]) is None:
+            yield f"--{flag_name(name)} {why}: add --{other}, or leave it out."
     if config.source and config.source.feature_range:
         low, high = config.source.feature_range
         if low >= high:
-            errors.append(f"--feature-range {config.feature_range}: the first must be the smaller.")
+            yield f"--feature-range {config.feature_range}: the first must be the smaller."
     if config.h1 > config.h2:
-        errors.append(f"--h1 ({config.h1:g}) must not be above --h2 ({config.h2:g}).")
+        yield f"--h1 ({config.h1:g}) must not be above --h2 ({config.h2:g})."
     if config.batch_size > config.facts.train_size:
-        errors.append(
+        yield (
             f"--batch-size ({config.batch_size}) must not be above the size of {config.dataset}, "
             f"{config.facts.train_size}."
         )
-    errors.extend(_audit_faults(config))
-    errors.extend(_recipe_faults(config))
-    errors.extend(_frozen_faults(config))
+    if config.canaries is not None:
+        yield from _audit_faults(config, config.canaries)
+    yield from _frozen_faults(config)
     if config.tensorboard:
-        errors.extend(fault_of_extra("tensorboard", "--tensorboard"))
+        yield from fault_of_extra("tensorboard", "--tensorboard")
     if not STEPS.holds(config.total_steps):
-        errors.append(
+        yield (
             f"--epochs {config.epochs} is {config.total_steps:,} steps in all at a --batch-size of "
             f"{config.batch_size:,}; a run takes at most {STEPS.high:,}. Choose fewer epochs or "
             "larger batches."
         )
-
-
-def _recipe_faults(config: TrainConfig) -> Iterable[str]:
-    """Faults between the settings of a recipe and others."""
-    if config.augment is not None and config.augmentations is None:
-        yield "--augment says how views are drawn: add --augmentations, or leave it out."
     if config.augmentations is not None and config.facts.shape[1:] == (1, 1):
         yield f"--augmentations is for images, and {config.dataset} is a table. Leave it out."
     if config.warmup_steps >= config.total_steps:
@@ -524,13 +494,8 @@ def _recipe_faults(config: TrainConfig) -> Iterable[str]:
         )
 
 
-def _audit_faults(config: TrainConfig) -> Iterable[str]:
+def _audit_faults(config: TrainConfig, canaries: int) -> Iterable[str]:
     """Faults between the settings of an audit and others."""
-    if config.canaries is None:
-        for name in ("canary_kind", "guesses"):
-            if getattr(config, name) is not None:
-                yield f"--{flag_name(name)} is of an audit: add --canaries, or leave it out."
-        return
     if config.sampler != "poisson":
         yield (
             f"--canaries: only poisson sampling can be audited, not {config.sampler}. Leave out "
@@ -538,27 +503,21 @@ def _audit_faults(config: TrainConfig) -> Iterable[str]:
         )
     if config.canary_kind == "images" and config.source is not None:
         yield "--canary-kind images is for the data sets of the catalogue: leave it out."
-    if (config.guesses or 0) > config.canaries:
-        yield f"--guesses ({config.guesses:,}) must not be above --canaries ({config.canaries:,})."
+    if (config.guesses or 0) > canaries:
+        yield f"--guesses ({config.guesses:,}) must not be above --canaries ({canaries:,})."
 
 
 def _frozen_faults(config: TrainConfig) -> Iterable[str]:
     """Faults between what is frozen and other settings."""
     features = config.chosen_features
-    if features is None:
-        if config.feature_groups is not None:
-            yield "--feature-groups is of features: add --features, or leave it out."
-    elif config.facts.levels == 1:
+    if features is not None and config.facts.levels == 1:
         yield (
             f"--features {features.kind} is of images, and {config.dataset} holds rows of numbers. "
             "Leave it out."
         )
-    elif (fault := features.fault(config.facts.shape)) is not None:
+    elif features is not None and (fault := features.fault(config.facts.shape)) is not None:
         yield f"--features {features.kind}: images of {config.dataset} {fault}"
-    if config.pretrained is None:
-        if config.train is not None:
-            yield "--train is of public weights: add --pretrained FILE, or leave it out."
-    elif not Path(config.pretrained).is_file():
+    if config.pretrained is not None and not Path(config.pretrained).is_file():
         yield f"--pretrained: there is no file {config.pretrained}."
     if config.augmentations is not None and (features is not None or config.head_only):
         yield (
@@ -574,17 +533,9 @@ def _frozen_faults(config: TrainConfig) -> Iterable[str]:
 
 def _notes(config: TrainConfig, typed: Mapping[str, _Given]) -> Iterable[str]:
     """What is legal, but probably not what was meant."""
-    used = config.method.settings
-    tunable = [name for name, setting in SETTINGS.items() if setting.panel == OPTIMIZER]
-    for name in tunable:
-        if name != "optimizer" and name in typed and name not in used:
-            yield f"{typed[name].origin} has no effect with {config.optimizer}."
-    for name, why in _idle_on(config).items():
+    for name, what in _idle_on(config).items():
         if name in typed:
-            yield f"{typed[name].origin} has no effect with {config.dataset}{why}."
-    for name in ("fix_norm", "to_float32", "no_isolate"):
-        if name in typed and ":" not in config.model:
-            yield f"{typed[name].origin} has no effect with {config.model}."
+            yield f"{typed[name].origin} has no effect with {what}."
     if config.found.skipped:
         yield (
             f"{len(config.found.skipped)} records of {config.dataset} are left out: "
@@ -622,17 +573,23 @@ def _declaration(found: Found) -> str:
 
 
 def _idle_on(config: TrainConfig) -> dict[str, str]:
-    """Settings that do nothing to the data set, and why where that is not plain."""
+    """Settings that have no effect, with what, and why where that is not plain."""
+    used, data = {*config.method.settings, "optimizer"}, config.dataset
+    panel = {name: setting.panel for name, setting in SETTINGS.items()}
+    idle = {n: config.optimizer for n in panel if panel[n] == OPTIMIZER and n not in used}
+    if ":" not in config.model:
+        idle |= dict.fromkeys(("fix_norm", "to_float32", "no_isolate"), config.model)
     if config.source is None:
-        return {name: "" for name, setting in SETTINGS.items() if setting.panel == DATA}
-    idle = {"data_dir": ", which is a path itself"}
+        return idle | {name: data for name in panel if panel[name] == DATA}
+    idle["data_dir"] = f"{data}, which is a path itself"
     if not config.found.held_out:
-        idle |= dict.fromkeys(("test_fraction", "split_seed"), ", which has a test set of its own")
+        own_test = f"{data}, which has a test set of its own"
+        idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
     if config.facts.levels == 1:
         of_images = ("channels", "image_size", "standardise")
-        idle |= dict.fromkeys(of_images, ", which holds rows of numbers")
+        idle |= dict.fromkeys(of_images, f"{data}, which holds rows of numbers")
     else:
-        idle["feature_range"] = ", which holds images"
+        idle["feature_range"] = f"{data}, which holds images"
     return idle
 
 

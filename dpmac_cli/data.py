@@ -67,10 +67,6 @@ class Data:
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
 
-#: Given the folder and whether it may download, loads training and test split.
-Loader = Callable[[Path, bool], tuple[Split, Split]]
-
-
 def load_data(
     chosen: str | Source,
     data_dir: Path,
@@ -163,96 +159,73 @@ def _digits(data_dir: Path, download: bool) -> tuple[Split, Split]:
     return split(order[held_out:]), split(order[:held_out])
 
 
-def _like_mnist(name: str, kind: str) -> Loader:
-    """MNIST, FashionMNIST and KMNIST: four files in a folder of the class's name."""
-
-    def load(data_dir: Path, download: bool) -> tuple[Split, Split]:
-        from torchvision import datasets  # noqa: PLC0415  (seconds to import)
-
-        # Where torchvision finds a cache of its first versions, it would read that by torch.load.
-        uncached = {"_check_legacy_exist": lambda self: False}
-        dataset: Any = type(kind, (getattr(datasets, kind),), uncached)
-        files = _mnist_files(kind, data_dir)
-
-        def part(train: bool, may_download: bool) -> Split:
-            loaded = dataset(data_dir, train=train, download=may_download)
-            return Split(loaded.data.unsqueeze(1), loaded.targets.long())
-
-        return _from_torchvision(name, files, part, download)
-
-    return load
+def _mnist_files(dataset: Any, data_dir: Path) -> list[Path]:
+    raw = data_dir / dataset.__name__ / "raw"
+    return [raw / Path(archive).stem for archive, _ in dataset.resources]
 
 
-def _mnist_files(kind: str, data_dir: Path) -> list[Path]:
-    from torchvision import datasets  # noqa: PLC0415  (seconds to load)
-
-    archives = [archive for archive, _ in getattr(datasets, kind).resources]
-    return [data_dir / kind / "raw" / Path(archive).stem for archive in archives]
-
-
-def _like_cifar(name: str, kind: str) -> Loader:
-    """CIFAR10 and CIFAR100: pickles, whose md5 torchvision checks before it reads them."""
-
-    def load(data_dir: Path, download: bool) -> tuple[Split, Split]:
-        from torchvision import datasets  # noqa: PLC0415
-
-        dataset = getattr(datasets, kind)
-        files = _cifar_files(kind, data_dir)
-
-        def part(train: bool, may_download: bool) -> Split:
-            loaded = dataset(data_dir, train=train, download=may_download)
-            images = torch.from_numpy(loaded.data).permute(0, 3, 1, 2).contiguous()
-            return Split(images, torch.tensor(loaded.targets))
-
-        return _from_torchvision(name, files, part, download)
-
-    return load
-
-
-def _cifar_files(kind: str, data_dir: Path) -> list[Path]:
-    from torchvision import datasets  # noqa: PLC0415  (seconds to load)
-
-    dataset = getattr(datasets, kind)
+def _cifar_files(dataset: Any, data_dir: Path) -> list[Path]:
     listed = [file for file, _ in (*dataset.train_list, *dataset.test_list)]
     return [data_dir / dataset.base_folder / file for file in (*listed, dataset.meta["filename"])]
 
 
-def _svhn(data_dir: Path, download: bool) -> tuple[Split, Split]:
-    from torchvision.datasets import SVHN  # noqa: PLC0415  (seconds to load)
+def _svhn_files(dataset: Any, data_dir: Path) -> list[Path]:
+    return [data_dir / dataset.split_list[split][1] for split in ("train", "test")]
 
-    def part(train: bool, may_download: bool) -> Split:
-        loaded = SVHN(data_dir, split="train" if train else "test", download=may_download)
+
+#: By name: the class of torchvision, and its files in a folder of datasets.
+TORCHVISION: Mapping[str, tuple[str, Callable[[Any, Path], list[Path]]]] = {
+    "mnist": ("MNIST", _mnist_files),
+    "fashion-mnist": ("FashionMNIST", _mnist_files),
+    "kmnist": ("KMNIST", _mnist_files),
+    "cifar10": ("CIFAR10", _cifar_files),
+    "cifar100": ("CIFAR100", _cifar_files),
+    "svhn": ("SVHN", _svhn_files),
+}
+
+
+def files_of(name: str, data_dir: Path) -> list[Path]:
+    """Return the files of a dataset of the catalogue; none for those of installed packages."""
+    if name not in TORCHVISION:
+        return []
+    kind, files = TORCHVISION[name]
+    return files(_torchvision(kind), data_dir)
+
+
+def _torchvision(kind: str) -> Any:
+    from torchvision import datasets  # noqa: PLC0415  (seconds to import)
+
+    return getattr(datasets, kind)
+
+
+def _part(kind: str, data_dir: Path, train: bool, download: bool) -> Split:
+    """Load one split; torchvision checks the md5 of pickles before it reads them."""
+    # Where torchvision finds a cache of MNIST's first versions, it would read that by torch.load.
+    dataset: Any = type(kind, (_torchvision(kind),), {"_check_legacy_exist": lambda self: False})
+    if kind == "SVHN":
+        loaded = dataset(data_dir, split="train" if train else "test", download=download)
         return Split(torch.from_numpy(loaded.data), torch.from_numpy(loaded.labels).long())
-
-    return _from_torchvision("svhn", _svhn_files(data_dir), part, download)
-
-
-def _svhn_files(data_dir: Path) -> list[Path]:
-    from torchvision.datasets import SVHN  # noqa: PLC0415  (seconds to load)
-
-    return [data_dir / SVHN.split_list[split][1] for split in ("train", "test")]
+    loaded = dataset(data_dir, train=train, download=download)
+    images = torch.as_tensor(loaded.data)
+    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    return Split(images, torch.as_tensor(loaded.targets).long())
 
 
-def _from_torchvision(
-    name: str, files: Sequence[Path], part: Callable[[bool, bool], Split], download: bool
-) -> tuple[Split, Split]:
-    """Load from disk, or download what is not there; explain what fails.
-
-    Args:
-        name: of the data set.
-        files: that must be there.
-        part: loads a split, given whether it is the training split and whether it may download.
-        download: whether it may.
-    """
+def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split, Split]:
+    """Load from disk, or download what is not there; explain what fails."""
+    files = files_of(name, data_dir)
     may_download = download and bool(_missing(files))
     try:
-        return part(True, may_download), part(False, may_download)
+        train, test = (
+            _part(TORCHVISION[name][0], data_dir, train, may_download) for train in (True, False)
+        )
     except Exception as failure:  # its parsers raise whatever a damaged file leads them to
         raise InputError(
             f"The data set {name} {_what_failed(files, may_download, failure)}; or name another "
             "folder with --data-dir or the environment variable DPMAC_DATA_DIR; or use --dataset "
             "digits, which needs no files."
         ) from failure
+    return train, test
 
 
 def _missing(files: Sequence[Path]) -> list[str]:
@@ -282,28 +255,14 @@ def _in_short(failure: Exception) -> str:
     return "" if not reason or "download=True" in reason else f" ({reason})"
 
 
-LOADERS: Mapping[str, Loader] = {
+#: Given the folder and whether they may download, they load training and test split.
+LOADERS: Mapping[str, Callable[[Path, bool], tuple[Split, Split]]] = {
     "digits": _digits,
-    "mnist": _like_mnist("mnist", "MNIST"),
-    "fashion-mnist": _like_mnist("fashion-mnist", "FashionMNIST"),
-    "kmnist": _like_mnist("kmnist", "KMNIST"),
-    "cifar10": _like_cifar("cifar10", "CIFAR10"),
-    "cifar100": _like_cifar("cifar100", "CIFAR100"),
-    "svhn": _svhn,
-}
-#: The files of each, in a folder of data sets; none of what comes with a package.
-FILES: Mapping[str, Callable[[Path], list[Path]]] = {
-    "digits": lambda data_dir: [],
-    "mnist": partial(_mnist_files, "MNIST"),
-    "fashion-mnist": partial(_mnist_files, "FashionMNIST"),
-    "kmnist": partial(_mnist_files, "KMNIST"),
-    "cifar10": partial(_cifar_files, "CIFAR10"),
-    "cifar100": partial(_cifar_files, "CIFAR100"),
-    "svhn": _svhn_files,
+    **{name: partial(_from_torchvision, name) for name in TORCHVISION},
 }
 
 
 def missing_files(name: str, data_dir: Path) -> tuple[int, int]:
-    """How many files of a data set of the catalogue are not there, and how many it has."""
-    files = FILES[name](data_dir)
+    """Return how many files of a dataset of the catalogue are missing, and how many it has."""
+    files = files_of(name, data_dir)
     return len(_missing(files)), len(files)

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,6 @@ def is_factory(name: str) -> bool:
 
 def build(spec: str, dataset: Dataset) -> nn.Module:
     """Call a factory: with the shape of an image and the number of classes, or with nothing.
-
-    Args:
-        spec: where it is.
-        dataset: gives shape (channels, height, width) and classes.
 
     Raises:
         InputError: there is no such factory.
@@ -67,15 +64,12 @@ def source_sum(spec: str) -> str:
 
 
 def _arguments(factory: Callable[..., Any], dataset: Dataset) -> tuple[Any, ...]:
-    return (dataset.shape, len(dataset.classes)) if _takes_two(factory) else ()
-
-
-def _takes_two(factory: Callable[..., Any]) -> bool:
+    """The shape and the number of classes, or nothing where it does not take two arguments."""
     try:
         inspect.signature(factory).bind(None, None)
     except (TypeError, ValueError):
-        return False
-    return True
+        return ()
+    return dataset.shape, len(dataset.classes)
 
 
 def _find(spec: str) -> Callable[..., Any]:
@@ -83,15 +77,16 @@ def _find(spec: str) -> Callable[..., Any]:
     module = _module(spec, place)
     factory = getattr(module, name, None)
     if not callable(factory):
-        offered = [key for key, value in vars(module).items() if _offered(module, key, value)]
+        offered = [
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", None) == module.__name__
+            and callable(value)
+            and not key.startswith("_")
+        ]
         known = f" There are: {', '.join(offered)}." if offered else ""
         raise InputError(f"--model {spec}: {place} has no '{name}' that can be called.{known}")
     return factory  # type: ignore[no-any-return]
-
-
-def _offered(module: Any, key: str, value: Any) -> bool:
-    own = getattr(value, "__module__", None) == module.__name__
-    return own and callable(value) and not key.startswith("_")
 
 
 def _module_name(place: str) -> str:
@@ -103,16 +98,15 @@ def _module(spec: str, place: str) -> Any:
     try:
         if not place.endswith(".py"):
             return importlib.import_module(place)
-        path = Path(place)
-        if not path.is_file():
+        if not Path(place).is_file():
             raise InputError(f"--model {spec}: there is no file {place}.")
         name = _module_name(place)
-        described = importlib.util.spec_from_file_location(name, path)
+        loader = SourceFileLoader(name, place)
+        described = importlib.util.spec_from_loader(name, loader)
         assert described is not None  # noqa: S101
-        assert described.loader is not None  # noqa: S101
         module = importlib.util.module_from_spec(described)
         sys.modules[name] = module  # where dataclasses and the like look their module up
-        described.loader.exec_module(module)
+        loader.exec_module(module)
     except InputError:
         raise
     except (Exception, SystemExit) as failure:
@@ -131,15 +125,12 @@ def without_batch_norm(model: nn.Module) -> tuple[nn.Module, list[str]]:
     swapped = []
     for name, child in list(model.named_modules()):
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            most = max(1, min(32, child.num_features // 2))
+            groups = next(g for g in range(most, 0, -1) if child.num_features % g == 0)
+            norm = nn.GroupNorm(groups, child.num_features, affine=child.affine)
             if not name:
-                return _group_norm(child.num_features, child.affine), ["the model itself"]
+                return norm, ["the model itself"]
             parent, _, key = name.rpartition(".")
-            setattr(model.get_submodule(parent), key, _group_norm(child.num_features, child.affine))
+            setattr(model.get_submodule(parent), key, norm)
             swapped.append(name)
     return model, swapped
-
-
-def _group_norm(channels: int, affine: bool) -> nn.GroupNorm:
-    most = max(1, min(32, channels // 2))
-    groups = next(g for g in range(most, 0, -1) if channels % g == 0)
-    return nn.GroupNorm(groups, channels, affine=affine)

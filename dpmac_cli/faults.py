@@ -86,13 +86,9 @@ def explained() -> Iterator[None]:
     except (RuntimeError, MemoryError) as failure:
         why = (str(failure) or type(failure).__name__).splitlines()[0]
         if out_of_memory(failure):
-            raise RunError(
-                f"Memory ran out ({why}). Free some, or choose a smaller --model or another "
-                "--device."
-            ) from failure
-        if device_lost(failure):
-            raise RunError(
-                f"The device failed ({why}). See whether it still works, or choose another "
-                "--device."
-            ) from failure
-        raise
+            said = f"Memory ran out ({why}). Free some, or choose a smaller --model or another"
+        elif device_lost(failure):
+            said = f"The device failed ({why}). See whether it still works, or choose another"
+        else:
+            raise
+        raise RunError(f"{said} --device.") from failure

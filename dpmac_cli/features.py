@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import group_norm
 
-from dpmac_cli.catalog import Features
 from dpmac_cli.errors import ModelError
 from dpmac_cli.scattering import Scattering
 
@@ -74,17 +73,6 @@ def with_features(head: nn.Module, shape: tuple[int, int, int], groups: int) -> 
         groups: of the group norm; 0 for none.
     """
     return FrozenFeatures(_Scatter(shape[1], shape[2], groups), head, torch.float16)
-
-
-def scattered(head: nn.Module, shape: tuple[int, int, int], features: Features) -> FrozenFeatures:
-    """The network of a run with features, as :func:`with_features`.
-
-    Raises:
-        ModelError: there are none of images of that shape.
-    """
-    if (fault := features.fault(shape)) is not None:
-        raise ModelError(f"Features of images: they {fault}")
-    return with_features(head, shape, features.groups)
 
 
 class _Before(nn.Module):
@@ -157,11 +145,7 @@ def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
     name, given, out = calls[-1]
     alone = [called for called, *_ in calls].count(name) == 1
     fits = given.ndim == 2 and len(given) == len(x) and torch.equal(out, logits)
-    return name if alone and fits and not _shares(network, name) else None
-
-
-def _shares(network: nn.Module, name: str) -> bool:
-    """Whether a parameter of a layer is also another layer's."""
-    mine = [id(p) for p in network.get_submodule(name).parameters()]
+    mine = {id(p) for p in network.get_submodule(name).parameters()}
     owners = [id(p) for _, p in network.named_parameters(remove_duplicate=False)]
-    return any(owners.count(one) > 1 for one in mine)
+    shares = any(owners.count(one) > 1 for one in mine)
+    return name if alone and fits and not shares else None

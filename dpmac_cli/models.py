@@ -1,9 +1,10 @@
 """Model registry: build a named or user-supplied network."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -12,25 +13,15 @@ from dpmac_cli import factories
 from dpmac_cli.architectures import resnet18, wide_resnet
 from dpmac_cli.catalog import Dataset, Features
 from dpmac_cli.errors import ModelError
-from dpmac_cli.features import scattered
+from dpmac_cli.features import with_features
 from dpmac_cli.validation import check_model
 
 
-def _linear(dataset: Dataset) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(dataset.shape), len(dataset.classes)))
-
-
-def _mlp(hidden: int) -> Callable[[Dataset], nn.Module]:
-    def build(dataset: Dataset) -> nn.Module:
-        channels, height, width = dataset.shape
-        return nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(channels * height * width, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, len(dataset.classes)),
-        )
-
-    return build
+def _perceptron(hidden: Sequence[int], dataset: Dataset) -> nn.Module:
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in pairwise((math.prod(dataset.shape), *hidden, len(dataset.classes))):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def _cnn(dataset: Dataset) -> nn.Module:
@@ -58,9 +49,9 @@ def _cnn(dataset: Dataset) -> nn.Module:
 
 
 BUILDERS: Mapping[str, Callable[[Dataset], nn.Module]] = {
-    "linear": _linear,
-    "mlp": _mlp(1000),
-    "mlp-small": _mlp(64),
+    "linear": partial(_perceptron, ()),
+    "mlp": partial(_perceptron, (1000,)),
+    "mlp-small": partial(_perceptron, (64,)),
     "cnn": _cnn,
     "wrn-16-4": partial(wide_resnet, 16, 4),
     "wrn-40-4": partial(wide_resnet, 40, 4),
@@ -105,12 +96,13 @@ def build_model(
         if to_float32:
             model = model.float()
         if features is not None:
-            model = scattered(model, dataset.shape, features)
-    classes = len(dataset.classes)
+            if (fault := features.fault(dataset.shape)) is not None:
+                raise ModelError(f"Features of images: they {fault}")
+            model = with_features(model, dataset.shape, features.groups)
     check_model(
         model,
         dataset.shape,
-        classes,
+        len(dataset.classes),
         frozen=frozen,
         isolated=isolated,
         built_in=not own,

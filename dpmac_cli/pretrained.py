@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -44,33 +43,27 @@ class PublicWeights:
         Raises:
             ModelError: anything else does not fit, and which entries do not.
         """
-        wanted = release.published(model)
-        prefix = None if head is None else f"{head}."
+        wanted, prefix = release.published(model), f"{head}."
         faults = {
             name: fault
             for name in sorted(wanted.keys() | self.tensors.keys())
             if (fault := _fault(self.tensors.get(name), wanted.get(name)))
         }
-        fresh = [name for name in faults if prefix and name.startswith(prefix)]
+        fresh = [name for name in faults if head is not None and name.startswith(prefix)]
         rest = [f"{name}: {fault}" for name, fault in faults.items() if name not in fresh]
         if rest:
             more = f"; and {len(rest) - NAMED} more" if len(rest) > NAMED else ""
+            remedy = " Only one of the two has batch norm: with --fix-norm the network has none."
+            on_one_side = any(name.endswith("running_mean") for name in faults)
             raise ModelError(
                 f"--pretrained {self.path} does not fit the network: "
                 f"{'; '.join(rest[:NAMED])}{more}. Only the last layer may be missing, or of "
-                f"another shape.{_remedy(faults)}"
+                f"another shape.{remedy * on_one_side}"
             )
-        whole = {n: t for n, t in self.tensors.items() if not (fresh and n.startswith(f"{head}."))}
+        whole = {n: t for n, t in self.tensors.items() if not (fresh and n.startswith(prefix))}
         release.adopt(model, whole)
         if fresh:
             yield f"{self.path.name} has no layer '{head}' that fits: it starts fresh."
-
-
-def _remedy(faults: Iterable[str]) -> str:
-    """What may help where batch norm is on one side alone."""
-    if any(name.endswith("running_mean") for name in faults):
-        return " Only one of the two has batch norm: with --fix-norm the network has none."
-    return ""
 
 
 def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:
@@ -106,25 +99,15 @@ def read_weights(path: Path) -> PublicWeights:
             "never read, since they can run code. Where you trust one, convert it: safetensors."
             'torch.save_file(torch.load(FILE, weights_only=True), "weights.safetensors")'
         ) from failure
-    header = _header(content)
+    size = int.from_bytes(content[:8], "little")
+    header: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
     if checkpoint.RECORD in header:
         raise InputError(
             f"--pretrained: {path} is a private checkpoint, from which the noise of its run can be "
             "computed. Public weights are in the model.safetensors of a run."
         )
-    return PublicWeights(path, hashlib.sha256(content).hexdigest(), tensors, _trained_on(header))
-
-
-def _header(content: bytes) -> Mapping[str, str]:
-    size = int.from_bytes(content[:8], "little")
-    found: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
-    return found
-
-
-def _trained_on(header: Mapping[str, str]) -> str | None:
-    """The data set that a model of dpmac's was trained on."""
     try:
-        facts: Any = json.loads(header[release.HEADER])
-        return str(facts["dataset"]["name"])
+        trained_on = str(json.loads(header[release.HEADER])["dataset"]["name"])
     except release.BROKEN:
-        return None
+        trained_on = None
+    return PublicWeights(path, hashlib.sha256(content).hexdigest(), tensors, trained_on)

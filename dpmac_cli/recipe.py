@@ -41,12 +41,9 @@ class Recipe:
         if step <= self.warmup:
             return step / self.warmup
         done = (step - 1 - self.warmup) / max(1, steps - self.warmup)
-        match self.schedule:
-            case "cosine":
-                return (1 + math.cos(math.pi * done)) / 2
-            case "linear":
-                return 1 - done
-        return 1.0
+        if self.schedule == "cosine":
+            return (1 + math.cos(math.pi * done)) / 2
+        return 1 - done if self.schedule == "linear" else 1.0
 
     def decay(self, step: int) -> float:
         """What the average keeps of itself in step t: less at first, when it knows little."""

@@ -6,7 +6,7 @@ One safetensors file. Its header holds the facts as JSON, with a checksum of wei
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +168,7 @@ def _public_part(file: Path, facts: Mapping[str, Any]) -> tuple[Features | None,
         if kind in FEATURES and public["feature_groups"] >= 0:
             return Features(kind, int(public["feature_groups"])), frozen
     except BROKEN as failure:
-        raise InputError(
-            f"{file} was not written by dpmac train as it is: its header lacks what is frozen in "
-            f"the network. {WANTED}"
-        ) from failure
+        raise _altered(file, "its header lacks what is frozen in the network") from failure
     raise ModelError(f"{file} takes features '{kind}', which this version does not know.")
 
 
@@ -185,7 +182,8 @@ def _described(facts: Mapping[str, Any]) -> Dataset:
     """The data set that a model was trained on, as far as a network depends on it."""
     given, dataset = facts["input"], facts["dataset"]
     channels, height, width = given["shape"]
-    return Dataset(
+    return replace(
+        DATASETS["mnist"],
         train_size=dataset["train_size"],
         test_size=dataset["test_size"],
         shape=(channels, height, width),
@@ -194,8 +192,6 @@ def _described(facts: Mapping[str, Any]) -> Dataset:
         mean=tuple(given["mean"]),
         std=tuple(given["std"]),
         sha256=None,
-        defaults=DATASETS["mnist"].defaults,
-        about="",
     )
 
 
@@ -217,11 +213,7 @@ def _find(path: Path) -> Path:
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and facts of a model file, as they were written.
-
-    Raises:
-        InputError: the file cannot be read, is of another kind, or is damaged.
-    """
+    """Weights and facts of a model file, as they were written. Raises InputError."""
     tensors, header = _open(file)
     if checkpoint.RECORD in header:
         raise InputError(
@@ -294,10 +286,7 @@ def _check_input(file: Path, facts: Mapping[str, Any]) -> None:
     except BROKEN:
         usable = False
     if not usable:
-        raise InputError(
-            f"{file} was not written by dpmac train as it is: no images have the shape, levels, "
-            f"mean and std that its header gives. {WANTED}"
-        )
+        raise _altered(file, "no images have the shape, levels, mean and std that its header gives")
 
 
 def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -306,9 +295,11 @@ def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         f"{name} holds NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
     ]
     if faults:
-        raise InputError(
-            f"{file} was not written by dpmac train as it is: {'; '.join(faults)}. {WANTED}"
-        )
+        raise _altered(file, "; ".join(faults))
+
+
+def _altered(file: Path, why: str) -> InputError:
+    return InputError(f"{file} was not written by dpmac train as it is: {why}. {WANTED}")
 
 
 def _form(weights: Tensor) -> str:

@@ -132,6 +132,9 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
     private = not config.no_dp
     sampling = accounting.SAMPLERS[config.sampler]
     promise = accounting.statement(epsilon, config.delta, bill.events)
+    seeds, drawn = SEED_GIVEN if bill.seeded else SEED_KEPT_NOWHERE, DRAWN
+    if config.secure:
+        drawn = DRAWN_SECURELY if bill.secure else DRAWN_BOTH_WAYS
     return {
         "private": private,
         "epsilon": _finite(epsilon),
@@ -146,23 +149,9 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
         "adjacency": sampling.adjacency if private else None,
         "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
         "statement": f"{SEED_GIVEN} {promise}" if private and bill.seeded else promise,
-        "seed_policy": {"given": bill.seeded, "statement": _seed_policy(private, bill.seeded)},
-        "randomness": {"secure": bill.secure, "statement": _randomness(config, bill.secure)},
+        "seed_policy": {"given": bill.seeded, "statement": seeds if private else NO_SECRETS},
+        "randomness": {"secure": bill.secure, "statement": drawn if private else NO_SECRETS},
     }
-
-
-def _seed_policy(private: bool, seeded: bool) -> str:
-    if not private:
-        return NO_SECRETS
-    return SEED_GIVEN if seeded else SEED_KEPT_NOWHERE
-
-
-def _randomness(config: TrainConfig, secure: bool) -> str:
-    if config.no_dp:
-        return NO_SECRETS
-    if config.secure and not secure:
-        return DRAWN_BOTH_WAYS
-    return DRAWN_SECURELY if secure else DRAWN
 
 
 def public_facts(
@@ -217,43 +206,35 @@ def public_facts(
         },
         "classes": list(facts.classes),
         "privacy": privacy(config, bill),
-        "audit": _audit(config),
+        "audit": None
+        if config.canaries is None
+        else {
+            "canaries": config.canaries,
+            "kind": config.canary_kind,
+            "guesses": config.guesses,
+            "statement": AUDIT_RUN,
+        },
     }
 
 
 def _public_part(config: TrainConfig, trained: int, pretrained: str | None) -> dict[str, Any]:
     """What of a network was public before its training; nothing for most."""
-    if config.features is None and config.pretrained is None:
-        return {}
     said = []
     if config.features is not None:
         said.append(SCATTERED.format(about=FEATURES[config.features].about))
     if config.pretrained is not None:
         said.append(PRETRAINED.format(file=Path(config.pretrained).name))
         said += [FROZEN] if config.head_only else []
-    return {
-        "public_part": {
-            "features": config.features,
-            "feature_groups": config.feature_groups,
-            "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
-            "sha256": pretrained,
-            "train": config.train,
-            "trained_parameters": trained,
-            "statement": " ".join(said),
-        }
+    part = {
+        "features": config.features,
+        "feature_groups": config.feature_groups,
+        "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
+        "sha256": pretrained,
+        "train": config.train,
+        "trained_parameters": trained,
+        "statement": " ".join(said),
     }
-
-
-def _audit(config: TrainConfig) -> dict[str, Any] | None:
-    """What is public beforehand of an audit; None for any other run."""
-    if config.canaries is None:
-        return None
-    return {
-        "canaries": config.canaries,
-        "kind": config.canary_kind,
-        "guesses": config.guesses,
-        "statement": AUDIT_RUN,
-    }
+    return {"public_part": part} if said else {}
 
 
 def build_report(
@@ -297,7 +278,10 @@ def build_report(
             "steps_per_second": round(speed, 2),
             "samples_per_second": round(speed * config.batch_size, 1),
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
         "machine": {
             "device": outcome.device,
             "system": platform.system(),
@@ -333,7 +317,3 @@ def metrics_line(evaluated: Evaluated, epsilon: float, config: TrainConfig) -> d
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _versions() -> dict[str, str]:
-    return {package: version(package) for package in PACKAGES}

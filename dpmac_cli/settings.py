@@ -5,6 +5,7 @@ YAML files, under the same name with hyphens. Nothing here imports torch.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -90,8 +91,8 @@ class Setting:
     recorded: bool = True
 
 
-def _setting(default: Any, *args: Any, **kwargs: Any) -> Any:
-    return field(default=default, metadata={"setting": Setting(*args, **kwargs)})
+def _setting(panel: str, default: Any, text: str, **rest: Any) -> Any:
+    return field(default=default, metadata={"setting": Setting(text, panel, **rest)})
 
 
 TASK, PRIVACY, OPTIMIZER, RUN, OUTPUT = "Task", "Privacy", "Optimizer", "Run", "Output"
@@ -105,6 +106,10 @@ OWN_DATA = (
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 AUDIT = "Audit"
 PER_DATASET = "[default: the data set's]"
+
+_task, _privacy, _optimizer = (partial(_setting, panel) for panel in (TASK, PRIVACY, OPTIMIZER))
+_run, _output, _recipe = (partial(_setting, panel) for panel in (RUN, OUTPUT, RECIPE))
+_data, _audit = (partial(_setting, panel) for panel in (DATA, AUDIT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,222 +125,184 @@ class TrainConfig:
     """
 
     found: Found = field(default=cast(Found, None), compare=False, repr=False)
-    dataset: str = _setting(
-        "mnist", "What to train on.", TASK, choices=tuple(DATASETS), besides=OWN_DATA
+    dataset: str = _task("mnist", "What to train on.", choices=tuple(DATASETS), besides=OWN_DATA)
+    model: str = _task(None, f"Network. {PER_DATASET}", choices=tuple(MODELS), besides=OWN_MODEL)
+    fix_norm: bool = _task(
+        False, "In a network of your own, put group norm in the place of batch norm."
     )
-    model: str = _setting(
-        None, f"Network. {PER_DATASET}", TASK, choices=tuple(MODELS), besides=OWN_MODEL
-    )
-    fix_norm: bool = _setting(
-        False, "In a network of your own, put group norm in the place of batch norm.", TASK
-    )
-    to_float32: bool = _setting(
-        False, "Convert the parameters of a network of your own to 32 bits.", TASK
-    )
-    isolate: bool = _setting(
+    to_float32: bool = _task(False, "Convert the parameters of a network of your own to 32 bits.")
+    isolate: bool = _task(
         False,
         "Run the network on each sample alone, so that it cannot mix samples; slower. [default: "
         "where nothing else proves that it does not]",
-        TASK,
     )
-    no_isolate: bool = _setting(
-        False, "Trust a trial of your own network on made-up batches instead.", TASK
-    )
-    features: str | None = _setting(
+    no_isolate: bool = _task(False, "Trust a trial of your own network on made-up batches instead.")
+    features: str | None = _task(
         None,
         "Train on fixed, public features of the images instead: scatter is wavelet scattering. "
         "[default: none]",
-        TASK,
         choices=tuple(FEATURES),
     )
-    feature_groups: int | None = _setting(
+    feature_groups: int | None = _task(
         None,
         "Groups of the norm behind the features; 0 for none. [default: 27]",
-        TASK,
         bounds=Bounds(0, 10**6),
     )
-    pretrained: str | None = _setting(
-        None, "Start from the public weights in this safetensors file.", TASK
-    )
-    train: str | None = _setting(
+    pretrained: str | None = _task(None, "Start from the public weights in this safetensors file.")
+    train: str | None = _task(
         None,
         "With --pretrained: train all of the network, or its last linear layer alone. "
         "[default: all]",
-        TASK,
         choices=TRAINED,
     )
-    test_fraction: float = _setting(
-        0.2, "Fraction to hold out for testing without a test set.", DATA, bounds=PROBABILITY
+    test_fraction: float = _data(
+        0.2, "Fraction to hold out for testing without a test set.", bounds=PROBABILITY
     )
-    split_seed: int = _setting(
-        0, "Public seed of that choice, made per record.", DATA, bounds=Bounds(0, 2**32 - 1)
+    split_seed: int = _data(
+        0, "Public seed of that choice, made per record.", bounds=Bounds(0, 2**32 - 1)
     )
-    channels: str | None = _setting(
-        None, "Convert your images to N channels. [default: as found]", DATA, choices=("1", "3")
+    channels: str | None = _data(
+        None, "Convert your images to N channels. [default: as found]", choices=("1", "3")
     )
-    image_size: int | None = _setting(
-        None, "Resize your images to N by N. [default: as found]", DATA, bounds=Bounds(1, 1024)
+    image_size: int | None = _data(
+        None, "Resize your images to N by N. [default: as found]", bounds=Bounds(1, 1024)
     )
-    classes: str | None = _setting(
-        None, "Names of your classes, in order of label. [default: as found]", DATA, pattern=NAMES
+    classes: str | None = _data(
+        None, "Names of your classes, in order of label. [default: as found]", pattern=NAMES
     )
-    standardise: str = _setting(
-        "half", "Public constants: half maps images to [-1, 1].", DATA, choices=tuple(STANDARDS)
+    standardise: str = _data(
+        "half", "Public constants: half maps images to [-1, 1].", choices=tuple(STANDARDS)
     )
-    feature_range: str | None = _setting(
-        None, "Public range, LOW,HIGH, to clip columns of numbers to.", DATA, pattern=RANGE
+    feature_range: str | None = _data(
+        None, "Public range, LOW,HIGH, to clip columns of numbers to.", pattern=RANGE
     )
-    skip_bad: bool = _setting(
-        False, "Leave out records that cannot be used, instead of rejecting the dataset.", DATA
+    skip_bad: bool = _data(
+        False, "Leave out records that cannot be used, instead of rejecting the dataset."
     )
-    epochs: int | None = _setting(
-        None, f"Passes of ceil(n/B) steps. {PER_DATASET}", TASK, bounds=COUNT
-    )
-    steps: int | None = _setting(None, "Steps, instead of epochs.", TASK, bounds=STEPS)
-    batch_size: int = _setting(None, f"Expected batch B. {PER_DATASET}", TASK, bounds=COUNT)
+    epochs: int | None = _task(None, f"Passes of ceil(n/B) steps. {PER_DATASET}", bounds=COUNT)
+    steps: int | None = _task(None, "Steps, instead of epochs.", bounds=STEPS)
+    batch_size: int = _task(None, f"Expected batch B. {PER_DATASET}", bounds=COUNT)
 
-    sigma: float | None = _setting(None, f"Noise multiplier. {PER_DATASET}", PRIVACY, bounds=NOISE)
-    epsilon: float | None = _setting(
-        None, "Instead of --sigma: the least noise whose run costs this.", PRIVACY, bounds=POSITIVE
+    sigma: float | None = _privacy(None, f"Noise multiplier. {PER_DATASET}", bounds=NOISE)
+    epsilon: float | None = _privacy(
+        None, "Instead of --sigma: the least noise whose run costs this.", bounds=POSITIVE
     )
-    max_epsilon: float | None = _setting(
-        None, "Stop before epsilon passes this (exit code 3).", PRIVACY, bounds=POSITIVE
+    max_epsilon: float | None = _privacy(
+        None, "Stop before epsilon passes this (exit code 3).", bounds=POSITIVE
     )
-    sampler: str = _setting(
+    sampler: str = _privacy(
         "poisson",
         "How batches are drawn; says which adjacency the guarantee is for.",
-        PRIVACY,
         choices=tuple(SAMPLERS),
     )
-    delta: float = _setting(1e-5, "Delta of (epsilon, delta).", PRIVACY, bounds=PROBABILITY)
-    no_dp: bool = _setting(False, "Train without privacy, as a baseline.", PRIVACY)
-    secure: bool = _setting(
+    delta: float = _privacy(1e-5, "Delta of (epsilon, delta).", bounds=PROBABILITY)
+    no_dp: bool = _privacy(False, "Train without privacy, as a baseline.")
+    secure: bool = _privacy(
         False,
         "Draw everything from a cipher, and noise on a fixed grid: against attacks on generators "
         "and on floating point. Slower.",
-        PRIVACY,
     )
 
-    optimizer: str = _setting(
-        "dp-macadam", "How to clip and to step.", OPTIMIZER, choices=tuple(OPTIMIZERS)
+    optimizer: str = _optimizer("dp-macadam", "How to clip and to step.", choices=tuple(OPTIMIZERS))
+    lr: float = _optimizer(
+        None, "Learning rate. [default: the data set's, by optimizer]", bounds=SCALE
     )
-    lr: float = _setting(
-        None, "Learning rate. [default: the data set's, by optimizer]", OPTIMIZER, bounds=SCALE
+    clip_norm: float = _optimizer(
+        None, f"Clipping norm C of the fixed ball. {PER_DATASET}", bounds=SCALE
     )
-    clip_norm: float = _setting(
-        None, f"Clipping norm C of the fixed ball. {PER_DATASET}", OPTIMIZER, bounds=SCALE
+    beta1: float = _optimizer(None, "Decay of the mean. [default: 0.9; adaclip 0.99]", bounds=DECAY)
+    beta2: float = _optimizer(
+        None, "Decay of the second moment. [default: 0.999; adaclip 0.9]", bounds=DECAY
     )
-    beta1: float = _setting(
-        None, "Decay of the mean. [default: 0.9; adaclip 0.99]", OPTIMIZER, bounds=DECAY
+    gamma: float = _optimizer(1e-8, "Adam's stability constant.", bounds=Bounds(0, 1))
+    gamma_prime: float = _optimizer(1e-8, "Floor of the corrected second moment.", bounds=VARIANCE)
+    h1: float = _optimizer(
+        None, f"Lower bound of the estimated variance. {PER_DATASET}", bounds=VARIANCE
     )
-    beta2: float = _setting(
-        None, "Decay of the second moment. [default: 0.999; adaclip 0.9]", OPTIMIZER, bounds=DECAY
+    h2: float = _optimizer(
+        None, f"Upper bound of the estimated variance. {PER_DATASET}", bounds=VARIANCE
     )
-    gamma: float = _setting(1e-8, "Adam's stability constant.", OPTIMIZER, bounds=Bounds(0, 1))
-    gamma_prime: float = _setting(
-        1e-8, "Floor of the corrected second moment.", OPTIMIZER, bounds=VARIANCE
-    )
-    h1: float = _setting(
-        None, f"Lower bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=VARIANCE
-    )
-    h2: float = _setting(
-        None, f"Upper bound of the estimated variance. {PER_DATASET}", OPTIMIZER, bounds=VARIANCE
-    )
-    kappa: str = _setting("paper", "DP-MacAdam's variance estimate.", OPTIMIZER, choices=KAPPAS)
-    phi: str = _setting(
-        "paper", "What DP-MacAdamBC takes for the noise's share.", OPTIMIZER, choices=PHIS
-    )
+    kappa: str = _optimizer("paper", "DP-MacAdam's variance estimate.", choices=KAPPAS)
+    phi: str = _optimizer("paper", "What DP-MacAdamBC takes for the noise's share.", choices=PHIS)
 
-    lr_schedule: str = _setting(
-        "constant", "How the learning rate goes after the warm-up.", RECIPE, choices=SCHEDULES
+    lr_schedule: str = _recipe(
+        "constant", "How the learning rate goes after the warm-up.", choices=SCHEDULES
     )
-    warmup_steps: int = _setting(
-        0, "Steps in which the learning rate rises to --lr.", RECIPE, bounds=Bounds(0, STEPS.high)
+    warmup_steps: int = _recipe(
+        0, "Steps in which the learning rate rises to --lr.", bounds=Bounds(0, STEPS.high)
     )
-    weight_decay: float = _setting(
-        0.0, "Shrink weights by lr times this in every step.", RECIPE, bounds=Bounds(0, 1e3)
+    weight_decay: float = _recipe(
+        0.0, "Shrink weights by lr times this in every step.", bounds=Bounds(0, 1e3)
     )
-    ema: float | None = _setting(
+    ema: float | None = _recipe(
         None,
         "Score and publish an average of the weights, which keeps this share of itself in a step.",
-        RECIPE,
         bounds=PROBABILITY,
     )
-    augmentations: int | None = _setting(
+    augmentations: int | None = _recipe(
         None,
         "Views of each image in each step; the mean of their gradients is clipped.",
-        RECIPE,
         bounds=Bounds(1, 1024),
     )
-    augment: str | None = _setting(
-        None, f"How views are drawn. {PER_DATASET}", RECIPE, choices=AUGMENTS
-    )
+    augment: str | None = _recipe(None, f"How views are drawn. {PER_DATASET}", choices=AUGMENTS)
 
-    canaries: int | None = _setting(
+    canaries: int | None = _audit(
         None,
         "Attack this run's own guarantee by so many made-up records; fewer than 1,000 prove "
         "little. The model is then for the audit only.",
-        AUDIT,
         bounds=Bounds(2, 10**6),
     )
-    canary_kind: str | None = _setting(
+    canary_kind: str | None = _audit(
         None,
         "What they are: gradients, for the strongest attack, or images. [default: gradients]",
-        AUDIT,
         choices=CANARY_KINDS,
     )
-    guesses: int | None = _setting(
+    guesses: int | None = _audit(
         None,
         "How many the attack guesses, half of them in, half out. [default: a tenth of the "
         f"canaries, and {FEW_GUESSES} at least]",
-        AUDIT,
         bounds=Bounds(1, 10**6),
     )
 
-    physical_batch: int = _setting(
-        None, f"Samples worked on at a time. {PER_DATASET}", RUN, bounds=COUNT
-    )
-    compile: bool = _setting(
+    physical_batch: int = _run(None, f"Samples worked on at a time. {PER_DATASET}", bounds=COUNT)
+    compile: bool = _run(
         False,
         "Fuse vector operations by torch.compile: faster steps after half a minute (needs a C++ "
         "compiler).",
-        RUN,
     )
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.", RUN, pattern=DEVICE)
-    seed: int | None = _setting(
+    device: str = _run("auto", "auto, cpu, cuda or cuda:N.", pattern=DEVICE)
+    seed: int | None = _run(
         None,
         "Repeatable draws, with no privacy against anyone who knows it. [default: secret]",
-        RUN,
         bounds=Bounds(0, 2**63),
         recorded=False,
     )
     data_dir: Path | None = _setting(
-        None, "Where data sets lie (or DPMAC_DATA_DIR).", RUN, recorded=False
+        RUN, None, "Where data sets lie (or DPMAC_DATA_DIR).", recorded=False
     )
 
-    checkpoint_every: str = _setting(
+    checkpoint_every: str = _output(
         "60s",
         "Save the state every N steps (100) or seconds (60s).",
-        OUTPUT,
         pattern=INTERVAL,
         recorded=False,
     )
     out: Path | None = _setting(
-        None, "Run folder. [default: a new one in runs/]", OUTPUT, recorded=False
+        OUTPUT, None, "Run folder. [default: a new one in runs/]", recorded=False
     )
-    force: bool = _setting(False, "Replace the run in --out.", OUTPUT, recorded=False)
-    diagnostics: bool = _setting(
-        False, "Also show and store losses and gradient norms, which are NOT private.", OUTPUT
+    force: bool = _output(False, "Replace the run in --out.", recorded=False)
+    diagnostics: bool = _output(
+        False, "Also show and store losses and gradient norms, which are NOT private."
     )
-    tensorboard: bool = _setting(
-        False, "Also write what metrics.jsonl holds for TensorBoard, into the run folder.", OUTPUT
+    tensorboard: bool = _output(
+        False, "Also write what metrics.jsonl holds for TensorBoard, into the run folder."
     )
-    plot: bool = _setting(
-        False, "At the end, draw test accuracy and epsilon by epoch, into the run folder.", OUTPUT
+    plot: bool = _output(
+        False, "At the end, draw test accuracy and epsilon by epoch, into the run folder."
     )
-    json: bool = _setting(False, "Print the report as JSON.", OUTPUT, recorded=False)
-    quiet: bool = _setting(False, "Print nothing but errors.", OUTPUT, recorded=False)
-    debug: bool = _setting(False, "Show tracebacks.", OUTPUT, recorded=False)
+    json: bool = _output(False, "Print the report as JSON.", recorded=False)
+    quiet: bool = _output(False, "Print nothing but errors.", recorded=False)
+    debug: bool = _output(False, "Show tracebacks.", recorded=False)
 
     @property
     def source(self) -> Source | None:
@@ -434,22 +401,16 @@ class TrainConfig:
         kept = {
             name: getattr(self, name)
             for name, setting in SETTINGS.items()
-            if setting.recorded and getattr(self, name) is not None
+            if setting.recorded
+            and getattr(self, name) not in (None, OMITTED.get(name))
+            and (self.source is not None or setting.panel != DATA)
         }
         if self.no_dp:
             kept.pop("sigma")
         if "sigma" in kept:
             kept.pop("epsilon", None)
-        if self.source is None:
-            kept = {name: value for name, value in kept.items() if SETTINGS[name].panel != DATA}
         if ":" not in self.model:
             kept.pop("fix_norm")
-        for name in ("tensorboard", "plot", "isolate", "no_isolate", "to_float32"):
-            if not kept[name]:
-                kept.pop(name)
-        for name, default in RECIPE_DEFAULTS.items():
-            if kept.get(name) == default:
-                kept.pop(name, None)
         return {flag_name(name): value for name, value in kept.items()}
 
 
@@ -464,7 +425,11 @@ KINDS: Mapping[str, type] = {
     f.name: next(kind for kind in (*get_args(f.type), f.type) if isinstance(kind, type))
     for f in _FIELDS
 }
-#: What a run that follows no recipe has; not recorded.
-RECIPE_DEFAULTS: Mapping[str, Any] = {
+#: What a run that follows no recipe has.
+RECIPE_DEFAULTS: dict[str, Any] = {
     f.name: f.default for f in _FIELDS if SETTINGS[f.name].panel == RECIPE
 }
+#: Values that config.yaml leaves out.
+OMITTED: Mapping[str, Any] = RECIPE_DEFAULTS | dict.fromkeys(
+    ("tensorboard", "plot", "isolate", "no_isolate", "to_float32"), False
+)

@@ -252,6 +252,15 @@ def test_an_npz_of_images_in_any_order_of_axes(tmp_path: Path) -> None:
         assert test_labels.tolist() == [2, 0]
 
 
+def test_loaded_images_are_not_those_that_are_loaded_next(tmp_path: Path) -> None:
+    path = table(tmp_path / "d.npz", x=np.full((40, 4, 5), 7, np.uint8), y=np.arange(40) % 2)
+    source = Source(path, test_fraction=0.5)
+    (images, _), _ = load(source)
+    images[:] = 9
+    (again, _), _ = load(source)
+    assert (again == 7).all()
+
+
 def test_an_npz_without_a_test_set_is_split(tmp_path: Path) -> None:
     x = np.repeat(np.arange(60, dtype=np.uint8), 20).reshape(60, 4, 5)
     y, names = np.arange(60) % 3, np.array(CLASSES)

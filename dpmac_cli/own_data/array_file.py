@@ -13,8 +13,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import Arrays, check_classes, constants, facts_of, split, untested
-from dpmac_cli.source import Found, Source, name_of
+from dpmac_cli.own_data.common import Arrays, check_classes, constants, found, split
+from dpmac_cli.source import Source
 
 #: How far from 0 the ends of a range may be, and how near to one another.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -33,36 +33,46 @@ class ArrayFile:
         faults = list(_faults_of_arrays(self._arrays, source))
         if faults:
             raise InputError([f"{source.path}: {fault}." for fault in faults])
-        x, y = self._arrays["x"], self._arrays["y"]
-        self._own_test = "x_test" in self._arrays
-        names = self._arrays.get("classes")
+        names, own_test = self._arrays.get("classes"), "x_test" in self._arrays
         labels = [self._arrays[name] for name in ("y", "y_test") if name in self._arrays]
         count = 1 + max(int(part.max()) for part in labels)
         classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
-        needed = classes if names is None else None
-        self._rows = None if self._own_test else split(_keys(x, y), y, needed, source)
-        if self._rows is None:
-            sizes, tested = (len(x), len(self._arrays["x_test"])), self._arrays["y_test"]
-        else:
-            sizes, tested = (len(self._rows[0]), len(self._rows[1])), y[self._rows[1]]
+        if not own_test:
+            self._split(classes if names is None else None)
+        x, x_test = self._arrays["x"], self._arrays["x_test"]
         if x.ndim == 2:
             low, high = self._range()
-            mean = tuple(((low + high) / 2).tolist())
-            std = tuple(((high - low) / 2).tolist())
+            standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
             shape, levels = (x.shape[1], 1, 1), 1
         else:
-            shape, levels = _image_shape(x, source.image_size), 255
-            mean, std = constants(source, shape[0])
+            channels, *side = _channels_first(x[:1]).shape[1:]
+            height, width = (source.image_size or pixels for pixels in side)
+            shape, levels = (channels, height, width), 255
+            standard = constants(source, shape[0])
             if source.channels not in (None, shape[0]):
                 raise InputError(
                     f"--channels {source.channels}: the images of {source.path} have {shape[0]}, "
                     "and arrays are not converted. Leave it out."
                 )
-        inferred = ("classes",) if names is None else ()  # arrays declare a shape of themselves
-        facts = facts_of(sizes, shape, classes, mean, std, levels)
-        unseen, name = untested(classes, tested), name_of(source.path)
-        self.found = Found(facts, name, not self._own_test, inferred, skipped, unseen)
+        self.found = found(
+            source,
+            (len(x), len(x_test)),
+            shape,
+            classes,
+            standard,
+            levels,
+            self._arrays["y_test"],
+            held_out=not own_test,
+            inferred=("classes",) if names is None else (),  # arrays declare a shape of themselves
+            skipped=skipped,
+        )
+
+    def _split(self, needed: list[str] | None) -> None:
+        """Hold test records out, in place."""
+        x, y = self._arrays["x"], self._arrays["y"]
+        train, test = split(_keys(x, y), y, needed, self._source)
+        self._arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
 
     def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What columns are clipped to: the flag's numbers, or the file's."""
@@ -71,14 +81,12 @@ class ArrayFile:
         return _spread(low, columns), _spread(high, columns)
 
     def load(self) -> tuple[Arrays, Arrays]:
-        """Training and test records: all of them in the file, or as it was split."""
-        arrays = self._arrays
-        x, y = self._records(arrays["x"]), arrays["y"].astype(np.int64)
-        if self._rows is None:
-            test = self._records(arrays["x_test"]), arrays["y_test"].astype(np.int64)
-            return (x, y), test
-        train, held_out = self._rows
-        return (x[train], y[train]), (x[held_out], y[held_out])
+        """Return training and test records."""
+        train, test = (
+            (self._records(self._arrays[x]), self._arrays[y].astype(np.int64))
+            for x, y in (("x", "y"), ("x_test", "y_test"))
+        )
+        return train, test
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         if x.ndim == 2:
@@ -87,7 +95,7 @@ class ArrayFile:
             return rows.reshape(*x.shape, 1, 1)
         images = _channels_first(x)
         size = self._source.image_size
-        return images if size is None else _resized(images, size)
+        return images.copy() if size is None else _resized(images, size)
 
 
 def _spread(values: Any, columns: int) -> NDArray[np.float64]:
@@ -201,7 +209,9 @@ def _faults_of_pair(
         elif not np.isfinite(x).all():
             bad = int((~np.isfinite(x)).any(1).sum())
             yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows. {_REMEDY}"
-    elif x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_of(x) not in (1, 3):
+    elif (
+        x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_first(x[:1]).shape[1] not in (1, 3)
+    ):
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or rows of numbers, not {x.dtype} of shape {x.shape}"
@@ -236,21 +246,10 @@ def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
         seen[content] += 1
 
 
-def _channels_of(x: NDArray[Any]) -> int:
-    if x.ndim == 3:
-        return 1
-    return int(x.shape[3] if x.shape[3] in (1, 3) else x.shape[1])
-
-
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
     if x.ndim == 3:
         return x[:, None]
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.shape[3] in (1, 3) else x
-
-
-def _image_shape(x: NDArray[Any], size: int | None) -> tuple[int, int, int]:
-    channels, height, width = _channels_first(x[:1]).shape[1:]
-    return (channels, height, width) if size is None else (channels, size, size)
 
 
 def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:

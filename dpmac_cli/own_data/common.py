@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.catalog import PAPER_RATES, Dataset, Defaults
+from dpmac_cli.catalog import Dataset, Defaults
 from dpmac_cli.errors import InputError
-from dpmac_cli.source import STANDARDS, Source
+from dpmac_cli.source import STANDARDS, Found, Source, name_of
 
 #: Faults of one kind that are named; the rest are counted.
 NAMED = 5
@@ -34,22 +34,13 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
         raise InputError(
             f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
         )
+    unclear = [name for name in (source.path.name, *classes) if not name.isprintable()]
     refuse(
-        [
-            f"The name {name!a} holds characters that cannot be shown"
-            for name in (source.path.name, *classes)
-            if not name.isprintable()
-        ],
+        [f"The name {name!a} holds characters that cannot be shown" for name in unclear],
         " A terminal would obey them: choose another name.",
     )
-    refuse(
-        [
-            f"{source.path} names {n} classes {name}"
-            for name, n in Counter(classes).items()
-            if n > 1
-        ],
-        " Give each a name of its own.",
-    )
+    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
+    refuse([f"{source.path} names {which}" for which in twice], " Give each a name of its own.")
 
 
 def split(
@@ -86,46 +77,27 @@ def _is_held_out(key: bytes, source: Source) -> bool:
     return word < source.test_fraction * 2**64
 
 
-def untested(classes: Sequence[str], labels: NDArray[np.int64]) -> tuple[str, ...]:
-    """Classes of which there is no record among those with these labels."""
-    found = set(labels.tolist())
-    return tuple(name for label, name in enumerate(classes) if label not in found)
-
-
-def facts_of(
+def found(
+    source: Source,
     sizes: tuple[int, int],
     shape: tuple[int, int, int],
     classes: Sequence[str],
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    constants: tuple[tuple[float, ...], tuple[float, ...]],
     levels: int,
-) -> Dataset:
-    """A data set like the catalogue's, with cautious settings where none are given."""
-    images = levels > 1
-    large = min(shape[1:]) >= LEAST_CNN
-    defaults = Defaults(
-        model="cnn" if images and large else "mlp",
-        sigma=1.0,
-        batch_size=min(256, sizes[0]),
-        epochs=10,
-        lr=PAPER_RATES,
-        clip_norm=1.0,
-        h1=5e-5 if images and large else 1e-9,
-        h2=1.0 if images and large else 1e-6,
-        physical_batch=32 if images and large else 1024,
-    )
-    return Dataset(
-        train_size=sizes[0],
-        test_size=sizes[1],
-        shape=shape,
-        classes=tuple(classes),
-        levels=levels,
-        mean=mean,
-        std=std,
-        sha256=None,
-        defaults=defaults,
-        about="one's own data",
-    )
+    tested: NDArray[np.int64],
+    **rest: Any,
+) -> Found:
+    """Facts like the catalogue's, with cautious defaults; ``rest`` as of :class:`Found`."""
+    network: dict[str, Any] = {"model": "mlp", "h1": 1e-9, "h2": 1e-6}
+    if levels > 1 and min(shape[1:]) >= LEAST_CNN:
+        network = {"model": "cnn", "physical_batch": 32}
+    batch_size = min(256, sizes[0])
+    defaults = Defaults(batch_size=batch_size, sigma=1.0, epochs=10, **network)
+    about = "one's own data"
+    facts = Dataset(*sizes, shape, tuple(classes), *constants, defaults, about, levels)
+    labels = set(tested.tolist())
+    untested = tuple(name for label, name in enumerate(classes) if label not in labels)
+    return Found(facts, name_of(source.path), untested=untested, **rest)
 
 
 def constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -10,16 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data.common import (
-    Arrays,
-    check_classes,
-    constants,
-    facts_of,
-    refuse,
-    split,
-    untested,
-)
-from dpmac_cli.source import Found, Source, name_of
+from dpmac_cli.own_data.common import Arrays, check_classes, constants, found, refuse, split
+from dpmac_cli.source import Source
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,13 +57,19 @@ class ImageFolder:
             train, test = split(keys, _labels(everyone), needed, source)
             self._train, self._test = ([everyone[i] for i in rows] for rows in (train, test))
         channels, size = self._survey([path for path, _ in (*self._train, *self._test)])
-        mean, std = constants(source, channels)
-        sizes = (len(self._train), len(self._test))
-        facts = facts_of(sizes, (channels, *size), self._classes, mean, std, 255)
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
-        inferred = tuple(name for name, value in schema.items() if value is None)
-        unseen = untested(self._classes, _labels(self._test))
-        self.found = Found(facts, name_of(root), not parts, inferred, tuple(self._skipped), unseen)
+        self.found = found(
+            source,
+            (len(self._train), len(self._test)),
+            (channels, *size),
+            self._classes,
+            constants(source, channels),
+            255,
+            _labels(self._test),
+            held_out=not parts,
+            inferred=tuple(name for name, value in schema.items() if value is None),
+            skipped=tuple(self._skipped),
+        )
 
     def _files(self, part: Path) -> list[tuple[Path, int]]:
         """Images and their labels, in order."""
@@ -87,12 +85,13 @@ class ImageFolder:
             self._skipped += strange
         else:
             refuse(strange, REMEDY)
-        missing = sorted(set(range(len(self._classes))) - {label for _, label in found})
-        if missing and part.name != TEST and self._source.classes is None:
-            names = [
-                f"The class {self._classes[label]} in {part} holds no image" for label in missing
-            ]
-            refuse(names, " Remove its folder, fill it, or declare the classes with --classes.")
+        held = {label for _, label in found}
+        empty = [name for label, name in enumerate(self._classes) if label not in held]
+        if part.name != TEST and self._source.classes is None:
+            refuse(
+                [f"The class {name} in {part} holds no image" for name in empty],
+                " Remove its folder, fill it, or declare the classes with --classes.",
+            )
         if not found:
             raise InputError(f"{part} holds no images.")
         return found
@@ -185,7 +184,9 @@ def _decode(opened: "Image", shape: tuple[int, ...], *, resize: bool) -> NDArray
     from PIL import Image  # noqa: PLC0415
 
     channels, height, width = shape
-    image = _in_eight_bits(opened).convert("L" if channels == 1 else "RGB")
+    if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
+        opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
+    image = opened.convert("L" if channels == 1 else "RGB")
     if resize:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
@@ -196,31 +197,18 @@ def _store(out: NDArray[np.uint8], resize: bool, image: "Image") -> None:
     out[:] = _decode(image, out.shape, resize=resize)
 
 
-def _in_eight_bits(opened: "Image") -> "Image":
-    """The same image; of 16 bits a pixel, 65535 becomes 255. Pillow cuts off at 255 instead."""
-    from PIL import Image  # noqa: PLC0415
-
-    if not opened.mode.startswith("I"):
-        return opened
-    return Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
-
-
-def _fault_of_pixels(image: "Image") -> str | None:
-    """Why it cannot be known what black and white are."""
-    if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
-        return "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 bits)"
-    return None
-
-
 def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None:
     """Why a file cannot be opened and looked at; None if it can."""
     from PIL import Image  # noqa: PLC0415
 
     try:
         with Image.open(path) as image:
-            fault = _fault_of_pixels(image)
-            if fault is None:
-                look(image)
-            return fault
+            if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+                return (
+                    "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 "
+                    "bits)"
+                )
+            look(image)
+            return None
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
         return f"cannot be read as an image ({failure})"
