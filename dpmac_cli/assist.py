@@ -86,7 +86,7 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
         if said is None:
             raise
         raise RunError(
-            f"{failure} To go on from the last checkpoint: {resume_command(Path(said['folder']))}"
+            f"{failure} To resume from the last checkpoint: {resume_command(Path(said['folder']))}"
         ) from failure
 
 

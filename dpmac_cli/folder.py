@@ -30,10 +30,13 @@ CHECKPOINTS = "checkpoint"
 #: The folder of events for TensorBoard.
 EVENTS = "tensorboard"
 LOCK = ".lock"
+#: In the folder of checkpoints: steps that may have begun.
+LEDGER = "spent.json"
+#: Attempts at a run of a study before this one, should the ledger be lost.
+ATTEMPTS = ".attempts.json"
 PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
 SEALED = (*PUBLISHED, AUDIT, CURVES)
 FILES = (*SEALED, DIAGNOSTICS)
-FOLDERS = (CHECKPOINTS, EVENTS)
 #: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
 #: of the diagnostics would tell something of them.
 SUMS = "SHA256SUMS"
@@ -271,7 +274,7 @@ def set_aside(run: Path) -> None:
 
     Configuration and metrics are copied, so that a kill in between leaves the run resumable.
     """
-    aside = _numbered(run, "branch")
+    aside = new_folder(run, "branch")
     if (run / SUMS).exists():
         os.replace(run / SUMS, aside / SUMS)
     for name in (CONFIG, METRICS):
@@ -282,56 +285,14 @@ def set_aside(run: Path) -> None:
             os.replace(run / name, aside / name)
 
 
-def _numbered(run: Path, stem: str) -> Path:
-    """Make the first free of stem-1, stem-2, ... in a run."""
-    number = 1
-    while (run / f"{stem}-{number}").exists():
-        number += 1
-    made = run / f"{stem}-{number}"
-    made.mkdir()
-    return made
-
-
-def make_way(run: Path) -> None:
-    """Move a run into a folder within its own, until another has taken its place.
-
-    Files that are not a run's stay where they are. Raises OSError.
-    """
-    names = (*FILES, SUMS, *FOLDERS, *(path.name for path in _all_numbered(run, "branch")))
-    there = [name for name in names if (run / name).exists()]
-    if there:
-        aside = _numbered(run, "replaced")
-        for name in there:
-            os.replace(run / name, aside / name)
-
-
-def put_back(run: Path) -> None:
-    """Undo :func:`make_way`, whatever was begun in the run's place. Raises OSError."""
-    for name in (*FILES, SUMS):
+def clear(run: Path) -> None:
+    """Remove a run but for its checkpoints and ledger, and no files of others. Raises OSError."""
+    for name in (*FILES, SUMS, ATTEMPTS):
         (run / name).unlink(missing_ok=True)
-    for name in FOLDERS:
-        shutil.rmtree(run / name, ignore_errors=True)
-    for aside in replaced(run)[-1:]:
-        for path in aside.iterdir():
-            os.replace(path, run / path.name)
-        aside.rmdir()
-
-
-def replaced(run: Path) -> list[Path]:
-    """Where the runs are kept whose place this one is taking."""
-    return _all_numbered(run, "replaced")
-
-
-def drop_replaced(run: Path) -> None:
-    """Remove the runs whose place this one has taken. Raises OSError."""
-    for aside in replaced(run):
-        shutil.rmtree(aside)
-
-
-def _all_numbered(run: Path, stem: str) -> list[Path]:
-    """What :func:`_numbered` has made, oldest first."""
-    found = [path for path in run.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[len(stem) + 1 :]))
+    branches = [path for path in run.glob("branch-*") if path.name[7:].isdecimal()]
+    for path in (run / EVENTS, *branches):
+        if path.exists():
+            shutil.rmtree(path)
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:
@@ -357,14 +318,15 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
 
 def _leftover(path: Path) -> bool:
     """Whether a run that was killed before it had begun may have left a file."""
+    if path.name == CHECKPOINTS and path.is_dir():
+        return all(map(_leftover, path.iterdir()))
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
 
 
 def _holds_run(folder: Path) -> bool:
     """Whether a folder is a run's: other tools, too, call a file config.yaml."""
-    if any((folder / name).exists() for name in (REPORT, MODEL)):
-        return True
-    return any(map(_holds_run, replaced(folder))) or is_configured(folder)
+    ours = (REPORT, MODEL, f"{CHECKPOINTS}/{LEDGER}")
+    return any((folder / name).exists() for name in ours) or is_configured(folder)
 
 
 def is_configured(folder: Path) -> bool:

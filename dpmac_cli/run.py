@@ -201,7 +201,7 @@ def train(
         abandoned: events of attempts that this run replaces in a study. Its report lists them; the
             study's epsilon covers them, and its own does not.
 
-    With ``force``, the run that was there is kept in a folder within until this one has ended.
+    With ``force``, the run that was there is removed once this one is ready for its first step.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
@@ -219,14 +219,15 @@ def train(
         with folder.locked(where):
             if config.out is not None:  # another run may have ended in it meanwhile
                 folder.check_chosen_folder(where, config.force)
-            folder.make_way(where)
-            try:
-                _write_config(session)
-                session.ledger.write(0)
-                _save(session)  # so that a run can be resumed from its first moment on
-            except BaseException:
-                folder.put_back(where)
-                raise
+            # A kill on the way leaves the ledger of the old run or of this one, and never a
+            # checkpoint of the old run beside the ledger of this one.
+            checkpoint.discard(where)
+            session.ledger.write(0)
+            folder.clear(where)
+            if abandoned:
+                ledger.keep_attempts(where, abandoned)
+            _write_config(session)
+            _save(session)  # so that a run can be resumed from its first moment on
             yield from _drive(session, stop)
 
 
@@ -625,7 +626,6 @@ def _publish(session: Session, total_seconds: float) -> Finished:
         title = f"{config.dataset_name}, {config.optimizer}"
         draw_curves(session.history, title, where / folder.CURVES)
     folder.seal(where)
-    folder.drop_replaced(where)
     return Finished(report, where, state)
 
 

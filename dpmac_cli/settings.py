@@ -323,7 +323,12 @@ class TrainConfig:
     out: Path | None = _setting(
         None, "Run folder. [default: a new one in runs/]", OUTPUT, recorded=False
     )
-    force: bool = _setting(False, "Replace the run in --out.", OUTPUT, recorded=False)
+    force: bool = _setting(
+        False,
+        "Replace the run in --out: its files are removed before step 1.",
+        OUTPUT,
+        recorded=False,
+    )
     diagnostics: bool = _setting(
         False, "Also show and store losses and gradient norms, which are NOT private.", OUTPUT
     )

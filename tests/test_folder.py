@@ -118,10 +118,10 @@ def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
     assert contents(tmp_path) == {"file": b"mine"}
 
 
-def test_force_moves_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
-    for name in (*folder.FILES, folder.SUMS, "notes.txt", "plot.png"):
+def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
+    for name in (*folder.FILES, folder.SUMS, folder.ATTEMPTS, "notes.txt", "plot.png"):
         (tmp_path / name).write_text(name)
-    for name in (*folder.FOLDERS, "branch-1", "branch-of-mine"):
+    for name in (folder.CHECKPOINTS, folder.EVENTS, "branch-1", "branch-of-mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     before = contents(tmp_path)
@@ -130,21 +130,18 @@ def test_force_moves_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
     folder.check_chosen_folder(tmp_path, force=True)
     assert contents(tmp_path) == before, "a check changes nothing"
-    folder.make_way(tmp_path)
+    folder.clear(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"notes.txt", "plot.png", "branch-of-mine", "replaced-1"}
+    assert left == {"notes.txt", "plot.png", "branch-of-mine", folder.CHECKPOINTS}
+
+
+def test_what_a_failed_start_leaves_can_be_replaced(tmp_path: Path) -> None:
+    kept = folder.private_folder(tmp_path)
+    folder.check_chosen_folder(tmp_path, force=False)
+    (kept / folder.LEDGER).write_text("{}")
+    with pytest.raises(InputError, match="add --force"):
+        folder.check_chosen_folder(tmp_path, force=False)
     folder.check_chosen_folder(tmp_path, force=True)
-    (tmp_path / folder.CONFIG).write_text("begun")
-    for name in folder.FOLDERS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "other").write_text("begun")
-    folder.put_back(tmp_path)
-    assert contents(tmp_path) == before
-    folder.make_way(tmp_path)
-    (tmp_path / "replaced-1000-words").mkdir()
-    folder.drop_replaced(tmp_path)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"notes.txt", "plot.png", "branch-of-mine", "replaced-1000-words"}
 
 
 #: Umasks that let everyone in, that are usual, and that let nobody else in.
