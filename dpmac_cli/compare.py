@@ -112,13 +112,14 @@ class Comparison:
     @property
     def rows(self) -> list[tuple[str, list[Cell | None]]]:
         """Names and cells, a cell for each of :attr:`columns`."""
-        names = dict.fromkeys(cell.labels for cell in self.cells)
+        first: dict[tuple[tuple[str, str], ...], Cell] = {}
+        for cell in self.cells:
+            first.setdefault(cell.labels, cell)
         by_place = {(cell.labels, cell.column): cell for cell in self.cells}
-        rows = []
-        for labels in names:
-            cells = [by_place.get((labels, column)) for column in self.columns]
-            rows.append((next(cell.name for cell in cells if cell), cells))
-        return rows
+        return [
+            (cell.name, [by_place.get((cell.labels, column)) for column in self.columns])
+            for cell in first.values()
+        ]
 
     @property
     def columns(self) -> list[float]:
@@ -137,15 +138,9 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
         grid: the study.
         failures: why runs failed, by their number in the grid.
     """
-    cells = []
-    numbered = enumerate(grid.runs)
-    for (labels, column), group in itertools.groupby(
-        numbered, key=lambda pair: (pair[1].labels, pair[1].column)
-    ):
-        cells.append(_cell(labels, column, list(group), failures))
-    judged = _judged(cells)
+    groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
+    cells = [_cell(labels, column, list(runs), failures) for (labels, column), runs in groups]
     first = grid.runs[0].config
-    remarks = [*_about_the_test(cells)]
     events = tuple(_events(grid.runs))
     bill = total_epsilon(events, first.delta)
     beside = list(_beside(grid))
@@ -153,12 +148,12 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     return Comparison(
         grid.column,
         grid.axes,
-        tuple(judged),
+        tuple(_judged(cells)),
         grid.seeds,
         first.dataset,
         first.delta,
         bill,
-        tuple(remarks),
+        tuple(_about_the_test(cells)),
         grid.name,
         len(beside),
         _together(events, others, first.delta) if others else bill,
@@ -240,20 +235,17 @@ def was_changed(run: Run) -> bool:
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
-    """What all runs together did, those without privacy left out.
+    """Yield the events of all attempts at all private runs, in full if unfinished.
 
-    An event a run: each begins epochs of its own, so that their steps may not be added up.
+    Each run begins its own epochs, so that steps of several runs may not be added up.
     """
     for run in runs:
-        if not run.config.no_dp:
-            yield from _event(run)
-
-
-def _event(run: Run) -> tuple[TrainingEvent, ...]:
-    """Return what all attempts at a run did, with each of its branches; in full if unfinished."""
-    if finished_report(run) is not None:
-        return events_of(run.folder, attempts=True)
-    return attempts(run.folder, training_event(run.config), whole=True)
+        if run.config.no_dp:
+            continue
+        if finished_report(run) is not None:
+            yield from events_of(run.folder, attempts=True)
+        else:
+            yield from attempts(run.folder, training_event(run.config), whole=True)
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:
@@ -271,29 +263,23 @@ def _beside(grid: Grid) -> Iterator[Entry]:
 
 def _together(events: tuple[TrainingEvent, ...], others: Iterable[Entry], delta: float) -> float:
     """Epsilon of a study and of other runs; ``inf`` where that cannot be read, or has no price."""
-    for entry in others:
-        try:
+    try:
+        for entry in others:
             if entry.dataset is None:
                 return math.inf
             events = (*events, *events_of(entry.folder, attempts=True))
-        except InputError:
-            return math.inf
-    try:
         return total_epsilon(events, delta)
-    except InputError:  # some were sampled under another adjacency
+    except InputError:  # one cannot be read, or some were sampled under another adjacency
         return math.inf
 
 
 def _judged(cells: Sequence[Cell]) -> list[Cell]:
     """Give each cell its standing within its column."""
-    standings: dict[tuple[Any, float], str] = {}
-    for column in dict.fromkeys(cell.column for cell in cells):
-        rivals = [cell for cell in cells if cell.column == column]
-        standings |= {
-            (cell.labels, column): standing
-            for cell, standing in zip(rivals, standing_of(rivals), strict=True)
-        }
-    return [replace(cell, standing=standings[cell.labels, cell.column]) for cell in cells]
+    columns: dict[float, list[Cell]] = {}
+    for cell in cells:
+        columns.setdefault(cell.column, []).append(cell)
+    standings = {column: iter(standing_of(rivals)) for column, rivals in columns.items()}
+    return [replace(cell, standing=next(standings[cell.column])) for cell in cells]
 
 
 def standing_of(cells: Sequence[Cell]) -> list[str]:

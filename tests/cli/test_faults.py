@@ -421,7 +421,7 @@ def test_a_refused_run_replaces_nothing() -> None:
     assert dpmac(*RUN).exit_code == 0
     before = contents(Path("run"))
     Path("networks.py").write_text(
-        "import torch\n\ndef broken(input_shape, classes):\n    return torch.nn.Linear(3, classes)\n"
+        "import torch\n\ndef broken(shape, classes):\n    return torch.nn.Linear(3, classes)\n"
     )
     for flags, code in (
         (["--data-dir", "nowhere", "--dataset", "mnist"], 2),
