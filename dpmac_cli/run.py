@@ -327,15 +327,9 @@ def _resumed(
     if config.seed is not None:
         changed.append("seed changed")
     step = record["state"]["step"]
-    before, known = _before(where, record)
+    before, lost = _before(where, record)
     if len(before.earlier) > len(record["spent"]["earlier"]):
         changed.append("the checkpoint of the last branch is lost")
-    damage = [f"{name} is damaged; resuming from step {step}." for name in saved.damaged]
-    if not known:
-        damage.append(
-            f"{checkpoint.FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
-            f"many steps were taken: all {before.event.steps} planned ones are charged."
-        )
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
     told = told and folder.reported_steps(where) >= step  # else files are yet to be written
     if config.total_steps < step or (config.total_steps == step and told):
@@ -375,7 +369,12 @@ def _resumed(
         shown=len(record["history"]),
         seconds=record["seconds"],
         branch=branch,
-        notes=(*resolved.notes, *session.notes, *damage),
+        notes=(
+            *resolved.notes,
+            *session.notes,
+            *(f"{name} is damaged; resuming from step {step}." for name in saved.damaged),
+            *lost,
+        ),
     )
     # First of all what was spent: where the kill of a branch comes next, the run has no checkpoint
     # of that branch, and its next resume is another one.
@@ -391,19 +390,23 @@ def _resumed(
     return session
 
 
-def _before(where: Path, record: Mapping[str, Any]) -> tuple[Spent, bool]:
-    """Return what was spent before a resume by the largest of all witnesses, and if that is known.
+def _before(where: Path, record: Mapping[str, Any]) -> tuple[Spent, tuple[str, ...]]:
+    """Return what was spent before a resume, by the largest of all witnesses, and notes on it.
 
     Where the ledger is missing or damaged, all planned steps of the current branch are charged.
     """
     saved, found = Spent.of(record["spent"]), ledger.read(where)
     same = found is not None and replace(found, begun=saved.begun) == saved
     if found is None or not (same or len(found.earlier) > len(saved.earlier)):
-        return replace(saved, begun=saved.end), False
+        lost = (
+            f"{checkpoint.FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
+            f"many steps were taken: all {saved.event.steps} planned ones are charged."
+        )
+        return replace(saved, begun=saved.end), (lost,)
     shown = [line.get("step") for line in folder.read_lines(where / folder.METRICS)]
     steps = [step for step in shown if isinstance(step, int)]
     begun = max(found.begun, record["state"]["step"], folder.reported_steps(where), *steps)
-    return replace(found, begun=min(begun, found.end)), True
+    return replace(found, begun=min(begun, found.end)), ()
 
 
 def _named_again(where: Path, recorded: Mapping[str, Any], typed: Mapping[str, Any]) -> set[str]:
