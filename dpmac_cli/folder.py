@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -180,21 +181,13 @@ def new_folder(root: Path, stem: str) -> Path:
     Raises:
         InputError: the folder cannot be made.
     """
-    number = 1
-    while True:
+    if root.exists() and not root.is_dir():
+        raise InputError(f"{root} is a file; runs are kept in a folder of that name.")
+    for number in itertools.count(1):
         folder = root / f"{stem}-{number}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if not root.is_dir():
-                raise InputError(
-                    f"{root} is a file; runs are kept in a folder of that name."
-                ) from None
-            number += 1
-        except OSError as failure:
-            raise InputError(_unwritable(folder, failure)) from failure
-        else:
-            return folder
+        with contextlib.suppress(FileExistsError):
+            return make_folder(folder, exist_ok=False)
+    raise AssertionError
 
 
 @contextlib.contextmanager
@@ -211,7 +204,7 @@ def locked(run: Path) -> Iterator[None]:
     except OSError as failure:
         raise InputError(_unwritable(run, failure)) from failure
     try:
-        if not _taken(handle):
+        if not _taken(handle, fcntl.LOCK_EX, TRIES):
             raise InputError(
                 f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
                 "stop it."
@@ -224,13 +217,13 @@ def locked(run: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _taken(handle: int) -> bool:
-    """Whether a lock could be had, sooner or later."""
-    for attempt in range(TRIES):
+def _taken(handle: int, kind: int, tries: int = 1) -> bool:
+    """Return whether a lock could be had, sooner or later. Raises OSError."""
+    for attempt in range(tries):
         if attempt:
             time.sleep(PATIENCE)
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
             return True
     return False
 
@@ -241,32 +234,18 @@ def in_use(run: Path) -> bool:
     The lock is shared with others who ask, and held for no longer than that takes: a run that
     starts meanwhile tries again.
     """
-    try:
-        handle = os.open(run / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
+    with contextlib.suppress(OSError), (run / LOCK).open("rb") as file:
+        return not _taken(file.fileno(), fcntl.LOCK_SH)
     return False
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of lines, without those that were cut short or are damaged."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [record for record in map(_record, lines) if isinstance(record, dict)]
-
-
-def _record(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def set_aside(run: Path) -> None:
@@ -364,15 +343,18 @@ def resume_command(run: Path, change: str = "") -> str:
     return f"dpmac train --resume {run}{own}{change}"
 
 
-def make_folder(run: Path) -> Path:
+def make_folder(run: Path, *, exist_ok: bool = True) -> Path:
     """Make the folder that --out names, or take it as it is.
 
     Raises:
+        FileExistsError: it is there, and ``exist_ok`` is off.
         InputError: it cannot be made.
     """
     try:
-        run.mkdir(parents=True, exist_ok=True)
+        run.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as failure:
+        if not exist_ok and isinstance(failure, FileExistsError):
+            raise
         raise InputError(_unwritable(run, failure)) from failure
     return run
 

@@ -153,10 +153,6 @@ class _Session:
         planned = self.event(self.config.total_steps)
         return Bill(events, planned, spent.seeded, spent.secure, spent.abandoned)
 
-    def epsilon(self) -> float:
-        """What has been spent."""
-        return total_epsilon(self.bill().events, self.config.delta)
-
 
 def train(
     config: TrainConfig,
@@ -547,7 +543,7 @@ def _updates(session: _Session, stop: Callable[[], bool]) -> Iterator[Update | R
             epsilon = None if schedule is None else schedule.at(event.step - session.base)
             if isinstance(event, Evaluated):
                 if event.last:  # as in the report: a run may end between the schedule's points
-                    epsilon = session.epsilon()
+                    epsilon = total_epsilon(session.bill().events, config.delta)
                 assert epsilon is not None  # noqa: S101  (the schedule was waited for)
                 session.history.append(metrics_line(event, epsilon, config))
             # A step that is yet to be scored would never be, if a run went on from after it.
@@ -567,24 +563,18 @@ def _updates(session: _Session, stop: Callable[[], bool]) -> Iterator[Update | R
             if reduced:
                 chunk = trainer.state.chunk
                 yield Reduced(event.step, chunk)
-            yield Update(
-                event,
-                epsilon,
-                None if schedule is None else schedule.points[-1][1],
-                session.diagnostics.flush(where, event.step)
-                if scored and session.diagnostics
-                else None,
-            )
+            planned = schedule.points[-1][1] if schedule else None
+            diagnose = session.diagnostics if scored else None
+            seen = diagnose.flush(where, event.step) if diagnose else None
+            yield Update(event, epsilon, planned, seen)
 
 
 def _publish(session: _Session, total_seconds: float) -> Finished:
     """Write the files that a run ends with, their checksums last."""
     config, trainer, where = session.config, session.trainer, session.where
-    state: State = "finished"
+    state: State = "finished" if session.steps == config.total_steps else "budget-spent"
     if trainer.state.step < session.steps:
         state = "interrupted"
-    elif session.steps < config.total_steps:
-        state = "budget-spent"
     outcome = Outcome(
         state,
         session.history,
@@ -594,8 +584,7 @@ def _publish(session: _Session, total_seconds: float) -> Finished:
         device_name(trainer.state.theta.device),
         trainer.state.chunk,
     )
-    bill = session.bill()
-    task = session.task
+    bill, task = session.bill(), session.task
     model, pretrained = task.model, task.fingerprints.get("pretrained")
     sizes = sum(p.numel() for p in model.parameters()), trainer.state.theta.numel()
     facts = public_facts(config, bill, *sizes, pretrained, task.built_by, task.independence)
@@ -622,15 +611,9 @@ def _write_audit(session: _Session, report: Mapping[str, Any]) -> None:
     if canaries is None:
         return
     price, settings = report["privacy"], report["audit"]
-    found = audit.Audit(
-        price["epsilon"],
-        price["delta"],
-        settings["kind"],
-        settings["guesses"],
-        tuple(canaries.scores.tolist()),
-        tuple(canaries.coins.tolist()),
-    )
-    text = folder.to_json(found.as_json())
+    claim = (price["epsilon"], price["delta"], settings["kind"], settings["guesses"])
+    seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
+    text = folder.to_json(audit.Audit(*claim, *seen).as_json())
     folder.write_atomically(session.where / folder.AUDIT, text.encode())
 
 
