@@ -313,10 +313,6 @@ def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> floa
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
     """Which hypotheses are rejected by Holm's step-down method (1979)."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    rejected = [False] * len(p_values)
-    for rank, i in enumerate(order):
-        if p_values[i] > level / (len(p_values) - rank):
-            break
-        rejected[i] = True
-    return rejected
+    ordered = list(enumerate(sorted(p_values)))
+    kept = [p for rank, p in ordered if p > level / (len(p_values) - rank)]
+    return [p < min(kept, default=math.inf) for p in p_values]

@@ -231,7 +231,11 @@ def _session(
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
     task = yield from make_task(config, device, len(earlier), data, stop)
     trainer = make_trainer(config, steps, device, diagnostics, len(earlier), task=task, ranks=ranks)
-    where = where or _take_folder(config)
+    if where is None and config.out is not None:
+        where = folder.make_folder(config.out)
+    elif where is None:
+        stem = f"{config.dataset_name}-{config.optimizer}{'-no-dp' if config.no_dp else ''}"
+        where = folder.new_folder(Path("runs"), stem)
     event, seeded = training_event(config, steps - base), config.seed is not None
     spent = Spent(earlier, event, base, base, seeded, config.secure, abandoned)
     kept = Ledger(where, spent)
@@ -490,16 +494,10 @@ def _drive(session: _Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     if session.config.tensorboard:
         session.events = EventLog.begin(session.where)
         session.events.follow(session.history)
-    yield Started(
-        session.config,
-        session.where,
-        session.trainer.state.theta.numel(),
-        session.trainer.state.step,
-        session.steps,
-        session.steps < session.config.total_steps,
-        session.branch,
-        session.notes,
-    )
+    counts = (session.trainer.state.theta.numel(), session.trainer.state.step, session.steps)
+    cut_short = session.steps < session.config.total_steps
+    said = (session.branch, session.notes)
+    yield Started(session.config, session.where, *counts, cut_short, *said)
     if session.ranks is not None:
         assist.begin(session.ranks, session.config, session.task, session.trainer, session.where)
     try:
@@ -640,10 +638,3 @@ def _save(session: _Session) -> Path:
         "environment": environment(state.theta.device, session.ranks),
     }
     return checkpoint.save(session.where, state.step, state.tensors(), record)
-
-
-def _take_folder(config: TrainConfig) -> Path:
-    if config.out is not None:
-        return folder.make_folder(config.out)
-    suffix = "-no-dp" if config.no_dp else ""
-    return folder.new_folder(Path("runs"), f"{config.dataset_name}-{config.optimizer}{suffix}")

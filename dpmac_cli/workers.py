@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -153,7 +153,7 @@ class Pool:
     data: Mapping[str | Source, Data]
     stop: Callable[[], bool]
     _waiting: deque[int] = field(default_factory=deque)
-    _attempts: dict[int, int] = field(default_factory=dict)
+    _attempts: Counter[int] = field(default_factory=Counter)
 
     def events(self, numbers: Sequence[int]) -> Iterator[RunEvent]:
         """Carry out some of the runs, and say what happens."""
@@ -196,7 +196,7 @@ class Pool:
     def _give(self, worker: _Worker) -> None:
         worker.number = self._waiting.popleft() if self._waiting else None
         if worker.number is not None:
-            self._attempts[worker.number] = self._attempts.get(worker.number, 0) + 1
+            self._attempts[worker.number] += 1
             worker.pipe.send((worker.number, self.configs[worker.number]))
 
     def _hear(self, worker: _Worker, asked: Event) -> Iterator[RunEvent]:

@@ -196,7 +196,7 @@ def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
     """What clears a run, sets a branch aside or names what was written must leave nothing out."""
     finished = train_digits(out="run", diagnostics=True, canaries=100, tensorboard=True, plot=True)
     written = {path.name for path in finished.folder.iterdir()}
-    assert written == {*folder.FILES, *folder.FOLDERS, folder.SUMS, folder.LOCK}
+    assert written == {*folder.FILES, folder.CHECKPOINTS, folder.EVENTS, folder.SUMS, folder.LOCK}
     folder.set_aside(finished.folder)
     aside = {path.name for path in (finished.folder / "branch-1").iterdir()}
     assert aside == {*folder.FILES, folder.SUMS, folder.EVENTS}

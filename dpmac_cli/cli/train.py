@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,14 +42,18 @@ ENDED_EARLY = {
 @explained
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with joined() as ranks:
-            if ranks.leads:
-                _train(flags, ranks)
-            else:
-                _assist(flags, ranks)
-    else:
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         _train(flags, None)
+        return
+    # When one of the processes dies, torch would show the others' stacks. Read when it is loaded.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from dpmac_cli.ranks import join  # noqa: PLC0415
+
+    ranks = join()
+    try:
+        (_train if ranks.leads else _assist)(flags, ranks)
+    finally:
+        ranks.leave()
 
 
 def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
@@ -90,20 +94,6 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
             label="stopped",
         )
         raise typer.Exit(code)
-
-
-@contextlib.contextmanager
-def joined() -> "Iterator[Ranks]":
-    """The processes that a launcher has started, met."""
-    # When one of them dies, torch would show the others' stacks. Read when it is loaded.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from dpmac_cli.ranks import join  # noqa: PLC0415
-
-    ranks = join()
-    try:
-        yield ranks
-    finally:
-        ranks.leave()
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
