@@ -191,23 +191,11 @@ def _cell(
         accuracies[run.seed] = float(report["test"]["accuracy"])
         seconds.append(float(report["timings"]["training_seconds"]))
         lines = folder.read_lines(run.folder / folder.METRICS)
-        histories.append(
-            (
-                tuple(int(line["step"]) for line in lines),
-                tuple(float(line["test_accuracy"]) for line in lines),
-            )
-        )
-    return Cell(
-        labels,
-        column,
-        config.sigma or 0.0,
-        epsilon,
-        accuracies,
-        failed,
-        fmean(seconds) if seconds else math.nan,
-        "",
-        tuple(histories),
-    )
+        steps = tuple(int(line["step"]) for line in lines)
+        histories.append((steps, tuple(float(line["test_accuracy"]) for line in lines)))
+    mean, sigma = fmean(seconds) if seconds else math.nan, config.sigma or 0.0
+    told = (accuracies, failed, mean, "", tuple(histories))
+    return Cell(labels, column, sigma, epsilon, *told)
 
 
 def finished_report(run: Run) -> dict[str, Any] | None:
@@ -235,10 +223,7 @@ def was_changed(run: Run) -> bool:
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
-    """Yield the events of all attempts at all private runs, in full if unfinished.
-
-    Each run begins its own epochs, so that steps of several runs may not be added up.
-    """
+    """Yield events of all attempts at private runs, not added up: each begins its own epochs."""
     for run in runs:
         if run.config.no_dp:
             continue
@@ -249,10 +234,7 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:
-    """Other runs where the study's own are kept, on data that may be the same.
-
-    That it is the same is told by its name. Of a damaged run nothing is known, so it counts.
-    """
+    """Yield other runs in the study's folder on data of the same name; damaged ones count."""
     first = grid.runs[0]
     own = {run.folder.resolve() for run in grid.runs}
     for entry in find_runs([first.folder.parent]).entries:

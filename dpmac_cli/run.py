@@ -391,10 +391,7 @@ def _resumed(
 
 
 def _before(where: Path, record: Mapping[str, Any]) -> tuple[Spent, tuple[str, ...]]:
-    """Return what was spent before a resume, by the largest of all witnesses, and notes on it.
-
-    Where the ledger is missing or damaged, all planned steps of the current branch are charged.
-    """
+    """Return what was spent before a resume, by the largest of all witnesses, and notes on it."""
     saved, found = Spent.of(record["spent"]), ledger.read(where)
     same = found is not None and replace(found, begun=saved.begun) == saved
     if found is None or not (same or len(found.earlier) > len(saved.earlier)):
@@ -410,11 +407,7 @@ def _before(where: Path, record: Mapping[str, Any]) -> tuple[Spent, tuple[str, .
 
 
 def _named_again(where: Path, recorded: Mapping[str, Any], typed: Mapping[str, Any]) -> set[str]:
-    """Return which of dataset and model may have another path, being the user's own.
-
-    Raises:
-        InputError: the path of either must be given, and is not.
-    """
+    """Return which of dataset and model may have another path. Raises InputError if one must."""
     free = set()
     source, given = recorded["dataset"], typed.get("dataset")
     if source not in DATASETS:
@@ -453,13 +446,7 @@ NOT_EXACTLY = (
 
 
 def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
-    """Reject other records or public weights, and in an exact resume another network.
-
-    Records that were added or removed would change the rate at which the steps before sampled.
-
-    Raises:
-        InputError: they are others.
-    """
+    """Reject other records (their number sets the rate), and in an exact resume other networks."""
     others = [
         f"{_SAME[of]} that the run began with. {NOT_EXACTLY if of in EXACT else SPENT}"
         for of in _SAME

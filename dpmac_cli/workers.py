@@ -31,6 +31,7 @@ from dpmac_cli.places import data_folder
 from dpmac_cli.settings import TrainConfig
 from dpmac_cli.source import Source
 
+SPAWN = processes.get_context("spawn")
 #: Steps that --dry-run times, and seconds after which it times no more of a configuration.
 TIMED_STEPS, TIMED_SECONDS = 3, 3.0
 #: Records, with their views, that it begins with, and how many times more it takes next.
@@ -157,12 +158,11 @@ class Pool:
 
     def events(self, numbers: Sequence[int]) -> Iterator[RunEvent]:
         """Carry out some of the runs, and say what happens."""
-        context = processes.get_context("spawn")
-        asked = context.Event()
+        asked = SPAWN.Event()
         self._waiting.extend(numbers)
         count = min(self.jobs, len(numbers))
         threads = max(1, torch.get_num_threads() // max(1, count))
-        workers = [self._begin(context, asked, index, threads) for index in range(count)]
+        workers = [self._begin(asked, index, threads) for index in range(count)]
         try:
             while busy := {worker.pipe: worker for worker in workers if worker.number is not None}:
                 if not asked.is_set() and self.stop():
@@ -175,7 +175,7 @@ class Pool:
                             self._give(worker)
                         else:
                             index = workers.index(worker)
-                            workers[index] = self._begin(context, asked, index, threads)
+                            workers[index] = self._begin(asked, index, threads)
         finally:
             asked.set()
             for worker in workers:
@@ -183,10 +183,10 @@ class Pool:
                     worker.pipe.send(None)
                 worker.process.join()
 
-    def _begin(self, context: Any, asked: Event, index: int, threads: int) -> _Worker:
-        mine, theirs = context.Pipe()
+    def _begin(self, asked: Event, index: int, threads: int) -> _Worker:
+        mine, theirs = SPAWN.Pipe()
         arguments = (theirs, asked, self.data, index, threads, os.getpid())
-        process = context.Process(target=_work, args=arguments)
+        process = SPAWN.Process(target=_work, args=arguments)
         process.start()
         theirs.close()
         worker = _Worker(process, mine)
