@@ -181,7 +181,7 @@ def new_folder(root: Path, stem: str) -> Path:
     Raises:
         InputError: the folder cannot be made.
     """
-    if root.exists() and not root.is_dir():
+    if os.path.lexists(root) and not root.is_dir():
         raise InputError(f"{root} is a file; runs are kept in a folder of that name.")
     for number in itertools.count(1):
         folder = root / f"{stem}-{number}"

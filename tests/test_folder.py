@@ -82,8 +82,10 @@ def test_new_folders_are_numbered_and_never_reused(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_runs_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("mine")
-    with pytest.raises(InputError, match="runs"):
-        folder.new_folder(tmp_path / "runs", "x")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("runs", "link"):
+        with pytest.raises(InputError, match=f"{name} is a file"):
+            folder.new_folder(tmp_path / name, "x")
 
 
 def test_a_chosen_folder_is_made_with_its_parents(tmp_path: Path) -> None:

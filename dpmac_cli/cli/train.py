@@ -76,23 +76,18 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
 
     display = choose_display(quiet, json)
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
-        events = (
-            train(resolved.config, stop, ranks=ranks)
-            if resolved
-            else resume(run, flags, stop, ranks=ranks)
-        )
+        if resolved:
+            events = train(resolved.config, stop, ranks=ranks)
+        else:
+            events = resume(run, flags, stop, ranks=ranks)
         finished = follow(events, display, stop)
     if json:
         console.print_result(to_json(finished.report))
     if finished.state in ENDED_EARLY:
         why, change, code = ENDED_EARLY[finished.state]
-        console.print_errors(
-            [
-                f"{why}; the run so far is in {finished.folder}. "
-                f"To go on: {resume_command(finished.folder, change)}"
-            ],
-            label="stopped",
-        )
+        kept = f"{why}; the run so far is in {finished.folder}."
+        resuming = f"To resume: {resume_command(finished.folder, change)}"
+        console.print_errors([f"{kept} {resuming}"], label="stopped")
         raise typer.Exit(code)
 
 
@@ -128,8 +123,7 @@ def text_option(name: str, setting: Setting, *, several: bool = False) -> inspec
     flag = f"--{flag_name(name)}"
     if KINDS[name] is bool:
         option = typer.Option(flag, help=setting.help, rich_help_panel=setting.panel)
-        annotation: Any = Annotated[bool, option]
-        default: Any = False
+        more: Any = {"default": False, "annotation": Annotated[bool, option]}
     else:
         option = typer.Option(
             flag,
@@ -139,11 +133,8 @@ def text_option(name: str, setting: Setting, *, several: bool = False) -> inspec
             show_default=False,
             autocompletion=one_of(setting.choices, several=several) if setting.choices else None,
         )
-        annotation = Annotated[str | None, option]
-        default = None
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+        more = {"default": None, "annotation": Annotated[str | None, option]}
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **more)
 
 
 def _help(name: str, setting: Setting) -> str:
