@@ -52,8 +52,7 @@ def begin(ranks: Ranks, config: TrainConfig, task: Task, trainer: Trainer, where
             "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star", "layers")},
         }
     )
-    _check_same(ranks, task)
-    _share_state(ranks, trainer)
+    _agree(ranks, task, trainer)
 
 
 def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
@@ -75,8 +74,7 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
             device = choose_device(config.device, ranks)
             task = outcome(make_task(config, device))
             trainer = make_trainer(config, said["steps"], device, task=task, ranks=ranks)
-            _check_same(ranks, task)
-            _share_state(ranks, trainer)
+            _agree(ranks, task, trainer)
             trainer.state.join_in(said["numbers"])
             while True:
                 trainer.step()
@@ -86,12 +84,12 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
         if said is None:
             raise
         raise RunError(
-            f"{failure} To go on from the last checkpoint: {resume_command(Path(said['folder']))}"
+            f"{failure} To resume from the last checkpoint: {resume_command(Path(said['folder']))}"
         ) from failure
 
 
-def _check_same(ranks: Ranks, task: Task) -> None:
-    """Refuse ranks with different records: one that two of them hold would count twice."""
+def _agree(ranks: Ranks, task: Task, trainer: Trainer) -> None:
+    """Give all ranks one state. Reject other records: one that two ranks hold would count twice."""
     sums = [int(task.fingerprints.get(name, "0")[:15], 16) for name in SHARED]
     same = ranks.alike(torch.tensor(sums)).tolist()
     others = [name for name, alike in zip(SHARED, same, strict=True) if not alike]
@@ -101,8 +99,5 @@ def _check_same(ranks: Ranks, task: Task) -> None:
             "could count more than once in a step. Give every machine the same files, and run the "
             "command again."
         )
-
-
-def _share_state(ranks: Ranks, trainer: Trainer) -> None:
     for _, tensor in sorted(trainer.state.tensors().items()):
         ranks.tell(tensor)

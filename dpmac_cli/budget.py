@@ -9,6 +9,8 @@ from dpmac_cli.calibration import affordable_steps, calibrate_noise, check_withi
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.settings import TrainConfig
 
+_noise_for = lru_cache(calibrate_noise)
+
 
 def training_event(config: TrainConfig, steps: int | None = None) -> TrainingEvent:
     """What a configuration whose noise is settled does with its records.
@@ -37,11 +39,6 @@ def settle_noise(config: TrainConfig) -> TrainConfig:
         return config
     event = training_event(config)
     return replace(config, sigma=_noise_for(event, config.delta, config.epsilon))
-
-
-@lru_cache
-def _noise_for(event: TrainingEvent, delta: float, epsilon: float) -> float:
-    return calibrate_noise(event, delta, epsilon)
 
 
 def affordable(config: TrainConfig, steps: int, earlier: Sequence[TrainingEvent]) -> int:

@@ -112,13 +112,14 @@ class Comparison:
     @property
     def rows(self) -> list[tuple[str, list[Cell | None]]]:
         """Names and cells, a cell for each of :attr:`columns`."""
-        names = dict.fromkeys(cell.labels for cell in self.cells)
+        first: dict[tuple[tuple[str, str], ...], Cell] = {}
+        for cell in self.cells:
+            first.setdefault(cell.labels, cell)
         by_place = {(cell.labels, cell.column): cell for cell in self.cells}
-        rows = []
-        for labels in names:
-            cells = [by_place.get((labels, column)) for column in self.columns]
-            rows.append((next(cell.name for cell in cells if cell), cells))
-        return rows
+        return [
+            (cell.name, [by_place.get((cell.labels, column)) for column in self.columns])
+            for cell in first.values()
+        ]
 
     @property
     def columns(self) -> list[float]:
@@ -137,15 +138,9 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
         grid: the study.
         failures: why runs failed, by their number in the grid.
     """
-    cells = []
-    numbered = enumerate(grid.runs)
-    for (labels, column), group in itertools.groupby(
-        numbered, key=lambda pair: (pair[1].labels, pair[1].column)
-    ):
-        cells.append(_cell(labels, column, list(group), failures))
-    judged = _judged(cells)
+    groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
+    cells = [_cell(labels, column, list(runs), failures) for (labels, column), runs in groups]
     first = grid.runs[0].config
-    remarks = [*_about_the_test(cells)]
     events = tuple(_events(grid.runs))
     bill = total_epsilon(events, first.delta)
     beside = list(_beside(grid))
@@ -153,12 +148,12 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     return Comparison(
         grid.column,
         grid.axes,
-        tuple(judged),
+        tuple(_judged(cells)),
         grid.seeds,
         first.dataset,
         first.delta,
         bill,
-        tuple(remarks),
+        tuple(_about_the_test(cells)),
         grid.name,
         len(beside),
         _together(events, others, first.delta) if others else bill,
@@ -196,23 +191,11 @@ def _cell(
         accuracies[run.seed] = float(report["test"]["accuracy"])
         seconds.append(float(report["timings"]["training_seconds"]))
         lines = folder.read_lines(run.folder / folder.METRICS)
-        histories.append(
-            (
-                tuple(int(line["step"]) for line in lines),
-                tuple(float(line["test_accuracy"]) for line in lines),
-            )
-        )
-    return Cell(
-        labels,
-        column,
-        config.sigma or 0.0,
-        epsilon,
-        accuracies,
-        failed,
-        fmean(seconds) if seconds else math.nan,
-        "",
-        tuple(histories),
-    )
+        steps = tuple(int(line["step"]) for line in lines)
+        histories.append((steps, tuple(float(line["test_accuracy"]) for line in lines)))
+    mean, sigma = fmean(seconds) if seconds else math.nan, config.sigma or 0.0
+    told = (accuracies, failed, mean, "", tuple(histories))
+    return Cell(labels, column, sigma, epsilon, *told)
 
 
 def finished_report(run: Run) -> dict[str, Any] | None:
@@ -240,27 +223,18 @@ def was_changed(run: Run) -> bool:
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
-    """What all runs together did, those without privacy left out.
-
-    An event a run: each begins epochs of its own, so that their steps may not be added up.
-    """
+    """Yield events of all attempts at private runs, not added up: each begins its own epochs."""
     for run in runs:
-        if not run.config.no_dp:
-            yield from _event(run)
-
-
-def _event(run: Run) -> tuple[TrainingEvent, ...]:
-    """Return what all attempts at a run did, with each of its branches; in full if unfinished."""
-    if finished_report(run) is not None:
-        return events_of(run.folder, attempts=True)
-    return attempts(run.folder, training_event(run.config), whole=True)
+        if run.config.no_dp:
+            continue
+        if finished_report(run) is not None:
+            yield from events_of(run.folder, attempts=True)
+        else:
+            yield from attempts(run.folder, training_event(run.config), whole=True)
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:
-    """Other runs where the study's own are kept, on data that may be the same.
-
-    That it is the same is told by its name. Of a damaged run nothing is known, so it counts.
-    """
+    """Yield other runs in the study's folder on data of the same name; damaged ones count."""
     first = grid.runs[0]
     own = {run.folder.resolve() for run in grid.runs}
     for entry in find_runs([first.folder.parent]).entries:
@@ -271,29 +245,23 @@ def _beside(grid: Grid) -> Iterator[Entry]:
 
 def _together(events: tuple[TrainingEvent, ...], others: Iterable[Entry], delta: float) -> float:
     """Epsilon of a study and of other runs; ``inf`` where that cannot be read, or has no price."""
-    for entry in others:
-        try:
+    try:
+        for entry in others:
             if entry.dataset is None:
                 return math.inf
             events = (*events, *events_of(entry.folder, attempts=True))
-        except InputError:
-            return math.inf
-    try:
         return total_epsilon(events, delta)
-    except InputError:  # some were sampled under another adjacency
+    except InputError:  # one cannot be read, or some were sampled under another adjacency
         return math.inf
 
 
 def _judged(cells: Sequence[Cell]) -> list[Cell]:
     """Give each cell its standing within its column."""
-    standings: dict[tuple[Any, float], str] = {}
-    for column in dict.fromkeys(cell.column for cell in cells):
-        rivals = [cell for cell in cells if cell.column == column]
-        standings |= {
-            (cell.labels, column): standing
-            for cell, standing in zip(rivals, standing_of(rivals), strict=True)
-        }
-    return [replace(cell, standing=standings[cell.labels, cell.column]) for cell in cells]
+    columns: dict[float, list[Cell]] = {}
+    for cell in cells:
+        columns.setdefault(cell.column, []).append(cell)
+    standings = {column: iter(standing_of(rivals)) for column, rivals in columns.items()}
+    return [replace(cell, standing=next(standings[cell.column])) for cell in cells]
 
 
 def standing_of(cells: Sequence[Cell]) -> list[str]:
@@ -327,10 +295,6 @@ def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> floa
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:
     """Which hypotheses are rejected by Holm's step-down method (1979)."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    rejected = [False] * len(p_values)
-    for rank, i in enumerate(order):
-        if p_values[i] > level / (len(p_values) - rank):
-            break
-        rejected[i] = True
-    return rejected
+    ordered = list(enumerate(sorted(p_values)))
+    kept = [p for rank, p in ordered if p > level / (len(p_values) - rank)]
+    return [p < min(kept, default=math.inf) for p in p_values]

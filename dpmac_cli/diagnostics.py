@@ -52,26 +52,22 @@ class Diagnostics:
 
     def flush(self, where: Path, step: int) -> Diagnosis:
         """Average what was seen since the last time, and append it to a file of its own."""
-        diagnosis = self._averages()
+        losses = torch.cat(self._losses or [torch.zeros(0)])
+        norms = torch.cat(self._norms or [torch.zeros(0)])
         self._losses.clear()
         self._norms.clear()
+        finite = torch.isfinite(norms)
+        seen = int(finite.sum())
+        clipped = seen and self.clipped
+        diagnosis = Diagnosis(
+            samples=len(norms),
+            not_finite=len(norms) - seen,
+            mean_loss=float(losses[finite].mean()) if seen else None,
+            mean_norm=float(norms[finite].mean()) if clipped else None,
+            clipped_share=float((norms[finite] > 1).double().mean()) if clipped else None,
+        )
         file = where / folder.DIAGNOSTICS
         if not file.exists():
             folder.append_line(file, {"warning": DIAGNOSTICS_WARNING}, folder.PRIVATE_MODE)
         folder.append_line(file, {"step": step, **vars(diagnosis)}, folder.PRIVATE_MODE)
         return diagnosis
-
-    def _averages(self) -> Diagnosis:
-        losses = torch.cat(self._losses) if self._losses else torch.zeros(0)
-        norms = torch.cat(self._norms) if self._norms else torch.zeros(0)
-        finite = torch.isfinite(norms)
-        seen = int(finite.sum())
-        return Diagnosis(
-            samples=len(norms),
-            not_finite=len(norms) - seen,
-            mean_loss=float(losses[finite].mean()) if seen else None,
-            mean_norm=float(norms[finite].mean()) if seen and self.clipped else None,
-            clipped_share=(
-                float((norms[finite] > 1).double().mean()) if seen and self.clipped else None
-            ),
-        )

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -30,10 +31,13 @@ CHECKPOINTS = "checkpoint"
 #: The folder of events for TensorBoard.
 EVENTS = "tensorboard"
 LOCK = ".lock"
+#: In the folder of checkpoints: steps that may have begun.
+LEDGER = "spent.json"
+#: Attempts at a run of a study before this one, should the ledger be lost.
+ATTEMPTS = ".attempts.json"
 PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
 SEALED = (*PUBLISHED, AUDIT, CURVES)
 FILES = (*SEALED, DIAGNOSTICS)
-FOLDERS = (CHECKPOINTS, EVENTS)
 #: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
 #: of the diagnostics would tell something of them.
 SUMS = "SHA256SUMS"
@@ -177,21 +181,13 @@ def new_folder(root: Path, stem: str) -> Path:
     Raises:
         InputError: the folder cannot be made.
     """
-    number = 1
-    while True:
+    if os.path.lexists(root) and not root.is_dir():
+        raise InputError(f"{root} is a file; runs are kept in a folder of that name.")
+    for number in itertools.count(1):
         folder = root / f"{stem}-{number}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if not root.is_dir():
-                raise InputError(
-                    f"{root} is a file; runs are kept in a folder of that name."
-                ) from None
-            number += 1
-        except OSError as failure:
-            raise InputError(_unwritable(folder, failure)) from failure
-        else:
-            return folder
+        with contextlib.suppress(FileExistsError):
+            return make_folder(folder, exist_ok=False)
+    raise AssertionError
 
 
 @contextlib.contextmanager
@@ -208,7 +204,7 @@ def locked(run: Path) -> Iterator[None]:
     except OSError as failure:
         raise InputError(_unwritable(run, failure)) from failure
     try:
-        if not _taken(handle):
+        if not _taken(handle, fcntl.LOCK_EX, TRIES):
             raise InputError(
                 f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
                 "stop it."
@@ -221,13 +217,13 @@ def locked(run: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _taken(handle: int) -> bool:
-    """Whether a lock could be had, sooner or later."""
-    for attempt in range(TRIES):
+def _taken(handle: int, kind: int, tries: int = 1) -> bool:
+    """Return whether a lock could be had, sooner or later. Raises OSError."""
+    for attempt in range(tries):
         if attempt:
             time.sleep(PATIENCE)
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
             return True
     return False
 
@@ -238,32 +234,18 @@ def in_use(run: Path) -> bool:
     The lock is shared with others who ask, and held for no longer than that takes: a run that
     starts meanwhile tries again.
     """
-    try:
-        handle = os.open(run / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
+    with contextlib.suppress(OSError), (run / LOCK).open("rb") as file:
+        return not _taken(file.fileno(), fcntl.LOCK_SH)
     return False
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file of lines, without those that were cut short or are damaged."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [record for record in map(_record, lines) if isinstance(record, dict)]
-
-
-def _record(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def set_aside(run: Path) -> None:
@@ -271,7 +253,7 @@ def set_aside(run: Path) -> None:
 
     Configuration and metrics are copied, so that a kill in between leaves the run resumable.
     """
-    aside = _numbered(run, "branch")
+    aside = new_folder(run, "branch")
     if (run / SUMS).exists():
         os.replace(run / SUMS, aside / SUMS)
     for name in (CONFIG, METRICS):
@@ -282,56 +264,14 @@ def set_aside(run: Path) -> None:
             os.replace(run / name, aside / name)
 
 
-def _numbered(run: Path, stem: str) -> Path:
-    """Make the first free of stem-1, stem-2, ... in a run."""
-    number = 1
-    while (run / f"{stem}-{number}").exists():
-        number += 1
-    made = run / f"{stem}-{number}"
-    made.mkdir()
-    return made
-
-
-def make_way(run: Path) -> None:
-    """Move a run into a folder within its own, until another has taken its place.
-
-    Files that are not a run's stay where they are. Raises OSError.
-    """
-    names = (*FILES, SUMS, *FOLDERS, *(path.name for path in _all_numbered(run, "branch")))
-    there = [name for name in names if (run / name).exists()]
-    if there:
-        aside = _numbered(run, "replaced")
-        for name in there:
-            os.replace(run / name, aside / name)
-
-
-def put_back(run: Path) -> None:
-    """Undo :func:`make_way`, whatever was begun in the run's place. Raises OSError."""
-    for name in (*FILES, SUMS):
+def clear(run: Path) -> None:
+    """Remove a run but for its checkpoints and ledger, and no files of others. Raises OSError."""
+    for name in (*FILES, SUMS, ATTEMPTS):
         (run / name).unlink(missing_ok=True)
-    for name in FOLDERS:
-        shutil.rmtree(run / name, ignore_errors=True)
-    for aside in replaced(run)[-1:]:
-        for path in aside.iterdir():
-            os.replace(path, run / path.name)
-        aside.rmdir()
-
-
-def replaced(run: Path) -> list[Path]:
-    """Where the runs are kept whose place this one is taking."""
-    return _all_numbered(run, "replaced")
-
-
-def drop_replaced(run: Path) -> None:
-    """Remove the runs whose place this one has taken. Raises OSError."""
-    for aside in replaced(run):
-        shutil.rmtree(aside)
-
-
-def _all_numbered(run: Path, stem: str) -> list[Path]:
-    """What :func:`_numbered` has made, oldest first."""
-    found = [path for path in run.glob(f"{stem}-*") if path.name[len(stem) + 1 :].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[len(stem) + 1 :]))
+    branches = [path for path in run.glob("branch-*") if path.name[7:].isdecimal()]
+    for path in (run / EVENTS, *branches):
+        if path.exists():
+            shutil.rmtree(path)
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:
@@ -357,14 +297,15 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
 
 def _leftover(path: Path) -> bool:
     """Whether a run that was killed before it had begun may have left a file."""
+    if path.name == CHECKPOINTS and path.is_dir():
+        return all(map(_leftover, path.iterdir()))
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
 
 
 def _holds_run(folder: Path) -> bool:
     """Whether a folder is a run's: other tools, too, call a file config.yaml."""
-    if any((folder / name).exists() for name in (REPORT, MODEL)):
-        return True
-    return any(map(_holds_run, replaced(folder))) or is_configured(folder)
+    ours = (REPORT, MODEL, f"{CHECKPOINTS}/{LEDGER}")
+    return any((folder / name).exists() for name in ours) or is_configured(folder)
 
 
 def is_configured(folder: Path) -> bool:
@@ -402,15 +343,18 @@ def resume_command(run: Path, change: str = "") -> str:
     return f"dpmac train --resume {run}{own}{change}"
 
 
-def make_folder(run: Path) -> Path:
+def make_folder(run: Path, *, exist_ok: bool = True) -> Path:
     """Make the folder that --out names, or take it as it is.
 
     Raises:
+        FileExistsError: it is there, and ``exist_ok`` is off.
         InputError: it cannot be made.
     """
     try:
-        run.mkdir(parents=True, exist_ok=True)
+        run.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as failure:
+        if not exist_ok and isinstance(failure, FileExistsError):
+            raise
         raise InputError(_unwritable(run, failure)) from failure
     return run
 

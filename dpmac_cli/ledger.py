@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from dpmac_cli import folder
 from dpmac_cli.accounting import TrainingEvent
 
-FILE = "spent.json"
+FILE = folder.LEDGER
 #: Seconds of training that a reservation should last: it is synced to disk, which takes a while.
 SECONDS = 1.0
 LISTS = ("earlier", "abandoned")
@@ -73,9 +73,23 @@ def attempts(run: Path, planned: TrainingEvent, whole: bool = False) -> tuple[Tr
     if found is not None:
         last = (*found.earlier, found.event) if whole else found.events
         return (*found.abandoned, *last)
-    before = tuple(event for old in folder.replaced(run) for event in attempts(old, planned))
+    before = _kept_attempts(run)
     begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
     return (*before, planned) if begun else before
+
+
+def keep_attempts(run: Path, events: Iterable[TrainingEvent]) -> None:
+    """Write earlier attempts to a file that is left if the ledger is lost. Raises OSError."""
+    text = folder.to_json([asdict(event) for event in events])
+    folder.write_atomically(run / folder.ATTEMPTS, text.encode(), folder.PRIVATE_MODE)
+
+
+def _kept_attempts(run: Path) -> tuple[TrainingEvent, ...]:
+    try:
+        found = json.loads((run / folder.ATTEMPTS).read_bytes())
+        return tuple(TrainingEvent(**event) for event in found)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return ()
 
 
 def _sum(values: Mapping[str, Any]) -> str:

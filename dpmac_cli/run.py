@@ -1,9 +1,8 @@
 """One training run, from a checked configuration to the files in its folder."""
 
-import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,7 @@ import torch
 
 from dpmac_cli import assist, audit, checkpoint, folder, ledger
 from dpmac_cli import config as configuration
-from dpmac_cli.accounting import (
-    EpsilonSchedule,
-    TrainingEvent,
-    epsilon_schedule,
-    total_epsilon,
-)
+from dpmac_cli.accounting import TrainingEvent, epsilon_schedule, total_epsilon
 from dpmac_cli.assembly import (
     Task,
     choose_device,
@@ -121,23 +115,8 @@ RunEvent = Computing | Started | Update | Reduced | Finished
 
 
 @dataclass
-class Session:
-    """A run in hand.
-
-    Attributes:
-        config: with noise and device settled.
-        task: the network that is published, and what is trained of it.
-        trainer: at ``trainer.state.step``.
-        where: its folder.
-        ledger: of the steps that may have begun.
-        history: the lines of metrics.jsonl so far.
-        shown: how many of them are in it.
-        seconds: of training so far.
-        branch: why it is a branch, if it has just become one.
-        notes: what the person who resumes it should know.
-        ranks: the processes that work on it; None for this one on its own.
-        events: for TensorBoard, if it is to have any.
-    """
+class _Session:
+    """A run that is being trained, at ``trainer.state.step``."""
 
     config: TrainConfig
     task: Task
@@ -145,8 +124,8 @@ class Session:
     where: Path
     ledger: Ledger
     diagnostics: Diagnostics | None
-    history: list[dict[str, Any]] = field(default_factory=list)
-    shown: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
+    shown: int = 0  # how many of them the file has
     seconds: float = 0.0
     branch: str | None = None
     notes: tuple[str, ...] = ()
@@ -163,10 +142,6 @@ class Session:
         """Step at which the current branch began; 0 for a run without branches."""
         return self.ledger.spent.base
 
-    def scores_at(self, step: int) -> bool:
-        """Whether the test set is scored after a step."""
-        return step % self.config.steps_per_epoch == 0 or step == self.steps
-
     def event(self, steps: int) -> TrainingEvent:
         """What the current branch does by the time the run has taken ``steps`` in all."""
         return training_event(self.config, steps - self.base)
@@ -177,10 +152,6 @@ class Session:
         events = (*spent.earlier, self.event(charged))
         planned = self.event(self.config.total_steps)
         return Bill(events, planned, spent.seeded, spent.secure, spent.abandoned)
-
-    def epsilon(self) -> float:
-        """What has been spent."""
-        return total_epsilon(self.bill().events, self.config.delta)
 
 
 def train(
@@ -201,7 +172,7 @@ def train(
         abandoned: events of attempts that this run replaces in a study. Its report lists them; the
             study's epsilon covers them, and its own does not.
 
-    With ``force``, the run that was there is kept in a folder within until this one has ended.
+    With ``force``, the run that was there is removed once this one is ready for its first step.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
@@ -219,14 +190,15 @@ def train(
         with folder.locked(where):
             if config.out is not None:  # another run may have ended in it meanwhile
                 folder.check_chosen_folder(where, config.force)
-            folder.make_way(where)
-            try:
-                _write_config(session)
-                session.ledger.write(0)
-                _save(session)  # so that a run can be resumed from its first moment on
-            except BaseException:
-                folder.put_back(where)
-                raise
+            # A kill on the way leaves the ledger of the old run or of this one, and never a
+            # checkpoint of the old run beside the ledger of this one.
+            checkpoint.discard(where)
+            session.ledger.write(0)
+            folder.clear(where)
+            if abandoned:
+                ledger.keep_attempts(where, abandoned)
+            _write_config(session)
+            _save(session)  # so that a run can be resumed from its first moment on
             yield from _drive(session, stop)
 
 
@@ -251,7 +223,7 @@ def _session(
     base: int = 0,
     earlier: tuple[TrainingEvent, ...] = (),
     abandoned: tuple[TrainingEvent, ...] = (),
-) -> Generator[Computing, None, Session]:
+) -> Generator[Computing, None, _Session]:
     """A run or a branch before its first step, in a folder of its own unless one is given."""
     if ranks is not None:
         assist.check(config)
@@ -259,14 +231,18 @@ def _session(
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
     task = yield from make_task(config, device, len(earlier), data, stop)
     trainer = make_trainer(config, steps, device, diagnostics, len(earlier), task=task, ranks=ranks)
-    where = where or _take_folder(config)
+    if where is None and config.out is not None:
+        where = folder.make_folder(config.out)
+    elif where is None:
+        stem = f"{config.dataset_name}-{config.optimizer}{'-no-dp' if config.no_dp else ''}"
+        where = folder.new_folder(Path("runs"), stem)
     event, seeded = training_event(config, steps - base), config.seed is not None
     spent = Spent(earlier, event, base, base, seeded, config.secure, abandoned)
     kept = Ledger(where, spent)
-    return Session(config, task, trainer, where, kept, diagnostics, notes=task.notes, ranks=ranks)
+    return _Session(config, task, trainer, where, kept, diagnostics, notes=task.notes, ranks=ranks)
 
 
-def _write_config(session: Session) -> None:
+def _write_config(session: _Session) -> None:
     """Write config.yaml and its checksum, the only one while the run goes on."""
     where = session.where
     folder.unseal(where)
@@ -326,16 +302,16 @@ def _resumed(
     data: Data | None,
     stop: Callable[[], bool],
     ranks: Ranks | None,
-) -> Generator[Computing, None, Session]:
+) -> Generator[Computing, None, _Session]:
     saved = checkpoint.newest(where)
     record = saved.record
     typed = {name: value for name, value in flags.items() if value is not None}
     free = _named_again(where, record["config"], typed)
-    for name in (flag_name(name) for name in FIXED if name not in free):
-        given = typed.pop(name.replace("-", "_"), None)
-        if given and str(given) != str(record["config"].get(name)):
+    for name in (name for name in FIXED if name not in free):
+        given, flag = typed.pop(name, None), flag_name(name)
+        if given and str(given) != str(record["config"].get(flag)):
             raise InputError(
-                f"--{name} cannot change in a resumed run. Start a new run to change it."
+                f"--{flag} cannot change in a resumed run. Start a new run to change it."
             )
     resolved = configuration.change(record["config"], typed)
     config = resolved.config
@@ -351,20 +327,19 @@ def _resumed(
     if config.seed is not None:
         changed.append("seed changed")
     step = record["state"]["step"]
-    before, known = _before(where, record)
+    before, lost = _before(where, record)
     if len(before.earlier) > len(record["spent"]["earlier"]):
         changed.append("the checkpoint of the last branch is lost")
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
     told = told and folder.reported_steps(where) >= step  # else files are yet to be written
     if config.total_steps < step or (config.total_steps == step and told):
-        reached = (
-            f"{where} is finished: it took {step} of {config.total_steps} steps."
-            if step == config.total_steps
-            else f"The run in {where} has taken {step} steps already, more than the "
-            f"{config.total_steps} asked for."
-        )
+        reached = f"is finished: it took {step} of {config.total_steps} steps"
+        if config.total_steps < step:
+            reached = (
+                f"has taken {step} steps already, more than the {config.total_steps} asked for"
+            )
         raise InputError(
-            f"{reached} To train on, give more with --epochs (above "
+            f"{where} {reached}. To train on, give more with --epochs (above "
             f"{step // config.steps_per_epoch}) or --steps (above {step})."
         )
     if not repeatable(device) and config.total_steps > step:
@@ -394,7 +369,12 @@ def _resumed(
         shown=len(record["history"]),
         seconds=record["seconds"],
         branch=branch,
-        notes=(*resolved.notes, *session.notes, *_losses(saved, before, known=known)),
+        notes=(
+            *resolved.notes,
+            *session.notes,
+            *(f"{name} is damaged; resuming from step {step}." for name in saved.damaged),
+            *lost,
+        ),
     )
     # First of all what was spent: where the kill of a branch comes next, the run has no checkpoint
     # of that branch, and its next resume is another one.
@@ -410,27 +390,24 @@ def _resumed(
     return session
 
 
-def _before(where: Path, record: Mapping[str, Any]) -> tuple[Spent, bool]:
-    """Return what was spent before a resume by the largest of all witnesses, and if that is known.
-
-    Where the ledger is missing or damaged, all planned steps of the current branch are charged.
-    """
+def _before(where: Path, record: Mapping[str, Any]) -> tuple[Spent, tuple[str, ...]]:
+    """Return what was spent before a resume, by the largest of all witnesses, and notes on it."""
     saved, found = Spent.of(record["spent"]), ledger.read(where)
     same = found is not None and replace(found, begun=saved.begun) == saved
     if found is None or not (same or len(found.earlier) > len(saved.earlier)):
-        return replace(saved, begun=saved.end), False
+        lost = (
+            f"{checkpoint.FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
+            f"many steps were taken: all {saved.event.steps} planned ones are charged."
+        )
+        return replace(saved, begun=saved.end), (lost,)
     shown = [line.get("step") for line in folder.read_lines(where / folder.METRICS)]
     steps = [step for step in shown if isinstance(step, int)]
     begun = max(found.begun, record["state"]["step"], folder.reported_steps(where), *steps)
-    return replace(found, begun=min(begun, found.end)), True
+    return replace(found, begun=min(begun, found.end)), ()
 
 
 def _named_again(where: Path, recorded: Mapping[str, Any], typed: Mapping[str, Any]) -> set[str]:
-    """Return which of dataset and model may have another path, being the user's own.
-
-    Raises:
-        InputError: the path of either must be given, and is not.
-    """
+    """Return which of dataset and model may have another path. Raises InputError if one must."""
     free = set()
     source, given = recorded["dataset"], typed.get("dataset")
     if source not in DATASETS:
@@ -450,15 +427,17 @@ def _named_again(where: Path, recorded: Mapping[str, Any], typed: Mapping[str, A
     return free
 
 
-#: What must be as it was, by its fingerprint, and why a branch must have it, too, if it must.
-_SAME: Mapping[str, tuple[str, str | None]] = {
-    "data": ("The records are not those", "What was spent was spent on those, at their rate."),
-    "classes": ("The names of the classes are not those", "The labels mean something else now."),
-    "pretrained": ("The file of --pretrained is not the one", "Its contents have changed."),
-    "constants": ("The ranges low and high are not those", None),
-    "network": ("The factory or the file of --model is not the one", None),
-    "features": ("The features are not those", None),
+#: Fingerprints that may not change, and those of them that may in a branch.
+_SAME = {
+    "data": "The records are not those",
+    "classes": "The names of the classes are not those",
+    "pretrained": "The file of --pretrained is not the one",
+    "constants": "The ranges low and high are not those",
+    "network": "The factory or the file of --model is not the one",
+    "features": "The features are not those",
 }
+EXACT = ("constants", "network", "features")
+SPENT = "The privacy cost so far is for the original. Restore it, or start a new run."
 NOT_EXACTLY = (
     "An exact resume repeats the noise, which must not be added to other gradients. Restore the "
     "original; or change a setting, such as --epochs, to resume as a branch with new noise; or "
@@ -467,24 +446,17 @@ NOT_EXACTLY = (
 
 
 def _check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
-    """Reject other records or public weights, and in an exact resume another network.
-
-    Records that were added or removed would change the rate at which the steps before sampled.
-
-    Raises:
-        InputError: they are others.
-    """
+    """Reject other records (their number sets the rate), and in an exact resume other networks."""
     others = [
-        f"{what} that the run began with. "
-        f"{NOT_EXACTLY if why is None else f'{why} Restore the original, or start a new run.'}"
-        for of, (what, why) in _SAME.items()
-        if (why or exactly) and task.fingerprints.get(of) != before.get(of)
+        f"{_SAME[of]} that the run began with. {NOT_EXACTLY if of in EXACT else SPENT}"
+        for of in _SAME
+        if (exactly or of not in EXACT) and task.fingerprints.get(of) != before.get(of)
     ]
     if others:
         raise InputError(others)
 
 
-def _write_metrics(session: Session) -> None:
+def _write_metrics(session: _Session) -> None:
     text = "".join(map(folder.to_line, session.history))
     folder.write_atomically(session.where / folder.METRICS, text.encode())
 
@@ -503,37 +475,27 @@ def goes_on_exactly(where: Path, device: str) -> bool:
     return record["environment"] == environment(here) and (repeatable(here) or over)
 
 
-def _losses(saved: checkpoint.Checkpoint, before: Spent, *, known: bool) -> Iterator[str]:
-    """Say what is damaged, and what is done about it."""
-    for name in saved.damaged:
-        yield f"{name} is damaged; resuming from step {saved.record['state']['step']}."
-    if not known:
-        yield (
-            f"{checkpoint.FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
-            f"many steps were taken: all {before.event.steps} planned ones are charged."
-        )
-
-
-def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
+def _drive(session: _Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a session to its end and write its files."""
     began = time.perf_counter()
     if session.config.tensorboard:
         session.events = EventLog.begin(session.where)
         session.events.follow(session.history)
-    yield Started(
-        session.config,
-        session.where,
-        session.trainer.state.theta.numel(),
-        session.trainer.state.step,
-        session.steps,
-        session.steps < session.config.total_steps,
-        session.branch,
-        session.notes,
-    )
+    counts = (session.trainer.state.theta.numel(), session.trainer.state.step, session.steps)
+    cut_short = session.steps < session.config.total_steps
+    said = (session.branch, session.notes)
+    yield Started(session.config, session.where, *counts, cut_short, *said)
     if session.ranks is not None:
         assist.begin(session.ranks, session.config, session.task, session.trainer, session.where)
-    with _divergence_shown(session):
+    try:
         yield from _updates(session, stop)
+    except DivergedError as failure:
+        # That it diverged was computed from the records, so a branch must count those steps.
+        epoch = failure.step / session.config.steps_per_epoch
+        session.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
+        session.ledger.settle(failure.step)
+        _show(session)
+        raise
     session.ledger.settle(session.trainer.state.step)
     if session.ranks is not None:
         session.ranks.dismiss()
@@ -541,7 +503,7 @@ def _drive(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     yield _publish(session, time.perf_counter() - began)
 
 
-def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
+def _updates(session: _Session, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
     """Train a session, and save and show how far it is."""
     config, trainer, where = session.config, session.trainer, session.where
     every_steps, every_seconds = config.checkpoint_interval
@@ -552,19 +514,26 @@ def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Re
 
     with ThreadPoolExecutor(1) as pool:
         # Prices are composed beside the training, which they must not hold up.
-        prices = pool.submit(_prices, session)
+        prices = pool.submit(
+            epsilon_schedule,
+            session.event(session.steps),
+            config.delta,
+            config.steps_per_epoch,
+            session.ledger.spent.earlier,
+        )
         for event in fit(trainer, stop, due, session.seconds, session.ledger.before):
             session.seconds = event.seconds
             scored = isinstance(event, Evaluated)
-            schedule = prices.result() if scored else _if_ready(prices)
+            schedule = prices.result() if scored or prices.done() else None
             epsilon = None if schedule is None else schedule.at(event.step - session.base)
             if isinstance(event, Evaluated):
                 if event.last:  # as in the report: a run may end between the schedule's points
-                    epsilon = session.epsilon()
+                    epsilon = total_epsilon(session.bill().events, config.delta)
                 assert epsilon is not None  # noqa: S101  (the schedule was waited for)
                 session.history.append(metrics_line(event, epsilon, config))
             # A step that is yet to be scored would never be, if a run went on from after it.
-            settled = scored or not session.scores_at(event.step)
+            scores = event.step % config.steps_per_epoch == 0 or event.step == session.steps
+            settled = scored or not scores
             # And one done again in chunks of another size would round the same sum differently,
             # under the same noise: nothing of it may be seen before this is saved.
             reduced = settled and trainer.state.chunk < chunk
@@ -579,24 +548,18 @@ def _updates(session: Session, stop: Callable[[], bool]) -> Iterator[Update | Re
             if reduced:
                 chunk = trainer.state.chunk
                 yield Reduced(event.step, chunk)
-            yield Update(
-                event,
-                epsilon,
-                None if schedule is None else schedule.points[-1][1],
-                session.diagnostics.flush(where, event.step)
-                if scored and session.diagnostics
-                else None,
-            )
+            planned = schedule.points[-1][1] if schedule else None
+            diagnose = session.diagnostics if scored else None
+            seen = diagnose.flush(where, event.step) if diagnose else None
+            yield Update(event, epsilon, planned, seen)
 
 
-def _publish(session: Session, total_seconds: float) -> Finished:
+def _publish(session: _Session, total_seconds: float) -> Finished:
     """Write the files that a run ends with, their checksums last."""
     config, trainer, where = session.config, session.trainer, session.where
-    state: State = "finished"
+    state: State = "finished" if session.steps == config.total_steps else "budget-spent"
     if trainer.state.step < session.steps:
         state = "interrupted"
-    elif session.steps < config.total_steps:
-        state = "budget-spent"
     outcome = Outcome(
         state,
         session.history,
@@ -606,8 +569,7 @@ def _publish(session: Session, total_seconds: float) -> Finished:
         device_name(trainer.state.theta.device),
         trainer.state.chunk,
     )
-    bill = session.bill()
-    task = session.task
+    bill, task = session.bill(), session.task
     model, pretrained = task.model, task.fingerprints.get("pretrained")
     sizes = sum(p.numel() for p in model.parameters()), trainer.state.theta.numel()
     facts = public_facts(config, bill, *sizes, pretrained, task.built_by, task.independence)
@@ -625,42 +587,22 @@ def _publish(session: Session, total_seconds: float) -> Finished:
         title = f"{config.dataset_name}, {config.optimizer}"
         draw_curves(session.history, title, where / folder.CURVES)
     folder.seal(where)
-    folder.drop_replaced(where)
     return Finished(report, where, state)
 
 
-def _write_audit(session: Session, report: Mapping[str, Any]) -> None:
+def _write_audit(session: _Session, report: Mapping[str, Any]) -> None:
     """Write audit.json, coins and all: only when the run is over, and cannot go on."""
     canaries = session.trainer.audited()
     if canaries is None:
         return
     price, settings = report["privacy"], report["audit"]
-    found = audit.Audit(
-        price["epsilon"],
-        price["delta"],
-        settings["kind"],
-        settings["guesses"],
-        tuple(canaries.scores.tolist()),
-        tuple(canaries.coins.tolist()),
-    )
-    text = folder.to_json(found.as_json())
+    claim = (price["epsilon"], price["delta"], settings["kind"], settings["guesses"])
+    seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
+    text = folder.to_json(audit.Audit(*claim, *seen).as_json())
     folder.write_atomically(session.where / folder.AUDIT, text.encode())
 
 
-@contextlib.contextmanager
-def _divergence_shown(session: Session) -> Iterator[None]:
-    """That a run diverged was computed from its records, so a branch must count those steps."""
-    try:
-        yield
-    except DivergedError as failure:
-        epoch = failure.step / session.config.steps_per_epoch
-        session.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
-        session.ledger.settle(failure.step)
-        _show(session)
-        raise
-
-
-def _show(session: Session) -> None:
+def _show(session: _Session) -> None:
     """Add to metrics.jsonl, and to the events, the lines that are not there yet."""
     for line in session.history[session.shown :]:
         folder.append_line(session.where / folder.METRICS, line)
@@ -669,7 +611,7 @@ def _show(session: Session) -> None:
         session.events.follow(session.history)
 
 
-def _save(session: Session) -> Path:
+def _save(session: _Session) -> Path:
     """Write a checkpoint. Raises OSError, and DivergedError: from there no run can go on."""
     session.trainer.check_finite()
     state = session.trainer.state
@@ -683,22 +625,3 @@ def _save(session: Session) -> Path:
         "environment": environment(state.theta.device, session.ranks),
     }
     return checkpoint.save(session.where, state.step, state.tensors(), record)
-
-
-def _take_folder(config: TrainConfig) -> Path:
-    if config.out is not None:
-        return folder.make_folder(config.out)
-    suffix = "-no-dp" if config.no_dp else ""
-    return folder.new_folder(Path("runs"), f"{config.dataset_name}-{config.optimizer}{suffix}")
-
-
-def _prices(session: Session) -> EpsilonSchedule:
-    config = session.config
-    event = session.event(session.steps)
-    return epsilon_schedule(
-        event, config.delta, config.steps_per_epoch, session.ledger.spent.earlier
-    )
-
-
-def _if_ready(prices: Future[EpsilonSchedule]) -> EpsilonSchedule | None:
-    return prices.result() if prices.done() else None

@@ -290,7 +290,9 @@ class TrainConfig:
     out: Path | None = _setting(
         OUTPUT, None, "Run folder. [default: a new one in runs/]", recorded=False
     )
-    force: bool = _output(False, "Replace the run in --out.", recorded=False)
+    force: bool = _output(
+        False, "Replace the run in --out: its files are removed before step 1.", recorded=False
+    )
     diagnostics: bool = _output(
         False, "Also show and store losses and gradient norms, which are NOT private."
     )

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -31,6 +31,7 @@ from dpmac_cli.places import data_folder
 from dpmac_cli.settings import TrainConfig
 from dpmac_cli.source import Source
 
+SPAWN = processes.get_context("spawn")
 #: Steps that --dry-run times, and seconds after which it times no more of a configuration.
 TIMED_STEPS, TIMED_SECONDS = 3, 3.0
 #: Records, with their views, that it begins with, and how many times more it takes next.
@@ -85,26 +86,20 @@ def step_times(grid: Grid) -> Generator[Timed, None, dict[int, float]]:
     cells: dict[Any, int] = {}
     for number, planned in enumerate(grid.runs):
         cells.setdefault((planned.labels, planned.column), number)
-    alike: dict[TrainConfig, list[int]] = {}
-    for number in cells.values():
-        alike.setdefault(_timed_alike(grid.runs[number].config), []).append(number)
-    seconds: dict[int, float] = {}
+    left_out: dict[str, Any] = dict.fromkeys(UNTIMED)
+    kinds = {number: replace(grid.runs[number].config, **left_out) for number in cells.values()}
+    seconds: dict[TrainConfig, float] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for done, numbers in enumerate(alike.values()):
-            yield Timed(numbers[0], done, len(alike))
-            a_step = _step_time(replace(grid.runs[numbers[0]].config, compile=False), data)
-            seconds |= dict.fromkeys(numbers, a_step)
+        for number, kind in kinds.items():
+            if kind not in seconds:
+                yield Timed(number, len(seconds), len(set(kinds.values())))
+                config = replace(grid.runs[number].config, compile=False)
+                seconds[kind] = _step_time(config, data)
     finally:
         torch.set_num_threads(threads)
-    return {number: seconds[number] for number in cells.values()}
-
-
-def _timed_alike(config: TrainConfig) -> TrainConfig:
-    """The same of all configurations whose steps take as long."""
-    left_out: dict[str, Any] = dict.fromkeys(UNTIMED)
-    return replace(config, **left_out)
+    return {number: seconds[kind] for number, kind in kinds.items()}
 
 
 def _step_time(config: TrainConfig, data: Mapping[str | Source, Data]) -> float:
@@ -159,31 +154,28 @@ class Pool:
     data: Mapping[str | Source, Data]
     stop: Callable[[], bool]
     _waiting: deque[int] = field(default_factory=deque)
-    _attempts: dict[int, int] = field(default_factory=dict)
+    _attempts: Counter[int] = field(default_factory=Counter)
 
     def events(self, numbers: Sequence[int]) -> Iterator[RunEvent]:
         """Carry out some of the runs, and say what happens."""
-        context = processes.get_context("spawn")
-        asked = context.Event()
+        asked = SPAWN.Event()
         self._waiting.extend(numbers)
         count = min(self.jobs, len(numbers))
         threads = max(1, torch.get_num_threads() // max(1, count))
-        workers = [self._begin(context, asked, index, threads) for index in range(count)]
+        workers = [self._begin(asked, index, threads) for index in range(count)]
         try:
-            while busy := [worker for worker in workers if worker.number is not None]:
+            while busy := {worker.pipe: worker for worker in workers if worker.number is not None}:
                 if not asked.is_set() and self.stop():
                     asked.set()
                     self._waiting.clear()
-                heard = wait([worker.pipe for worker in busy], PATIENCE)
-                for worker in busy:
-                    if worker.pipe in heard:
-                        yield from self._hear(worker, asked)
+                for worker in [busy[pipe] for pipe in wait(list(busy), PATIENCE)]:  # type: ignore[index]
+                    yield from self._hear(worker, asked)
                     if worker.number is None and self._waiting:
                         if worker.process.is_alive():
                             self._give(worker)
                         else:
                             index = workers.index(worker)
-                            workers[index] = self._begin(context, asked, index, threads)
+                            workers[index] = self._begin(asked, index, threads)
         finally:
             asked.set()
             for worker in workers:
@@ -191,10 +183,10 @@ class Pool:
                     worker.pipe.send(None)
                 worker.process.join()
 
-    def _begin(self, context: Any, asked: Event, index: int, threads: int) -> _Worker:
-        mine, theirs = context.Pipe()
+    def _begin(self, asked: Event, index: int, threads: int) -> _Worker:
+        mine, theirs = SPAWN.Pipe()
         arguments = (theirs, asked, self.data, index, threads, os.getpid())
-        process = context.Process(target=_work, args=arguments)
+        process = SPAWN.Process(target=_work, args=arguments)
         process.start()
         theirs.close()
         worker = _Worker(process, mine)
@@ -204,33 +196,26 @@ class Pool:
     def _give(self, worker: _Worker) -> None:
         worker.number = self._waiting.popleft() if self._waiting else None
         if worker.number is not None:
-            self._attempts[worker.number] = self._attempts.get(worker.number, 0) + 1
+            self._attempts[worker.number] += 1
             worker.pipe.send((worker.number, self.configs[worker.number]))
 
     def _hear(self, worker: _Worker, asked: Event) -> Iterator[RunEvent]:
-        """What a worker says, or its death."""
+        """Yield what a worker says, or its death unless it was asked to end."""
+        assert worker.number is not None  # noqa: S101
         try:
             event: RunEvent = worker.pipe.recv()
+            said = True
         except (EOFError, OSError):
-            lost = self._lost(worker)
-            if not asked.is_set():  # else it was asked to go before it had begun
-                yield lost
-            return
-        yield event
+            worker.process.join()
+            code, said = worker.process.exitcode, not asked.is_set()
+            why = f"signal {-code}" if code < 0 else f"exit code {code}"
+            event = died(worker.number, self._attempts[worker.number], why)
+            if event.again:
+                self._waiting.appendleft(worker.number)
         if isinstance(event, Ended):
             worker.number = None
-
-    def _lost(self, worker: _Worker) -> Ended:
-        """A process ended in the middle of a run."""
-        worker.process.join()
-        number, code = worker.number, worker.process.exitcode
-        assert number is not None  # noqa: S101
-        worker.number = None
-        why = f"signal {-code}" if code < 0 else f"exit code {code}"
-        lost = died(number, self._attempts[number], why)
-        if lost.again:
-            self._waiting.appendleft(number)
-        return lost
+        if said:
+            yield event
 
 
 def _work(
@@ -252,7 +237,9 @@ def _work(
     on_device: dict[tuple[str | Source, str], Data] = {}
     while not stop() and (task := pipe.recv()) is not None:
         number, config = task
-        device = _device(config.device, index)
+        device = choose_device(config.device)
+        if device.type == "cuda" and ":" not in config.device:  # the workers share out the GPUs
+            device = torch.device("cuda", index % torch.cuda.device_count())
         config = replace(config, device=str(device))
         place = (config.data, config.device)
         if place not in on_device:
@@ -265,19 +252,11 @@ def _work(
                     return  # and another process takes the other runs
 
 
-def _device(name: str, index: int) -> torch.device:
-    """The workers share out the GPUs among them."""
-    device = choose_device(name)
-    if device.type == "cuda" and ":" not in name:
-        return torch.device("cuda", index % torch.cuda.device_count())
-    return device
-
-
 def _moved(data: Data, device: torch.device) -> Data:
-    def split(part: Split) -> Split:
-        return Split(part.images.to(device), part.labels.to(device))
-
-    return Data(split(data.train), split(data.test), data.gain.to(device), data.offset.to(device))
+    train, test = (
+        Split(part.images.to(device), part.labels.to(device)) for part in (data.train, data.test)
+    )
+    return Data(train, test, data.gain.to(device), data.offset.to(device))
 
 
 def carry_out(

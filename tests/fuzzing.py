@@ -49,7 +49,7 @@ PATIENCE = 12
 #: Seconds after which a command counts as hanging.
 TOO_LONG = 120
 #: What is said of a run that fails on its way: until then nothing may have changed.
-BEGUN = "To go on from the last checkpoint"
+BEGUN = "To resume from the last checkpoint"
 RUN, STOPPED, STUDY = "run", "stopped", "study"
 TABLES = ("compare.json", "compare.csv", "compare.md", "compare.tex", "compare.png")
 #: Wide enough that no message is broken into lines.

@@ -37,7 +37,7 @@ def digits() -> Data:
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set, which takes longer to read than these runs to train."""
     for module in (assembly, scoring):
-        monkeypatch.setattr(module, "load_data", lambda *args: digits())
+        monkeypatch.setattr(module, "load_data", lambda *args, **kwargs: digits())
 
 
 def finish(events: Iterator[RunEvent]) -> tuple[Started, Finished]:

@@ -82,8 +82,10 @@ def test_new_folders_are_numbered_and_never_reused(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_runs_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("mine")
-    with pytest.raises(InputError, match="runs"):
-        folder.new_folder(tmp_path / "runs", "x")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("runs", "link"):
+        with pytest.raises(InputError, match=f"{name} is a file"):
+            folder.new_folder(tmp_path / name, "x")
 
 
 def test_a_chosen_folder_is_made_with_its_parents(tmp_path: Path) -> None:
@@ -118,10 +120,10 @@ def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
     assert contents(tmp_path) == {"file": b"mine"}
 
 
-def test_force_moves_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
-    for name in (*folder.FILES, folder.SUMS, "notes.txt", "plot.png"):
+def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
+    for name in (*folder.FILES, folder.SUMS, folder.ATTEMPTS, "notes.txt", "plot.png"):
         (tmp_path / name).write_text(name)
-    for name in (*folder.FOLDERS, "branch-1", "branch-of-mine"):
+    for name in (folder.CHECKPOINTS, folder.EVENTS, "branch-1", "branch-of-mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     before = contents(tmp_path)
@@ -130,21 +132,18 @@ def test_force_moves_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
     folder.check_chosen_folder(tmp_path, force=True)
     assert contents(tmp_path) == before, "a check changes nothing"
-    folder.make_way(tmp_path)
+    folder.clear(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"notes.txt", "plot.png", "branch-of-mine", "replaced-1"}
+    assert left == {"notes.txt", "plot.png", "branch-of-mine", folder.CHECKPOINTS}
+
+
+def test_what_a_failed_start_leaves_can_be_replaced(tmp_path: Path) -> None:
+    kept = folder.private_folder(tmp_path)
+    folder.check_chosen_folder(tmp_path, force=False)
+    (kept / folder.LEDGER).write_text("{}")
+    with pytest.raises(InputError, match="add --force"):
+        folder.check_chosen_folder(tmp_path, force=False)
     folder.check_chosen_folder(tmp_path, force=True)
-    (tmp_path / folder.CONFIG).write_text("begun")
-    for name in folder.FOLDERS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "other").write_text("begun")
-    folder.put_back(tmp_path)
-    assert contents(tmp_path) == before
-    folder.make_way(tmp_path)
-    (tmp_path / "replaced-1000-words").mkdir()
-    folder.drop_replaced(tmp_path)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"notes.txt", "plot.png", "branch-of-mine", "replaced-1000-words"}
 
 
 #: Umasks that let everyone in, that are usual, and that let nobody else in.
@@ -199,7 +198,7 @@ def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
     """What clears a run, sets a branch aside or names what was written must leave nothing out."""
     finished = train_digits(out="run", diagnostics=True, canaries=100, tensorboard=True, plot=True)
     written = {path.name for path in finished.folder.iterdir()}
-    assert written == {*folder.FILES, *folder.FOLDERS, folder.SUMS, folder.LOCK}
+    assert written == {*folder.FILES, folder.CHECKPOINTS, folder.EVENTS, folder.SUMS, folder.LOCK}
     folder.set_aside(finished.folder)
     aside = {path.name for path in (finished.folder / "branch-1").iterdir()}
     assert aside == {*folder.FILES, folder.SUMS, folder.EVENTS}

@@ -20,6 +20,7 @@ import torch
 
 from dpmac_cli import assembly, checkpoint, compare, folder, ledger, run, workers
 from dpmac_cli.accounting import TrainingEvent, total_epsilon
+from dpmac_cli.budget import training_event
 from dpmac_cli.compare import collect
 from dpmac_cli.data import Data, load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -337,7 +338,6 @@ def test_a_study_is_charged_for_attempts_begun_again(
     assert counted_in(study) == [15, STEPS]
     attempt(study, 1, monkeypatch)
     assert counted_in(study) == [15, 5, STEPS]
-    assert not folder.replaced(where)
     comparison = collect(study, {})
     [cell] = comparison.cells
     assert cell.epsilon < comparison.bill
@@ -350,6 +350,43 @@ def test_a_study_is_charged_for_attempts_begun_again(
     (where / folder.REPORT).unlink()
     attempt(study, 1, monkeypatch)  # which writes the report again
     assert counted_in(study) == [15, 5, STEPS]
+
+
+@pytest.mark.privacy
+def test_a_kill_while_a_run_is_replaced_forgets_nothing(
+    study: Grid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each file that is moved to its place or removed."""
+    where = study.runs[0].folder
+    checkpoints = where / checkpoint.FOLDER
+    attempt(study, 1, monkeypatch, kill=15)
+    calls, kill, replaced = 0, 0, False
+    while calls >= kill:
+        calls, kill = 0, kill + 1
+        old, saved = ledger.read(where), {file.read_bytes() for file in checkpoints.iterdir()}
+
+        def killing(do: Callable[..., Any]) -> Any:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == kill:  # noqa: B023
+                    raise Killed
+                return do(*args, **kwargs)
+
+            return called
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", killing(os.replace))
+            patch.setattr(Path, "unlink", killing(Path.unlink))
+            attempt(study, 2 + kill % 2, monkeypatch, kill=1)
+        begun = ledger.attempts(where, training_event(study.runs[0].config))
+        assert begun[0].steps == 15
+        found = ledger.read(where)
+        assert found is not None
+        if found != old:  # no checkpoint of the run before may be resumed beside it
+            replaced = True
+            assert not saved & {file.read_bytes() for file in checkpoints.glob("step-*")}
+    assert replaced
 
 
 @pytest.mark.privacy

@@ -361,17 +361,9 @@ def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool
 
 
 def _way_on(where: Path, change: str = "") -> str:
-    """What is kept of a run that failed, and the command that goes on with it."""
-    kept = "".join(
-        f" The run that was there before is in {old} until this one has ended."
-        for old in folder.replaced(where)
-    )
+    """Return how to resume a run that failed."""
     step = checkpoint.last_step(where)
     if step is None:
-        return (
-            f"The run's folder or its checkpoints are gone, so it cannot go on. Start again.{kept}"
-        )
-    return (
-        f"To go on from the last checkpoint (step {step}): "
-        f"{folder.resume_command(where, change)}{kept}"
-    )
+        return "The run's folder or its checkpoints are gone, so it cannot be resumed. Start again."
+    resume = folder.resume_command(where, change)
+    return f"To resume from the last checkpoint (step {step}): {resume}"

@@ -81,20 +81,18 @@ def _help(name: str, setting: Setting) -> str:
 @explained
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # When one of them dies, torch would show the others' stacks. Read when it is loaded.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from dpmac_cli.ranks import join  # noqa: PLC0415
-
-        with contextlib.ExitStack() as stack:
-            ranks = join()
-            stack.callback(ranks.leave)
-            if ranks.leads:
-                _train(flags, ranks)
-            else:
-                _assist(flags, ranks)
-    else:
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         _train(flags, None)
+        return
+    # When one of the processes dies, torch would show the others' stacks. Read when it is loaded.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from dpmac_cli.ranks import join  # noqa: PLC0415
+
+    ranks = join()
+    try:
+        (_train if ranks.leads else _assist)(flags, ranks)
+    finally:
+        ranks.leave()
 
 
 def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
@@ -116,23 +114,18 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
 
     display = choose_display(quiet, json)
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
-        events = (
-            train(resolved.config, stop, ranks=ranks)
-            if resolved
-            else resume(run, flags, stop, ranks=ranks)
-        )
+        if resolved:
+            events = train(resolved.config, stop, ranks=ranks)
+        else:
+            events = resume(run, flags, stop, ranks=ranks)
         finished = follow(events, display, stop)
     if json:
         console.print_result(to_json(finished.report))
     if finished.state in ENDED_EARLY:
         why, change, code = ENDED_EARLY[finished.state]
-        console.print_errors(
-            [
-                f"{why}; the run so far is in {finished.folder}. "
-                f"To go on: {resume_command(finished.folder, change)}"
-            ],
-            label="stopped",
-        )
+        kept = f"{why}; the run so far is in {finished.folder}."
+        resuming = f"To resume: {resume_command(finished.folder, change)}"
+        console.print_errors([f"{kept} {resuming}"], label="stopped")
         raise typer.Exit(code)
 
 
