@@ -379,6 +379,7 @@ PUBLIC = {
     "input.std",
     "machine.physical_batch",
     "model.fix_norm",
+    "model.independence.statement",
     "noise_norm",
     "post_noise.centre_over_scale_norm",
     "post_noise.noise_norm",
