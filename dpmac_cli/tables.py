@@ -1,7 +1,5 @@
 """A comparison as JSON values, CSV, Markdown and LaTeX."""
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
@@ -9,6 +7,7 @@ from typing import Any
 
 from dpmac_cli.accounting import format_epsilon
 from dpmac_cli.compare import Cell, Comparison
+from dpmac_cli.pricing import to_csv
 
 SCHEMA_VERSION = 1
 MISSING = "–"
@@ -147,11 +146,7 @@ def as_csv(comparison: Comparison) -> str:
     rows = [_row(cell) for cell in comparison.cells]
     left_out = ("accuracies", "failures")
     columns = [name for name in rows[0] if name not in left_out]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return to_csv(columns, rows)
 
 
 def as_markdown(comparison: Comparison) -> str:

@@ -14,15 +14,7 @@ from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import MISFIT, explained
-from dpmac_cli.cli.options import (
-    DEBUG,
-    JSON,
-    argument,
-    option,
-    path_option,
-    switch,
-    with_options,
-)
+from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.config import parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import to_json
