@@ -134,12 +134,7 @@ class SeededNoise(Derived):
 
 
 class _Workspace:
-    """Memory that draws go through, kept because asking for it anew costs more than using it.
-
-    Args:
-        pairs: of draws that will be made at a time at most.
-        dtype: of the draws.
-    """
+    """Memory for a number of pairs of draws, kept because allocating it again is expensive."""
 
     def __init__(self, pairs: int, dtype: torch.dtype) -> None:
         turn = torch.int64 if dtype == torch.float64 else torch.int32
