@@ -334,8 +334,8 @@ def _rdp(merged: Sequence[TrainingEvent]) -> Any:
     return accountant
 
 
-def rdp_accountant(adjacency: str, orders: Sequence[float] | None = None) -> Any:
-    """A fresh RDP accountant under an adjacency, at the library's orders or at given ones."""
+def rdp_accountant(adjacency: str) -> Any:
+    """Return a fresh RDP accountant under an adjacency."""
     from dp_accounting import NeighboringRelation  # noqa: PLC0415
     from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415
 
@@ -346,7 +346,7 @@ def rdp_accountant(adjacency: str, orders: Sequence[float] | None = None) -> Any
         ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
         REPLACE: NeighboringRelation.REPLACE_ONE,
     }[adjacency]
-    return rdp_privacy_accountant.RdpAccountant(orders, relation)
+    return rdp_privacy_accountant.RdpAccountant(neighboring_relation=relation)
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,8 @@ def draw_prices(rows: Sequence[Row], path: Path) -> None:
         InputError: no row has a finite price, or there are too many to tell apart.
         OSError: the file cannot be written.
     """
-    shown = [
-        row
-        for row in rows
-        if row.selection == "none"
-        and row.noise_multiplier != 0
-        and math.isfinite(row.epsilon)
-        and row.steps > 0
-    ]
+    single = (row for row in rows if row.selection == "none" and row.noise_multiplier != 0)
+    shown = [row for row in single if math.isfinite(row.epsilon) and row.steps > 0]
     if not shown:
         raise InputError("--plot: no row has a finite epsilon and a step to draw.")
     if len(shown) > MOST_LINES:
@@ -293,7 +287,7 @@ def _deltas(delta: float) -> list[float]:
     """Around a delta, a factor of 10 apart at most."""
     exponent = math.log10(delta)
     low, high = min(exponent - 3, -9.0), min(max(exponent + 2, -3.0), -0.3)
-    return [10 ** (low + (high - low) * i / 24) for i in range(25)]
+    return list(np.logspace(low, high, 25))
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

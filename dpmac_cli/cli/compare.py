@@ -21,7 +21,7 @@ from dpmac_cli.config import parse
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
-from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
+from dpmac_cli.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
 from dpmac_cli.settings import OUTPUT, SETTINGS, TrainConfig
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
@@ -86,11 +86,7 @@ STUDY = "Study"
         "KEY=VALUE,...",
     ),
     switch("dry_run", "Show runs, prices and time, and train nothing.", STUDY),
-    *(
-        text_option(name, setting, several=True)
-        for name, setting in SETTINGS.items()
-        if name not in (*NOT_IN_A_STUDY, "optimizer")
-    ),
+    *(text_option(name, SETTINGS[name], several=True) for name in STUDIED),
     option("out", f"Folder of the study. [default: {DEFAULT_OUT}]", OUTPUT, "PATH"),
     switch("json", "Print compare.json.", OUTPUT),
     switch("quiet", "Print nothing but errors.", OUTPUT),
