@@ -92,21 +92,16 @@ def _with_noise(event: TrainingEvent, ticks: int) -> TrainingEvent:
 
 
 def _smallest(
-    price: Price,
-    target: float,
-    guess: int,
-    spread: float,
-    least: int = LEAST_TICKS,
-    most: int = MOST_TICKS,
+    price: Price, target: float, guess: int, spread: float, least: int = LEAST_TICKS
 ) -> int:
-    """The smallest tick that costs ``target`` or less; more ticks cost less, and ``most`` does.
+    """Return the fewest ticks that cost at most ``target``; the cost falls with their number.
 
-    False position on (log ticks, log price), which is nearly straight: evaluations are dear. The
-    bracket stays honest throughout: ``low`` costs more than the target, ``high`` does not.
+    False position on (log ticks, log price), which is nearly straight: evaluations are expensive.
+    Throughout, ``low`` costs more than the target, and ``high`` does not.
     """
     high, high_price = guess, price(guess)
-    while high_price > target and high < most:  # on a coarse grid even ``most`` may cost more
-        high = min(math.ceil(high * spread), most)
+    while high_price > target and high < MOST_TICKS:  # on a coarse grid these may cost more, too
+        high = min(math.ceil(high * spread), MOST_TICKS)
         high_price = price(high)
     low, low_price = least - 1, math.inf
     probe = max(least, math.floor(high / spread))

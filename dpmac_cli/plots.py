@@ -111,11 +111,8 @@ def draw_comparison(comparison: "Comparison", path: Path) -> bool:
     Raises:
         OSError: the file cannot be written.
     """
-    rows = [
-        (name, [cell for cell in cells if cell and cell.accuracies])
-        for name, cells in comparison.rows
-    ]
-    rows = [(name, cells) for name, cells in rows if cells]
+    scored = ((name, [c for c in cells if c and c.accuracies]) for name, cells in comparison.rows)
+    rows = [(name, cells) for name, cells in scored if cells]
     if not rows or len(rows) > MOST_LINES:
         return False
     figure, (by_epsilon, by_step) = new_figure(2)

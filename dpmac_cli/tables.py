@@ -1,7 +1,7 @@
 """A comparison as JSON values, CSV, Markdown and LaTeX."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -184,12 +184,8 @@ def as_latex(comparison: Comparison) -> str:
         return f"${body}$" + (r"\,$\sim$" if cell.standing == "tied" else "")
 
     columns = comparison.columns
-    symbol: Callable[[float], str] = (
-        (lambda value: rf"$\sigma = {value:g}$")
-        if comparison.column == "sigma"
-        else (lambda value: rf"$\varepsilon \le {value:g}$")
-    )
-    titles = " & ".join(["", *map(symbol, columns)])
+    symbol = r"\sigma =" if comparison.column == "sigma" else r"\varepsilon \le"
+    titles = " & ".join(["", *(f"${symbol} {value:g}$" for value in columns)])
     prices = " & ".join([r"$\varepsilon$", *map(_escaped, epsilons(comparison))])
     lines = [
         "% needs \\usepackage{booktabs}",

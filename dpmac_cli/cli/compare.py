@@ -223,15 +223,15 @@ def _write_results(
         console.print_notes([f"The table of another study that lay in {out} is now in {moved}."])
     folder.unseal(out)
     document = folder.to_json(tables.as_values(comparison))
-    for name, text in (
-        (JSON, document),
-        (CSV, tables.as_csv(comparison)),
-        (MARKDOWN, tables.as_markdown(comparison)),
-        (LATEX, tables.as_latex(comparison)),
-    ):
+    texts = {
+        JSON: document,
+        CSV: tables.as_csv(comparison),
+        MARKDOWN: tables.as_markdown(comparison),
+        LATEX: tables.as_latex(comparison),
+    }
+    for name, text in texts.items():
         folder.write_atomically(out / name, text.encode())
-    drawn = [PLOT] if draw_comparison(comparison, out / PLOT) else []
-    names = [JSON, CSV, MARKDOWN, LATEX, *drawn]
+    names = [*texts, PLOT] if draw_comparison(comparison, out / PLOT) else [*texts]
     folder.seal(out, names)
     if as_json:
         console.print_result(document)

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -128,7 +129,7 @@ class LiveBar(Lines):
         self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
         self._private = not config.no_dp
         epoch = str(event.done // self._per_epoch + 1)
-        fields = {"epoch": epoch, "epsilon": "", "accuracy": "", "speed": ""}
+        fields: dict[str, Any] = {"epoch": epoch, "epsilon": "", "accuracy": "", "speed": ""}
         self._task = self._bar.add_task("", total=event.steps, completed=event.done, **fields)
         self._bar.start()
 
