@@ -38,58 +38,50 @@ class Sampling:
     """A way to draw batches, and how it is priced.
 
     Attributes:
-        adjacency: under which its price holds. Prices under different ones do not compare.
-        accountants: that can price it, the default first.
+        adjacency: under which its privacy cost holds. Costs under different ones do not compare.
+        summary: one line for help.
+        done: what its steps are called.
+        accountants: that support it, the default first.
         once_an_epoch: whether a record is in one batch of each epoch. A batch's sum is then all
             that an epoch says of it: one Gaussian, with no amplification.
         sensitivity: how far one change between neighbours moves the sum of a batch, in clipping
             norms.
-        summary: one line for help.
-        done: what its steps are called.
     """
 
     adjacency: str
-    accountants: tuple[str, ...]
-    once_an_epoch: bool
-    sensitivity: float
     summary: str
     done: str
+    accountants: tuple[str, ...] = ("pld", "rdp")
+    once_an_epoch: bool = False
+    sensitivity: float = 1
 
 
 SAMPLERS: Mapping[str, Sampling] = {
     "poisson": Sampling(
         ADD_OR_REMOVE,
-        ("pld", "rdp"),
-        False,
-        1,
         "each record is in each step independently with probability B/n",
         "Poisson-sampled",
     ),
     "balls-in-bins": Sampling(
         ADD_OR_REMOVE,
-        ("pld", "rdp"),
-        True,
-        1,
         "each record goes to one of an epoch's batches, independently",
         "balls-in-bins",
+        once_an_epoch=True,
     ),
     # Taking out a record would shift the others to other batches: fixed slots need zero-out.
     "shuffle": Sampling(
         ZERO_OUT,
-        ("pld", "rdp"),
-        True,
-        1,
         "each epoch deals all records out in random order",
         "shuffled",
+        once_an_epoch=True,
     ),
     # Replacing one sample by another moves the sum by 2.
     "fixed-size": Sampling(
         REPLACE,
-        ("rdp",),
-        False,
-        2,
         "each step takes B different records",
         "fixed-size",
+        accountants=("rdp",),
+        sensitivity=2,
     ),
 }
 
@@ -144,24 +136,18 @@ class TrainingEvent:
         return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
 
     def dp_event(self) -> Any:
-        """The same as a dp-accounting event, for any accountant of that library."""
+        """Return the same as a dp-accounting event, for any accountant of that library."""
         import dp_accounting  # noqa: PLC0415
 
-        return dp_accounting.SelfComposedDpEvent(self._one(), self.compositions)
-
-    def _one(self) -> Any:
-        """One composition."""
-        import dp_accounting  # noqa: PLC0415
-
-        gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier / self.sampling.sensitivity)
-        if self.sampling.once_an_epoch:
-            return gaussian
+        one: Any = dp_accounting.GaussianDpEvent(self.noise_multiplier / self.sampling.sensitivity)
         if self.sampler == "fixed-size":
             rate = Fraction(self.rate).limit_denominator(10**9)
-            return dp_accounting.SampledWithoutReplacementDpEvent(
-                rate.denominator, rate.numerator, gaussian
+            one = dp_accounting.SampledWithoutReplacementDpEvent(
+                rate.denominator, rate.numerator, one
             )
-        return dp_accounting.PoissonSampledDpEvent(self.rate, gaussian)
+        elif not self.sampling.once_an_epoch:
+            one = dp_accounting.PoissonSampledDpEvent(self.rate, one)
+        return dp_accounting.SelfComposedDpEvent(one, self.compositions)
 
     def epsilon(self, delta: float, accountant: str | None = None) -> float:
         """The epsilon of (epsilon, delta)-DP; ``inf`` without noise, 0 before the first step."""
@@ -269,12 +255,12 @@ def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None
     return wanted or offered[0]
 
 
-def _merged(events: Iterable[TrainingEvent]) -> list[TrainingEvent]:
-    """Mechanisms of the same kind counted together, as events whose steps are compositions."""
+def _merged(events: Iterable[TrainingEvent], unit: str = "compositions") -> list[TrainingEvent]:
+    """Add up the compositions (or steps) of equal mechanisms; each sum becomes an event's steps."""
     counts: dict[TrainingEvent, int] = {}
     for event in events:
         kind = replace(event, steps=0, steps_per_epoch=1)
-        counts[kind] = counts.get(kind, 0) + event.compositions
+        counts[kind] = counts.get(kind, 0) + getattr(event, unit)
     return [replace(kind, steps=count) for kind, count in counts.items() if count]
 
 
@@ -348,8 +334,8 @@ def _rdp(merged: Sequence[TrainingEvent]) -> Any:
     return accountant
 
 
-def rdp_accountant(adjacency: str, orders: Sequence[float] | None = None) -> Any:
-    """A fresh RDP accountant under an adjacency, at the library's orders or at given ones."""
+def rdp_accountant(adjacency: str) -> Any:
+    """Return a fresh RDP accountant under an adjacency."""
     from dp_accounting import NeighboringRelation  # noqa: PLC0415
     from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415
 
@@ -360,7 +346,7 @@ def rdp_accountant(adjacency: str, orders: Sequence[float] | None = None) -> Any
         ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
         REPLACE: NeighboringRelation.REPLACE_ONE,
     }[adjacency]
-    return rdp_privacy_accountant.RdpAccountant(orders, relation)
+    return rdp_privacy_accountant.RdpAccountant(neighboring_relation=relation)
 
 
 @dataclass(frozen=True)
@@ -466,7 +452,7 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
     price = format_epsilon(epsilon)
     adjacency = events[0].sampling.adjacency
     promise = meaning(adjacency, price, format_epsilon(delta))
-    done = " and ".join(_done(event) for event in _together(events)) or "no step"
+    done = " and ".join(map(_done, _merged(events, "steps"))) or "no step"
     return (
         f"{promise} This is for {done}. The number of training records is public. Test records are "
         "not protected, and measured times not covered. Publishing the best of several runs costs "
@@ -481,15 +467,6 @@ def meaning(adjacency: str, epsilon: str, delta: str) -> str:
         f"show by a factor of at most e^{epsilon}, but for a probability of {delta}: "
         f"({epsilon}, {delta})-differential privacy under {adjacency} adjacency."
     )
-
-
-def _together(events: Sequence[TrainingEvent]) -> list[TrainingEvent]:
-    """Steps of the same kind counted together; none that took no step."""
-    steps: dict[TrainingEvent, int] = {}
-    for event in events:
-        kind = replace(event, steps=0)
-        steps[kind] = steps.get(kind, 0) + event.steps
-    return [replace(kind, steps=taken) for kind, taken in steps.items() if taken]
 
 
 def _done(event: TrainingEvent) -> str:

@@ -149,7 +149,7 @@ def read_audit(run: Path) -> Audit:
         raise InputError(f"{file} is not an audit as dpmac writes it ({failure}).") from failure
     if folder.vouched(run, folder.AUDIT) is False:
         raise InputError(
-            f"{file} is damaged: it does not match its checksum in {folder.SUMS}. Audit anew."
+            f"{file} is damaged: it does not match its checksum in {folder.SUMS}. Audit again."
         )
     return found
 
@@ -167,15 +167,13 @@ def _parsed(values: Mapping[str, Any]) -> Audit:
     """Raises what is in UNREADABLE if anything is not as it is written."""
     if values["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"format {values['schema_version']}, and this one knows {SCHEMA_VERSION}")
-    claimed = values["claimed"]
-    scores, coins = values["scores"], values["coins"]
     found = Audit(
-        None if claimed is None else float(claimed),
+        None if values["claimed"] is None else float(values["claimed"]),
         float(values["delta"]),
         str(values["kind"]),
         values["guesses"],
-        tuple(map(float, scores)),
-        tuple(coins),
+        tuple(map(float, values["scores"])),
+        tuple(values["coins"]),
     )
     usable = (
         found.kind in CANARY_KINDS

@@ -17,7 +17,6 @@ from dpmac_cli.accounting import (
     TrainingEvent,
     choose_accountant,
     format_epsilon,
-    rdp_accountant,
     total_delta,
     total_epsilon,
 )
@@ -26,9 +25,6 @@ from dpmac_cli.errors import BudgetError
 #: Noise multipliers are solved on a grid of this many to 1, so the one printed is the one used.
 SIGMA_TICKS = 100_000
 LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGMA_TICKS)
-# Whole orders only: the fractional ones do not always converge, and here a bracket will do.
-RDP_ORDERS = [*range(2, 64), 80, 100, 128, 192, 256, 512]
-
 LEAST_DELTA = 1e-300
 FEW = 8
 
@@ -66,10 +62,7 @@ def calibrate_noise(
             f"{name}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Ask for a larger epsilon "
             "or delta, fewer epochs or a smaller batch."
         )
-    bound = _rdp_noise(event, delta, target)
-    if name == "rdp":
-        return _smallest(price(FINE), target, bound, spread=1.1) / SIGMA_TICKS
-    rough = _smallest(price(COARSE), target, bound, spread=1.5)
+    rough = _smallest(price(COARSE), target, SIGMA_TICKS, spread=2)
     return _smallest(price(FINE), target, rough, spread=1.01) / SIGMA_TICKS
 
 
@@ -99,21 +92,16 @@ def _with_noise(event: TrainingEvent, ticks: int) -> TrainingEvent:
 
 
 def _smallest(
-    price: Price,
-    target: float,
-    guess: int,
-    spread: float,
-    least: int = LEAST_TICKS,
-    most: int = MOST_TICKS,
+    price: Price, target: float, guess: int, spread: float, least: int = LEAST_TICKS
 ) -> int:
-    """The smallest tick that costs ``target`` or less; more ticks cost less, and ``most`` does.
+    """Return the fewest ticks that cost at most ``target``; the cost falls with their number.
 
-    False position on (log ticks, log price), which is nearly straight: evaluations are dear. The
-    bracket stays honest throughout: ``low`` costs more than the target, ``high`` does not.
+    False position on (log ticks, log price), which is nearly straight: evaluations are expensive.
+    Throughout, ``low`` costs more than the target, and ``high`` does not.
     """
     high, high_price = guess, price(guess)
-    while high_price > target:
-        high = min(math.ceil(high * spread), most)
+    while high_price > target and high < MOST_TICKS:  # on a coarse grid these may cost more, too
+        high = min(math.ceil(high * spread), MOST_TICKS)
         high_price = price(high)
     low, low_price = least - 1, math.inf
     probe = max(least, math.floor(high / spread))
@@ -140,28 +128,6 @@ def _next_probe(low: int, low_price: float, high: int, high_price: float, target
     # Step two past the estimate, towards the farther end, so that both ends close in.
     root += 2 if root - low < high - root else -2
     return min(max(math.floor(root), low + 1), high - 1)
-
-
-def _rdp_noise(event: TrainingEvent, delta: float, target: float) -> int:
-    """A noise multiplier (in grid ticks) that meets the target under the looser RDP bound.
-
-    The largest there is if none does.
-    """
-
-    def fits(sigma: float) -> bool:
-        accountant = rdp_accountant(event.sampling.adjacency, RDP_ORDERS)
-        accountant.compose(replace(event, noise_multiplier=sigma).dp_event())
-        return bool(accountant.get_epsilon(delta) <= target)
-
-    low, high = SIGMA_MIN, 1.0
-    while not fits(high):
-        low, high = high, 2 * high
-        if high > SIGMA_MAX:
-            return MOST_TICKS
-    for _ in range(5):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return math.ceil(high * SIGMA_TICKS)
 
 
 def affordable_steps(

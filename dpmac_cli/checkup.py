@@ -60,11 +60,11 @@ class Devices:
 
     cores: int
     memory: int | None
-    threads: int | None
-    instructions: str | None
-    cuda_build: str | None
-    cuda: tuple[tuple[str, int], ...]
-    faults: tuple[str, ...]
+    threads: int | None = None
+    instructions: str | None = None
+    cuda_build: str | None = None
+    cuda: tuple[tuple[str, int], ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,8 @@ def examine(data_dir: Path | None) -> Checkup:
     """
     data = data_folder(data_dir)
     return Checkup(
-        versions={
-            "dpmac": __version__,
-            "python": platform.python_version(),
-            **_versions(_dependencies()),
-        },
+        versions={"dpmac": __version__, "python": platform.python_version()}
+        | _versions(_dependencies()),
         extras=_versions(package for package, _ in EXTRAS.values()),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=_processor(),
@@ -129,22 +126,19 @@ def examine(data_dir: Path | None) -> Checkup:
 
 def _dependencies() -> list[str]:
     """The packages that dpmac always needs."""
-    try:
+    listed: list[str] = []
+    with contextlib.suppress(PackageNotFoundError):
         listed = requires("dpmac") or []
-    except PackageNotFoundError:
-        listed = []
     needed = [line for line in listed if "extra ==" not in line]
     return [re.split(r"[^\w.-]", line)[0] for line in needed]
 
 
 def _versions(packages: Iterable[str]) -> dict[str, str | None]:
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    return {package: installed(package) for package in packages}
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in found:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _processor() -> str:
@@ -165,7 +159,7 @@ def _devices() -> Devices:
     memory = None
     with contextlib.suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    known = Devices(usable_cores(), memory, None, None, None, (), ())
+    known = Devices(usable_cores(), memory)
     try:
         import torch  # noqa: PLC0415  (seconds to load, and it may be broken)
 

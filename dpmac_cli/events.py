@@ -52,9 +52,8 @@ class EventLog:
                 Summary.Value(tag=name, simple_value=_as_float(name, value))
                 for name, value in curves(line).items()
             ]
-            # Seconds of training stand in for the date.
-            moment = {"step": line["step"], "wall_time": line.get("seconds", 0.0)}
-            self._append(**moment, summary=Summary(value=values))
+            seconds = line.get("seconds", 0.0)  # of training, instead of the date
+            self._append(step=line["step"], wall_time=seconds, summary=Summary(value=values))
             self.written += 1
 
     def _append(self, **fields: Any) -> None:

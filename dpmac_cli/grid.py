@@ -22,6 +22,8 @@ NOT_IN_A_STUDY = (
     *("seed", "secure", "out", "force", "json", "quiet", "debug"),
     *("max_epsilon", "diagnostics", "tensorboard", "plot", "canaries", "canary_kind", "guesses"),
 )
+#: Settings of a study beside the optimizers.
+STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
 #: Settings of which one value holds a comma; several of them are a list in a file.
 WITH_COMMA = ("feature_range", "classes")
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
@@ -93,7 +95,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
         InputError: with every fault found.
     """
     errors: list[str] = []
-    known = (*_studied(), "optimizer", "optimizers", "seeds")
+    known = (*STUDIED, "optimizer", "optimizers", "seeds")
     found = {} if file is None else read_lists(Path(file), known, errors)
     given = {name: [v for text in found[name] for v in _split(name, text)] for name in found}
     if not flags.get("model"):
@@ -121,10 +123,6 @@ def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
                 configuration.parse({name: _meant(name, value)})
             except InputError as failure:
                 yield from failure.errors
-
-
-def _studied() -> tuple[str, ...]:
-    return tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
 
 
 def _meant(name: str, text: str) -> str | bool:

@@ -156,9 +156,8 @@ def _read(where: Path, changed: float) -> Entry:
 
 
 def _settings(where: Path) -> Mapping[str, Any]:
-    """What config.yaml keeps. Raises what is in BROKEN_YAML."""
-    text = (where / folder.CONFIG).read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    """Return what config.yaml keeps. Raises what is in BROKEN_YAML."""
+    return dict(yaml.safe_load((where / folder.CONFIG).read_bytes()))
 
 
 def _reported(where: Path) -> Mapping[str, Any] | None:
@@ -215,18 +214,14 @@ def _unreported(where: Path, state: str, changed: float) -> Entry:
 
 def told_apart(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Of each run the settings in which those of its data set and optimizer differ."""
-    kinds: dict[tuple[str | None, str | None], list[Entry]] = {}
+    kinds: dict[tuple[str | None, str | None], list[Mapping[str, Any]]] = {}
     for entry in entries:
-        if entry.settings:
-            kinds.setdefault((entry.dataset, entry.optimizer), []).append(entry)
-    varied = {kind: _varied([entry.settings for entry in of]) for kind, of in kinds.items()}
+        kind = kinds.setdefault((entry.dataset, entry.optimizer), [])
+        kind += [entry.settings] if entry.settings else []
+    varied = {kind: _varied(settings) for kind, settings in kinds.items()}
     return [
-        {
-            name: entry.settings[name]
-            for name in varied.get((entry.dataset, entry.optimizer), ())
-            if name in entry.settings
-        }
-        for entry in entries
+        {name: e.settings[name] for name in varied[e.dataset, e.optimizer] if name in e.settings}
+        for e in entries
     ]
 
 

@@ -97,7 +97,7 @@ class SeededNoise(Derived):
         if like.is_cuda:  # where the arithmetic costs nothing
             return self.bits(like).standard_normal(like).view(like.shape)
         pairs = (like.numel() + 1) // 2
-        self._make_room(pairs, like.dtype, NOISE_PAIRS)
+        self._make_room(min(pairs, NOISE_PAIRS), like.dtype)
         normals = torch.empty(2 * pairs, dtype=like.dtype)
         for begin in range(0, pairs, NOISE_PAIRS):
             self._fill(normals[2 * begin : 2 * (begin + NOISE_PAIRS)])
@@ -106,15 +106,14 @@ class SeededNoise(Derived):
     def bits(self, like: Tensor) -> "Bits":
         """What as many fresh draws are made from, all at once; overwritten by the next draw."""
         pairs = (like.numel() + 1) // 2
-        self._make_room(pairs, like.dtype, pairs)
+        self._make_room(pairs, like.dtype)
         self._advance(self._workspace, pairs)
         words, turns = self._workspace.words[:pairs], self._workspace.turns[:pairs]
         return Bits(words.to(like.device), turns.to(like.device))
 
-    def _make_room(self, pairs: int, dtype: torch.dtype, at_once: int) -> None:
-        room = min(pairs, at_once)
-        if self._workspace.lacks(room, dtype):
-            self._workspace = _Workspace(room, dtype)
+    def _make_room(self, pairs: int, dtype: torch.dtype) -> None:
+        if len(self._workspace.u) < pairs or self._workspace.radius.dtype != dtype:
+            self._workspace = _Workspace(pairs, dtype)
 
     def _fill(self, out: Tensor) -> None:
         """Draws in place, shape (2 pairs,)."""
@@ -134,12 +133,7 @@ class SeededNoise(Derived):
 
 
 class _Workspace:
-    """Memory that draws go through, kept because asking for it anew costs more than using it.
-
-    Args:
-        pairs: of draws that will be made at a time at most.
-        dtype: of the draws.
-    """
+    """Memory for a number of pairs of draws, kept because allocating it again is expensive."""
 
     def __init__(self, pairs: int, dtype: torch.dtype) -> None:
         turn = torch.int64 if dtype == torch.float64 else torch.int32
@@ -147,10 +141,6 @@ class _Workspace:
         self.turns = torch.empty(pairs + SPARE // turn.itemsize, dtype=turn)
         self.u = torch.empty(pairs, dtype=torch.float64)
         self.radius, self.angle = torch.empty(pairs, dtype=dtype), torch.empty(pairs, dtype=dtype)
-
-    def lacks(self, pairs: int, dtype: torch.dtype) -> bool:
-        """Whether it is too small or of another dtype."""
-        return len(self.u) < pairs or self.radius.dtype != dtype
 
 
 @dataclass(frozen=True)

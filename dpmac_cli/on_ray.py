@@ -75,13 +75,7 @@ def _reach(where: str) -> None:
 
 @dataclass
 class _Task:
-    """A run that is carried out.
-
-    Attributes:
-        number: of the run. step: that it has come to.
-        begun: whether it has said anything.
-        over: whether it has said that it is over.
-    """
+    """A run on the cluster: its last step, whether it has reported anything, and its end."""
 
     number: int
     step: int = 0
@@ -161,23 +155,18 @@ class Cluster:
             why = type(failure).__name__
         else:
             task.begun = True
-            yield self._checked(event, task)
+            if isinstance(event, Moved):
+                task.step = event.step
+                yield event
+            else:
+                task.over = True
+                attempt = self._attempts[task.number]
+                config = self.configs[task.number]
+                yield self._again(told(config, event, task.step, attempt, stopped=self._asked))
             return
         del tasks[words]
         if not task.over and not self._asked:
             yield self._again(died(task.number, self._attempts[task.number], why))
-
-    def _checked(self, event: RunEvent, task: _Task) -> RunEvent:
-        """An event as it is to be told."""
-        if isinstance(event, Moved):
-            task.step = event.step
-            return event
-        task.over = True
-        number = task.number
-        attempt = self._attempts[number]
-        return self._again(
-            told(self.configs[number], event, task.step, attempt, stopped=self._asked)
-        )
 
     def _again(self, ended: Ended) -> Ended:
         """Have a run begun again, if it is to be."""

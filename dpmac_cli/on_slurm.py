@@ -46,12 +46,7 @@ def check() -> None:
 
 @dataclass
 class _Job:
-    """A run that is carried out.
-
-    Attributes:
-        number: of the run. step: that it has come to.
-        job: submitit's. asked: when SLURM was last asked for it.
-    """
+    """A run, submitit's job for it, its last step, and when SLURM was last asked about it."""
 
     number: int
     job: Any
@@ -113,8 +108,9 @@ class Array:
     def _executor(self) -> Any:
         self.where.mkdir(mode=0o700, parents=True, exist_ok=True)
         executor = submitit.AutoExecutor(folder=self.where.absolute(), cluster=self.cluster)
-        gpus = {} if self.sbatch.keys() & set(GPUS) else {"gpus-per-node": "1"}
-        options = {**self.sbatch, **(gpus if self.configs[0].device == "cuda" else {})}
+        options = dict(self.sbatch)
+        if self.configs[0].device == "cuda" and not options.keys() & set(GPUS):
+            options["gpus-per-node"] = "1"
         limit = {} if self.jobs is None else {"slurm_array_parallelism": self.jobs}
         executor.update_parameters(name="dpmac", slurm_additional_parameters=options, **limit)
         return executor
@@ -150,8 +146,7 @@ class Array:
             if stopped or folder.reported_steps(config.out) >= config.total_steps:
                 return Ended(number)
             return died(number, attempt, f"job {job.job.job_id}, see {self.where}")
-        ended = Ended(number, failure)
-        return told(config, ended, step, attempt, stopped=stopped)
+        return told(config, Ended(number, failure), step, attempt, stopped=stopped)
 
 
 def _cancel(jobs: Sequence[_Job]) -> None:

@@ -73,14 +73,8 @@ def draw_prices(rows: Sequence[Row], path: Path) -> None:
         InputError: no row has a finite price, or there are too many to tell apart.
         OSError: the file cannot be written.
     """
-    shown = [
-        row
-        for row in rows
-        if row.selection == "none"
-        and row.noise_multiplier != 0
-        and math.isfinite(row.epsilon)
-        and row.steps > 0
-    ]
+    single = (row for row in rows if row.selection == "none" and row.noise_multiplier != 0)
+    shown = [row for row in single if math.isfinite(row.epsilon) and row.steps > 0]
     if not shown:
         raise InputError("--plot: no row has a finite epsilon and a step to draw.")
     if len(shown) > MOST_LINES:
@@ -117,11 +111,8 @@ def draw_comparison(comparison: "Comparison", path: Path) -> bool:
     Raises:
         OSError: the file cannot be written.
     """
-    rows = [
-        (name, [cell for cell in cells if cell and cell.accuracies])
-        for name, cells in comparison.rows
-    ]
-    rows = [(name, cells) for name, cells in rows if cells]
+    scored = ((name, [c for c in cells if c and c.accuracies]) for name, cells in comparison.rows)
+    rows = [(name, cells) for name, cells in scored if cells]
     if not rows or len(rows) > MOST_LINES:
         return False
     figure, (by_epsilon, by_step) = new_figure(2)
@@ -293,7 +284,7 @@ def _deltas(delta: float) -> list[float]:
     """Around a delta, a factor of 10 apart at most."""
     exponent = math.log10(delta)
     low, high = min(exponent - 3, -9.0), min(max(exponent + 2, -3.0), -0.3)
-    return [10 ** (low + (high - low) * i / 24) for i in range(25)]
+    return list(np.logspace(low, high, 25))
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

@@ -3,9 +3,11 @@
 Loads neither torch nor, before the first price, dp-accounting.
 """
 
+import csv
+import io
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,9 +87,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """A price and all it depends on. Of branches that differ, what they do not share is None.
+    """A privacy cost and all it depends on. Of branches that differ, what differs is None.
 
     Attributes:
+        statement: what it protects, in plain sentences.
+        events: what happened, one a branch.
         epsilon, delta: of the guarantee.
         noise_multiplier, batch_size, dataset_size, sampling_rate: sigma, B, n, q.
         steps, epochs: of training.
@@ -97,10 +101,10 @@ class Row:
         selection: how they were counted: "none" for one, "composition" for a fixed number,
             "repeat-and-select" for a random one.
         solved: what was worked out, as in :attr:`Question.solve`; None for epsilon.
-        statement: what it protects, in plain sentences.
-        events: what happened, one a branch.
     """
 
+    statement: str
+    events: tuple[TrainingEvent, ...]
     epsilon: float
     delta: float
     noise_multiplier: float | None
@@ -111,13 +115,11 @@ class Row:
     accountant: str
     adjacency: str
     compositions: int
-    dataset_size: int | None
-    batch_size: int | None
-    runs: int
-    selection: str
-    solved: str | None
-    statement: str
-    events: tuple[TrainingEvent, ...]
+    dataset_size: int | None = None
+    batch_size: int | None = None
+    runs: int = 1
+    selection: str = "none"
+    solved: str | None = None
 
 
 def ask(flags: Mapping[str, str | None], found: Sequence[str] = ()) -> Question:
@@ -334,33 +336,37 @@ def _solved(
     if question.solve == "steps":
         event = replace(event, steps=longest_run(event, delta, target, accountant))
     if question.solve == "delta":
-        row = _row((event,), target, least_delta((event,), target, accountant), accountant)
+        row = price((event,), least_delta((event,), target, accountant), accountant, target)
     else:
         row = price((event,), delta, accountant)
     return replace(row, dataset_size=question.dataset_size, batch_size=batch, solved=question.solve)
 
 
-def price(events: tuple[TrainingEvent, ...], delta: float, accountant: str | None = None) -> Row:
-    """What some trainings on the same records cost together.
+def price(
+    events: tuple[TrainingEvent, ...],
+    delta: float,
+    accountant: str | None = None,
+    epsilon: float | None = None,
+) -> Row:
+    """Compute what some trainings on the same records cost together.
 
     Args:
         events: at least one.
         delta: in (0, 1).
         accountant: see :func:`dpmac_cli.accounting.total_epsilon`.
+        epsilon: known to hold at delta; None to compute it.
     """
-    return _row(events, total_epsilon(events, delta, accountant), delta, accountant)
-
-
-def _row(
-    events: tuple[TrainingEvent, ...], epsilon: float, delta: float, accountant: str | None
-) -> Row:
-    sampler = events[-1].sampling
+    if epsilon is None:
+        epsilon = total_epsilon(events, delta, accountant)
     last = events[-1]
+    sampler = last.sampling
     rate = accounting.common(event.sampling_rate for event in events)
     steps = sum(event.steps for event in events)
     noisy = [event for event in events if event.noise_multiplier > 0]
     name = choose_accountant(noisy, accountant) if noisy else accountant or sampler.accountants[0]
     return Row(
+        accounting.statement(epsilon, delta, events),
+        events,
         epsilon,
         delta,
         accounting.common(event.noise_multiplier for event in events),
@@ -371,13 +377,6 @@ def _row(
         name,
         sampler.adjacency,
         sum(event.compositions for event in events),
-        None,
-        None,
-        1,
-        "none",
-        None,
-        accounting.statement(epsilon, delta, events),
-        events,
     )
 
 
@@ -424,6 +423,15 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
             yield from delta_note(delta, size)
     if any(row.solved == "steps" and row.steps == MOST_STEPS for row in rows):
         yield f"{MOST_STEPS:,} steps are as many as a run may have; the budget would pay for more."
+
+
+def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a header and one line per row; values of other columns are left out."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 #: Pairs of a step or a delta, and epsilon.

@@ -24,26 +24,6 @@ class Sampler(Stateful, Protocol):
         ...
 
 
-class Draws(Stateful, Protocol):
-    """Choices among n records, each made afresh."""
-
-    def independently(self, rate: float) -> Batch:
-        """Each record with probability ``rate`` in (0, 1], whatever the others do."""
-        ...
-
-    def exactly(self, count: int) -> Batch:
-        """So many different records, every choice as likely as any other."""
-        ...
-
-    def bins(self, count: int) -> Slots:
-        """One of so many bins for each record, whatever the others do."""
-        ...
-
-    def shuffled(self, slots: Slots) -> Slots:
-        """The slots in an order of which each is as likely as any other."""
-        ...
-
-
 class SeededDraws(Derived):
     """Choices by numpy's SFC64: fast, but no cipher.
 
@@ -59,7 +39,7 @@ class SeededDraws(Derived):
         self._generator = source.numpy
 
     def independently(self, rate: float) -> Batch:
-        """Each record with probability ``rate``.
+        """Draw each record with probability ``rate`` in (0, 1], independently of the others.
 
         How many are drawn is binomial, and which, any so many alike: the same as asking every
         record, at the cost of the batch instead of the data set.
@@ -67,15 +47,15 @@ class SeededDraws(Derived):
         return self.exactly(int(self._generator.binomial(self._size, rate)))
 
     def exactly(self, count: int) -> Batch:
-        """So many different records."""
+        """Draw ``count`` different records; all subsets are equally likely."""
         return np.sort(self._generator.choice(self._size, count, replace=False, shuffle=False))
 
     def bins(self, count: int) -> Slots:
-        """One of so many bins for each record."""
+        """Draw one of ``count`` bins for each record, independently of the others."""
         return self._generator.integers(0, count, self._size)
 
     def shuffled(self, slots: Slots) -> Slots:
-        """The slots in any order."""
+        """Return the slots in random order; all orders are equally likely."""
         return self._generator.permutation(slots)
 
 
@@ -130,6 +110,9 @@ class SecureDraws(Derived):
         """Fresh words, shape (n,); overwritten by the next."""
         self._keys.fill(self._words, self._size)
         return self._words[: self._size]
+
+
+Draws = SeededDraws | SecureDraws
 
 
 class IndependentSampler(Derived):

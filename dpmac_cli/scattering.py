@@ -102,14 +102,9 @@ class Scattering(nn.Module):
         return torch.cat([*first, *second], 1)
 
     def _modulus(self, spectrum: Tensor, octave: int, resolution: int) -> Tensor:
-        """|signal * wavelet| for every angle of an octave, at that octave's resolution.
+        """|signal * wavelet| for every angle of octave j, from a spectrum at resolution r.
 
-        Args:
-            spectrum: of a signal at the resolution, shape (..., height, width).
-            octave: j. resolution: r; every 2^r-th value of the signal is kept.
-
-        Returns:
-            Shape (..., angles, height / 2^(j - r), width / 2^(j - r)).
+        (..., height, width) becomes (..., angles, height / 2^(j - r), width / 2^(j - r)).
         """
         factor = 2 ** (octave - resolution)
         size = [side // factor for side in spectrum.shape[-2:]]

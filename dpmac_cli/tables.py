@@ -1,14 +1,13 @@
 """A comparison as JSON values, CSV, Markdown and LaTeX."""
 
-import csv
-import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
 from dpmac_cli.accounting import format_epsilon
 from dpmac_cli.compare import Cell, Comparison
+from dpmac_cli.pricing import to_csv
 
 SCHEMA_VERSION = 1
 MISSING = "–"
@@ -147,11 +146,7 @@ def as_csv(comparison: Comparison) -> str:
     rows = [_row(cell) for cell in comparison.cells]
     left_out = ("accuracies", "failures")
     columns = [name for name in rows[0] if name not in left_out]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return to_csv(columns, rows)
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -189,12 +184,8 @@ def as_latex(comparison: Comparison) -> str:
         return f"${body}$" + (r"\,$\sim$" if cell.standing == "tied" else "")
 
     columns = comparison.columns
-    symbol: Callable[[float], str] = (
-        (lambda value: rf"$\sigma = {value:g}$")
-        if comparison.column == "sigma"
-        else (lambda value: rf"$\varepsilon \le {value:g}$")
-    )
-    titles = " & ".join(["", *map(symbol, columns)])
+    symbol = r"\sigma =" if comparison.column == "sigma" else r"\varepsilon \le"
+    titles = " & ".join(["", *(f"${symbol} {value:g}$" for value in columns)])
     prices = " & ".join([r"$\varepsilon$", *map(_escaped, epsilons(comparison))])
     lines = [
         "% needs \\usepackage{booktabs}",

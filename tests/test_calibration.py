@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from dpmac_cli.accounting import (
+    COARSE,
     SAMPLERS,
     SIGMA_MAX,
     TrainingEvent,
@@ -326,3 +327,11 @@ def test_the_largest_batch_of_many_records_takes_few_prices() -> None:
     assert batch >= 256
     following = range(batch + 1, batch + 10)  # the next epochs that are a step shorter among them
     assert all(event(b).epsilon(DELTA, "rdp") > budget for b in following)
+
+
+def test_a_target_that_only_the_fine_grid_shows_is_met() -> None:
+    """On the coarse grid even the largest noise costs more than the target."""
+    event, target = TrainingEvent(0.01, SIGMA_MAX, 1000), 5.76e-6
+    assert total_epsilon((event,), DELTA, widest=COARSE) > target
+    sigma = calibrate_noise(event, DELTA, target)
+    assert replace(event, noise_multiplier=sigma).epsilon(DELTA) <= target

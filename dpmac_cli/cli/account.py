@@ -1,9 +1,8 @@
 """dpmac account."""
 
-import csv
-import io
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,10 @@ from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import USAGE, explained
-from dpmac_cli.cli.options import (
-    DEBUG,
-    JSON,
-    argument,
-    option,
-    path_option,
-    switch,
-    with_options,
-)
+from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.errors import BudgetError
 from dpmac_cli.folder import to_json
-from dpmac_cli.pricing import Question, Row
+from dpmac_cli.pricing import Question, Row, to_csv
 from dpmac_cli.recount import Recount, recount
 from dpmac_cli.settings import flag_name
 
@@ -47,36 +38,19 @@ Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilo
 """
 
 #: Columns of --csv, and keys of a row of --json, in this order.
-COLUMNS = (
-    "epsilon",
-    "delta",
-    "noise_multiplier",
-    "sampling_rate",
-    "steps",
-    "epochs",
-    "sampler",
-    "accountant",
-    "adjacency",
-    "compositions",
-    "dataset_size",
-    "batch_size",
-    "runs",
-    "selection",
-    "solved",
-)
+COLUMNS = [name for name in Row.__dataclass_fields__ if name not in ("statement", "events")]
 
 TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
 
 
+def _choice(name: str, known: Iterable[str], default: str, panel: str) -> inspect.Parameter:
+    text = f"One of {', '.join(known)}. [default: {default}]"
+    return option(name, text, panel, "NAME", one_of(known))
+
+
 @with_options(
     argument("run", "A run folder or report to price again.", "RUN", run_folders),
-    option(
-        "dataset",
-        f"One of {', '.join(DATASETS)}. [default: mnist]",
-        TRAINING,
-        "NAME",
-        one_of(DATASETS),
-    ),
+    _choice("dataset", DATASETS, "mnist", TRAINING),
     option("dataset_size", "n, for data we never see.", TRAINING, "INT"),
     option("batch_size", "Expected batch B. [default: the data set's]", TRAINING, "INT"),
     option("epochs", "Passes of ceil(n/B) steps. [default: the data set's]", TRAINING, "INT,..."),
@@ -93,20 +67,8 @@ TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
     ),
     option("delta", "Delta of (epsilon, delta). [default: 1e-5]", QUESTION, "FLOAT"),
     option("runs", "Also price this many runs of which the best is published.", QUESTION, "INT"),
-    option(
-        "sampler",
-        f"One of {', '.join(SAMPLERS)}. [default: poisson]",
-        METHOD,
-        "NAME",
-        one_of(SAMPLERS),
-    ),
-    option(
-        "accountant",
-        f"One of {', '.join(ACCOUNTANTS)}, all. [default: pld]",
-        METHOD,
-        "NAME",
-        one_of((*ACCOUNTANTS, "all")),
-    ),
+    _choice("sampler", SAMPLERS, "poisson", METHOD),
+    _choice("accountant", (*ACCOUNTANTS, "all"), "pld", METHOD),
     JSON,
     switch("csv", "Print CSV.", OUTPUT),
     path_option("plot", "Draw epsilon by steps and by delta (.png or .svg).", OUTPUT, "FILE"),
@@ -130,7 +92,7 @@ def account(run: Path | None, plot: Path | None, **given: Any) -> None:
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     elif csv:
-        console.print_result(_as_csv(rows))
+        console.print_result(to_csv(COLUMNS, map(_values, rows)))
     else:
         _print(console.stdout(), rows)
     if plot is not None:
@@ -180,15 +142,6 @@ def _values(row: Row) -> dict[str, Any]:
     return {**values, "statement": row.statement}
 
 
-def _as_csv(rows: Sequence[Row]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow(_values(row))
-    return text.getvalue()
-
-
 def _print(out: Console, rows: Sequence[Row]) -> None:
     if len(rows) == 1:
         _print_one(out, rows[0])
@@ -216,24 +169,20 @@ def _print_one(out: Console, row: Row) -> None:
 SOLVED = {"sigma": "noise multiplier", "steps": "training", "batch-size": "batch", "delta": "delta"}
 
 
-def _facts(row: Row) -> list[tuple[str, str]]:
-    """What a price depends on, in words."""
-    facts = []
+def _facts(row: Row) -> Iterator[tuple[str, str]]:
+    """Yield what a privacy cost depends on, in words."""
     if row.noise_multiplier is not None:
-        facts.append(("noise multiplier", f"{row.noise_multiplier:.10g}"))
+        yield "noise multiplier", f"{row.noise_multiplier:.10g}"
     if row.batch_size is not None and row.dataset_size is not None:
-        facts.append(("batch", f"{row.batch_size:,} of {row.dataset_size:,} records"))
+        yield "batch", f"{row.batch_size:,} of {row.dataset_size:,} records"
     if row.sampling_rate is not None:
-        facts.append(("sampling rate", f"{row.sampling_rate:.6g}"))
+        yield "sampling rate", f"{row.sampling_rate:.6g}"
     epochs = "" if row.epochs is None else f" ({_plural(row.epochs, 'epoch')})"
-    facts.append(("training", f"{_plural(row.steps, 'step')}{epochs}"))
-    return [
-        *facts,
-        ("sampler", row.sampler),
-        ("adjacency", row.adjacency),
-        ("accountant", f"{ACCOUNTANTS[row.accountant]}"),
-        ("compositions", f"{row.compositions:,}"),
-    ]
+    yield "training", f"{_plural(row.steps, 'step')}{epochs}"
+    yield "sampler", row.sampler
+    yield "adjacency", row.adjacency
+    yield "accountant", ACCOUNTANTS[row.accountant]
+    yield "compositions", f"{row.compositions:,}"
 
 
 def _plural(count: float, noun: str) -> str:

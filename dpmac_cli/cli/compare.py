@@ -21,7 +21,7 @@ from dpmac_cli.config import parse
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
-from dpmac_cli.grid import DEFAULT_SEEDS, NOT_IN_A_STUDY, Grid, Run, plan
+from dpmac_cli.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
 from dpmac_cli.settings import OUTPUT, SETTINGS, TrainConfig
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
@@ -86,11 +86,7 @@ STUDY = "Study"
         "KEY=VALUE,...",
     ),
     switch("dry_run", "Show runs, prices and time, and train nothing.", STUDY),
-    *(
-        text_option(name, setting, several=True)
-        for name, setting in SETTINGS.items()
-        if name not in (*NOT_IN_A_STUDY, "optimizer")
-    ),
+    *(text_option(name, SETTINGS[name], several=True) for name in STUDIED),
     option("out", f"Folder of the study. [default: {DEFAULT_OUT}]", OUTPUT, "PATH"),
     switch("json", "Print compare.json.", OUTPUT),
     switch("quiet", "Print nothing but errors.", OUTPUT),
@@ -227,15 +223,15 @@ def _write_results(
         console.print_notes([f"The table of another study that lay in {out} is now in {moved}."])
     folder.unseal(out)
     document = folder.to_json(tables.as_values(comparison))
-    for name, text in (
-        (JSON, document),
-        (CSV, tables.as_csv(comparison)),
-        (MARKDOWN, tables.as_markdown(comparison)),
-        (LATEX, tables.as_latex(comparison)),
-    ):
+    texts = {
+        JSON: document,
+        CSV: tables.as_csv(comparison),
+        MARKDOWN: tables.as_markdown(comparison),
+        LATEX: tables.as_latex(comparison),
+    }
+    for name, text in texts.items():
         folder.write_atomically(out / name, text.encode())
-    drawn = [PLOT] if draw_comparison(comparison, out / PLOT) else []
-    names = [JSON, CSV, MARKDOWN, LATEX, *drawn]
+    names = [*texts, PLOT] if draw_comparison(comparison, out / PLOT) else [*texts]
     folder.seal(out, names)
     if as_json:
         console.print_result(document)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli import tables
-from dpmac_cli.accounting import format_epsilon, total_epsilon
+from dpmac_cli.accounting import format_epsilon
 from dpmac_cli.budget import training_event
 from dpmac_cli.cli.console import ATTENTION, expendable
 from dpmac_cli.compare import TEST, Cell, Comparison
@@ -46,10 +46,9 @@ class Lines(Display):
         self._done, self._total = 0, sum(self._left.values())
         self._accuracy: dict[int, float | None] = {}
         self._ended, self._began = 0, time.monotonic()
-        found = len(grid.runs) - len(missing)
         self._missing = len(missing)
-        words = f"{len(grid.runs)} runs" + (f", {found} of them found finished" if found else "")
-        console.print(words)
+        found = len(grid.runs) - self._missing
+        console.print(f"{len(grid.runs)} runs{f', {found} of them found finished' * bool(found)}")
 
     def show(self, event: RunEvent) -> None:
         """Count, and print a line when a run ends."""
@@ -238,18 +237,10 @@ def print_plan(out: Console, grid: Grid, seconds: Mapping[int, float], jobs: int
         config = run.config
         each = a_step * config.total_steps
         total += each * len(grid.seeds)
-        event = training_event(config, config.total_steps)
-        price = (
-            "no privacy" if config.no_dp else format_epsilon(total_epsilon((event,), config.delta))
-        )
-        table.add_row(
-            _row(run),
-            f"{run.column or 0:g}",
-            price,
-            f"{config.total_steps:,}",
-            str(len(grid.seeds)),
-            tables.clock(each),
-        )
+        epsilon = training_event(config, config.total_steps).epsilon(config.delta)
+        price = "no privacy" if config.no_dp else format_epsilon(epsilon)
+        facts = price, f"{config.total_steps:,}", str(len(grid.seeds)), tables.clock(each)
+        table.add_row(_row(run), f"{run.column or 0:g}", *facts)
     out.print(table)
     wall, count = total / max(1, jobs), len(grid.runs)
     out.print(

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -108,36 +109,28 @@ class LiveBar(Lines):
 
     def show(self, event: RunEvent) -> None:
         """Move the bars, and print a line above them if it is worth one."""
-        match event:
-            case Started():
-                self._features.stop()
-            case Update():
-                self._move(event)
-            case Finished():
-                self.close()
+        if isinstance(event, Started):
+            self._features.stop()
+        elif isinstance(event, Update):
+            self._move(event)
+        elif isinstance(event, Finished):
+            self.close()
         super().show(event)
-        match event:
-            case Computing():
-                if not self._features.tasks:
-                    self._features.add_task("", total=event.records)
-                    self._features.start()
-                self._features.update(self._features.tasks[0].id, completed=event.done)
-            case Started():
-                self._begin(event)
+        if isinstance(event, Started):
+            self._begin(event)
+        elif isinstance(event, Computing):
+            if not self._features.tasks:
+                self._features.add_task("", total=event.records)
+                self._features.start()
+            self._features.update(self._features.tasks[0].id, completed=event.done)
 
     def _begin(self, event: Started) -> None:
         config = event.config
         self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
         self._private = not config.no_dp
-        self._task = self._bar.add_task(
-            "",
-            total=event.steps,
-            completed=event.done,
-            epoch=str(event.done // self._per_epoch + 1),
-            epsilon="",
-            accuracy="",
-            speed="",
-        )
+        epoch = str(event.done // self._per_epoch + 1)
+        fields: dict[str, Any] = {"epoch": epoch, "epsilon": "", "accuracy": "", "speed": ""}
+        self._task = self._bar.add_task("", total=event.steps, completed=event.done, **fields)
         self._bar.start()
 
     def _move(self, event: Update) -> None:
@@ -184,49 +177,40 @@ def _computing(event: Computing) -> str:
     return f"computing features of {event.records:,} records, once: kept in {event.folder}"
 
 
-def _heading(event: Started) -> list[Text]:
+def _heading(event: Started) -> Iterator[Text]:
     config = event.config
-    lines = [
-        Text.assemble(
-            (config.optimizer, "bold"),
-            f" on {config.dataset_name}: {config.facts.train_size:,} records, "
-            f"{config.model_name} with {event.parameters:,} parameters, {config.device}",
-        )
-    ]
+    yield Text.assemble(
+        (config.optimizer, "bold"),
+        f" on {config.dataset_name}: {config.facts.train_size:,} records, "
+        f"{config.model_name} with {event.parameters:,} parameters, {config.device}",
+    )
     if config.no_dp:
-        lines.append(Text(NO_PRIVACY, style="bold red"))
+        yield Text(NO_PRIVACY, style="bold red")
     else:
-        lines.append(
-            Text(
-                f"sigma {config.sigma:g}, expected batch {config.batch_size}, {event.steps:,} "
-                f"steps (epochs: {event.steps / config.steps_per_epoch:.4g}), delta "
-                f"{config.delta:g}"
-            )
+        yield Text(
+            f"sigma {config.sigma:g}, expected batch {config.batch_size}, {event.steps:,} steps "
+            f"(epochs: {event.steps / config.steps_per_epoch:.4g}), delta {config.delta:g}"
         )
     if config.canaries is not None:
-        lines.append(
-            Text(
-                f"AUDIT: {config.canaries:,} canaries ({config.canary_kind}), about half of them "
-                "trained on; the model will be unfit for release",
-                style="bold red",
-            )
+        yield Text(
+            f"AUDIT: {config.canaries:,} canaries ({config.canary_kind}), about half of them "
+            "trained on; the model will be unfit for release",
+            style="bold red",
         )
     if event.cut_short:
-        lines.append(
-            Text(
-                f"--max-epsilon {config.max_epsilon:g} pays for {event.steps:,} of "
-                f"{config.total_steps:,} steps",
-                style=ATTENTION,
-            )
+        yield Text(
+            f"--max-epsilon {config.max_epsilon:g} pays for {event.steps:,} of "
+            f"{config.total_steps:,} steps",
+            style=ATTENTION,
         )
     if event.done:
         how = "exactly as it would have" if event.branch is None else f"as a branch: {event.branch}"
-        lines.append(Text(f"going on after step {event.done}, {how}", style=ATTENTION))
-    lines += [Text(f"note: {note}", style=ATTENTION) for note in event.notes]
+        yield Text(f"going on after step {event.done}, {how}", style=ATTENTION)
+    for note in event.notes:
+        yield Text(f"note: {note}", style=ATTENTION)
     if config.diagnostics:
-        lines.append(Text(f"--diagnostics: {DIAGNOSTICS_WARNING}", style="bold red"))
-    lines.append(Text(f"writing {event.folder}", style="dim"))
-    return lines
+        yield Text(f"--diagnostics: {DIAGNOSTICS_WARNING}", style="bold red")
+    yield Text(f"writing {event.folder}", style="dim")
 
 
 def _evaluated(event: engine.Evaluated, epsilon: float | None) -> Text:
@@ -255,46 +239,36 @@ def _diagnosed(seen: Diagnosis) -> Text:
     )
 
 
-def _summary(event: Finished) -> list[Text]:
+def _summary(event: Finished) -> Iterator[Text]:
     report = event.report
     test, price = report["test"], report["privacy"]
     spent = math.inf if price["epsilon"] is None else price["epsilon"]
-    lines = [
-        Text.assemble(
-            "test accuracy ",
-            (f"{test['accuracy']:.2%}", "bold"),
-            f" on {test['samples']:,} samples",
-        )
-    ]
+    accuracy = (f"{test['accuracy']:.2%}", "bold")
+    yield Text.assemble("test accuracy ", accuracy, f" on {test['samples']:,} samples")
     if price["private"]:
-        lines.append(
-            Text.assemble(
-                "privacy ",
-                (f"epsilon {format_epsilon(spent)}", "bold"),
-                f" at delta {price['delta']:g} ({price['adjacency']}, {price['sampler']} sampling)",
-            )
+        yield Text.assemble(
+            "privacy ",
+            (f"epsilon {format_epsilon(spent)}", "bold"),
+            f" at delta {price['delta']:g} ({price['adjacency']}, {price['sampler']} sampling)",
         )
     else:
-        lines.append(Text(NO_PRIVACY, style="bold red"))
+        yield Text(NO_PRIVACY, style="bold red")
     if price["seed_policy"]["given"] and price["private"]:
-        lines.append(
-            Text("with --seed: no privacy against anyone who knows the seed", style=ATTENTION)
-        )
+        yield Text("with --seed: no privacy against anyone who knows the seed", style=ATTENTION)
     names = [folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS]
     if report["audit"]:
-        lines.append(Text(AUDIT_RUN, style="bold red"))
+        yield Text(AUDIT_RUN, style="bold red")
         if event.state != "interrupted":
             names.append(folder.AUDIT)
-            lines.append(Text(f"what the attack found: dpmac eval {event.folder} --audit"))
+            yield Text(f"what the attack found: dpmac eval {event.folder} --audit")
     if report["diagnostics"]:
         names.append(f"{folder.DIAGNOSTICS} (do not publish)")
     if (event.folder / folder.CURVES).exists():
         names.append(folder.CURVES)
     if (event.folder / folder.EVENTS).is_dir():
         names.append(f"{folder.EVENTS}/")
-        lines.append(Text(f"its curves: tensorboard --logdir {event.folder}"))
-    lines.append(Text(f"{event.folder}: {', '.join(names)}"))
-    return lines
+        yield Text(f"its curves: tensorboard --logdir {event.folder}")
+    yield Text(f"{event.folder}: {', '.join(names)}")
 
 
 def doubts(result: engine.Evaluation) -> Iterator[str]:

@@ -24,6 +24,12 @@ Exit codes: 0 done, whatever is missing, 1 a bug in dpmac, 2 usage or input.
 #: Each 1024 times the one before.
 SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
 MISSING = console.ATTENTION
+STATES = {
+    BUILT_IN: "come with packages",
+    HERE: "there",
+    PARTLY: "not whole, would be downloaded",
+    ABSENT: "not there, would be downloaded",
+}
 
 
 @with_options(
@@ -94,18 +100,11 @@ def _machine(found: Checkup) -> Iterator[tuple[str, Text]]:
 
 
 def _data(found: Checkup) -> Iterator[tuple[str, Text]]:
-    def of(kind: str) -> str:
-        return ", ".join(name for name, state in found.datasets.items() if state == kind)
-
-    yield "data sets", Text.assemble(_place(found.data))
-    if of(BUILT_IN):
-        yield "", Text(f"come with packages: {of(BUILT_IN)}")
-    if of(HERE):
-        yield "", Text(f"there: {of(HERE)}")
-    if of(PARTLY):
-        yield "", Text(f"not whole, would be downloaded: {of(PARTLY)}", MISSING)
-    if of(ABSENT):
-        yield "", Text(f"not there, would be downloaded: {of(ABSENT)}")
+    yield "data sets", _place(found.data)
+    for kind, words in STATES.items():
+        names = [name for name, state in found.datasets.items() if state == kind]
+        if names:
+            yield "", Text(f"{words}: {', '.join(names)}", MISSING if kind == PARTLY else "")
 
 
 def _place(place: Place) -> Text:

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,7 @@ from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import MISFIT, explained
-from dpmac_cli.cli.options import (
-    DEBUG,
-    JSON,
-    argument,
-    option,
-    path_option,
-    switch,
-    with_options,
-)
+from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.config import parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.folder import to_json
@@ -93,8 +84,11 @@ def evaluate(
     json: bool,
 ) -> None:
     """Load a model, score the test set, print the result."""
-    if audit:
-        _check_alone({"dataset": dataset, "data-dir": data_dir, "plot": plot})
+    if audit:  # reads what its run has written, and nothing else
+        others = {"dataset": dataset, "data-dir": data_dir, "plot": plot}
+        if useless := [name for name, value in others.items() if value is not None]:
+            what = "--audit scores guesses, not test samples: leave out"
+            raise InputError([f"{what} --{name}." for name in useless])
         _judge(read_audit(model), model, json)
         return
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
@@ -143,22 +137,10 @@ def evaluate(
         out.print(f"what it is and what its privacy is worth: {card}")
 
 
-def _check_alone(given: Mapping[str, object]) -> None:
-    """An audit reads what its run has written, and nothing else."""
-    errors = [
-        f"--audit scores guesses, not test samples: leave out --{name}."
-        for name, value in given.items()
-        if value is not None
-    ]
-    if errors:
-        raise InputError(errors)
-
-
 def _judge(found: Audit, run: Path, json: bool) -> None:
     """Print what an audit proves; exit code 4 if it is that the claim is false."""
     if json:
-        body = {"run": str(run), **found.verdict()}
-        console.print_result(to_json(body))
+        console.print_result(to_json({"run": str(run), **found.verdict()}))
     else:
         out = console.stdout()
         claimed = math.inf if found.claimed is None else found.claimed

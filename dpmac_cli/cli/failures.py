@@ -13,13 +13,7 @@ from typing import Any
 import typer
 
 from dpmac_cli.cli import console
-from dpmac_cli.errors import (
-    BudgetError,
-    InputError,
-    ModelError,
-    RunError,
-    explain_os_error,
-)
+from dpmac_cli.errors import BudgetError, InputError, ModelError, RunError, explain_os_error
 
 BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 
