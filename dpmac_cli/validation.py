@@ -6,6 +6,7 @@ network on made-up batches. A trial can be passed by luck; :func:`independence` 
 (:mod:`dpmac_cli.tracing`), and where there is none has each sample run alone.
 """
 
+import contextlib
 import copy
 import itertools
 import math
@@ -73,7 +74,7 @@ def check_model(
     Raises:
         ModelError: naming the layer and the remedy.
     """
-    _check_layers(model, frozen)
+    _check_layers(model, frozen, isolated)
     try:
         probe = copy.deepcopy(model)
     except (Exception, SystemExit) as failure:
@@ -82,17 +83,20 @@ def check_model(
             "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
         ) from failure
     try:
-        single, probe = copy.deepcopy(probe), _prepared(probe, frozen)
+        single, probe = copy.deepcopy(probe), _prepared(probe, frozen).double()
+        scored = copy.deepcopy(probe).eval()
         with torch.no_grad():
             _check_output(probe, _batch(1 if isolated else FEW, shape), classes)
+            _check_output(scored, _batch(FEW, shape), classes)
         if not frozen and not built_in:
             check_precision(single, shape, classes)
         if not isolated:
             trials = itertools.islice(_trials(shape, physical_batch), 1 if built_in else None)
-            with torch.no_grad():
-                _check_behaviour(probe, shape, trials)
-            if not frozen and not built_in:
-                _check_gradients(probe, *_samples(FEW, shape, classes))
+            with _remedied():
+                with torch.no_grad():
+                    _check_behaviour(probe, shape, trials)
+                if not frozen and not built_in:
+                    _check_gradients(probe, *_samples(FEW, shape, classes))
     except (Exception, SystemExit) as failure:
         # Of these samples, which are no records, what it says may be told.
         reason = failure.__cause__ if isinstance(failure, DpmacError) else failure
@@ -103,6 +107,17 @@ def check_model(
             f"{what_failed(reason)} It must take any number of such samples, one alone too; what "
             "it makes by itself takes its dtype and device from them (x.new_zeros)."
         ) from failure
+
+
+@contextlib.contextmanager
+def _remedied() -> Iterator[None]:
+    """Have every refusal name the remedy that takes what treats samples in an order of its own."""
+    try:
+        yield
+    except ModelError as failure:
+        if ALONE in str(failure) or failure.__cause__ is not None:
+            raise
+        raise ModelError(f"{failure} {ALONE}") from None
 
 
 def independence(
@@ -141,12 +156,16 @@ def _check_recordable(model: nn.Module) -> None:
 
 
 def _prepared(model: nn.Module, frozen: bool) -> nn.Module:
-    """A model in float64, in the mode in which it is run, without draws of its dropout layers."""
-    model = model.double().train(not frozen)
+    """A model in the mode in which it is run, its dropout layers being identities."""
+    model = model.train(not frozen)
     for module in model.modules():
         if type(module) in DROPOUT:
-            module.eval()
+            module.forward = _identity  # still in training mode, which other code may look at
     return model
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 def check_precision(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
@@ -155,7 +174,7 @@ def check_precision(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
     Raises:
         ModelError: naming the operation.
     """
-    device = next(model.parameters()).device
+    device = next(model.parameters(), torch.empty(0)).device
     x, y = (tensor.to(device) for tensor in _samples(1, shape, classes))
     if isinstance(model, FrozenFeatures):  # which may round: they are computed once
         x, model = model.features(x).to(x.dtype), model.head
@@ -164,7 +183,7 @@ def check_precision(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
         _gradients_of_loss(network, x, y)
 
 
-def _check_layers(model: nn.Module, frozen: bool) -> None:
+def _check_layers(model: nn.Module, frozen: bool, isolated: bool) -> None:
     """Reject what is known by name, and parameters that cannot be trained."""
     for name, module in model.named_modules():
         if isinstance(module, MIXING_LAYERS) and not frozen:
@@ -187,6 +206,11 @@ def _check_layers(model: nn.Module, frozen: bool) -> None:
                 "sizes, or call the network once on zeros in its factory."
             )
         exact = value.is_floating_point() and value.itemsize >= 4
+        if value.requires_grad and isolated and value.dtype != torch.float32:
+            raise ModelError(
+                f"The parameter {name} is {value.dtype}. Networks that run on each sample alone "
+                "have 32 bits: convert it in its factory (.float()), or add --to-float32."
+            )
         if value.requires_grad and not exact and not frozen:
             raise ModelError(
                 f"The parameter {name} is {value.dtype}. In fewer than 32 bits, rounding moves the "

@@ -255,6 +255,25 @@ class GradientNormalised(_Linear):
         return out
 
 
+class CentredIfDropping(_Linear):
+    """Asks its dropout layer whether it is training, and centres the batch if so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        x = self.drop(x)
+        return x - x.mean(0) if self.drop.training else x
+
+
+class CentredInSinglePrecision(_Linear):
+    """Centres large batches of 32 bits, as they come from a loader."""
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if x.dtype == torch.float32 else x
+
+
 class DividedBySize(_Linear):
     """Divides by the size of the batch, as a loss would."""
 
@@ -267,6 +286,7 @@ MIXING: tuple[type[nn.Module], ...] = (
     *(GhostNormOfEvery, FunctionalBatchNorm, CentredInDropout, ExpertsWithCapacity, TopOfBatch),
     *(Contrastive, AttentionOverBatch, RunningMean, RunningMeanInState, PreviousBatch, Mixup),
     *(Shuffled, WrongReshape, MeanOverLogits, GradientNormalised, DividedBySize),
+    *(CentredIfDropping,),
 )
 
 
@@ -449,12 +469,12 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.ModuleDict({"in": nn.Conv2d(3, 4, 1)})
+        self.stem = nn.ModuleDict({"entry": nn.Conv2d(3, 4, 1)})
         self.blocks = nn.Sequential(self.Block(), nn.Sequential(self.Block(), self.Block()))
         self.head = nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.stem["in"](x)).mean((2, 3)))
+        logits: Tensor = self.head(self.blocks(self.stem["entry"](x)).mean((2, 3)))
         return logits
 
 

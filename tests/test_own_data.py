@@ -1,5 +1,6 @@
 """A folder of images or an .npz becomes a data set, and what cannot become one is explained."""
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -547,3 +548,12 @@ def test_what_was_taken_from_the_records_is_known(tmp_path: Path) -> None:
     assert inspect(Source(tmp_path / "a", channels=3)).inferred == ("image size", "classes")
     assert inspect(Source(table(tmp_path / "t.npz"))).inferred == ("classes",)
     assert "have 1, and arrays are not converted" in refused(tmp_path / "t.npz", channels=3)
+
+
+def test_what_is_no_regular_file_is_named_and_not_opened(tmp_path: Path) -> None:
+    """Whoever opens a pipe waits for ever."""
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "cat" / "pipe.png")
+    with pytest.raises(InputError, match=r"pipe\.png is not a regular file"):
+        inspect(Source(tmp_path))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
+from dpmac_cli import tracing
 from dpmac_cli.engine import forbid_tf32
 from dpmac_cli.tracing import (
     SAMPLES,
@@ -36,7 +37,7 @@ class Through(nn.Module):
 
 def through(function: Callable[[Tensor], Tensor]) -> nn.Module:
     torch.manual_seed(0)
-    return Through(function).double()
+    return Through(function)
 
 
 def case(name: str, function: Callable[[Tensor], Tensor]) -> object:
@@ -81,6 +82,16 @@ MIXING = [
     case("size of the batch", lambda x: x / x.shape[0]),
     case("length of the batch", lambda x: x / len(x)),
     case("place in the batch", lambda x: x + torch.arange(x.shape[0]).view(-1, 1, 1, 1)),
+    case("constants that are as many", lambda x: x / x.new_ones(x.shape[0]).sum()),
+    case("a constant spread out", lambda x: x / torch.ones(1).expand(x.shape[0]).sum()),
+    case("a number in a constant", lambda x: x / x.new_full((1,), x.shape[0])),
+    case("places by a sum", lambda x: x * torch.ones_like(x).cumsum(0)),
+    case("a far roll", lambda x: x + x.roll(60, 0)),
+    case("a far diagonal", lambda x: x.flatten(1).triu(-200)),
+    case("a far convolution", lambda x: F.conv1d(
+        x.flatten(1).T, x.new_ones(PIXELS, 1, 3), padding=60, dilation=60, groups=PIXELS).T),
+    case("single precision alone", lambda x: x - x.mean(0) if x.dtype == torch.float32 else x),
+    case("pairs", lambda x: (x[:, None] - x[None]).sum(1)),
     case("from a size on", lambda x: x - x.mean(0) if len(x) > 16 else x),
     case("up to a size", lambda x: x - x.mean(0) if len(x) < 3 else x),
     case("groups", lambda x: x - x.view(-1, 8, *SHAPE).mean(1).repeat(8, 1, 1, 1)
@@ -116,6 +127,25 @@ class _Swapped(torch.autograd.Function):
         return gradients[0].flip(0)
 
 
+class _SwappedIfLarge(torch.autograd.Function):
+    """The same for large batches only."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        [g] = gradients
+        return g.flip(0) if len(g) > 100 else g
+
+
+def _hooked_if_large(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda g: g / g.norm() if len(g) > 100 else g)  # type: ignore[no-untyped-call]
+    return x
+
+
 def _hooked(x: Tensor) -> Tensor:
     if x.requires_grad:
         x.register_hook(lambda g: g - g.mean(0))  # type: ignore[no-untyped-call]
@@ -127,7 +157,7 @@ def _hooked(x: Tensor) -> Tensor:
     [
         (lambda x: x / len(x), "depends on the size of the batch"),
         (lambda x: x / 9 if x.max() > 1 else x, r"computed from samples at test_tracing\.py, line"),
-        (lambda x: x.flip(0), "In the inputs of layer head a row depends on more than"),
+        (lambda x: x.flip(0), "flip works along the samples of a batch"),
         (lambda x: x.cummax(2).values, "not known how cummax treats samples"),
     ],
 )
@@ -141,15 +171,41 @@ def test_a_person_is_told_what_could_not_be_proven(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("function", [case("function", _Swapped.apply), case("hook", _hooked)])
-def test_what_mixes_backwards_alone_is_not_proven(function: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (_Swapped.apply, "In the gradients of layer first a row|a backward of its own"),
+        (_SwappedIfLarge.apply, "a backward of its own"),
+        (_hooked, "registers hooks"),
+        (_hooked_if_large, "registers hooks"),
+    ],
+)
+def test_what_mixes_backwards_alone_is_not_proven(
+    function: Callable[[Tensor], Tensor], said: str
+) -> None:
     check_uniform(through(function), SHAPE)
-    with pytest.raises(UnprovenError, match="In the gradients of layer first a row"):
+    with pytest.raises(UnprovenError, match=said):
         check_independent(through(function), SHAPE, CLASSES)
 
 
 @pytest.mark.privacy
-def test_layers_that_see_samples_in_another_order_are_not_proven() -> None:
+@pytest.mark.parametrize("where", ["layer", "parameter"])
+def test_hooks_that_were_there_before_are_not_proven(where: str) -> None:
+    model = through(torch.relu)
+    layer = model.get_submodule("head")
+    if where == "layer":
+        layer.register_full_backward_hook(lambda *_: None)
+    else:
+        weight: Tensor = layer.get_parameter("weight")
+        weight.register_hook(lambda g: g / g.norm())  # type: ignore[no-untyped-call]
+    with pytest.raises(UnprovenError, match="has hooks"):
+        check_independent(model, SHAPE, CLASSES)
+
+
+@pytest.mark.privacy
+def test_layers_that_see_samples_in_another_order_are_not_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The logits are in order: only the layer between is not."""
 
     class Turned(nn.Module):
@@ -161,8 +217,10 @@ def test_layers_that_see_samples_in_another_order_are_not_proven() -> None:
             logits: Tensor = self.head(self.first(x.flatten(1).flip(0)).flip(0))
             return logits
 
+    monkeypatch.setattr(tracing, "check_uniform", lambda *_: None)  # which finds it, too
+
     with pytest.raises(UnprovenError, match="In the inputs of layer first"):
-        check_independent(Turned().double(), SHAPE, CLASSES)
+        check_independent(Turned(), SHAPE, CLASSES)
 
 
 def _over_channels(x: Tensor) -> Tensor:
@@ -198,11 +256,11 @@ def test_what_keeps_samples_apart_is_proven(function: Callable[[Tensor], Tensor]
 
 
 def test_frozen_networks_are_proven_with_batch_norm_in_evaluation_mode() -> None:
-    frozen = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten()).double()
+    frozen = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten())
     check_independent_forward(frozen.eval(), SHAPE)
     with pytest.raises(UnprovenError):
         check_independent_forward(frozen.train(), SHAPE)
-    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).double().eval()
+    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval()
     check_independent_forward(nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (6, 6)),
                                             nn.Flatten(1, 2), layer), SHAPE)  # fmt: skip
 
@@ -216,3 +274,16 @@ def test_proofs_are_found_after_training_has_set_the_precision_of_products() -> 
 
 def test_the_samples_that_are_told_apart_are_several() -> None:
     assert SAMPLES > 2
+
+
+@pytest.mark.privacy
+def test_each_part_of_a_proof_refuses_what_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = through(lambda x: x)
+    model.function = lambda x: x.cummax(0).values  # type: ignore[assignment]
+    with pytest.raises(UnprovenError, match="not known how cummax"):
+        check_uniform(model, SHAPE)
+    monkeypatch.setattr(tracing, "check_uniform", lambda *_: None)
+    with pytest.raises(UnprovenError, match="not known how"):
+        check_independent(model, SHAPE, CLASSES)

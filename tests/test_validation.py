@@ -15,7 +15,16 @@ from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.dp.per_sample import ClippedSum, Metric
 from dpmac_cli.errors import ModelError
 from dpmac_cli.validation import check_model, independence
-from tests.networks import CLASSES, INNOCENT, MIXING, PIXELS, SHAPE, Perceptron, WordsFirst
+from tests.networks import (
+    CLASSES,
+    INNOCENT,
+    MIXING,
+    PIXELS,
+    SHAPE,
+    CentredInSinglePrecision,
+    Perceptron,
+    WordsFirst,
+)
 
 LARGE = 2.0**20
 #: Fail on one sample alone, as isolation runs them.
@@ -71,6 +80,14 @@ def test_a_network_that_mixes_samples_is_never_trusted(network: type[nn.Module])
         check_model(model, SHAPE, CLASSES)
     except ModelError:
         return
+    assert independence(model, SHAPE, CLASSES)[0] == "isolated"
+
+
+@pytest.mark.privacy
+def test_what_a_network_does_in_single_precision_is_not_trusted() -> None:
+    """Trials are in double precision, which cannot see it; proofs are in the precision trained."""
+    model = made(CentredInSinglePrecision)
+    check_model(model, SHAPE, CLASSES, physical_batch=32)
     assert independence(model, SHAPE, CLASSES)[0] == "isolated"
 
 

@@ -114,6 +114,8 @@ class ImageFolder:
             return "belongs to no class of --classes"
         if path.is_dir():
             return "is a folder, but images of a class lie in one folder"
+        if path.exists() and not path.is_file():
+            return "is not a regular file"
         if path.suffix.lower() not in SUFFIXES:
             return "is not an image"
         if not self._source.skip_bad:  # headers are looked at later, and contents when loading
