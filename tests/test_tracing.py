@@ -287,3 +287,24 @@ def test_each_part_of_a_proof_refuses_what_it_does_not_know(
     monkeypatch.setattr(tracing, "check_uniform", lambda *_: None)
     with pytest.raises(UnprovenError, match="not known how"):
         check_independent(model, SHAPE, CLASSES)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("function", MIXING[:15])
+def test_what_mixes_is_followed_without_the_graph(
+    function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "check_uniform", lambda *_: None)
+    model = through(lambda x: x)
+    model.function = function  # type: ignore[assignment]
+    with pytest.raises(UnprovenError):
+        check_independent_forward(model, SHAPE)
+
+
+@pytest.mark.privacy
+def test_gradients_are_followed_through_functions_with_a_backward_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "_check_backward", lambda *_: None)
+    with pytest.raises(UnprovenError, match="In the gradients of layer first a row"):
+        check_independent(through(_Swapped.apply), SHAPE, CLASSES)
