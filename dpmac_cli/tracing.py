@@ -104,7 +104,6 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
     Raises:
         UnprovenError: it could not be proven, which does not mean that it is not so.
     """
-    _check_hooks(model)
     check_uniform(model, shape)
     x = torch.randn(SAMPLES, *shape)
     y = torch.arange(SAMPLES) % classes
@@ -128,8 +127,12 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
         dependence.check_rows(f"the gradients of layer {name}", use.delta)
 
 
-def _check_hooks(model: nn.Module) -> None:
-    """Reject hooks: they are code that is run backwards, where nothing is traced symbolically."""
+def check_hooks(model: nn.Module) -> None:
+    """Reject hooks: they are code that is run backwards, where nothing is traced symbolically.
+
+    Raises:
+        UnprovenError: naming what has one.
+    """
     for name, module in model.named_modules():
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         if any(getattr(module, kind) for kind in kinds):

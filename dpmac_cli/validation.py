@@ -12,6 +12,8 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +32,12 @@ from dpmac_cli.dp.per_sample import ClippedSum, Metric
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.faults import what_failed
 from dpmac_cli.features import FrozenFeatures
-from dpmac_cli.tracing import UnprovenError, check_independent, check_independent_forward
+from dpmac_cli.tracing import (
+    UnprovenError,
+    check_hooks,
+    check_independent,
+    check_independent_forward,
+)
 
 #: How it is known that a network keeps samples apart, from the surest to the least sure.
 Independence = Literal["built in", "isolated", "traced", "probed"]
@@ -135,7 +142,10 @@ def independence(
     """
     probe = _prepared(copy.deepcopy(frozen or model), frozen is not None)
     try:
+        if (opaque := next(_opaque(frozen or model, "", set()), None)) is not None:
+            raise UnprovenError(f"Its {opaque} could keep something that cannot be looked at.")
         if frozen is None:
+            check_hooks(model)  # which copies may lack
             _check_recordable(model)
             check_independent(probe, shape, classes)
         else:
@@ -143,6 +153,18 @@ def independence(
     except UnprovenError as failure:
         return "isolated", str(failure)
     return "traced", ""
+
+
+def _opaque(value: Any, name: str, seen: set[int]) -> Iterator[str]:
+    """Names of objects within another whose state cannot be compared, such as iterators."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    known = isinstance(value, _COMPARED) or callable(value) or hasattr(value, "__dict__")
+    if not known:
+        yield name
+    for key, part in _parts(value).items():
+        yield from _opaque(part, f"{name}.{key}".lstrip("."), seen)
 
 
 def _check_recordable(model: nn.Module) -> None:
@@ -385,6 +407,11 @@ def _equal(before: Any, after: Any) -> bool:
     return True
 
 
+#: Kinds of values whose state is all that comparing them looks at.
+_COMPARED = (
+    *(type(None), bool, int, float, complex, str, bytes, set, frozenset, list, tuple, dict, deque),
+    *(Tensor, np.ndarray, np.generic, torch.Generator, torch.dtype, torch.device, Enum, PurePath),
+)
 #: What torch keeps in every module.
 _OF_TORCH = vars(nn.Module()).keys()
 

@@ -16,6 +16,7 @@ from dpmac_cli.tracing import (
     check_independent_forward,
     check_uniform,
 )
+from dpmac_cli.validation import independence
 
 SHAPE, CLASSES = (4, 6, 6), 3
 PIXELS = 4 * 6 * 6
@@ -198,8 +199,7 @@ def test_hooks_that_were_there_before_are_not_proven(where: str) -> None:
     else:
         weight: Tensor = layer.get_parameter("weight")
         weight.register_hook(lambda g: g / g.norm())  # type: ignore[no-untyped-call]
-    with pytest.raises(UnprovenError, match="has hooks"):
-        check_independent(model, SHAPE, CLASSES)
+    assert "has hooks" in independence(model, SHAPE, CLASSES)[1]
 
 
 @pytest.mark.privacy

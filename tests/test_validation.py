@@ -1,6 +1,7 @@
 """User-supplied networks: what mixes samples is refused or isolated, what does not is trained."""
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -234,3 +235,30 @@ class Counting(Perceptron):
 def test_an_attribute_that_a_forward_pass_changes_is_named() -> None:
     with pytest.raises(ModelError, match=r"A forward pass changes state\.calls\.0"):
         check_model(made(Counting), SHAPE, CLASSES)
+
+
+class _Slotted:
+    """Keeps its count where vars() does not look."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Warming(Perceptron):
+    """Would centre batches after a hundred calls, which it counts by ``counter``."""
+
+    def __init__(self, counter: object) -> None:
+        super().__init__()
+        self.counter = counter
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("counter", [itertools.count(), _Slotted()], ids=["iterator", "slots"])
+def test_an_attribute_that_cannot_be_looked_at_is_not_trusted(counter: object) -> None:
+    model = Warming({"inside": [counter]})
+    check_model(model, SHAPE, CLASSES)
+    kind, why = independence(model, SHAPE, CLASSES)
+    assert kind == "isolated"
+    assert "Its counter.inside.0 could keep something" in why
