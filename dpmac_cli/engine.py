@@ -280,6 +280,11 @@ class Trainer:
         self._trained = {id(p) for layer in found for p in layer.parameters.values()}
         self._untrained = {n: t.clone() for n, t in _untrained(model, self._trained)}
         theta = flatten_parameters(found)
+        if plan.isolated and theta.dtype != data.gain.dtype:
+            raise ModelError(
+                f"The parameters are {theta.dtype}, and a network that runs on each sample alone "
+                f"has those of its input, {data.gain.dtype}. Add --to-float32."
+            )
         _check_rounding(mechanism, theta.numel())
         norms = compile_norms() if plan.compiled else total_squared_norms
         capacity, batch = plan.physical_batch, mechanism.expected_batch

@@ -130,3 +130,20 @@ def test_low_precision_is_refused_before_anything_is_written(images: Path) -> No
     assert dpmac(*typed, "--to-float32").exit_code == 0
     assert json.loads(Path("half/report.json").read_text())["model"]["to_float32"] is True
     assert dpmac("eval", "half", "--model", f"{half}:build").exit_code == 0
+
+
+def test_a_network_of_64_bits_is_isolated_once_it_is_converted(images: Path) -> None:
+    double = images.with_name("double.py")
+    double.write_text(
+        "from torch import nn\n\nclass Net(nn.Sequential):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x.to(self[1].weight.dtype)).to(x.dtype)\n"
+        "\ndef build():\n    return Net(nn.Flatten(), nn.Linear(192, 3)).double()\n"
+    )
+    typed = ("train", "--dataset", images, "--model", f"{double}:build", "--steps", "2",
+             "--sigma", "2", "--device", "cpu", "--out", "double", "--isolate")  # fmt: skip
+    refused = dpmac(*typed)
+    assert refused.exit_code == 4
+    assert "torch.float64, and a network that runs on each sample alone" in refused.stderr
+    assert not Path("double").exists()
+    assert dpmac(*typed, "--to-float32").exit_code == 0

@@ -67,7 +67,7 @@ def set_scene(folder: Path) -> None:
     (folder / "net.py").write_text(NET)
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
-        for name in ("cats", "dogs"):
+        for name in ("cat", "dog"):
             place = folder / "photos" / split / name
             place.mkdir(parents=True)
             for number in range(20):
@@ -83,8 +83,8 @@ def set_scene(folder: Path) -> None:
 def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
     """Score on a few records: on all of them the network of CIFAR-10 takes seconds."""
 
-    def few(*args: Any) -> Data:
-        data = load_data(*args)
+    def few(*args: Any, **facts: Any) -> Data:
+        data = load_data(*args, **facts)
         return replace(data, test=Split(data.test.images[:200], data.test.labels[:200]))
 
     monkeypatch.setattr(assembly, "load_data", few)

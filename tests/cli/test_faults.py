@@ -298,9 +298,9 @@ def test_memory_that_runs_out_elsewhere_is_exit_code_4(monkeypatch: pytest.Monke
 def test_a_network_that_fails_late_is_named_by_its_line_alone(where: str) -> None:
     """Which records it saw, how many and what of them it speaks of, is not for the screen."""
     Path("net.py").write_text(
-        "import torch\nfrom torch import nn\n\nclass Net(nn.Sequential):\n"
+        "from pathlib import Path\nfrom torch import nn\n\nclass Net(nn.Sequential):\n"
         "    def forward(self, x):\n"
-        "        late = x.dtype == torch.float32 and x.shape[0] > 9\n"
+        "        late = Path('run/config.yaml').exists()\n"
         f"        if late and {'not ' * (where == 'scoring')}self.training:\n"
         "            raise ValueError(f'secret {x.sum()}')\n        return super().forward(x)\n"
         "\n\ndef build():\n    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
@@ -328,11 +328,11 @@ def test_statistics_that_a_network_begins_to_keep_late_are_not_published(kept: s
     where = "kept.weight" if kept == "parameter" else "seen"
     value = "torch.nan" if kept == "NaN" else "x.flatten(1).mean(0)"
     Path("net.py").write_text(
-        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
+        "from pathlib import Path\nimport torch\nfrom torch import nn\n\nclass Net(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
         f"        self.linear = nn.Linear(64, 10)\n        {made[kept]}\n\n"
         "    def forward(self, x):\n"
-        "        if self.training and x.dtype == torch.float32 and x.shape[0] > 9:\n"
+        "        if self.training and Path('run/config.yaml').exists():\n"
         f"            self.{where}.data[:] = {value}\n"
         "        return self.linear(x.flatten(1))\n"
     )
