@@ -250,7 +250,7 @@ def make_trainer(
         config = settle_noise(config)
     device = device or choose_device(config.device)
     seeds = stream_seeds(config.seed, branch)
-    # Networks of ours draw nothing; what a person's own does in its forward, nobody can tell.
+    # Built-in networks draw no random numbers in their forward pass; others may.
     drawing = model is not None or ":" in config.model or config.augment
     if model is not None:
         task = _task_of(model, config, device, data)

@@ -210,7 +210,7 @@ _OTHERS = {
     "seed": "seeds random-seed",
     "secure": "secure-mode",
 }
-#: What torch, Opacus and TensorFlow Privacy, or just other people, call settings of ours.
+#: Names of these settings in torch, Opacus and TensorFlow Privacy, and other common names.
 OTHER_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
 #: What a value must be, in words.
 KIND_WORDS: Mapping[type, str] = {

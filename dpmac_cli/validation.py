@@ -307,10 +307,10 @@ def _check_behaviour(model: nn.Module, shape: tuple[int, ...], trials: Iterable[
     for x in trials:
         try:
             together = _watch(model, x)
-        except Exception:
+        except Exception:  # user code may raise anything; check_model turns it into a ModelError
             if bool(x.isfinite().all()):
                 raise
-            continue  # NaN need not be taken: no record holds one
+            continue  # Records are finite, so a model may reject NaN.
         for row in {0, len(x) // 2, len(x) - 1}:
             alone = _watch(model, x[row : row + 1])
             if bool(x[row].isfinite().all()):

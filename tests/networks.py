@@ -111,13 +111,17 @@ class CentredInDropout(_Linear):
         return out
 
 
-class ExpertsWithCapacity(nn.Module):
-    """A mixture of two experts, each of which takes three samples at most."""
+class _Experts(nn.Module):
+    """Two experts and a gate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(PIXELS, 2)
         self.experts = nn.ModuleList([nn.Linear(PIXELS, CLASSES) for _ in range(2)])
+
+
+class ExpertsWithCapacity(_Experts):
+    """A mixture of two experts, each of which takes three samples at most."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
@@ -432,7 +436,7 @@ class _Symmetric(nn.Module):
 
 
 class Parametrised(nn.Module):
-    """A parametrisation of one's own."""
+    """A user-supplied parametrisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -543,13 +547,8 @@ class Embedded(nn.Module):
         return logits
 
 
-class SoftExperts(nn.Module):
+class SoftExperts(_Experts):
     """A mixture of experts without a capacity."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(PIXELS, 2)
-        self.experts = nn.ModuleList([nn.Linear(PIXELS, CLASSES) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
