@@ -19,12 +19,12 @@ from unittest.mock import patch
 import torch
 from sittings import Setting, main
 
-from dpmac_cli import run
-from dpmac_cli.audit import read_audit
-from dpmac_cli.config import resolve
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.dp.clipping.clipped_sum import SquaredNorms, clip_weights
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.dp.per_sample import SquaredNorms, clip_weights
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.audit import read_audit
 
 ATTACKED = ("dp-sgd", "dp-macadam")
 #: What every run of a grid has in common, and the canaries of each kind.
@@ -64,7 +64,7 @@ def no_clipping() -> Iterator[None]:
         c, valid = clip_weights(squared, *args)
         return torch.ones_like(c) * valid, valid
 
-    with patch("dpmac_cli.dp.per_sample.clip_weights", ones):
+    with patch("dpmac_cli.dp.clipping.clipped_sum.clip_weights", ones):
         yield
 
 

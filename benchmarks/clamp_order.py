@@ -19,12 +19,13 @@ import torch
 from sittings import Setting, carry_on, product, results
 from torch import Tensor
 
-from dpmac_cli.assembly import make_trainer
-from dpmac_cli.config import TrainConfig, resolve
+from dpmac_cli.config.resolve import TrainConfig, resolve
 from dpmac_cli.dp.geometry import MacAdam, Spread, _scale
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.moments import Moments
-from dpmac_cli.engine import Trainer, evaluate
+from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.training.evaluation import evaluate
+from dpmac_cli.training.trainer import Trainer
 
 #: Steps at the start that are left out: the scale has yet to settle; and when its norm is read.
 SETTLING, LOOK = 100, 300

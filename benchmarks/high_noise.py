@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from sittings import Setting, main, product
 
-from dpmac_cli.assembly import make_trainer
-from dpmac_cli.config import resolve
-from dpmac_cli.engine import Evaluated, TrainState, fit
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.training.loop import Evaluated, fit
+from dpmac_cli.training.state import TrainState
 
 TRACE_EVERY = 25
 SEEDS = (0, 1, 2)

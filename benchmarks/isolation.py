@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.assembly import hyperparameters
-from dpmac_cli.catalog import DATASETS, Dataset
-from dpmac_cli.config import resolve
-from dpmac_cli.data import Data, Split
-from dpmac_cli.dp.isolation import WRITTEN_OUT, Isolated
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.engine import Plan, Trainer, forbid_tf32
-from dpmac_cli.models import BUILDERS
-from dpmac_cli.noise import noise_source, stream_seeds
-from dpmac_cli.sampling import make_sampler
+from dpmac_cli.models.build import BUILDERS
+from dpmac_cli.randomness.noise import noise_source, stream_seeds
+from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.runs.setup import hyperparameters
+from dpmac_cli.training.trainer import Plan, Trainer, forbid_tf32
 
 RECORDS = 10_000
 Step = Callable[[], None]

@@ -22,17 +22,17 @@ import torch
 from sittings import Setting, carry_on, product, results
 from torch import Tensor, nn
 
-from dpmac_cli.assembly import hyperparameters
-from dpmac_cli.catalog import DATASETS
-from dpmac_cli.config import resolve
-from dpmac_cli.data import load_data
-from dpmac_cli.dp.gradients import OuterProducts
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.clipping.clipped_sum import Metric
+from dpmac_cli.dp.clipping.forms import OuterProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
-from dpmac_cli.dp.per_sample import Metric
-from dpmac_cli.engine import Plan, Trainer
-from dpmac_cli.noise import noise_source, stream_seeds
-from dpmac_cli.places import data_folder
-from dpmac_cli.sampling import make_sampler
+from dpmac_cli.randomness.noise import noise_source, stream_seeds
+from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.runs.setup import hyperparameters
+from dpmac_cli.storage.paths import data_folder
+from dpmac_cli.training.trainer import Plan, Trainer
 
 WIDTHS = (30, 100, 300, 1000, 3000)
 BATCH, RECORDS, STEPS, EVERY = 256, 1024, 200, 50

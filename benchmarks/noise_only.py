@@ -11,7 +11,7 @@ import torch
 from dpmac_cli.dp.geometry import Kappa, MacAdam, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.moments import Moments
-from dpmac_cli.noise import noise_source, stream_seeds
+from dpmac_cli.randomness.noise import noise_source, stream_seeds
 
 PARAMETERS, BATCH, H1, H2 = 795_010, 256, 1e-9, 1e-6
 STEPS = 200

@@ -20,7 +20,7 @@ import torch.multiprocessing as processes
 from contenders import Size, ours, random_images
 from torch.distributed import TCPStore
 
-from dpmac_cli.ranks import Ranks
+from dpmac_cli.training.distributed import Ranks
 
 SIZES = (Size("mlp", 256), Size("mlp", 4096), Size("cnn", 512))
 NAMES = ("dp-adam", "dp-macadam")

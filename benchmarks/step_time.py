@@ -26,7 +26,7 @@ import torch
 from contenders import PLAIN, Build, Size, Step, arithmetic_of, contenders, random_images
 from torch.profiler import ProfilerActivity, profile
 
-from dpmac_cli.data import Data
+from dpmac_cli.data.dataset import Data
 
 HEADLINE = (Size("mlp", 256), Size("cnn", 512))
 SWEEP = (

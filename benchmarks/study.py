@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli import folder
+from dpmac_cli.runs import folder
+from dpmac_cli.storage import files
 
 #: Where a comparison keeps its runs.
 RUNS = "runs"
@@ -25,11 +26,11 @@ def pack(study: Path, file: Path) -> int:
     kept = {line["run"]: line for line in _lines(file)}
     for run in sorted((study / RUNS).iterdir()):
         if _is_finished(run):
-            files = (f for f in run.iterdir() if f.is_file() and f.name not in LEFT_BEHIND)
-            texts = {f.name: f.read_text(encoding="utf-8") for f in sorted(files)}
+            found = (f for f in run.iterdir() if f.is_file() and f.name not in LEFT_BEHIND)
+            texts = {f.name: f.read_text(encoding="utf-8") for f in sorted(found)}
             kept[run.name] = {"run": run.name, "files": texts}
     lines = (json.dumps(kept[name]) + "\n" for name in sorted(kept))
-    folder.write_atomically(file, "".join(lines).encode())
+    files.write_atomically(file, "".join(lines).encode())
     return len(kept)
 
 
@@ -47,7 +48,7 @@ def unpack(file: Path, study: Path) -> int:
         if not run.exists():
             run.mkdir(parents=True)
             for name, text in line["files"].items():
-                folder.write_atomically(run / name, text.encode())
+                files.write_atomically(run / name, text.encode())
     return len(lines)
 
 

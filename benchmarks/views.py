@@ -8,9 +8,9 @@ import time
 
 import torch
 
-from dpmac_cli.assembly import make_trainer
-from dpmac_cli.config import resolve
-from dpmac_cli.engine import Trainer
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.training.trainer import Trainer
 
 VIEWS = (1, 2, 4, 8)
 ROUNDS = 7

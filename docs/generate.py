@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.catalog import DATASETS, FEATURES, MODELS, Dataset
-from dpmac_cli.config import EXCLUSIVE, INCOMPATIBLE, KIND_WORDS, resolve
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.resolve import EXCLUSIVE, INCOMPATIBLE, KIND_WORDS, resolve
+from dpmac_cli.config.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
+from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.schema import Source
+from dpmac_cli.data.splits import LEAST_CNN, found
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.own_data.common import LEAST_CNN, found
-from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
-from dpmac_cli.source import Source
+from dpmac_cli.models.registry import FEATURES, MODELS
 
 FILE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\

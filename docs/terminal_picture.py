@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from dpmac_cli.cli.display import Lines, LiveBar
-from dpmac_cli.config import resolve
-from dpmac_cli.engine import Evaluated
-from dpmac_cli.run import Update, train
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.runs.train import Update, train
+from dpmac_cli.training.loop import Evaluated
 
 COMMAND = "dpmac train --dataset digits"
 WIDTH, EPOCHS_SHOWN = 88, 13

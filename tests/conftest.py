@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dpmac_cli import assembly
-from dpmac_cli.data import Data, Split
-from dpmac_cli.feature_cache import Computing, Featured
-from dpmac_cli.features import FrozenFeatures
+from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.models.feature_cache import Computing, Featured
+from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.runs import setup as assembly
 
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)

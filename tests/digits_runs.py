@@ -8,9 +8,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from dpmac_cli.config import resolve
-from dpmac_cli.run import Finished, RunEvent, finish, train
-from dpmac_cli.settings import TrainConfig
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.runs.train import Finished, RunEvent, finish, train
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.
 SIGMA = 6.0

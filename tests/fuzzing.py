@@ -26,15 +26,19 @@ import torch
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dpmac_cli import assembly, data, executors, folder, scoring, workers
-from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
-from dpmac_cli.data import Data
-from dpmac_cli.grid import NOT_IN_A_STUDY
-from dpmac_cli.pricing import CHOICES, NUMBERS
-from dpmac_cli.settings import KINDS, SETTINGS, flag_name
+from dpmac_cli.config.question import CHOICES, NUMBERS
+from dpmac_cli.config.settings import KINDS, SETTINGS, flag_name
+from dpmac_cli.data import loaders as data
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.runs import folder, scoring
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.studies import executors
+from dpmac_cli.studies import local as workers
+from dpmac_cli.studies.grid import NOT_IN_A_STUDY
 from tests.digits_runs import contents
 
 #: Exit codes that each command documents, but for 1, which is a bug.

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from scipy.stats import kstest
 from torch import Tensor, nn
 
-from dpmac_cli.canaries import Canaries
-from dpmac_cli.data import Data, Split
+from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.engine import Hyperparameters, Plan, Trainer
-from dpmac_cli.forward_draws import LayerDraws
-from dpmac_cli.noise import Bits, NoiseSource, Normals, SeededNoise, stream_seeds
-from dpmac_cli.ranks import Ranks
-from dpmac_cli.sampling import Sampler, make_sampler
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.noise import Bits, NoiseSource, Normals, SeededNoise, stream_seeds
+from dpmac_cli.randomness.sampling import Sampler, make_sampler
+from dpmac_cli.training.canaries import Canaries
+from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.trainer import Hyperparameters, Plan, Trainer
 
 CLASSES, SIDE, WIDTH = 4, 3, 5
 #: The number of parameters of :func:`tiny_model`.

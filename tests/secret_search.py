@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli import checkpoint, folder
-from dpmac_cli.dp import per_sample
+from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.engine import Trainer
-from dpmac_cli.noise import Normals, stream_seeds
+from dpmac_cli.randomness.noise import Normals, stream_seeds
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.training.trainer import Trainer
 
 #: What is not published: private by its name and by its mode.
 PRIVATE = (checkpoint.FOLDER, folder.DIAGNOSTICS)
@@ -171,7 +171,7 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> Non
                 secrets.text(words.astype("<u4").tobytes().hex(), what)
         return streams
 
-    monkeypatch.setattr("dpmac_cli.assembly.stream_seeds", recorded)
+    monkeypatch.setattr("dpmac_cli.runs.setup.stream_seeds", recorded)
     clipped_batch = Trainer._clipped_batch
 
     def drawn(trainer: Trainer, batch: Any) -> Tensor:

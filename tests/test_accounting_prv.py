@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from dpmac_cli.accounting import TrainingEvent
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -73,7 +74,7 @@ def test_there_are_enough_settings() -> None:
 def test_our_price_lies_within_the_bounds_of_opacus(
     rate: float, sigma: float, steps: int, delta: float
 ) -> None:
-    ours = TrainingEvent(rate, sigma, steps).epsilon(delta)
+    ours = total_epsilon((TrainingEvent(rate, sigma, steps),), delta)
     assert 0.02 <= ours <= 100
     # Its default, and less where that would be no more than a guess.
     error = max(0.001, min(0.01, 0.05 * ours))
@@ -89,7 +90,9 @@ def test_what_opacus_reports_is_its_upper_bound() -> None:
     reported = accountant.get_epsilon(1e-5)
     assert reported == prv_bounds(256 / 60_000, 1.0, 1175, 1e-5, 0.01)[1]
     assert reported == pytest.approx(0.795, abs=1e-3)
-    assert reported - 0.011 < TrainingEvent(256 / 60_000, 1.0, 1175).epsilon(1e-5) < reported
+    assert (
+        reported - 0.011 < total_epsilon((TrainingEvent(256 / 60_000, 1.0, 1175),), 1e-5) < reported
+    )
 
 
 @pytest.mark.long
@@ -104,5 +107,5 @@ def test_what_opacus_reports_is_its_upper_bound() -> None:
     ids=str,
 )
 def test_beyond_its_reach_our_price_lies_below_the_renyi_accountants(event: TrainingEvent) -> None:
-    price = event.epsilon(1e-5)
-    assert 100 < price <= event.epsilon(1e-5, "rdp") < math.inf
+    price = total_epsilon((event,), 1e-5)
+    assert 100 < price <= total_epsilon((event,), 1e-5, "rdp") < math.inf

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from dpmac_cli import folder
-from dpmac_cli.audit import Audit, chance, lower_bound, read_audit
 from dpmac_cli.errors import InputError
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.audit import Audit, chance, lower_bound, read_audit
+from dpmac_cli.storage import files
 
 DELTA = 1e-5
 
@@ -141,7 +142,7 @@ def write(values: Any) -> Path:
 @pytest.mark.parametrize("claimed", [1.0, None])
 def test_what_is_written_is_read(claimed: float | None) -> None:
     found = an_audit(claimed=claimed)
-    assert read_audit(write(json.loads(folder.to_json(found.as_json())))) == found
+    assert read_audit(write(json.loads(files.to_json(found.as_json())))) == found
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -167,7 +168,7 @@ BROKEN: tuple[Change, ...] = (
 
 @pytest.mark.parametrize("change", BROKEN)
 def test_an_audit_that_is_not_as_written_is_refused(change: Change) -> None:
-    values = json.loads(folder.to_json(an_audit().as_json()))
+    values = json.loads(files.to_json(an_audit().as_json()))
     change(values)
     with pytest.raises(InputError, match=r"audit\.json is not an audit as dpmac writes it"):
         read_audit(write(values))
@@ -181,7 +182,7 @@ def test_what_is_no_audit_is_refused(text: str) -> None:
 
 @pytest.mark.privacy
 def test_a_damaged_audit_is_noticed() -> None:
-    run = write(json.loads(folder.to_json(an_audit().as_json())))
+    run = write(json.loads(files.to_json(an_audit().as_json())))
     folder.seal(run)
     assert read_audit(run) == an_audit()
     write({**an_audit().as_json(), "guesses": 4})

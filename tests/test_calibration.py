@@ -7,15 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from dpmac_cli.accounting import (
-    COARSE,
-    SAMPLERS,
-    SIGMA_MAX,
-    TrainingEvent,
-    format_epsilon,
-    total_epsilon,
-)
-from dpmac_cli.calibration import (
+from dpmac_cli.accounting.accountants import COARSE, SIGMA_MAX, total_epsilon
+from dpmac_cli.accounting.calibration import (
     MOST_STEPS,
     affordable_steps,
     calibrate_noise,
@@ -23,6 +16,9 @@ from dpmac_cli.calibration import (
     least_delta,
     longest_run,
 )
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import BudgetError, InputError
 
 pytestmark = pytest.mark.privacy
@@ -51,10 +47,10 @@ def test_noise_priced_forward_meets_the_target_and_no_less_would(
     event = digits(sampler)
     sigma = calibrate_noise(event, DELTA, target, accountant)
     assert sigma == round(sigma, 5), "what is printed is what is used"
-    price = replace(event, noise_multiplier=sigma).epsilon(DELTA, accountant)
+    price = total_epsilon((replace(event, noise_multiplier=sigma),), DELTA, accountant)
     assert target * (1 - 1e-3) <= price <= target
     less = replace(event, noise_multiplier=round(sigma - 1e-5, 5))
-    assert less.epsilon(DELTA, accountant) > target
+    assert total_epsilon((less,), DELTA, accountant) > target
 
 
 @pytest.mark.long
@@ -74,8 +70,8 @@ def test_calibrated_noise_is_the_least_that_meets_the_target(
 ) -> None:
     sigma = calibrate_noise(event, delta, target)
     assert sigma == round(sigma, 5), "what is printed is what is used"
-    assert replace(event, noise_multiplier=sigma).epsilon(delta) <= target
-    assert replace(event, noise_multiplier=round(sigma - 1e-5, 5)).epsilon(delta) > target
+    assert total_epsilon((replace(event, noise_multiplier=sigma),), delta) <= target
+    assert total_epsilon((replace(event, noise_multiplier=round(sigma - 1e-5, 5)),), delta) > target
 
 
 def test_the_noise_of_the_event_that_is_asked_about_does_not_matter() -> None:
@@ -87,9 +83,11 @@ def test_the_noise_of_the_event_that_is_asked_about_does_not_matter() -> None:
 def test_a_small_target_is_met_where_the_accountant_can(target: float) -> None:
     """Renyi divergences show no epsilon that small, and are only asked for a first guess."""
     event = TrainingEvent(1.0, 0, 1)
-    assert replace(event, noise_multiplier=SIGMA_MAX).epsilon(DELTA) < target
+    assert total_epsilon((replace(event, noise_multiplier=SIGMA_MAX),), DELTA) < target
     sigma = calibrate_noise(event, DELTA, target)
-    assert target * 0.99 <= replace(event, noise_multiplier=sigma).epsilon(DELTA) <= target
+    assert (
+        target * 0.99 <= total_epsilon((replace(event, noise_multiplier=sigma),), DELTA) <= target
+    )
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -97,7 +95,7 @@ def test_a_target_out_of_reach_names_what_can_be_reached_and_the_remedies(accoun
     event = digits(steps=240)
     with pytest.raises(BudgetError, match="Ask for a larger epsilon") as failure:
         calibrate_noise(event, DELTA, 1e-6, accountant)
-    nearest = replace(event, noise_multiplier=SIGMA_MAX).epsilon(DELTA, accountant)
+    nearest = total_epsilon((replace(event, noise_multiplier=SIGMA_MAX),), DELTA, accountant)
     assert f"costs {format_epsilon(nearest)}." in str(failure.value)
 
 
@@ -112,7 +110,7 @@ def test_a_target_that_needs_next_to_no_noise_is_met_or_refused(
         sigma = calibrate_noise(event, delta, target)
     except BudgetError:
         return
-    assert replace(event, noise_multiplier=sigma).epsilon(delta) <= target
+    assert total_epsilon((replace(event, noise_multiplier=sigma),), delta) <= target
 
 
 def test_no_noise_is_found_by_an_accountant_that_cannot_price_it() -> None:
@@ -154,8 +152,8 @@ DIGITS_RUN = digits(sigma=1.5, steps=240)
 @pytest.mark.parametrize("budget", [0.61, 2.0])
 def test_affordable_steps_are_as_many_as_the_budget_pays_for(budget: float) -> None:
     steps = affordable_steps(DIGITS_RUN, DELTA, budget)
-    assert replace(DIGITS_RUN, steps=steps).epsilon(DELTA) <= budget
-    assert replace(DIGITS_RUN, steps=steps + 1).epsilon(DELTA) > budget
+    assert total_epsilon((replace(DIGITS_RUN, steps=steps),), DELTA) <= budget
+    assert total_epsilon((replace(DIGITS_RUN, steps=steps + 1),), DELTA) > budget
 
 
 def test_affordable_steps_at_the_ends() -> None:
@@ -183,8 +181,8 @@ def test_the_longest_run_is_the_longest(sampler: str, accountant: str | None) ->
     event = digits(sampler, 4.0, 1)
     steps = longest_run(event, DELTA, 3.0, accountant)
     assert 5 < steps < MOST_STEPS
-    assert replace(event, steps=steps).epsilon(DELTA, accountant) <= 3.0
-    assert replace(event, steps=steps + 1).epsilon(DELTA, accountant) > 3.0
+    assert total_epsilon((replace(event, steps=steps),), DELTA, accountant) <= 3.0
+    assert total_epsilon((replace(event, steps=steps + 1),), DELTA, accountant) > 3.0
     if SAMPLERS[sampler].once_an_epoch:
         assert steps % 12 == 0
     assert longest_run(replace(event, steps=777), DELTA, 3.0, accountant) == steps
@@ -192,7 +190,7 @@ def test_the_longest_run_is_the_longest(sampler: str, accountant: str | None) ->
 
 def test_a_run_of_one_step_can_be_the_longest() -> None:
     event = TrainingEvent(1.0, 3.0, 1)
-    assert longest_run(event, DELTA, event.epsilon(DELTA)) == 1
+    assert longest_run(event, DELTA, total_epsilon((event,), DELTA)) == 1
 
 
 def test_the_search_for_the_longest_run_ends() -> None:
@@ -206,7 +204,7 @@ def test_a_budget_below_the_first_step_names_what_that_costs(
     event = digits(sampler, 1.0)
     with pytest.raises(BudgetError, match="Not one step at noise multiplier 1 ") as failure:
         longest_run(event, DELTA, 0.01, accountant)
-    first = replace(event, steps=1).epsilon(DELTA, accountant)
+    first = total_epsilon((replace(event, steps=1),), DELTA, accountant)
     assert f"the first costs {format_epsilon(first)}." in str(failure.value)
 
 
@@ -233,7 +231,7 @@ class Case(NamedTuple):
         return TrainingEvent(rate, self.sigma, steps, self.sampler, per_epoch)
 
     def price(self, batch: int) -> float:
-        return self.event(batch).epsilon(DELTA, self.accountant)
+        return total_epsilon((self.event(batch),), DELTA, self.accountant)
 
     def largest(self, budget: float) -> int:
         return largest_batch(self.event, self.size, DELTA, budget, self.accountant)
@@ -304,7 +302,7 @@ def test_with_a_number_of_steps_the_largest_batch_is_no_less_the_largest(sampler
     def event(batch: int) -> TrainingEvent:
         return TrainingEvent(batch / size, 4.0, steps, sampler, math.ceil(size / batch))
 
-    prices = [event(batch).epsilon(DELTA, "rdp") for batch in range(1, size + 1)]
+    prices = [total_epsilon((event(batch),), DELTA, "rdp") for batch in range(1, size + 1)]
     for budget in sorted(set(prices))[::5]:
         expected = max(batch for batch, price in enumerate(prices, 1) if price <= budget)
         assert largest_batch(event, size, DELTA, budget, "rdp") == expected
@@ -319,14 +317,14 @@ def test_the_largest_batch_of_many_records_takes_few_prices() -> None:
         per_epoch = math.ceil(60_000 / batch)
         return TrainingEvent(batch / 60_000, 1.0, 5 * per_epoch, "poisson", per_epoch)
 
-    budget = event(256).epsilon(DELTA, "rdp")
+    budget = total_epsilon((event(256),), DELTA, "rdp")
     asked.clear()
     batch = largest_batch(event, 60_000, DELTA, budget, "rdp")
     assert len(set(asked)) < 60
-    assert event(batch).epsilon(DELTA, "rdp") <= budget
+    assert total_epsilon((event(batch),), DELTA, "rdp") <= budget
     assert batch >= 256
     following = range(batch + 1, batch + 10)  # the next epochs that are a step shorter among them
-    assert all(event(b).epsilon(DELTA, "rdp") > budget for b in following)
+    assert all(total_epsilon((event(b),), DELTA, "rdp") > budget for b in following)
 
 
 def test_a_target_that_only_the_fine_grid_shows_is_met() -> None:
@@ -334,4 +332,4 @@ def test_a_target_that_only_the_fine_grid_shows_is_met() -> None:
     event, target = TrainingEvent(0.01, SIGMA_MAX, 1000), 5.76e-6
     assert total_epsilon((event,), DELTA, widest=COARSE) > target
     sigma = calibrate_noise(event, DELTA, target)
-    assert replace(event, noise_multiplier=sigma).epsilon(DELTA) <= target
+    assert total_epsilon((replace(event, noise_multiplier=sigma),), DELTA) <= target

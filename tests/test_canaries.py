@@ -11,18 +11,20 @@ import torch
 from scipy.stats import binom, norm
 from torch import Tensor
 
-from dpmac_cli import assembly, checkpoint, folder, run
-from dpmac_cli.audit import read_audit
-from dpmac_cli.budget import training_event
-from dpmac_cli.canaries import FAR, Canaries, GradientCanaries, ImageCanaries, Recipe
-from dpmac_cli.data import Data
-from dpmac_cli.dp import per_sample
+from dpmac_cli.config.budget import training_event
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.dp.clipping import clipped_sum as per_sample
+from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
-from dpmac_cli.dp.per_sample import CLIP_LIMIT
-from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.noise import stream_seeds
-from dpmac_cli.run import finish
+from dpmac_cli.randomness.noise import stream_seeds
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.audit import read_audit
+from dpmac_cli.runs.train import finish
+from dpmac_cli.training.canaries import FAR, Canaries, GradientCanaries, ImageCanaries, Recipe
+from dpmac_cli.training.trainer import Trainer
 from tests import secret_search
 from tests.conftest import every_optimizer
 from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits

@@ -12,16 +12,19 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor
 
-from dpmac_cli import folder, run
-from dpmac_cli.accounting import SAMPLERS, format_epsilon
-from dpmac_cli.card import model_card
-from dpmac_cli.catalog import DATASETS, MODELS
-from dpmac_cli.config import resolve
-from dpmac_cli.data import load_data
-from dpmac_cli.models import build_model
-from dpmac_cli.release import load_model, save_model
-from dpmac_cli.report import public_facts, sampling_error
-from dpmac_cli.run import Finished
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.models.build import build_model
+from dpmac_cli.models.registry import MODELS
+from dpmac_cli.runs import folder
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.model_card import model_card
+from dpmac_cli.runs.publish import load_model, save_model
+from dpmac_cli.runs.report import public_facts, sampling_error
+from dpmac_cli.runs.train import Finished
 from tests.digits_runs import SEED, digits_config, train_digits, train_events
 from tests.test_report import bill
 

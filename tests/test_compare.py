@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpmac_cli import compare, run
-from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
-from dpmac_cli.budget import training_event
-from dpmac_cli.compare import Cell, collect, holm, paired_p_value, standing_of, was_changed
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.budget import training_event
 from dpmac_cli.errors import InputError
-from dpmac_cli.grid import plan
+from dpmac_cli.runs import train as run
+from dpmac_cli.studies import results as compare
+from dpmac_cli.studies.grid import plan
+from dpmac_cli.studies.results import Cell, collect, holm, paired_p_value, standing_of, was_changed
 from tests.digits_runs import after, digits_config, train_digits
 
 

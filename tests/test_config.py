@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dpmac_cli.catalog import DATASETS
-from dpmac_cli.config import Resolved, parse, resolve, to_yaml
+from dpmac_cli.config.resolve import Resolved, parse, resolve, to_yaml
+from dpmac_cli.config.settings import KINDS, SETTINGS, TrainConfig, flag_name
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.settings import KINDS, SETTINGS, TrainConfig, flag_name
 from tests.conftest import OPTIMIZER_NAMES
 
 #: A value for each setting that is not its default.

@@ -9,9 +9,12 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpmac_cli import folder, plots, run
+from dpmac_cli import plots
 from dpmac_cli.plots import draw_curves
-from dpmac_cli.run import finish
+from dpmac_cli.runs import folder
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.train import finish
+from dpmac_cli.storage import files
 from tests import secret_search as search
 from tests.digits_runs import SEED, after, digits_config, train_digits
 from tests.typed import dpmac
@@ -41,7 +44,7 @@ def redrawn(where: Path) -> bytes:
     """The curves of a run's metrics."""
     report = json.loads((where / folder.REPORT).read_text())
     title = f"{report['dataset']['name']}, {report['optimizer']}"
-    draw_curves(folder.read_lines(where / folder.METRICS), title, Path("again.svg"))
+    draw_curves(files.read_lines(where / folder.METRICS), title, Path("again.svg"))
     return Path("again.svg").read_bytes()
 
 

@@ -13,8 +13,9 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import cifar, mnist
 from torchvision.transforms.functional import normalize
 
-from dpmac_cli.catalog import DATASETS
-from dpmac_cli.data import LOADERS, Data, Split, fingerprint, load_data
+from dpmac_cli.data.dataset import Data, Split, fingerprint
+from dpmac_cli.data.loaders import LOADERS, load_data
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 
 CPU = torch.device("cpu")

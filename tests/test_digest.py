@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.digest import digest
+from dpmac_cli.storage.digest import digest
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(1)}
 RECORD = {"step": 3, "rate": 0.1}

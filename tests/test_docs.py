@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpmac_cli.config import resolve
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.settings import SETTINGS
 from tests.typed import dpmac
 
 ROOT = Path(__file__).parent.parent

@@ -11,22 +11,15 @@ from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli import engine
-from dpmac_cli.data import Split
-from dpmac_cli.dp import layers
+from dpmac_cli.data.dataset import EVALUATION_BATCH, Split
+from dpmac_cli.dp.clipping import layers
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.engine import (
-    EVALUATION_BATCH,
-    Evaluated,
-    Evaluation,
-    Plan,
-    Progress,
-    Trainer,
-    evaluate,
-    fit,
-)
 from dpmac_cli.errors import DivergedError
+from dpmac_cli.training import loop
+from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.training.loop import Evaluated, Progress, fit
+from dpmac_cli.training.trainer import Plan, Trainer
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLASSES,
@@ -173,7 +166,7 @@ def test_stop_ends_the_run_after_the_step_with_a_last_score(steps: int) -> None:
 
 
 def test_progress_tells_steps_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "PROGRESS_EVERY", -1.0)
+    monkeypatch.setattr(loop, "PROGRESS_EVERY", -1.0)
     events = list(fit(make_trainer("dp-adam", plan=T), never))
     assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 13))
     seconds = [event.seconds for event in events]

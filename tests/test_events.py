@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpmac_cli import events, folder, run
-from dpmac_cli.engine import Evaluated, Trainer
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.run import Update, finish
+from dpmac_cli.runs import folder
+from dpmac_cli.runs import tensorboard as events
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.train import Update, finish
+from dpmac_cli.storage import files
+from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.training.trainer import Trainer
 from tests import secret_search as search
 from tests.digits_runs import SEED, after, digits_config, train_digits
 from tests.typed import dpmac
@@ -21,7 +25,7 @@ EPOCH = 12
 
 
 def lines_of(where: Path) -> list[dict[str, Any]]:
-    return folder.read_lines(where / folder.METRICS)
+    return files.read_lines(where / folder.METRICS)
 
 
 def read(where: Path) -> dict[str, list[tuple[int, float, float]]]:

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from dpmac_cli import checkpoint, executors, folder, run
-from dpmac_cli.compare import collect, finished_report
-from dpmac_cli.executors import Choice, Ended, Moved, RunEvent, told
-from dpmac_cli.grid import Grid, plan
-from dpmac_cli.run import finish
-from dpmac_cli.tables import as_values
-from dpmac_cli.workers import Pool, carry_out, share_data
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.train import finish
+from dpmac_cli.studies import executors
+from dpmac_cli.studies.executors import Choice, Ended, Moved, RunEvent, told
+from dpmac_cli.studies.grid import Grid, plan
+from dpmac_cli.studies.local import Pool, carry_out, share_data
+from dpmac_cli.studies.results import collect, finished_report
+from dpmac_cli.studies.tables import as_values
 from tests.digits_runs import after, digits_config, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
 
@@ -199,7 +201,7 @@ Array = Callable[..., Any]
 def array(monkeypatch: pytest.MonkeyPatch) -> Array:
     """Makes what SLURM would carry out, carried out by processes here."""
     need("submitit")
-    from dpmac_cli import on_slurm  # noqa: PLC0415
+    from dpmac_cli.studies import on_slurm  # noqa: PLC0415
 
     monkeypatch.setattr(on_slurm, "POLL", 0.1)
 
@@ -272,7 +274,7 @@ def test_a_job_killed_after_its_run_was_finished_is_no_failure(
 ) -> None:
     from submitit.core.utils import UncompletedJobError  # noqa: PLC0415
 
-    from dpmac_cli.on_slurm import _Job  # noqa: PLC0415
+    from dpmac_cli.studies.on_slurm import _Job  # noqa: PLC0415
 
     class Killed:
         job_id = "7_0"
@@ -301,7 +303,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_options_reach_sbatch(tmp_path: Path) -> None:
     need("submitit")
-    from dpmac_cli import on_slurm  # noqa: PLC0415
+    from dpmac_cli.studies import on_slurm  # noqa: PLC0415
 
     sbatch = Choice("slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2").sbatch
     configs = [run.config for run in grid_in(tmp_path, device="cuda").runs]
@@ -455,20 +457,20 @@ def test_a_run_goes_on_on_the_device_that_it_is_given(monkeypatch: pytest.Monkey
 
 def test_of_many_events_the_newest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     need("ray")
-    from dpmac_cli.on_ray import newest  # noqa: PLC0415
+    from dpmac_cli.studies.on_ray import newest  # noqa: PLC0415
 
     events = [Moved(0, step, 9, None) for step in range(1, 10)]
     heard = list(newest([*events, Ended(0)]))
     assert heard[-2:] == [events[-1], Ended(0)]
     assert len(heard) < 6
-    monkeypatch.setattr("dpmac_cli.on_ray.PATIENCE", 0.0)
+    monkeypatch.setattr("dpmac_cli.studies.on_ray.PATIENCE", 0.0)
     assert list(newest([*events, Ended(0)])) == [*events, Ended(0)]
 
 
 def test_a_run_takes_a_gpu_where_it_is_to_run_on_one() -> None:
     need("ray")
     from dpmac_cli.errors import InputError  # noqa: PLC0415
-    from dpmac_cli.on_ray import resource  # noqa: PLC0415
+    from dpmac_cli.studies.on_ray import resource  # noqa: PLC0415
 
     both = {"CPU": 4.0, "GPU": 2.0}
     assert [resource(device, both) for device in ("auto", "cpu", "cuda")] == ["GPU", "CPU", "GPU"]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from dpmac_cli.catalog import DATASETS
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import DpmacError, InputError, ModelError
-from dpmac_cli.factories import is_factory, without_batch_norm
-from dpmac_cli.models import build_model
+from dpmac_cli.models.build import build_model
+from dpmac_cli.models.user_models import is_factory, without_batch_norm
 
 DIGITS = DATASETS["digits"]
 OWN = """

@@ -14,21 +14,25 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from dpmac_cli import assembly, checkpoint, run
-from dpmac_cli.catalog import DATASETS, FEATURES, Features
 from dpmac_cli.cli.app import app
-from dpmac_cli.config import resolve
-from dpmac_cli.data import Data, Split, load_data
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.feature_cache import Computing, Featured, featured
-from dpmac_cli.features import FrozenFeatures, cut_before_head, head_of, with_features
-from dpmac_cli.grid import address
-from dpmac_cli.models import build_model
-from dpmac_cli.release import load_model
-from dpmac_cli.run import Finished, RunEvent
-from dpmac_cli.scattering import OCTAVES, Scattering, paths
-from dpmac_cli.scoring import score
-from dpmac_cli.validation import check_model
+from dpmac_cli.models.build import build_model
+from dpmac_cli.models.feature_cache import Computing, Featured, featured
+from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
+from dpmac_cli.models.registry import FEATURES, Features
+from dpmac_cli.models.scattering import OCTAVES, Scattering, paths
+from dpmac_cli.models.validation import check_model
+from dpmac_cli.runs import checkpoint
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.publish import load_model
+from dpmac_cli.runs.scoring import score
+from dpmac_cli.runs.train import Finished, RunEvent
+from dpmac_cli.studies.grid import address
 from tests.digits_runs import digits_config, same_weights, train_digits, train_events, weights
 
 CPU = torch.device("cpu")

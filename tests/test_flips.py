@@ -11,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from dpmac_cli import assembly, checkpoint, compare, folder, ledger, run, scoring, workers
-from dpmac_cli.data import Data, load_data
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
-from dpmac_cli.grid import Run, plan
-from dpmac_cli.run import Finished, RunEvent, Started
-from dpmac_cli.scoring import score
+from dpmac_cli.runs import checkpoint, folder, ledger, scoring
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.scoring import score
+from dpmac_cli.runs.train import Finished, RunEvent, Started
+from dpmac_cli.storage import files
+from dpmac_cli.studies import local as workers
+from dpmac_cli.studies import results as compare
+from dpmac_cli.studies.grid import Run, plan
 from tests.digits_runs import after, digits_config, same_weights
 
 PLACES = 50
@@ -49,7 +55,7 @@ def finish(events: Iterator[RunEvent]) -> tuple[Started, Finished]:
 
 def result(where: Path) -> Result:
     report = json.loads((where / folder.REPORT).read_bytes())
-    lines = folder.read_lines(where / folder.METRICS)
+    lines = files.read_lines(where / folder.METRICS)
     return {
         "privacy": report["privacy"],
         "test": report["test"],

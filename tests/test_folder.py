@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpmac_cli import checkpoint, folder, run
 from dpmac_cli.errors import InputError
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import train as run
+from dpmac_cli.storage import files
 from tests.digits_runs import contents, train_digits
 
 
@@ -31,7 +33,7 @@ def test_a_crash_in_the_middle_leaves_the_old_file_alone(
 
     monkeypatch.setattr(os, failing, fail)
     with pytest.raises(type(error)):
-        folder.write_atomically(file, b"new")
+        files.write_atomically(file, b"new")
     assert contents(tmp_path) == {"report.json": b"old"}
 
 
@@ -46,30 +48,30 @@ def test_a_file_appears_only_when_it_is_whole(
         replace(partial, final)
 
     monkeypatch.setattr(os, "replace", watch)
-    folder.write_atomically(file, b"whole")
+    files.write_atomically(file, b"whole")
     # The same folder, hence the same file system: only there is a rename atomic.
     assert seen == [(False, b"whole", tmp_path)]
     assert contents(tmp_path) == {"report.json": b"whole"}
 
 
-@pytest.mark.parametrize("mode", [folder.PUBLIC_MODE, folder.PRIVATE_MODE])
+@pytest.mark.parametrize("mode", [files.PUBLIC_MODE, files.PRIVATE_MODE])
 def test_files_get_their_mode(tmp_path: Path, mode: int) -> None:
-    folder.write_atomically(tmp_path / "whole", b"", mode)
-    folder.append_line(tmp_path / "lines", {"a": 1}, mode)
+    files.write_atomically(tmp_path / "whole", b"", mode)
+    files.append_line(tmp_path / "lines", {"a": 1}, mode)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {mode}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_json_has_no_nan_and_no_infinity(tmp_path: Path, value: float) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        folder.to_json({"loss": value})
+        files.to_json({"loss": value})
     with pytest.raises(ValueError, match="JSON"):
-        folder.append_line(tmp_path / "lines", {"loss": value})
+        files.append_line(tmp_path / "lines", {"loss": value})
 
 
 def test_lines_are_appended(tmp_path: Path) -> None:
     for number in range(3):
-        folder.append_line(tmp_path / "lines", {"n": number})
+        files.append_line(tmp_path / "lines", {"n": number})
     lines = (tmp_path / "lines").read_text().splitlines()
     assert [json.loads(line)["n"] for line in lines] == [0, 1, 2]
 
@@ -210,12 +212,12 @@ def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
 def test_what_a_kill_left_half_written_is_no_run_and_goes(tmp_path: Path) -> None:
     (tmp_path / folder.CHECKPOINTS).mkdir()
     for place in (tmp_path, tmp_path / folder.CHECKPOINTS):
-        (place / f".{folder.CONFIG}.x1y2{folder.PART}").write_text("half")
+        (place / f".{folder.CONFIG}.x1y2{files.PART}").write_text("half")
     (tmp_path / ".mine").write_text("mine")
     with folder.locked(tmp_path):
         assert set(contents(tmp_path)) == {folder.LOCK, ".mine", folder.CHECKPOINTS}
     (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / f".{folder.CONFIG}.x1y2{folder.PART}").write_text("half")
+    (tmp_path / "begun" / f".{folder.CONFIG}.x1y2{files.PART}").write_text("half")
     folder.check_chosen_folder(tmp_path / "begun", force=False)
 
 
@@ -256,16 +258,16 @@ def test_nothing_is_told_of_diagnostics(tmp_path: Path) -> None:
 def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "lines"
     file.write_bytes(b'{"n": 1}\n\xff\n[2]\n' + b"[" * 99_999 + b'\n\n{"n": 3}\n{"n"')
-    assert folder.read_lines(file) == [{"n": 1}, {"n": 3}]
-    assert folder.read_lines(tmp_path / "nothing") == []
+    assert files.read_lines(file) == [{"n": 1}, {"n": 3}]
+    assert files.read_lines(tmp_path / "nothing") == []
 
 
 @pytest.mark.parametrize("cut", [1, 2, 7])
 def test_a_line_cut_short_is_left_out_and_spoils_no_other(tmp_path: Path, cut: int) -> None:
     file = tmp_path / "lines"
     for number in range(3):
-        folder.append_line(file, {"n": number})
+        files.append_line(file, {"n": number})
     file.write_bytes(file.read_bytes()[:-cut])
-    folder.append_line(file, {"n": 3})
+    files.append_line(file, {"n": 3})
     kept = [0, 1, 2] if cut == 1 else [0, 1]
-    assert [record["n"] for record in folder.read_lines(file)] == [*kept, 3]
+    assert [record["n"] for record in files.read_lines(file)] == [*kept, 3]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmac_cli import folder
+from dpmac_cli.runs import folder
 from tests.fuzzing import (
     CODES,
     DAMAGES,

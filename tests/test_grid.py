@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dpmac_cli.accounting import total_epsilon
-from dpmac_cli.budget import training_event
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.config.budget import training_event
 from dpmac_cli.errors import InputError
-from dpmac_cli.grid import Grid, plan
+from dpmac_cli.studies.grid import Grid, plan
 
 ROOT = Path("study")
 

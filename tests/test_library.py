@@ -35,6 +35,7 @@ from dpmac_cli import (
     train,
     training_event,
 )
+from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.dp.rules import sgd
 from tests.conftest import every_optimizer
 from tests.digits_runs import SIGMA, after, digits_config
@@ -70,9 +71,9 @@ def test_a_name_that_is_not_there_is_named() -> None:
 def test_prices_and_settings_load_no_torch() -> None:
     script = (
         "import sys\n"
-        "from dpmac_cli import TrainingEvent, resolve, training_event, price, plan, OPTIMIZERS\n"
+        "from dpmac_cli import total_epsilon, resolve, training_event, price, plan, OPTIMIZERS\n"
         "config = resolve(dataset='digits', sigma=6, steps=3).config\n"
-        "assert training_event(config).epsilon(1e-5) > 0\n"
+        "assert total_epsilon((training_event(config),), 1e-5) > 0\n"
         "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"
         "print(*(m for m in slow if m in sys.modules))"
     )
@@ -176,7 +177,7 @@ def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     sigma = trainer.mechanism.noise_multiplier
     assert sigma == settle_noise(config).sigma
     assert sigma > 4
-    assert training_event(settle_noise(config)).epsilon(config.delta) <= 0.1
+    assert total_epsilon((training_event(settle_noise(config)),), config.delta) <= 0.1
 
 
 def test_a_frozen_part_is_for_networks_that_are_named() -> None:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from dpmac_cli.dp.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric, clip_limit
+from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball
-from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
-from dpmac_cli.engine import Plan, Trainer, fit
 from dpmac_cli.errors import RunError
+from dpmac_cli.training.loop import fit
+from dpmac_cli.training.trainer import Plan, Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import (
     CLASSES,

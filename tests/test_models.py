@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.catalog import DATASETS, MODELS
-from dpmac_cli.data import LOADERS
+from dpmac_cli.data.loaders import LOADERS
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models import BUILDERS, build_model
-from dpmac_cli.validation import check_model
+from dpmac_cli.models.build import BUILDERS, build_model
+from dpmac_cli.models.registry import MODELS
+from dpmac_cli.models.validation import check_model
 
 IMAGE = (4, 6, 6)
 

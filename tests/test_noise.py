@@ -13,11 +13,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from dpmac_cli import assembly
-from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.config import resolve
-from dpmac_cli.noise import STREAMS, SecureNoise, SeededNoise, noise_source, stream_seeds
-from dpmac_cli.sampling import make_sampler
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.randomness.noise import STREAMS, SecureNoise, SeededNoise, noise_source, stream_seeds
+from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.runs import setup as assembly
 
 either_source = pytest.mark.parametrize("secure", [False, True], ids=["seeded", "secure"])
 LIKE = torch.zeros(9)

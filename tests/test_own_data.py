@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dpmac_cli.data.own import inspect, load
+from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.data.splits import split
 from dpmac_cli.errors import InputError
-from dpmac_cli.own_data import inspect, load
-from dpmac_cli.own_data.common import split
-from dpmac_cli.source import Found, Source
 
 CLASSES = ("cat", "dog", "eel")
 

@@ -16,12 +16,13 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 
-from dpmac_cli import folder
-from dpmac_cli.accounting import TrainingEvent, total_epsilon
-from dpmac_cli.config import resolve
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.errors import InputError
-from dpmac_cli.run import Finished, RunEvent, Started, finish, train
-from dpmac_cli.settings import DATA, SETTINGS
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.train import Finished, RunEvent, Started, finish, train
 from tests.digits_runs import after
 from tests.typed import dpmac
 

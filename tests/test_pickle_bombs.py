@@ -16,11 +16,12 @@ import yaml
 from torchvision import datasets
 from typer.testing import CliRunner
 
-from dpmac_cli import checkpoint, folder, run
-from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli.app import app
-from dpmac_cli.data import load_data
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import train as run
 from tests.digits_runs import train_digits
 
 CPU = torch.device("cpu")

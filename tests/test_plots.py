@@ -16,10 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dpmac_cli import plots
-from dpmac_cli.accounting import TrainingEvent
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.pricing import Row, price
+from dpmac_cli.config.question import Question, answer
 from dpmac_cli.errors import InputError
 from dpmac_cli.plots import MOST_LINES, draw_prices, faults_of_picture, line_style
-from dpmac_cli.pricing import Question, Row, answer, price
 
 DELTA = 1e-5
 #: 40 records, and noise that is cheap to price.
@@ -197,7 +199,7 @@ def test_no_step_is_shown_cheaper_than_it_is(sampler: str, monkeypatch: pytest.M
     by_steps, _ = drawn([row], monkeypatch)
     (line,) = by_steps.get_lines()
     for step in (2, 6, 8, 11, 12):
-        cost = replace(row.events[0], steps=step).epsilon(DELTA)
+        cost = total_epsilon((replace(row.events[0], steps=step),), DELTA)
         assert height(line, step) >= cost * (1 - 1e-9)
 
 

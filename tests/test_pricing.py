@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from dpmac_cli import pricing
-from dpmac_cli.accounting import (
-    SAMPLERS,
-    TrainingEvent,
-    format_epsilon,
-    repeat_and_select,
-    total_epsilon,
-)
+from dpmac_cli.accounting import pricing
+from dpmac_cli.accounting.accountants import repeat_and_select, total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.pricing import Row
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.config import question
+from dpmac_cli.config.question import Question, answer, ask
 from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.pricing import Question, Row, answer, ask
 
 DELTA = 1e-5
 #: 40 records, and noise that is cheap to price.
@@ -179,7 +178,7 @@ def test_a_sampler_brings_the_accountant_that_can_price_it(sampler: str) -> None
 
 @pytest.mark.parametrize(("delta", "said"), [(0.025, 1), (0.0249, 0), (1e-9, 0)])
 def test_a_delta_of_one_record_or_more_is_noted(delta: float, said: int) -> None:
-    notes = list(pricing.notes(list(pricing.answer(replace(SMALL, delta=delta)))))
+    notes = list(question.notes(list(question.answer(replace(SMALL, delta=delta)))))
     assert len(notes) == said
     assert all("1/n = 0.025" in note and "whole record" in note for note in notes)
 
@@ -191,7 +190,7 @@ def test_a_row_holds_the_price_and_all_it_depends_on() -> None:
     row = only(SMALL)
     event = TrainingEvent(0.2, 6.0, 10, "poisson", 5)
     assert row.events == (event,)
-    assert row.epsilon == event.epsilon(DELTA) > 0
+    assert row.epsilon == total_epsilon((event,), DELTA) > 0
     assert (row.delta, row.noise_multiplier, row.sampling_rate) == (DELTA, 6.0, 0.2)
     assert (row.steps, row.epochs, row.compositions) == (10, 2.0, 10)
     assert (row.dataset_size, row.batch_size, row.runs, row.selection) == (40, 8, 1, "none")
@@ -202,7 +201,7 @@ def test_a_row_holds_the_price_and_all_it_depends_on() -> None:
 def test_a_grid_is_every_combination_in_the_order_given() -> None:
     rows = list(answer(replace(SMALL, sigmas=(8.0, 6.0), lengths=(("steps", 3), ("epochs", 1)))))
     assert [(row.noise_multiplier, row.steps) for row in rows] == [(8, 3), (8, 5), (6, 3), (6, 5)]
-    assert [row.epsilon for row in rows] == [row.events[0].epsilon(DELTA) for row in rows]
+    assert [row.epsilon for row in rows] == [total_epsilon((row.events[0],), DELTA) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +223,7 @@ def test_each_sampler_has_its_adjacency_and_count(
 
 
 def test_an_epoch_in_bins_or_by_shuffling_is_one_gaussian() -> None:
-    once = TrainingEvent(1.0, 6.0, 1).epsilon(DELTA)
+    once = total_epsilon((TrainingEvent(1.0, 6.0, 1),), DELTA)
     for sampler in ("balls-in-bins", "shuffle"):
         row = only(replace(SMALL, sampler=sampler, lengths=(("epochs", 1),)))
         assert row.epsilon == pytest.approx(once, rel=1e-9)
@@ -241,7 +240,7 @@ def test_no_noise_and_no_steps() -> None:
 def test_a_batch_of_all_records() -> None:
     row = only(replace(SMALL, batch_size=40))
     assert row.events == (TrainingEvent(1.0, 6.0, 2, "poisson", 1),)
-    assert row.epsilon == row.events[0].epsilon(DELTA)
+    assert row.epsilon == total_epsilon((row.events[0],), DELTA)
 
 
 # The bill for several runs
@@ -251,7 +250,7 @@ def test_a_batch_of_all_records() -> None:
 def test_the_best_of_several_runs_costs_more_and_both_ways_are_told() -> None:
     single, composed, selected = answer(replace(SMALL, runs=4))
     assert single == only(SMALL)
-    assert composed.epsilon == replace(single.events[0], steps=40).epsilon(DELTA)
+    assert composed.epsilon == total_epsilon((replace(single.events[0], steps=40),), DELTA)
     assert (composed.steps, composed.epochs, composed.compositions) == (40, 8.0, 40)
     assert selected.epsilon == repeat_and_select(single.events, DELTA, 4)
     assert (selected.accountant, composed.accountant) == ("rdp", "pld")
@@ -378,7 +377,11 @@ def test_noise_never_promises_a_delta_of_nothing(accountant: str) -> None:
 def test_steps_of_fixed_size_batches_are_as_many_as_the_budget_pays_for() -> None:
     question = replace(SMALL, sampler="fixed-size", accountants=("rdp",), lengths=())
     (event,) = only(replace(question, epsilons=(2.0,), solve="steps")).events
-    assert event.epsilon(DELTA) <= 2.0 < replace(event, steps=event.steps + 1).epsilon(DELTA)
+    assert (
+        total_epsilon((event,), DELTA)
+        <= 2.0
+        < total_epsilon((replace(event, steps=event.steps + 1),), DELTA)
+    )
 
 
 OUT_OF_REACH: Sequence[tuple[str, float, Mapping[str, Any]]] = [
@@ -417,7 +420,7 @@ def test_the_curve_by_steps_rises_to_the_price() -> None:
     assert (steps[0], steps[-1]) == (1, 30)
     assert list(steps) == sorted(steps)
     assert list(prices) == sorted(prices)
-    assert prices[0] == replace(row.events[0], steps=1).epsilon(DELTA)
+    assert prices[0] == total_epsilon((replace(row.events[0], steps=1),), DELTA)
     assert prices[-1] == row.epsilon
 
 
@@ -432,4 +435,4 @@ def test_branches_that_differ_share_what_they_share() -> None:
     row = pricing.price((first, replace(first, noise_multiplier=8.0, steps=5)), DELTA)
     assert (row.noise_multiplier, row.sampling_rate, row.steps) == (None, 0.2, 15)
     assert row.epochs == 3
-    assert row.epsilon > first.epsilon(DELTA)
+    assert row.epsilon > total_epsilon((first,), DELTA)

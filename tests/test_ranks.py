@@ -18,15 +18,16 @@ from scipy.stats import kstest
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from dpmac_cli import assist, run
-from dpmac_cli.assembly import make_trainer as make_run_trainer
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError, RunError
-from dpmac_cli.forward_draws import LayerDraws
-from dpmac_cli.noise import SeededNoise
-from dpmac_cli.ranks import DismissedError, NoNoise, Ranks
-from dpmac_cli.recipe import Recipe
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.noise import SeededNoise
+from dpmac_cli.runs import assist
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.setup import make_trainer as make_run_trainer
+from dpmac_cli.training.distributed import DismissedError, NoNoise, Ranks
+from dpmac_cli.training.schedules import Recipe
+from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.digits_runs import digits_config, same_weights, weights
 from tests.helpers import DIMENSION, PLAN, Batches, in_chunks_of, make_trainer, walk

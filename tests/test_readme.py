@@ -14,11 +14,13 @@ from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
-from dpmac_cli import assembly, scoring
 from dpmac_cli.cli.app import app
-from dpmac_cli.config import resolve
-from dpmac_cli.data import Data, Split, load_data
-from dpmac_cli.run import train
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.runs import scoring
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs.train import train
 from tests.digits_runs import after
 
 ROOT = Path(__file__).parents[1]

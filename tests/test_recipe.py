@@ -17,16 +17,18 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 from typer.testing import CliRunner
 
-from dpmac_cli import run
-from dpmac_cli.augmentation import views_of
 from dpmac_cli.cli.app import app
-from dpmac_cli.config import resolve
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.engine import NO_CLIPPING, Evaluated, Trainer, evaluate, fit
 from dpmac_cli.errors import InputError
-from dpmac_cli.forward_draws import LayerDraws
-from dpmac_cli.grid import address
-from dpmac_cli.recipe import AUGMENTS, Recipe
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.runs import train as run
+from dpmac_cli.studies.grid import address
+from dpmac_cli.training.evaluation import evaluate
+from dpmac_cli.training.loop import Evaluated, fit
+from dpmac_cli.training.schedules import AUGMENTS, Recipe
+from dpmac_cli.training.trainer import NO_CLIPPING, Trainer
 from tests.conftest import every_optimizer
 from tests.digits_runs import digits_config, same_weights, train_digits
 from tests.helpers import (

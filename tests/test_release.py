@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.catalog import DATASETS
-from dpmac_cli.data import load_data
-from dpmac_cli.digest import digest
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.release import check_publishable, load_model, published, save_model
-from dpmac_cli.scoring import score
+from dpmac_cli.models.weights import published
+from dpmac_cli.runs.publish import check_publishable, load_model, save_model
+from dpmac_cli.runs.scoring import score
+from dpmac_cli.storage.digest import digest
 from tests.digits_runs import train_digits
 from tests.typed import dpmac
 
@@ -138,7 +139,7 @@ def test_parameters_and_buffers_alone_are_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Even if validation misses what else a network keeps."""
-    monkeypatch.setattr("dpmac_cli.models.check_model", lambda *_, **__: None)
+    monkeypatch.setattr("dpmac_cli.models.build.check_model", lambda *_, **__: None)
     net = tmp_path / "net.py"
     inside, method = WAYS[way]
     net.write_text(KEEPER.format(inside=inside, method=method))

@@ -11,14 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli import assembly, checkpoint, folder, ledger, run
-from dpmac_cli.accounting import SAMPLERS, TrainingEvent, total_epsilon
-from dpmac_cli.dp.per_sample import ClippedSum
-from dpmac_cli.engine import Evaluated, Trainer
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.errors import DivergedError, InputError
-from dpmac_cli.noise import noise_source as seeded_source
-from dpmac_cli.run import Reduced, RunEvent, Started, Update, finish
-from dpmac_cli.sampling import EpochSampler, IndependentSampler
+from dpmac_cli.randomness.noise import noise_source as seeded_source
+from dpmac_cli.randomness.sampling import EpochSampler, IndependentSampler
+from dpmac_cli.runs import checkpoint, environment, folder, ledger
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.train import Reduced, RunEvent, Started, Update, finish
+from dpmac_cli.storage import files
+from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import RATE, SIGMA, after, digits_config
 
@@ -163,7 +169,7 @@ def test_the_price_covers_every_branch() -> None:
     price = third.report["privacy"]
     assert [TrainingEvent(**event) for event in price["events"]] == list(events)
     assert price["epsilon"] == total_epsilon(events, 1e-5) > second.report["privacy"]["epsilon"]
-    lines = folder.read_lines(third.folder / folder.METRICS)
+    lines = files.read_lines(third.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
     assert "noise multiplier 6 and 29" in price["statement"]
     assert (third.folder / "branch-1" / folder.MODEL).exists()
@@ -177,7 +183,9 @@ def test_the_price_covers_every_branch() -> None:
 def test_branches_pay_for_the_epochs_that_each_began(sampler: str) -> None:
     """Left and begun in the middle of one, where an epoch has 12 steps."""
     first = finish(run.train(start(out="run", sampler=sampler), after(15)))
-    assert first.report["privacy"]["epsilon"] == TrainingEvent(1.0, SIGMA, 2).epsilon(1e-5)
+    assert first.report["privacy"]["epsilon"] == total_epsilon(
+        (TrainingEvent(1.0, SIGMA, 2),), 1e-5
+    )
     last = finish(run.resume(first.folder, {"lr": "0.01"}))
     events = [
         TrainingEvent(RATE, SIGMA, 15, sampler, 12),
@@ -186,8 +194,8 @@ def test_branches_pay_for_the_epochs_that_each_began(sampler: str) -> None:
     price = last.report["privacy"]
     assert [TrainingEvent(**event) for event in price["events"]] == events
     # Two and one, as many full batches; a run that was never left would pay for two.
-    assert price["epsilon"] == TrainingEvent(1.0, SIGMA, 3).epsilon(1e-5)
-    lines = folder.read_lines(last.folder / folder.METRICS)
+    assert price["epsilon"] == total_epsilon((TrainingEvent(1.0, SIGMA, 3),), 1e-5)
+    lines = files.read_lines(last.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
 
 
@@ -197,7 +205,7 @@ def test_steps_shown_after_the_checkpoint_are_paid_for_even_after_two_kills() ->
     # The first epoch's line, of step 12, is shown; the checkpoint is of step 10.
     kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
     where = Path("run")
-    assert [line["step"] for line in folder.read_lines(where / folder.METRICS)] == [12]
+    assert [line["step"] for line in files.read_lines(where / folder.METRICS)] == [12]
     kill(run.resume(where, {}), lambda e: isinstance(e, Started))
     finished = finish(run.resume(where, {"lr": "0.002"}))
     assert finished.report["privacy"]["events"][0]["steps"] >= 12
@@ -281,7 +289,7 @@ def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (torch, "__version__", "torch"),
         (np, "__version__", "numpy"),
-        (assembly, "device_name", "device"),
+        (environment, "device_name", "device"),
         (torch, "get_num_threads", "threads"),
         (torch.backends.cpu, "get_cpu_capability", "instructions"),
     ],
@@ -290,10 +298,10 @@ def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_environment_records_what_the_bits_depend_on(
     monkeypatch: pytest.MonkeyPatch, of: Any, name: str, key: str
 ) -> None:
-    before = assembly.environment(torch.device("cpu"))
+    before = environment.environment(torch.device("cpu"))
     other = "other" if name == "__version__" else lambda *_: "other"
     monkeypatch.setattr(of, name, other)
-    after = assembly.environment(torch.device("cpu"))
+    after = environment.environment(torch.device("cpu"))
     assert {each for each in before if before[each] != after[each]} >= {key}
 
 
@@ -342,9 +350,9 @@ class Changed:
 @pytest.mark.parametrize(
     ("name", "owner", "attribute"),
     [
-        ("processor", assembly, "_processor"),
-        ("source of dpmac", assembly, "_source"),
-        ("dpmac", assembly, "version"),
+        ("processor", environment, "_processor"),
+        ("source of dpmac", environment, "_source"),
+        ("dpmac", environment, "version"),
         ("inter-op threads", torch, "get_num_interop_threads"),
         ("build of torch", torch.__config__, "show"),
         ("parallel libraries", torch.__config__, "parallel_info"),
@@ -373,19 +381,19 @@ def test_what_computes_otherwise_makes_a_branch(
 def test_a_variable_that_changes_kernels_makes_a_branch(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = assembly.environment(torch.device("cpu"))
+    before = environment.environment(torch.device("cpu"))
     monkeypatch.setenv(variable, "another")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    after = assembly.environment(torch.device("cpu"))
-    assert assembly.differences(before, after) == {variable}
-    assert assembly.differences(after, before) == {variable}
+    after = environment.environment(torch.device("cpu"))
+    assert environment.differences(before, after) == {variable}
+    assert environment.differences(after, before) == {variable}
 
 
 @pytest.mark.privacy
 def test_every_resume_on_a_gpu_is_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It adds in any order, so that the same step gives other bits."""
-    assert not assembly.repeatable(torch.device("cuda", 0))
+    assert not environment.repeatable(torch.device("cuda", 0))
     monkeypatch.setattr(run, "repeatable", lambda device: False)
     stopped = finish(run.train(start(out="run"), after(5)))
     assert not run.goes_on_exactly(stopped.folder, "cpu")
@@ -532,7 +540,7 @@ def test_a_run_killed_about_a_checkpoint_keeps_every_line(
     assert weights(last.folder) == weights(whole.folder)
     assert last.report["test"] == whole.report["test"]
     lines = [
-        [{**line, "seconds": 0} for line in folder.read_lines(end.folder / folder.METRICS)]
+        [{**line, "seconds": 0} for line in files.read_lines(end.folder / folder.METRICS)]
         for end in (last, whole)
     ]
     assert lines[0] == lines[1]
@@ -572,7 +580,7 @@ def test_steps_ahead_of_a_run_that_is_stopped_again_are_charged(
     config = start(out="run", checkpoint_every="8")
     kill(run.train(config), lambda e: isinstance(e, Update) and isinstance(e.event, Evaluated))
     stopped = finish(run.resume(Path("run"), {}, after(1)))
-    lines = folder.read_lines(stopped.folder / folder.METRICS)
+    lines = files.read_lines(stopped.folder / folder.METRICS)
     assert [line["step"] for line in lines] == [9]
     assert stopped.report["privacy"]["events"][0]["steps"] == 12
     assert lines[0]["epsilon"] == stopped.report["privacy"]["epsilon"]

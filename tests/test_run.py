@@ -11,13 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import assembly, data, engine, folder, models, run
-from dpmac_cli.accounting import TrainingEvent
-from dpmac_cli.catalog import Dataset
-from dpmac_cli.diagnostics import Diagnostics
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.data import loaders as data
+from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import BudgetError, InputError, ModelError
-from dpmac_cli.run import Finished, Started, Update
-from dpmac_cli.scoring import score
+from dpmac_cli.models import build as models
+from dpmac_cli.runs import folder
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.scoring import score
+from dpmac_cli.runs.train import Finished, Started, Update
+from dpmac_cli.training import evaluation
+from dpmac_cli.training import trainer as engine
+from dpmac_cli.training.diagnostics import Diagnostics
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     RATE,
@@ -73,7 +80,7 @@ def test_metrics_have_a_line_an_epoch_and_an_epsilon_that_never_falls() -> None:
     assert prices[-1] == finished.report["privacy"]["epsilon"]
     assert lines[-1]["test_accuracy"] == finished.report["test"]["accuracy"]
     for line in lines:
-        exact = TrainingEvent(RATE, SIGMA, line["step"]).epsilon(1e-5)
+        exact = total_epsilon((TrainingEvent(RATE, SIGMA, line["step"]),), 1e-5)
         assert exact <= line["epsilon"] <= finished.report["privacy"]["epsilon"]
 
 
@@ -127,7 +134,7 @@ def test_a_target_is_met_and_nearly_used_up() -> None:
     price = finished.report["privacy"]
     assert 0.99 * 0.5 < price["epsilon"] <= 0.5
     event = TrainingEvent(price["sampling_rate"], price["noise_multiplier"], 5)
-    assert event.epsilon(1e-5) == price["epsilon"]
+    assert total_epsilon((event,), 1e-5) == price["epsilon"]
     # The file holds the noise that was found, so that repeating the run solves nothing again.
     again = digits_config(finished.folder / "config.yaml")
     assert (again.sigma, again.epsilon) == (price["noise_multiplier"], None)
@@ -158,7 +165,7 @@ def test_a_run_stops_before_its_budget_is_passed() -> None:
     assert events[0].cut_short
     assert finished.state == finished.report["state"] == "budget-spent"
     assert price["epsilon"] <= 0.2 < price["epsilon_planned"]
-    assert TrainingEvent(RATE, SIGMA, price["steps"] + 1).epsilon(1e-5) > 0.2
+    assert total_epsilon((TrainingEvent(RATE, SIGMA, price["steps"] + 1),), 1e-5) > 0.2
     assert metrics(finished.folder)[-1]["epsilon"] == price["epsilon"]
     assert published(finished.folder) == PUBLIC_FILES
     assert score(finished.folder, None, None, "cpu").result.samples == 360
@@ -220,7 +227,7 @@ def test_a_stop_ends_the_run_with_everything_written() -> None:
     # The last line's price is the report's to the bit, wherever the run was stopped.
     assert metrics(finished.folder)[-1]["epsilon"] == report["privacy"]["epsilon"]
     assert (report["privacy"]["steps"], metrics(finished.folder)[-1]["step"]) == (2, 2)
-    assert report["privacy"]["epsilon"] == TrainingEvent(RATE, SIGMA, 2).epsilon(1e-5)
+    assert report["privacy"]["epsilon"] == total_epsilon((TrainingEvent(RATE, SIGMA, 2),), 1e-5)
     assert report["privacy"]["epsilon"] < report["privacy"]["epsilon_planned"]
     assert published(finished.folder) == PUBLIC_FILES
     result = score(finished.folder, None, None, "cpu").result
@@ -305,7 +312,7 @@ def test_every_test_sample_is_scored_whatever_the_batch(
 ) -> None:
     finished = train_digits(steps=1, seed=1)
     whole = score(finished.folder, None, None, "cpu").result
-    monkeypatch.setattr(engine, "EVALUATION_BATCH", batch)
+    monkeypatch.setattr(evaluation, "EVALUATION_BATCH", batch)
     result = score(finished.folder, None, None, "cpu").result
     assert result.samples == 360
     assert torch.equal(result.confusion, whole.confusion)

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpmac_cli.config import resolve
-from dpmac_cli.data import Split, load_data
-from dpmac_cli.grid import plan
-from dpmac_cli.run import Finished, train
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.dataset import Split
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.runs.train import Finished, train
+from dpmac_cli.studies.grid import plan
 
 FILES = sorted((Path(__file__).parents[1] / "sample_configs").glob("*.yaml"))
 STUDIES = [file for file in FILES if file.stem.startswith("table")]

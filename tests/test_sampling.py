@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
-from dpmac_cli import assembly
-from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.config import resolve
-from dpmac_cli.keystream import KeyStream
-from dpmac_cli.sampling import Sampler, SecureDraws, make_sampler
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.randomness.keystream import KeyStream
+from dpmac_cli.randomness.sampling import Sampler, SecureDraws, make_sampler
+from dpmac_cli.runs import setup as assembly
 
 N, Q, STEPS = 400, 0.1, 2000
 ONCE_AN_EPOCH = tuple(name for name, sampling in SAMPLERS.items() if sampling.once_an_epoch)

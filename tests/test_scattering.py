@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpmac_cli.scattering import Scattering, paths
+from dpmac_cli.models.scattering import Scattering, paths
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.compare import collect
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.settings import KAPPAS, PHIS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.folder import to_json
-from dpmac_cli.grid import plan
-from dpmac_cli.recipe import AUGMENTS, SCHEDULES
-from dpmac_cli.run import finish, resume, train
-from dpmac_cli.settings import KAPPAS, PHIS
-from dpmac_cli.tables import as_values
+from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.storage.files import to_json
+from dpmac_cli.studies.grid import plan
+from dpmac_cli.studies.results import collect
+from dpmac_cli.studies.tables import as_values
+from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 from tests.digits_runs import after, digits_config, train_digits
 
 DOCS = Path(__file__).parent.parent / "docs"

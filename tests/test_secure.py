@@ -15,18 +15,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli import assembly, checkpoint, folder, run
-from dpmac_cli.accounting import SAMPLERS
-from dpmac_cli.config import resolve
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import TrainConfig
 from dpmac_cli.dp import mechanism
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.errors import InputError
-from dpmac_cli.keystream import KeyStream
-from dpmac_cli.noise import SecureNoise, SeededNoise
-from dpmac_cli.release import load_model
-from dpmac_cli.report import DRAWN, DRAWN_BOTH_WAYS, DRAWN_SECURELY, NO_SECRETS
-from dpmac_cli.run import Finished, Started, finish
-from dpmac_cli.settings import TrainConfig
+from dpmac_cli.randomness.keystream import KeyStream
+from dpmac_cli.randomness.noise import SecureNoise, SeededNoise
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.publish import load_model
+from dpmac_cli.runs.report import DRAWN, DRAWN_BOTH_WAYS, DRAWN_SECURELY, NO_SECRETS
+from dpmac_cli.runs.train import Finished, Started, finish
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     after,

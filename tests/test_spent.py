@@ -18,18 +18,24 @@ from typing import Any
 import pytest
 import torch
 
-from dpmac_cli import assembly, checkpoint, compare, folder, ledger, run, workers
-from dpmac_cli.accounting import TrainingEvent, total_epsilon
-from dpmac_cli.budget import training_event
-from dpmac_cli.compare import collect
-from dpmac_cli.data import Data, load_data
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.budget import training_event
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import InputError
-from dpmac_cli.grid import Grid, plan
-from dpmac_cli.recount import events_of
-from dpmac_cli.run import Finished, RunEvent, finish
-from dpmac_cli.tables import warnings
+from dpmac_cli.runs import checkpoint, folder, ledger
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.recount import events_of
+from dpmac_cli.runs.train import Finished, RunEvent, finish
+from dpmac_cli.studies import local as workers
+from dpmac_cli.studies import results as compare
+from dpmac_cli.studies.grid import Grid, plan
+from dpmac_cli.studies.results import collect
+from dpmac_cli.studies.tables import warnings
+from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, digits_config
 
 STEPS, EPOCH = 20, 12

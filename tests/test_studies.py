@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpmac_cli import run
+from dpmac_cli.runs import train as run
 from tests.digits_runs import digits_config
 
 ROOT = Path(__file__).parent.parent

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dpmac_cli.compare import TEST, Cell, Comparison
-from dpmac_cli.plots import draw_comparison
-from dpmac_cli.tables import as_csv, as_latex, as_markdown, as_values
+from dpmac_cli.studies.figure import draw_comparison
+from dpmac_cli.studies.results import TEST, Cell, Comparison
+from dpmac_cli.studies.tables import as_csv, as_latex, as_markdown, as_values
 
 
 def cell(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:

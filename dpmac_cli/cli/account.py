@@ -11,18 +11,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli import pricing
-from dpmac_cli.accounting import ACCOUNTANTS, NO_PRIVACY, SAMPLERS, format_epsilon, meaning
-from dpmac_cli.catalog import DATASETS
+from dpmac_cli.accounting.accountants import ACCOUNTANTS
+from dpmac_cli.accounting.pricing import Row
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import USAGE, explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
+from dpmac_cli.config import question
+from dpmac_cli.config.question import Question
+from dpmac_cli.config.settings import flag_name
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError
-from dpmac_cli.folder import to_json
-from dpmac_cli.pricing import Question, Row, to_csv
-from dpmac_cli.recount import Recount, recount
-from dpmac_cli.settings import flag_name
+from dpmac_cli.runs.recount import Recount, recount
+from dpmac_cli.storage.files import to_csv, to_json
 
 HELP = """Price training before it happens: its cost, the noise for a budget, the longest run.
 
@@ -59,11 +62,11 @@ def _choice(name: str, known: Iterable[str], default: str, panel: str) -> inspec
     option("epsilon", "The budget: work out a setting for it.", QUESTION, "FLOAT,..."),
     option(
         "solve",
-        f"What to work out for --epsilon: {', '.join(pricing.SOLVABLE)}. "
+        f"What to work out for --epsilon: {', '.join(question.SOLVABLE)}. "
         "[default: sigma, or steps if --sigma is given]",
         QUESTION,
         "NAME",
-        one_of(pricing.SOLVABLE),
+        one_of(question.SOLVABLE),
     ),
     option("delta", "Delta of (epsilon, delta). [default: 1e-5]", QUESTION, "FLOAT"),
     option("runs", "Also price this many runs of which the best is published.", QUESTION, "INT"),
@@ -86,9 +89,9 @@ def account(run: Path | None, plot: Path | None, **given: Any) -> None:
         errors += faults_of_picture(plot)
     again = None if run is None else recount(run, flags, errors)
     rows, out_of_reach = (
-        _answers(pricing.ask(flags, errors)) if again is None else (again.rows, None)
+        _answers(question.ask(flags, errors)) if again is None else (again.rows, None)
     )
-    console.print_notes(pricing.notes(rows))
+    console.print_notes(question.notes(rows))
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     elif csv:
@@ -106,11 +109,11 @@ def account(run: Path | None, plot: Path | None, **given: Any) -> None:
         raise out_of_reach
 
 
-def _answers(question: Question) -> tuple[list[Row], BudgetError | None]:
+def _answers(asked: Question) -> tuple[list[Row], BudgetError | None]:
     """What can be answered, and what is out of reach beside it. Raises what leaves no answer."""
     rows: list[Row] = []
     try:
-        for row in pricing.answer(question):
+        for row in question.answer(asked):
             rows.append(row)
     except BudgetError as failure:
         if not rows:

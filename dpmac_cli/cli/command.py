@@ -4,7 +4,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from dpmac_cli.config import OTHER_NAMES
+from dpmac_cli.config.resolve import OTHER_NAMES
 
 
 class Command(TyperCommand):

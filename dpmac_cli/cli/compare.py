@@ -11,18 +11,19 @@ from typing import Any
 
 import typer
 
-from dpmac_cli import folder
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.options import DEBUG, option, path_option, switch, with_options
 from dpmac_cli.cli.train import text_option
-from dpmac_cli.config import parse
+from dpmac_cli.config.resolve import parse
+from dpmac_cli.config.settings import OUTPUT, SETTINGS, TrainConfig
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
-from dpmac_cli.executors import EXECUTORS, Choice, Ended, opened
-from dpmac_cli.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
-from dpmac_cli.settings import OUTPUT, SETTINGS, TrainConfig
+from dpmac_cli.runs import folder
+from dpmac_cli.storage import files
+from dpmac_cli.studies.executors import EXECUTORS, Choice, Ended, opened
+from dpmac_cli.studies.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
 
@@ -126,7 +127,7 @@ def compare(**flags: Any) -> None:
 def _show_plan(grid: Grid, quiet: bool) -> None:
     """What would be run, what it would cost, and how long it would take."""
     from dpmac_cli.cli.compare_display import print_plan, timed  # noqa: PLC0415
-    from dpmac_cli.workers import default_jobs, step_times  # noqa: PLC0415
+    from dpmac_cli.studies.local import default_jobs, step_times  # noqa: PLC0415
 
     jobs = default_jobs(grid.runs[0].config.device)
     seconds = timed(step_times(grid), grid, quiet)
@@ -151,7 +152,7 @@ def _carry_out(
 ) -> tuple[dict[int, str], bool]:
     """Run what is not finished. Why runs failed, by number, and whether anyone broke it off."""
     from dpmac_cli.cli.compare_display import choose_display  # noqa: PLC0415
-    from dpmac_cli.workers import share_data  # noqa: PLC0415
+    from dpmac_cli.studies.local import share_data  # noqa: PLC0415
 
     _check_runs(grid)
     configs = [run.config for run in grid.runs]
@@ -182,7 +183,7 @@ def _carry_out(
 def _check_runs(grid: Grid) -> None:
     """Refuse to count as the study's what has been gone on with in another way."""
     # Loads what prices runs, a second, which no --help is to wait for.
-    from dpmac_cli.compare import was_changed  # noqa: PLC0415
+    from dpmac_cli.studies.results import was_changed  # noqa: PLC0415
 
     errors = [
         f"{run.folder} was gone on with by other settings, so it is no run of this study any more. "
@@ -196,7 +197,7 @@ def _check_runs(grid: Grid) -> None:
 
 def _missing(grid: Grid) -> list[int]:
     """The runs that are not finished."""
-    from dpmac_cli.compare import finished_report  # noqa: PLC0415
+    from dpmac_cli.studies.results import finished_report  # noqa: PLC0415
 
     return [number for number, run in enumerate(grid.runs) if finished_report(run) is None]
 
@@ -212,17 +213,17 @@ def _damages(runs: Iterable[Run]) -> Iterator[str]:
 def _write_results(
     grid: Grid, out: Path, failures: Mapping[int, str], as_json: bool, quiet: bool
 ) -> None:
-    from dpmac_cli import tables  # noqa: PLC0415
     from dpmac_cli.cli.compare_display import print_comparison  # noqa: PLC0415
-    from dpmac_cli.compare import collect  # noqa: PLC0415
-    from dpmac_cli.plots import draw_comparison  # noqa: PLC0415  (loads matplotlib)
+    from dpmac_cli.studies import tables  # noqa: PLC0415
+    from dpmac_cli.studies.figure import draw_comparison  # noqa: PLC0415  (loads matplotlib)
+    from dpmac_cli.studies.results import collect  # noqa: PLC0415
 
     comparison = collect(grid, failures)
     moved = _make_way(out, comparison.study)
     if moved and not quiet:
         console.print_notes([f"The table of another study that lay in {out} is now in {moved}."])
     folder.unseal(out)
-    document = folder.to_json(tables.as_values(comparison))
+    document = files.to_json(tables.as_values(comparison))
     texts = {
         JSON: document,
         CSV: tables.as_csv(comparison),
@@ -230,7 +231,7 @@ def _write_results(
         LATEX: tables.as_latex(comparison),
     }
     for name, text in texts.items():
-        folder.write_atomically(out / name, text.encode())
+        files.write_atomically(out / name, text.encode())
     names = [*texts, PLOT] if draw_comparison(comparison, out / PLOT) else [*texts]
     folder.seal(out, names)
     if as_json:

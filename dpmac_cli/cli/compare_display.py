@@ -13,16 +13,17 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli import tables
-from dpmac_cli.accounting import format_epsilon
-from dpmac_cli.budget import training_event
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.console import ATTENTION, expendable
-from dpmac_cli.compare import TEST, Cell, Comparison
-from dpmac_cli.executors import Moved, RunEvent
-from dpmac_cli.grid import Grid, Run
+from dpmac_cli.config.budget import training_event
+from dpmac_cli.studies import tables
+from dpmac_cli.studies.executors import Moved, RunEvent
+from dpmac_cli.studies.grid import Grid, Run
+from dpmac_cli.studies.results import TEST, Cell, Comparison
 
 if TYPE_CHECKING:
-    from dpmac_cli.workers import Timed
+    from dpmac_cli.studies.local import Timed
 
 
 class Display:
@@ -237,7 +238,7 @@ def print_plan(out: Console, grid: Grid, seconds: Mapping[int, float], jobs: int
         config = run.config
         each = a_step * config.total_steps
         total += each * len(grid.seeds)
-        epsilon = training_event(config, config.total_steps).epsilon(config.delta)
+        epsilon = total_epsilon((training_event(config, config.total_steps),), config.delta)
         price = "no privacy" if config.no_dp else format_epsilon(epsilon)
         facts = price, f"{config.total_steps:,}", str(len(grid.seeds)), tables.clock(each)
         table.add_row(_row(run), f"{run.column or 0:g}", *facts)

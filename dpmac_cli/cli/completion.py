@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
 
-from dpmac_cli.folder import is_configured
+from dpmac_cli.runs.folder import is_configured
 
 #: Folder of runs.
 DEFAULT_ROOT = Path("runs")

@@ -12,14 +12,16 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli import accounting, checkpoint, engine, folder
+from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, expendable, print_errors
 from dpmac_cli.cli.failures import INTERRUPTED
-from dpmac_cli.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 from dpmac_cli.errors import DivergedError, InputError, RunError, explain_os_error
-from dpmac_cli.feature_cache import Computing
-from dpmac_cli.report import AUDIT_RUN
-from dpmac_cli.run import Finished, Reduced, RunEvent, Started, Update
+from dpmac_cli.models.feature_cache import Computing
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs.report import AUDIT_RUN
+from dpmac_cli.runs.train import Finished, Reduced, RunEvent, Started, Update
+from dpmac_cli.training import evaluation, loop
+from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 
 #: Columns from which on the bar has room for the speed.
 WIDE = 100
@@ -28,7 +30,7 @@ NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
 def format_epsilon(epsilon: float | None) -> str:
     """Rounded up; dots while it is still being worked out."""
-    return "..." if epsilon is None else accounting.format_epsilon(epsilon)
+    return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
 class Display:
@@ -50,7 +52,7 @@ class Lines(Display):
     def __init__(self, console: Console) -> None:
         self.console = console
         self._computing: str | None = None
-        self._scored: engine.Evaluation | None = None
+        self._scored: evaluation.Evaluation | None = None
 
     def show(self, event: RunEvent) -> None:
         """Print what has happened, if it is worth a line."""
@@ -62,7 +64,7 @@ class Lines(Display):
                     self.console.print(Text(heading, style="dim"))
             case Started():
                 self._print(_heading(event))
-            case Update(event=engine.Evaluated() as evaluated):
+            case Update(event=loop.Evaluated() as evaluated):
                 self._scored = evaluated.result
                 self.console.print(_evaluated(evaluated, event.epsilon))
                 if event.not_private is not None:
@@ -142,7 +144,7 @@ class LiveBar(Lines):
             epsilon=self._budget(event),
             speed=self._speed(event),
         )
-        if isinstance(event.event, engine.Evaluated):
+        if isinstance(event.event, loop.Evaluated):
             self._bar.update(self._task, accuracy=f"test {event.event.result.accuracy:.2%}")
 
     def close(self) -> None:
@@ -213,7 +215,7 @@ def _heading(event: Started) -> Iterator[Text]:
     yield Text(f"writing {event.folder}", style="dim")
 
 
-def _evaluated(event: engine.Evaluated, epsilon: float | None) -> Text:
+def _evaluated(event: loop.Evaluated, epsilon: float | None) -> Text:
     price = (
         ("no privacy", "red")
         if epsilon is not None and math.isinf(epsilon)
@@ -271,7 +273,7 @@ def _summary(event: Finished) -> Iterator[Text]:
     yield Text(f"{event.folder}: {', '.join(names)}")
 
 
-def doubts(result: engine.Evaluation) -> Iterator[str]:
+def doubts(result: evaluation.Evaluation) -> Iterator[str]:
     """What must be said beside an accuracy."""
     lost = int(result.unanswered.sum())
     if lost:
@@ -282,7 +284,7 @@ def doubts(result: engine.Evaluation) -> Iterator[str]:
         )
 
 
-def evaluation_table(result: engine.Evaluation, classes: list[str]) -> Table:
+def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table:
     """Confusion matrix with per-class accuracy: a row per true class."""
     table = Table(title="rows: true class, columns: predicted", title_justify="left")
     table.add_column("")
@@ -301,7 +303,7 @@ def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool
     """Show a run to its end. If it fails on the way, say what is left of it.
 
     Args:
-        events: of :func:`dpmac_cli.run.train` or :func:`dpmac_cli.run.resume`.
+        events: of :func:`dpmac_cli.runs.train.train` or :func:`dpmac_cli.runs.train.resume`.
         display: for the person who watches.
         stop: whether they have asked the run to stop.
 

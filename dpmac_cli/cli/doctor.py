@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli.checkup import ABSENT, BUILT_IN, HERE, PARTLY, Checkup, Place, examine
 from dpmac_cli.cli import console
+from dpmac_cli.cli.checkup import ABSENT, BUILT_IN, HERE, PARTLY, Checkup, Place, examine
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, option, with_options
-from dpmac_cli.config import parse
-from dpmac_cli.extras import EXTRAS
-from dpmac_cli.folder import to_json
+from dpmac_cli.config.extras import EXTRAS
+from dpmac_cli.config.resolve import parse
+from dpmac_cli.storage.files import to_json
 
 HELP = """Say what this machine has for dpmac to work with, and what is missing and what for.
 

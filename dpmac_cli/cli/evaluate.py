@@ -7,17 +7,17 @@ from typing import Any
 
 import typer
 
-from dpmac_cli.accounting import format_epsilon
-from dpmac_cli.audit import CONFIDENCE, Audit, read_audit
-from dpmac_cli.catalog import DATASETS
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import MISFIT, explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
-from dpmac_cli.config import parse
+from dpmac_cli.config.resolve import parse
+from dpmac_cli.config.settings import OWN_DATA
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.folder import to_json
-from dpmac_cli.settings import OWN_DATA
+from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
+from dpmac_cli.storage.files import to_json
 
 HELP = """Score every test sample with a trained model, or an attack on a run's guarantee.
 
@@ -98,8 +98,8 @@ def evaluate(
         if errors := list(faults_of_picture(plot)):
             raise InputError(errors)
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.folder import CARD  # noqa: PLC0415
-    from dpmac_cli.scoring import score  # noqa: PLC0415
+    from dpmac_cli.runs.folder import CARD  # noqa: PLC0415
+    from dpmac_cli.runs.scoring import score  # noqa: PLC0415
 
     with console.kept_clear(json):
         scored = score(model, dataset, given.get("data_dir"), device, network)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dpmac_cli.cli.completion import Completer
-from dpmac_cli.settings import flag_name
+from dpmac_cli.config.settings import flag_name
 
 
 def option(

@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli import listing
-from dpmac_cli.accounting import format_epsilon
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import DEFAULT_ROOT, one_of
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, switch, with_options
-from dpmac_cli.config import near
+from dpmac_cli.config.resolve import near
 from dpmac_cli.errors import InputError
-from dpmac_cli.folder import to_json
-from dpmac_cli.listing import CUT_OFF, DAMAGED, DIVERGED, ORDERS, RUNNING, Entry
+from dpmac_cli.runs import listing
+from dpmac_cli.runs.listing import CUT_OFF, DAMAGED, DIVERGED, ORDERS, RUNNING, Entry
+from dpmac_cli.storage.files import to_json
 
 HELP = """List runs: what was trained, what it cost, how good it is and how it ended.
 

@@ -12,13 +12,14 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
 from dpmac_cli.cli.options import option, path_option, switch, with_options
-from dpmac_cli.config import parse, resolve
+from dpmac_cli.config.resolve import parse, resolve
+from dpmac_cli.config.settings import KINDS, SETTINGS, Setting, TrainConfig
 from dpmac_cli.errors import DpmacError, InputError, RunError
-from dpmac_cli.folder import check_run_folder, resume_command, to_json
-from dpmac_cli.settings import KINDS, SETTINGS, Setting, TrainConfig
+from dpmac_cli.runs.folder import check_run_folder, resume_command
+from dpmac_cli.storage.files import to_json
 
 if TYPE_CHECKING:
-    from dpmac_cli.ranks import Ranks
+    from dpmac_cli.training.distributed import Ranks
 
 HELP = """Train a classifier under differential privacy.
 
@@ -86,7 +87,7 @@ def train(**flags: Any) -> None:
         return
     # When one of the processes dies, torch would show the others' stacks. Read when it is loaded.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from dpmac_cli.ranks import join  # noqa: PLC0415
+    from dpmac_cli.training.distributed import join  # noqa: PLC0415
 
     ranks = join()
     try:
@@ -110,7 +111,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
     from dpmac_cli.cli.display import choose_display, follow  # noqa: PLC0415
-    from dpmac_cli.run import resume, train  # noqa: PLC0415
+    from dpmac_cli.runs.train import resume, train  # noqa: PLC0415
 
     display = choose_display(quiet, json)
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
@@ -131,7 +132,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Be one of the others. Rank 0 is asked to stop, and prints; this one says when it fails."""
-    from dpmac_cli.assist import assist  # noqa: PLC0415
+    from dpmac_cli.runs.assist import assist  # noqa: PLC0415
 
     with stop_request():
         try:

@@ -10,19 +10,19 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.geometry import Geometry, Spread
-from dpmac_cli.dp.gradients import (
+from dpmac_cli.dp.clipping.forms import (
     InPieces,
     LayerMetric,
     PerSampleGradients,
     SquaredNorms,
     total_squared_norms,
 )
+from dpmac_cli.dp.geometry import Geometry, Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments, Number
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import ModelError
-from dpmac_cli.noise import Bits, NoiseSource
+from dpmac_cli.randomness.noise import Bits, NoiseSource
 
 Update = Callable[[Tensor, Tensor, float, Moments, Ellipsoid, Spread | None, NoiseSource], Tensor]
 
@@ -128,7 +128,7 @@ Norms = Callable[[Sequence[PerSampleGradients], Sequence[LayerMetric]], SquaredN
 
 
 def compile_norms() -> Norms:
-    """:func:`~dpmac_cli.dp.gradients.total_squared_norms` with as few passes as may be.
+    """:func:`~dpmac_cli.dp.clipping.forms.total_squared_norms` with as few passes as may be.
 
     Whatever order a sum is made in, the bound on its rounding holds. Layers whose gradients are
     made in pieces are left as they are.

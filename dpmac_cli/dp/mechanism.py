@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.layers import blocks
-from dpmac_cli.noise import Normals
+from dpmac_cli.dp.clipping.layers import blocks
+from dpmac_cli.randomness.noise import Normals
 
 #: The public grid of :class:`SecureMechanism`, in whitened space; a power of two, so that scaling
 #: by it is exact.

@@ -15,11 +15,14 @@ import pytest
 from rich.console import Console
 from typer.testing import Result
 
-from dpmac_cli import run
-from dpmac_cli.accounting import SAMPLERS, TrainingEvent, format_epsilon, total_epsilon
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.errors import InputError
-from dpmac_cli.run import finish
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.train import finish
 from tests.digits_runs import (
     RATE,
     after,
@@ -109,7 +112,7 @@ def test_every_way_of_sampling_is_told_with_its_adjacency(sampler: str) -> None:
     for row in rows:
         assert row.keys() >= KEYS
         event = TrainingEvent(0.2, 6.0, 10, sampler, 5)
-        assert row["epsilon"] == event.epsilon(DELTA, row["accountant"]) > 0
+        assert row["epsilon"] == total_epsilon((event,), DELTA, row["accountant"]) > 0
         assert (row["delta"], row["noise_multiplier"], row["sampling_rate"]) == (DELTA, 6, 0.2)
         assert (row["steps"], row["epochs"]) == (10, 2)
         assert row["compositions"] == (2 if SAMPLERS[sampler].once_an_epoch else 10)
@@ -216,7 +219,7 @@ def test_settings_at_the_ends_have_a_price(edge: Edge) -> None:
 def test_a_full_batch_and_one_record() -> None:
     (row,) = answered("--dataset-size 1 --batch-size 1 --sigma 6 --epochs 3")
     assert row["sampling_rate"] == 1
-    assert row["epsilon"] == TrainingEvent(1.0, 6.0, 3).epsilon(DELTA)
+    assert row["epsilon"] == total_epsilon((TrainingEvent(1.0, 6.0, 3),), DELTA)
 
 
 @pytest.mark.long
@@ -224,7 +227,7 @@ def test_a_full_batch_and_one_record() -> None:
 def test_one_record_of_very_many_has_a_price(size: int) -> None:
     line = f"--dataset-size {size} --batch-size 1 --sigma 1 --steps 10 --delta 1e-10"
     (row,) = answered(line)
-    assert 0 <= row["epsilon"] < TrainingEvent(1.0, 1.0, 1).epsilon(1e-10)
+    assert 0 <= row["epsilon"] < total_epsilon((TrainingEvent(1.0, 1.0, 1),), 1e-10)
 
 
 def test_a_delta_too_small_to_be_shown_promises_nothing() -> None:
@@ -366,7 +369,7 @@ def test_a_delta_that_no_noise_can_show_is_out_of_reach(
             pytest.fail("a search without end")
         return total_epsilon(*args)
 
-    monkeypatch.setattr("dpmac_cli.calibration.total_epsilon", counted)
+    monkeypatch.setattr("dpmac_cli.accounting.calibration.total_epsilon", counted)
     result = account(f"--epsilon 3 --delta {delta}")
     assert result.exit_code == 3, result.output
     assert f"delta {delta}" in result.stderr
@@ -532,9 +535,9 @@ def test_another_delta_accountant_and_bill_may_be_asked_of_a_run(runs: Path) -> 
     path = runs / "finished"
     event = TrainingEvent(RATE, 6.0, 3)
     (row,) = answered(f"{path} --delta 1e-6")
-    assert (row["delta"], row["epsilon"]) == (1e-6, event.epsilon(1e-6))
+    assert (row["delta"], row["epsilon"]) == (1e-6, total_epsilon((event,), 1e-6))
     by = {row["accountant"]: row["epsilon"] for row in answered(f"{path} --accountant all")}
-    assert by == {name: event.epsilon(DELTA, name) for name in ("pld", "rdp")}
+    assert by == {name: total_epsilon((event,), DELTA, name) for name in ("pld", "rdp")}
     kinds = [row["selection"] for row in answered(f"{path} --runs 2")]
     assert kinds == ["none", "composition", "repeat-and-select"]
     # The report is judged by its own delta and accountant all the same.
@@ -755,7 +758,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_priced(
     def fail(*args: object) -> None:
         raise InputError("priced")
 
-    monkeypatch.setattr("dpmac_cli.pricing.answer", fail)
+    monkeypatch.setattr("dpmac_cli.config.question.answer", fail)
     for name in ("x.pdf", "x", "nowhere/x.png"):
         result = account(f"{SMALL} --plot {name}")
         assert (result.exit_code, "priced" in result.stderr) == (2, False)

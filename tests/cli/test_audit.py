@@ -8,12 +8,12 @@ import pytest
 import torch
 from typer.testing import Result
 
-from dpmac_cli import folder
-from dpmac_cli.catalog import DATASETS
-from dpmac_cli.config import resolve
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.release import load_model
-from dpmac_cli.report import AUDIT_RUN
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.publish import load_model
+from dpmac_cli.runs.report import AUDIT_RUN
 from tests.digits_runs import digits_config
 from tests.typed import dpmac
 

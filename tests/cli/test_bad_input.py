@@ -12,10 +12,10 @@ import torch
 from torchvision.datasets import mnist
 from typer.testing import CliRunner
 
-from dpmac_cli.catalog import DATASETS
 from dpmac_cli.cli.app import app
-from dpmac_cli.models import build_model
-from dpmac_cli.release import save_model
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.models.build import build_model
+from dpmac_cli.runs.publish import save_model
 from tests.digits_runs import contents
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from dpmac_cli import assembly, workers
-from dpmac_cli.accounting import TrainingEvent, format_epsilon, total_epsilon
-from dpmac_cli.engine import Trainer
-from dpmac_cli.grid import plan
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.studies import local as workers
+from dpmac_cli.studies.grid import plan
+from dpmac_cli.training.trainer import Trainer
 from tests.typed import dpmac, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")

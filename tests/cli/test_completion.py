@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dpmac_cli.catalog import DATASETS, MODELS
 from dpmac_cli.cli.app import app
-from dpmac_cli.config import HEADER
+from dpmac_cli.config.resolve import HEADER
+from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.settings import SETTINGS, flag_name
+from dpmac_cli.models.registry import MODELS
 from tests.typed import ENVIRONMENT, loading
 
 

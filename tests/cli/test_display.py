@@ -10,11 +10,11 @@ from rich.console import Console
 from dpmac_cli.cli.compare_display import Lines, LiveRuns, print_comparison
 from dpmac_cli.cli.console import Expendable
 from dpmac_cli.cli.display import LiveBar
-from dpmac_cli.compare import Comparison
-from dpmac_cli.engine import Progress
-from dpmac_cli.executors import Ended, Moved
-from dpmac_cli.grid import plan
-from dpmac_cli.run import Started, Update
+from dpmac_cli.runs.train import Started, Update
+from dpmac_cli.studies.executors import Ended, Moved
+from dpmac_cli.studies.grid import plan
+from dpmac_cli.studies.results import Comparison
+from dpmac_cli.training.loop import Progress
 from tests.digits_runs import digits_config
 from tests.test_tables import cell, comparison
 

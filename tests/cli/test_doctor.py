@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from dpmac_cli import __version__, checkup, keystream
-from dpmac_cli.catalog import DATASETS
+from dpmac_cli import __version__
+from dpmac_cli.cli import checkup
 from dpmac_cli.cli.doctor import size
-from dpmac_cli.data import LOADERS, files_of, missing_files
-from dpmac_cli.report import PACKAGES
+from dpmac_cli.data.loaders import LOADERS, files_of, missing_files
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.randomness import keystream
+from dpmac_cli.runs.report import PACKAGES
 from tests.digits_runs import contents
 from tests.typed import dpmac
 

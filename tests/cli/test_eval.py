@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from dpmac_cli import plots
 from dpmac_cli.cli.app import app
-from dpmac_cli.data import load_data
+from dpmac_cli.data.loaders import load_data
 from tests.digits_runs import train_digits
 from tests.typed import dpmac, process
 

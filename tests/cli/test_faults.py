@@ -18,10 +18,17 @@ import pytest
 import torch
 from typer.testing import Result
 
-from dpmac_cli import assembly, checkpoint, data, engine, faults, folder, run, workers
-from dpmac_cli.dp.per_sample import ClippedSum
-from dpmac_cli.engine import Trainer
-from dpmac_cli.scoring import score
+from dpmac_cli import torch_errors as faults
+from dpmac_cli.data import loaders as data
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.scoring import score
+from dpmac_cli.storage import files
+from dpmac_cli.studies import local as workers
+from dpmac_cli.training import loop
+from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import contents, digits_config, same_weights, train_digits
 from tests.typed import dpmac, process
 
@@ -78,7 +85,7 @@ def test_after_a_full_disk_at_the_start_a_run_can_begin(size: int, old: bool) ->
         limit(size)
         result = dpmac(*RUN, "--force")
     failed(result, 2, "run/", "File too large. Free some space.")
-    assert not list(Path("run").rglob(f"*{folder.PART}"))
+    assert not list(Path("run").rglob(f"*{files.PART}"))
     assert dpmac(*RUN, "--force").exit_code == 0
     assert score(Path("run"), None, None, "cpu").result.samples == 360
 
@@ -95,7 +102,7 @@ def test_a_full_disk_at_a_checkpoint_loses_the_steps_since_the_last(
         "step-000000004.safetensors: File too large. Free some space.",
         "To resume from the last checkpoint (step 2): dpmac train --resume run",
     )
-    assert not list(Path("run").rglob(f"*{folder.PART}"))
+    assert not list(Path("run").rglob(f"*{files.PART}"))
     assert dpmac("train", "--resume", "run").exit_code == 0
     assert same_weights(Path("run"), whole)
 
@@ -363,7 +370,7 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
     said = failed(result, 4, f"Training diverged: after step {step} the parameters")
     assert f"last checkpoint (step {kept}): dpmac train --resume run --lr LESS" in said
     assert not Path("run/report.json").exists()
-    [line] = folder.read_lines(Path("run/metrics.jsonl"))
+    [line] = files.read_lines(Path("run/metrics.jsonl"))
     assert line == {"step": step, "epoch": step / 12, "diverged": True}
     assert all(t.isfinite().all() for t in checkpoint.newest(Path("run")).tensors.values())
     assert dpmac("train", "--resume", "run", "--lr", "0.001").exit_code == 0
@@ -379,7 +386,7 @@ def test_a_clock_that_jumps_is_not_believed(jump: float, monkeypatch: pytest.Mon
     real, asked = time.time, iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: real() + jump * next(asked))
     began = time.monotonic()
-    monkeypatch.setattr(engine, "PROGRESS_EVERY", -1.0)
+    monkeypatch.setattr(loop, "PROGRESS_EVERY", -1.0)
     saved: list[int] = []
     save = checkpoint.save
 

@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dpmac_cli import folder, run
 from dpmac_cli.cli.runs import _print, age
-from dpmac_cli.config import HEADER
-from dpmac_cli.engine import Trainer
+from dpmac_cli.config.resolve import HEADER
 from dpmac_cli.errors import DivergedError, InputError
-from dpmac_cli.grid import plan
-from dpmac_cli.listing import Entry
-from dpmac_cli.run import Update, finish
+from dpmac_cli.runs import folder
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.listing import Entry
+from dpmac_cli.runs.train import Update, finish
+from dpmac_cli.storage import files
+from dpmac_cli.studies.grid import plan
+from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import SEED, after, contents, digits_config, train_digits
 from tests.typed import dpmac, hooked, loading
 
@@ -86,7 +88,7 @@ def test_every_run_is_listed_as_it_ended(study: Path) -> None:
         assert found[name]["optimizer"] == report["optimizer"]
         assert (found[name]["delta"], found[name]["adjacency"]) == (1e-5, "add-or-remove-one")
         assert found[name]["seeded"] is (name == "run-10")
-    line = folder.read_lines(study / "killed" / "metrics.jsonl")[-1]
+    line = files.read_lines(study / "killed" / "metrics.jsonl")[-1]
     assert found["killed"]["epsilon"] == line["epsilon"]
     assert found["killed"]["accuracy"] == line["test_accuracy"]
     assert found["killed"]["seeded"] is None
@@ -262,7 +264,7 @@ def test_a_report_from_before_a_run_went_on_is_not_its_last_word() -> None:
     going.close()  # type: ignore[attr-defined]
     (entry,) = listed()
     assert entry["state"] == "cut-off"
-    lines = folder.read_lines(where / "metrics.jsonl")
+    lines = files.read_lines(where / "metrics.jsonl")
     assert entry["epsilon"] == lines[-1]["epsilon"]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dpmac_cli import __version__
-from dpmac_cli.scoring import score
-from dpmac_cli.settings import SETTINGS, flag_name
+from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.runs.scoring import score
 from tests.digits_runs import SEED, contents, train_digits
 from tests.typed import dpmac, process, shell
 
@@ -156,7 +156,7 @@ def test_a_bug_is_admitted_without_a_traceback(monkeypatch: pytest.MonkeyPatch) 
     def fail(*args: object) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr("dpmac_cli.run.choose_device", fail)
+    monkeypatch.setattr("dpmac_cli.runs.train.choose_device", fail)
     result = dpmac(*DIGITS)
     assert result.exit_code == 1
     assert "ZeroDivisionError: oh" in result.stderr

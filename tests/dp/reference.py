@@ -8,11 +8,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric, Observer, clip_limit, clip_weights
+from dpmac_cli.dp.clipping.forms import PerSampleGradients, SquaredNorms, total_squared_norms
+from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.fused import Norms
-from dpmac_cli.dp.gradients import PerSampleGradients, SquaredNorms, total_squared_norms
-from dpmac_cli.dp.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import Ellipsoid
-from dpmac_cli.dp.per_sample import ClippedSum, Metric, Observer, clip_limit, clip_weights
 
 
 def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tensor:

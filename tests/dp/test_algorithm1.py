@@ -13,9 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.dp.per_sample import CLIP_LIMIT
-from dpmac_cli.engine import Hyperparameters
+from dpmac_cli.training.trainer import Hyperparameters
 from tests.helpers import (
     HYPER,
     Batches,

@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli import noise
-from dpmac_cli.dp import fused, layers, per_sample
+from dpmac_cli.dp import fused
+from dpmac_cli.dp.clipping import clipped_sum as per_sample
+from dpmac_cli.dp.clipping import layers
+from dpmac_cli.dp.clipping.clipped_sum import Metric
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.dp.per_sample import Metric
-from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import ModelError
-from dpmac_cli.noise import SeededNoise
-from dpmac_cli.recipe import Recipe
+from dpmac_cli.randomness import noise
+from dpmac_cli.randomness.noise import SeededNoise
+from dpmac_cli.training.schedules import Recipe
+from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.dp.reference import prepare
 from tests.dp.test_per_sample import (

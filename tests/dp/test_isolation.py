@@ -13,14 +13,14 @@ from torch.nn.functional import cross_entropy, layer_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from dpmac_cli.dp.gradients import Instantiated, OuterProducts
-from dpmac_cli.dp.isolation import WRITTEN_OUT, Isolated
-from dpmac_cli.dp.layers import Layer, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric, clip_limit
+from dpmac_cli.dp.clipping.forms import Instantiated, OuterProducts
+from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
+from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.modules import StandardisedConv2d
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
-from dpmac_cli.dp.modules import StandardisedConv2d
-from dpmac_cli.dp.per_sample import ClippedSum, Metric, clip_limit
-from dpmac_cli.engine import Trainer
 from dpmac_cli.errors import ModelError
+from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.helpers import CLASSES as TINY_CLASSES
 from tests.helpers import PLAN, SIDE, Batches, KeptNoise, Spy, make_trainer, walk
@@ -624,7 +624,7 @@ def test_a_chunk_instantiates_a_bounded_number_of_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert alone("lora").isolated.most == WRITTEN_OUT // (2 * 5 + 6 * 2)
-    monkeypatch.setattr("dpmac_cli.dp.isolation.WRITTEN_OUT", 60)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.isolation.WRITTEN_OUT", 60)
     model = nn.Sequential(nn.Flatten(), LoRA(SIDE**2, TINY_CLASSES)).double()
     model.get_parameter("1.b").data.normal_()
     batch = list(range(10))

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.dp.per_sample import CLIP_LIMIT
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.helpers import (
     DIMENSION,

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
-from dpmac_cli.data import Data
+from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.engine import NO_CLIPPING
+from dpmac_cli.training.trainer import NO_CLIPPING
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.helpers import (
     HYPER,

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.fused import Norms
-from dpmac_cli.dp.gradients import (
+from dpmac_cli.dp.clipping.clipped_sum import (
+    CANCELLATION_LIMIT,
+    Metric,
+    cancellation_limit,
+    clip_limit,
+    clip_weights,
+)
+from dpmac_cli.dp.clipping.forms import (
     InPieces,
     Instantiated,
     OuterProducts,
@@ -23,16 +29,10 @@ from dpmac_cli.dp.gradients import (
     Use,
     total_squared_norms,
 )
-from dpmac_cli.dp.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.modules import StandardisedConv2d
+from dpmac_cli.dp.fused import Norms
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
-from dpmac_cli.dp.modules import StandardisedConv2d
-from dpmac_cli.dp.per_sample import (
-    CANCELLATION_LIMIT,
-    Metric,
-    cancellation_limit,
-    clip_limit,
-    clip_weights,
-)
 from dpmac_cli.errors import ModelError
 from tests.helpers import Batches, in_chunks_of, make_trainer
 
@@ -420,8 +420,8 @@ def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
 def test_pairs_of_terms_match_the_oracle(
     name: str, kind: str, views: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 0)
-    monkeypatch.setattr("dpmac_cli.dp.gradients.PAIRED", 100)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 0)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PAIRED", 100)
     net = {**NETS, **AGAIN}[name]
     [form, *_] = prepare(net.build(), views=views).forms(*views_of(net, views))
     assert isinstance(form, OuterProducts)
@@ -479,7 +479,7 @@ def test_conv2d_of_any_shape(
     x = torch.randn(samples, groups * inputs, *size, dtype=torch.float64)
     y = torch.randint(model(x).shape[1], (samples,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpmac_cli.dp.gradients.UNFOLDED", unfolded)
+        patch.setattr("dpmac_cli.dp.clipping.forms.UNFOLDED", unfolded)
         assert_matches_oracle(prepare(model), x, y, kind)
 
 
@@ -721,8 +721,8 @@ def test_pieces_add_up_to_the_whole(
     net = {**NETS, **AGAIN}[name]
     subject, (x, y) = prepare(net.build().double(), views=views), views_of(net, views)
     x = x.double()
-    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", rows * 30)
-    monkeypatch.setattr("dpmac_cli.dp.gradients.PAIRED", 1)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", rows * 30)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PAIRED", 1)
     [number, *_] = (n for n, f in enumerate(subject.forms(x, y)) if isinstance(f, InPieces))
     for kind in KINDS:
         assert_matches_oracle(subject, x, y, kind)
@@ -754,7 +754,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_linear_layers_never_form_per_sample_gradients(
     ratio: float, views: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 1000)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1000)
     samples = 64
     subject = prepare(nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 10)), views=views)
     shape = (samples, 100) if views == 1 else (samples, views, 100)
@@ -769,8 +769,8 @@ def test_linear_layers_never_form_per_sample_gradients(
 
 
 def test_few_samples_are_written_out_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 2 * 8080)
-    monkeypatch.setattr("dpmac_cli.dp.gradients.PAIRED", 3)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 2 * 8080)
+    monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PAIRED", 3)
     subject = prepare(nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 10)), views=4)
     x, y = torch.randn(16, 4, 100), torch.randint(10, (16,))
     with Largest() as largest:

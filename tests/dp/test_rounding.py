@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp import per_sample
+from dpmac_cli.dp.clipping import clipped_sum as per_sample
+from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, Metric, _sum_rounded_up, clip_weights
+from dpmac_cli.dp.clipping.forms import OuterProducts, SquaredNorms, total_squared_norms
+from dpmac_cli.dp.clipping.layers import find_layers
 from dpmac_cli.dp.fused import Norms
-from dpmac_cli.dp.gradients import OuterProducts, SquaredNorms, total_squared_norms
-from dpmac_cli.dp.layers import find_layers
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
-from dpmac_cli.dp.per_sample import SLACK_SHARE, Metric, _sum_rounded_up, clip_weights
-from dpmac_cli.noise import Normals
+from dpmac_cli.randomness.noise import Normals
 from tests.helpers import Batches, in_chunks_of, make_trainer
 
 from .reference import Subject, prepare, whiten
@@ -245,9 +245,9 @@ def test_terms_that_cancel_cannot_lift_a_sample_above_one(
 ) -> None:
     torch.manual_seed(0)
     if form != "whole":
-        monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 1)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
     if form == "pairs":
-        monkeypatch.setattr("dpmac_cli.dp.gradients.PAIRED", 100)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PAIRED", 100)
     linear = nn.Linear(8, 10, bias=False)
     model = linear if over == "views" else Bag(together=over == "positions")
     subject = prepare(model, views=100 if over == "views" else 1)
@@ -393,7 +393,7 @@ def test_the_margin_covers_the_rounding_of_what_is_written_out(
             return out.squeeze(1)
 
     if pieces:
-        monkeypatch.setattr("dpmac_cli.dp.gradients.PIECE", 1)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
     assert worst_contribution("ball", 1024, 6, Places) <= 1
 
 

@@ -11,6 +11,7 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from dpmac_cli.dp import mechanism as mechanisms
+from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import (
     GRID,
     GaussianMechanism,
@@ -19,10 +20,9 @@ from dpmac_cli.dp.mechanism import (
     ball,
     ellipsoid,
 )
-from dpmac_cli.dp.per_sample import CLIP_LIMIT
-from dpmac_cli.engine import ROUNDING_SHARE
 from dpmac_cli.errors import ModelError
-from dpmac_cli.noise import SecureNoise
+from dpmac_cli.randomness.noise import SecureNoise
+from dpmac_cli.training.trainer import ROUNDING_SHARE
 from tests.conftest import every_optimizer
 from tests.helpers import (
     DIMENSION,

@@ -1,0 +1,1 @@
+"""What training does to its records and what that costs. Never imports torch."""

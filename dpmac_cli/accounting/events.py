@@ -1,0 +1,62 @@
+"""Privacy events: what a training run did to its records."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from dpmac_cli.accounting.samplers import SAMPLERS, Sampling
+
+#: Below, the arithmetic of privacy losses gives out: smaller rates are priced as this one, which
+#: costs more.
+LEAST_RATE = 1e-6
+
+
+@dataclass(frozen=True)
+class TrainingEvent:
+    """What a training run did to its data: ``steps`` Gaussian mechanisms on sampled batches.
+
+    Attributes:
+        sampling_rate: q = B/n, in (0, 1].
+        noise_multiplier: sigma, standard deviation of the noise over the clipping norm, >= 0.
+        steps: T, how many steps saw data (an empty batch counts), >= 0.
+        sampler: a key of :data:`SAMPLERS`.
+        steps_per_epoch: ceil(n/B); matters where the sampler goes by epochs.
+    """
+
+    sampling_rate: float
+    noise_multiplier: float
+    steps: int
+    sampler: str = "poisson"
+    steps_per_epoch: int = 1
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its batches were drawn."""
+        return SAMPLERS[self.sampler]
+
+    @property
+    def compositions(self) -> int:
+        """How many mechanisms on all records it is priced as: steps, or epochs begun."""
+        if self.sampling.once_an_epoch:
+            return math.ceil(self.steps / self.steps_per_epoch)
+        return self.steps
+
+    @property
+    def rate(self) -> float:
+        """The chance, as it is priced, that a record is in one of the compositions."""
+        return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
+
+    def dp_event(self) -> Any:
+        """Return the same as a dp-accounting event, for any accountant of that library."""
+        import dp_accounting  # noqa: PLC0415
+
+        one: Any = dp_accounting.GaussianDpEvent(self.noise_multiplier / self.sampling.sensitivity)
+        if self.sampler == "fixed-size":
+            rate = Fraction(self.rate).limit_denominator(10**9)
+            one = dp_accounting.SampledWithoutReplacementDpEvent(
+                rate.denominator, rate.numerator, one
+            )
+        elif not self.sampling.once_an_epoch:
+            one = dp_accounting.PoissonSampledDpEvent(self.rate, one)
+        return dp_accounting.SelfComposedDpEvent(one, self.compositions)

@@ -1,0 +1,1 @@
+"""Settings as given and the plan as resolved. Never imports torch."""

@@ -1,0 +1,1 @@
+"""Datasets: registry, schema, loaders for torchvision, image folders and arrays, augmentation."""

@@ -1,0 +1,264 @@
+"""Arrays of an .npz: images, or rows of numbers."""
+
+import hashlib
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from dpmac_cli.data.schema import Source
+from dpmac_cli.data.splits import Arrays, check_classes, constants, found, split
+from dpmac_cli.errors import InputError
+
+#: How far from 0 the ends of a range may be, and how near to one another.
+FARTHEST, NARROWEST = 1e30, 1e-30
+ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high")
+
+
+class ArrayFile:
+    """Arrays of an .npz: images, or rows of numbers."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._arrays = dict(_read_npz(source.path))
+        if source.classes is not None:
+            self._arrays["classes"] = np.array(source.classes)
+        skipped = tuple(_leave_out_bad(self._arrays)) if source.skip_bad else ()
+        faults = list(_faults_of_arrays(self._arrays, source))
+        if faults:
+            raise InputError([f"{source.path}: {fault}." for fault in faults])
+        names, own_test = self._arrays.get("classes"), "x_test" in self._arrays
+        labels = [self._arrays[name] for name in ("y", "y_test") if name in self._arrays]
+        count = 1 + max(int(part.max()) for part in labels)
+        classes = list(map(str, range(count) if names is None else names))
+        check_classes(classes, source)
+        if not own_test:
+            self._split(classes if names is None else None)
+        x, x_test = self._arrays["x"], self._arrays["x_test"]
+        if x.ndim == 2:
+            low, high = self._range()
+            standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
+            shape, levels = (x.shape[1], 1, 1), 1
+        else:
+            channels, *side = _channels_first(x[:1]).shape[1:]
+            height, width = (source.image_size or pixels for pixels in side)
+            shape, levels = (channels, height, width), 255
+            standard = constants(source, shape[0])
+            if source.channels not in (None, shape[0]):
+                raise InputError(
+                    f"--channels {source.channels}: the images of {source.path} have {shape[0]}, "
+                    "and arrays are not converted. Leave it out."
+                )
+        self.found = found(
+            source,
+            (len(x), len(x_test)),
+            shape,
+            classes,
+            standard,
+            levels,
+            self._arrays["y_test"],
+            held_out=not own_test,
+            inferred=("classes",) if names is None else (),  # arrays declare a shape of themselves
+            skipped=skipped,
+        )
+
+    def _split(self, needed: list[str] | None) -> None:
+        """Hold test records out, in place."""
+        x, y = self._arrays["x"], self._arrays["y"]
+        train, test = split(_keys(x, y), y, needed, self._source)
+        self._arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
+
+    def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What columns are clipped to: the flag's numbers, or the file's."""
+        columns = self._arrays["x"].shape[1]
+        low, high = self._source.feature_range or (self._arrays["low"], self._arrays["high"])
+        return _spread(low, columns), _spread(high, columns)
+
+    def load(self) -> tuple[Arrays, Arrays]:
+        """Return training and test records."""
+        train, test = (
+            (self._records(self._arrays[x]), self._arrays[y].astype(np.int64))
+            for x, y in (("x", "y"), ("x_test", "y_test"))
+        )
+        return train, test
+
+    def _records(self, x: NDArray[Any]) -> NDArray[Any]:
+        if x.ndim == 2:
+            low, high = self._range()
+            rows: NDArray[np.float32] = np.clip(x, low, high).astype(np.float32)
+            return rows.reshape(*x.shape, 1, 1)
+        images = _channels_first(x)
+        size = self._source.image_size
+        return images.copy() if size is None else _resized(images, size)
+
+
+def _spread(values: Any, columns: int) -> NDArray[np.float64]:
+    return np.broadcast_to(np.asarray(values, np.float64), columns)
+
+
+def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The arrays of a file by name. Nothing that is pickled is read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in ARRAYS:
+                if f"{name}.npy" in archive.namelist():
+                    with archive.open(f"{name}.npy") as file:
+                        yield name, npy.read_array(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
+        raise InputError(
+            f"{path} cannot be read as an .npz of plain arrays ({failure}). Write it with "
+            "numpy.savez(file, x=..., y=...)."
+        ) from failure
+
+
+def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
+    """Remove records of no class, or with NaN or infinity, in place, and name each."""
+    classes = arrays.get("classes")
+    for x_name, y_name in (("x", "y"), ("x_test", "y_test")):
+        x, y = arrays.get(x_name), arrays.get(y_name)
+        if x is None or y is None or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+            continue  # which is refused below
+        bad = (y < 0) | (False if classes is None else y >= len(classes))
+        if x.ndim == 2 and x.dtype.kind == "f":
+            bad |= ~np.isfinite(x).all(1)
+        yield from (f"row {row} of {x_name}" for row in np.flatnonzero(bad))
+        arrays[x_name], arrays[y_name] = x[~bad], y[~bad]
+
+
+def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
+    """Everything that keeps arrays from being a data set."""
+    if not {"x", "y"} <= arrays.keys():
+        yield "it must hold the arrays x (images or rows of numbers) and y (labels)"
+        return
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        yield "x_test and y_test go together; one of them is missing"
+        return
+    pairs = [("x", "y"), *([("x_test", "y_test")] if "x_test" in arrays else [])]
+    classes = arrays.get("classes")
+    for x_name, y_name in pairs:
+        x, y = arrays[x_name], arrays[y_name]
+        yield from _faults_of_pair(x_name, x, y_name, y, None if classes is None else len(classes))
+        if x.shape[1:] != arrays["x"].shape[1:]:
+            yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
+    if classes is None and "x_test" in arrays and arrays["y"].size and arrays["y_test"].size:
+        only = sorted(set(np.unique(arrays["y_test"])) - set(np.unique(arrays["y"])))
+        if only:
+            yield f"the label {only[0]} is in y_test, but not in y"
+    if arrays["x"].ndim == 2:
+        yield from _faults_of_range(arrays, source)
+
+
+def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
+    columns = arrays["x"].shape[1]
+    if source.feature_range is not None:
+        name = "--feature-range"
+        low, high = (_spread(end, columns) for end in source.feature_range)
+    elif not {"low", "high"} <= arrays.keys():
+        yield (
+            "rows of numbers need a public range to be clipped to: --feature-range LOW,HIGH, "
+            "or arrays low and high with a number a column. Take it from what the columns "
+            "mean, not from these records, which are private"
+        )
+        return
+    else:
+        name, low, high = "low and high", arrays["low"], arrays["high"]
+        ends = (low, high)
+        good = all(end.shape == (columns,) and end.dtype.kind in "fiu" for end in ends)
+        if not (good and all(np.isfinite(end).all() for end in ends) and (low < high).all()):
+            yield f"low and high must be finite, one a column ({columns}), low below high"
+            return
+    # Inputs and what standardises them are float32.
+    first, last = (np.clip(end, -FARTHEST, FARTHEST).astype(np.float32) for end in (low, high))
+    far = (np.abs(low) > FARTHEST) | (np.abs(high) > FARTHEST)
+    if bad := int((far | ((low < high) & (last - first < NARROWEST))).sum()):
+        yield (
+            f"{name} must lie between -{FARTHEST:g} and {FARTHEST:g}, and in single precision "
+            f"{NARROWEST:g} apart at least, which is not so in {bad} of {columns} columns. Give "
+            "the range that the columns really have, or scale them"
+        )
+
+
+def _faults_of_pair(
+    x_name: str, x: NDArray[Any], y_name: str, y: NDArray[Any], classes: int | None
+) -> Iterator[str]:
+    if not len(x):
+        yield f"{x_name} is empty"
+    if y.ndim != 1 or y.dtype.kind not in "iu":
+        yield f"{y_name} must be whole numbers in one row, not {y.dtype} of shape {y.shape}"
+    elif len(y) != len(x):
+        yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
+    elif len(y) and y.min() < 0:
+        yield f"{y_name} holds the label {y.min()}; labels begin at 0. {_REMEDY}"
+    elif len(y) and classes is not None and y.max() >= classes:
+        last = classes - 1
+        yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {last}. {_REMEDY}"
+    elif y_name == "y" and classes is None and (gap := _gap(y)) is not None:
+        yield (
+            f"y holds the label {y.max()}, but no {gap}. Number the classes 0, 1, 2 and so on, or "
+            "name all of them, those without a record too, in an array classes"
+        )
+    if x.ndim == 2:
+        if x.dtype.kind not in "fiu":
+            yield f"{x_name} must be numbers, not {x.dtype}"
+        elif not np.isfinite(x).all():
+            bad = int((~np.isfinite(x)).any(1).sum())
+            yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows. {_REMEDY}"
+    elif (
+        x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_first(x[:1]).shape[1] not in (1, 3)
+    ):
+        yield (
+            f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
+            f"channels last or first) or rows of numbers, not {x.dtype} of shape {x.shape}"
+            + (_SCALES if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
+        )
+
+
+_REMEDY = "Add --skip-bad to leave such records out"
+#: How images of other numbers become what is read.
+_SCALES = (
+    ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits, "
+    "(255 * x).astype('uint8') from 0 to 1"
+)
+
+
+def _gap(y: NDArray[Any]) -> int | None:
+    """The least label that is not there below one that is."""
+    labels = np.unique(y).tolist()
+    return next((number for number, label in enumerate(labels) if number != label), None)
+
+
+def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
+    """What tells records apart. Numbers of rows shift when one goes: contents do not.
+
+    Equal records are told apart by a count, so that not all of them come to one side; which of them
+    has which number does not matter.
+    """
+    seen: Counter[bytes] = Counter()
+    for row, label in zip(x, y, strict=True):
+        content = hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
+        yield content + seen[content].to_bytes(8, "big")
+        seen[content] += 1
+
+
+def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
+    if x.ndim == 3:
+        return x[:, None]
+    return np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.shape[3] in (1, 3) else x
+
+
+def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """Images of (records, channels, size, size)."""
+    from PIL import Image  # noqa: PLC0415
+
+    out = np.empty((*images.shape[:2], size, size), np.uint8)
+    for row, image in enumerate(images):
+        for channel, plane in enumerate(image):
+            resized = Image.fromarray(plane).resize((size, size), Image.Resampling.BILINEAR)
+            out[row, channel] = np.asarray(resized)
+    return out

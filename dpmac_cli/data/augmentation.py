@@ -1,0 +1,50 @@
+"""Random augmented views of images: crops of their mirrored surroundings, and horizontal flips.
+
+A view is a function of its image and of one random word, and of no other record.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+#: The largest shift of a crop, as a fraction of the side: 4 of 32 pixels.
+REACH = 1 / 8
+#: Bits of a word that choose a row, the next ones a column; the bit after those is the flip.
+BITS = 31
+
+
+def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
+    """Augment each image several times; the views of one image are adjacent.
+
+    Args:
+        images: shape (records, channels, height, width).
+        words: one uniform 64-bit word per view, shape (records, K).
+        augment: a name of :data:`dpmac_cli.training.schedules.AUGMENTS`.
+
+    Returns:
+        Shape (records * K, channels, height, width).
+    """
+    views = images.repeat_interleave(words.shape[1], 0)
+    size, channels, height, width = views.shape
+    bits, cropped = words.view(np.int64).reshape(size, 1), "crop" in augment
+    rows, columns = _places(bits, height, cropped), _places(bits >> BITS, width, cropped)
+    if "flip" in augment:
+        columns = np.where(bits >> 2 * BITS & 1, width - 1 - columns, columns)
+    pixels = _mirrored(rows, views).unsqueeze(2) * width + _mirrored(columns, views).unsqueeze(1)
+    chosen = pixels.view(size, 1, -1).expand(-1, channels, -1)
+    return views.flatten(2).gather(2, chosen).view_as(views)
+
+
+def _places(bits: NDArray[np.int64], side: int, cropped: bool) -> NDArray[np.int64]:
+    """Rows or columns of each view, some outside the image; shape (views, side)."""
+    reach = round(side * REACH) if cropped else 0
+    uniform = bits & (1 << BITS) - 1  # in [0, 2^31)
+    return np.arange(side) + (uniform * (2 * reach + 1) >> BITS) - reach
+
+
+def _mirrored(places: NDArray[np.int64], like: Tensor) -> Tensor:
+    """Reflect places beyond a border into the image, on the device of ``like``."""
+    last = places.shape[1] - 1
+    inside = torch.from_numpy(last - np.abs(last - np.abs(places)))
+    return inside.to(like.device, non_blocking=True)

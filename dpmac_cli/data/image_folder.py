@@ -1,0 +1,216 @@
+"""Images in folders named after their classes."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.data.schema import Source
+from dpmac_cli.data.splits import Arrays, check_classes, constants, found, refuse, split
+from dpmac_cli.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+#: Modes of Pillow's that have no colour, but for what I;16 and its kin say of their bytes.
+GREY = ("1", "L", "LA", "I", "F")
+#: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
+DEEP = ("PNG", "PPM")
+TRAIN, TEST = "train", "test"
+REMEDY = " Remove them, or add --skip-bad to leave them out."
+
+
+class ImageFolder:
+    """Images in folders named after their classes, with or without train/ and test/ above them."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._skipped: list[str] = []
+        root, declared = source.path, source.classes
+        names = [name for name in (TRAIN, TEST) if name not in (declared or ())]
+        parts = [root / name for name in names if (root / name).is_dir()]
+        if len(parts) == 1 and declared is None:
+            raise InputError(
+                f"{root} holds a folder {parts[0].name} alone. Both {TRAIN} and {TEST} are wanted, "
+                "or the classes' folders right there, and --test-fraction of them is held out. If "
+                f"{parts[0].name} is the name of a class, call it something else."
+            )
+        parts = parts if len(parts) == 2 else []  # else "train" is an undeclared class
+        self._classes = declared or tuple(_class_names(parts[0] if parts else root))
+        check_classes(self._classes, source)
+        if parts and declared is None:
+            strange = sorted(set(_class_names(parts[1])) - set(self._classes))
+            refuse(
+                [f"The class {name} is in {parts[1]}, but not in {parts[0]}" for name in strange]
+            )
+        if parts:
+            self._train, self._test = (self._files(part) for part in parts)
+        else:
+            everyone = self._files(root)
+            keys = [os.fsencode(path.relative_to(root).as_posix()) for path, _ in everyone]
+            needed = self._classes if declared is None else None
+            train, test = split(keys, _labels(everyone), needed, source)
+            self._train, self._test = ([everyone[i] for i in rows] for rows in (train, test))
+        channels, size = self._survey([path for path, _ in (*self._train, *self._test)])
+        schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
+        self.found = found(
+            source,
+            (len(self._train), len(self._test)),
+            (channels, *size),
+            self._classes,
+            constants(source, channels),
+            255,
+            _labels(self._test),
+            held_out=not parts,
+            inferred=tuple(name for name, value in schema.items() if value is None),
+            skipped=tuple(self._skipped),
+        )
+
+    def _files(self, part: Path) -> list[tuple[Path, int]]:
+        """Images and their labels, in order."""
+        found: list[tuple[Path, int]] = []
+        strange: list[str] = []
+        for path, label in self._candidates(part):
+            reason = self._fault(path, label)
+            if reason is None and label is not None:
+                found.append((path, label))
+            else:
+                strange.append(f"{path} {reason}")
+        if self._source.skip_bad:
+            self._skipped += strange
+        else:
+            refuse(strange, REMEDY)
+        held = {label for _, label in found}
+        empty = [name for label, name in enumerate(self._classes) if label not in held]
+        if part.name != TEST and self._source.classes is None:
+            refuse(
+                [f"The class {name} in {part} holds no image" for name in empty],
+                " Remove its folder, fill it, or declare the classes with --classes.",
+            )
+        if not found:
+            raise InputError(f"{part} holds no images.")
+        return found
+
+    def _candidates(self, part: Path) -> Iterator[tuple[Path, int | None]]:
+        """Files and their labels, in order; None for those of no declared class."""
+        for label, name in enumerate(self._classes):
+            if (part / name).is_dir():  # not every class has records
+                yield from ((path, label) for path in _visible(part / name))
+        if self._source.classes is not None:
+            for path in _visible(part):
+                if path.is_dir() and path.name not in self._classes:
+                    yield from ((inner, None) for inner in _visible(path))
+                elif path.suffix.lower() in SUFFIXES and not path.is_dir():
+                    yield path, None
+
+    def _fault(self, path: Path, label: int | None) -> str | None:
+        """Why a file cannot be used, as far as it is looked at; None if it can."""
+        if label is None:
+            return "belongs to no class of --classes"
+        if path.is_dir():
+            return "is a folder, but images of a class lie in one folder"
+        if path.exists() and not path.is_file():
+            return "is not a regular file"
+        if path.suffix.lower() not in SUFFIXES:
+            return "is not an image"
+        if not self._source.skip_bad:  # headers are looked at later, and contents when loading
+            return None
+        shape = (self._source.channels or 3, 1, 1)
+        return _fault_of_image(path, lambda image: _decode(image, shape, resize=True))
+
+    def _survey(self, paths: Sequence[Path]) -> tuple[int, tuple[int, int]]:
+        """Channels, and height and width, as declared or else by the headers of all images."""
+        seen: list[tuple[str, int, int]] = []
+        faults = [
+            f"{path} {fault}"
+            for path in paths
+            if (fault := _fault_of_image(path, lambda i: seen.append((i.mode, i.height, i.width))))
+        ]
+        refuse(faults, REMEDY)
+        colour = any(mode.partition(";")[0] not in GREY for mode, *_ in seen)
+        channels = self._source.channels or (3 if colour else 1)
+        if self._source.image_size is not None:
+            return channels, (self._source.image_size, self._source.image_size)
+        sizes = {(h, w): path for path, (_, h, w) in zip(paths, seen, strict=True)}
+        if len(sizes) > 1:
+            some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
+            raise InputError(
+                f"The images of {self._source.path} have {len(sizes)} sizes: {' and '.join(some)}. "
+                "Add --image-size N to resize them all to N by N."
+            )
+        return channels, next(iter(sizes))
+
+    def load(self) -> tuple[Arrays, Arrays]:
+        """Return training and test images, decoded."""
+        faults: list[str] = []
+        train, test = (self._read(files, faults) for files in (self._train, self._test))
+        refuse(faults, REMEDY)
+        return train, test
+
+    def _read(self, files: Sequence[tuple[Path, int]], faults: list[str]) -> Arrays:
+        images = np.zeros((len(files), *self.found.facts.shape), np.uint8)
+        resize = self._source.image_size is not None
+        for out, (path, _) in zip(images, files, strict=True):
+            fault = _fault_of_image(path, partial(_store, out, resize))
+            faults += [f"{path} {fault}"] if fault else []
+        return images, _labels(files)
+
+
+def _labels(files: Sequence[tuple[Path, int]]) -> NDArray[np.int64]:
+    return np.array([label for _, label in files], np.int64)
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _class_names(part: Path) -> list[str]:
+    """Names of the folders in a folder."""
+    names = [path.name for path in _visible(part) if path.is_dir()]
+    loose = sorted(p.name for p in part.iterdir() if p.suffix.lower() in SUFFIXES)
+    if not names or loose:
+        what = f"images beside them ({loose[0]})" if names else "none"
+        raise InputError(
+            f"{part} must hold a folder of images for each class and nothing else; there is {what}."
+        )
+    return names
+
+
+def _decode(opened: "Image", shape: tuple[int, ...], *, resize: bool) -> NDArray[np.uint8]:
+    """An image as (channels, height, width)."""
+    from PIL import Image  # noqa: PLC0415
+
+    channels, height, width = shape
+    if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
+        opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
+    image = opened.convert("L" if channels == 1 else "RGB")
+    if resize:
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
+    return pixels.transpose(2, 0, 1)
+
+
+def _store(out: NDArray[np.uint8], resize: bool, image: "Image") -> None:
+    out[:] = _decode(image, out.shape, resize=resize)
+
+
+def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None:
+    """Why a file cannot be opened and looked at; None if it can."""
+    from PIL import Image  # noqa: PLC0415
+
+    try:
+        with Image.open(path) as image:
+            if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+                return (
+                    "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 "
+                    "bits)"
+                )
+            look(image)
+            return None
+    except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
+        return f"cannot be read as an image ({failure})"

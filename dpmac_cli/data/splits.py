@@ -1,0 +1,113 @@
+"""What folders of images and files of arrays have in common."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.data.registry import Dataset, Defaults
+from dpmac_cli.data.schema import STANDARDS, Found, Source, name_of
+from dpmac_cli.errors import InputError
+
+#: Faults of one kind that are named; the rest are counted.
+NAMED = 5
+#: The least height and width that the convolutional network can halve twice.
+LEAST_CNN = 8
+
+
+Arrays = tuple[NDArray[Any], NDArray[np.int64]]
+
+
+def refuse(faults: Sequence[str], remedy: str = "") -> None:
+    """Raise for faults of one kind: some by name, the rest by number."""
+    if faults:
+        more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+        raise InputError(f"{'; '.join(faults[:NAMED])}{more}.{remedy}")
+
+
+def check_classes(classes: Sequence[str], source: Source) -> None:
+    """Refuse what no classifier can be trained on."""
+    if len(classes) < 2:
+        raise InputError(
+            f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
+        )
+    unclear = [name for name in (source.path.name, *classes) if not name.isprintable()]
+    refuse(
+        [f"The name {name!a} holds characters that cannot be shown" for name in unclear],
+        " A terminal would obey them: choose another name.",
+    )
+    twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
+    refuse([f"{source.path} names {which}" for which in twice], " Give each a name of its own.")
+
+
+def split(
+    keys: Iterable[bytes], labels: NDArray[np.int64], classes: Sequence[str] | None, source: Source
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows to train on and the rows held out, each in order.
+
+    Args:
+        keys: what decides for each record on which side it is: its name, or its contents.
+        labels: of each record.
+        classes: their names; None where they are declared and need no record to train on.
+    """
+    held_out = np.array([_is_held_out(key, source) for key in keys])
+    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if not (len(train) and len(test)):
+        raise InputError(
+            f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves none to "
+            "train on, or none to test on. Give more records, or another --test-fraction "
+            "or --split-seed."
+        )
+    only = sorted(set(labels[test].tolist()) - set(labels[train].tolist())) if classes else ()
+    refuse(
+        [f"All records of the class {classes[label]} are held out" for label in only if classes],
+        " Choose a smaller --test-fraction or another --split-seed, add records, or declare the "
+        "classes with --classes.",
+    )
+    return train, test
+
+
+def _is_held_out(key: bytes, source: Source) -> bool:
+    """By this record alone: one that comes or goes must move no other to the other side."""
+    seed = source.split_seed.to_bytes(8, "big")
+    word = int.from_bytes(hashlib.blake2b(key, digest_size=8, key=seed).digest(), "big")
+    return word < source.test_fraction * 2**64
+
+
+def found(
+    source: Source,
+    sizes: tuple[int, int],
+    shape: tuple[int, int, int],
+    classes: Sequence[str],
+    constants: tuple[tuple[float, ...], tuple[float, ...]],
+    levels: int,
+    tested: NDArray[np.int64],
+    **rest: Any,
+) -> Found:
+    """Facts like the catalogue's, with cautious defaults; ``rest`` as of :class:`Found`."""
+    network: dict[str, Any] = {"model": "mlp", "h1": 1e-9, "h2": 1e-6}
+    if levels > 1 and min(shape[1:]) >= LEAST_CNN:
+        network = {"model": "cnn", "physical_batch": 32}
+    batch_size = min(256, sizes[0])
+    defaults = Defaults(batch_size=batch_size, sigma=1.0, epochs=10, **network)
+    about = "one's own data"
+    facts = Dataset(*sizes, shape, tuple(classes), *constants, defaults, about, levels)
+    labels = set(tested.tolist())
+    untested = tuple(name for label, name in enumerate(classes) if label not in labels)
+    return Found(facts, name_of(source.path), untested=untested, **rest)
+
+
+def constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation, per channel, that were chosen. Raises InputError."""
+    mean, std = STANDARDS[source.standardise]
+    if len(mean) == 1:
+        return mean * channels, std * channels
+    if len(mean) != channels:
+        raise InputError(
+            f"--standardise {source.standardise} is for {len(mean)} channels, and the images of "
+            f"{source.path} have {channels}. Use --standardise half."
+        )
+    return mean, std

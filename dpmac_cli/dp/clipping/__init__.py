@@ -1,0 +1,1 @@
+"""Per-sample gradient norms and sums of clipped gradients, layer by layer."""

@@ -1,0 +1,215 @@
+"""Per-sample gradients of a network that is run on each sample alone.
+
+No operation of the network sees two samples, so none can mix them, whatever the network computes.
+Every run is made by a fresh copy of the module tree: nothing is carried over in parameters, buffers
+or other attributes. What a network keeps elsewhere, in globals, class attributes or closures, is
+not copied and cannot be isolated.
+
+Chunks are run by :func:`torch.func.vmap` where it can run the network, else in a loop. The choice
+is made once, on made-up data: it depends on the network alone.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli.dp.clipping.forms import (
+    RULES,
+    Instantiated,
+    PerSampleGradients,
+    Use,
+    hold,
+    instantiate,
+)
+from dpmac_cli.dp.clipping.layers import Layer, split_by_module
+from dpmac_cli.errors import ModelError
+from dpmac_cli.torch_errors import code_of_network, out_of_memory
+
+#: Numbers of instantiated gradients that a chunk may hold, 16 MiB of float32. On a CPU, 2^20 and
+#: 2^24 take up to 1.4 times as long.
+WRITTEN_OUT = 1 << 22
+
+
+class Isolated:
+    """Per-sample losses and gradients of a network that sees one sample at a time.
+
+    Every parameter that autograd can differentiate by is supported. A weight that is used outside
+    of its layer, or shared with another, gets its full gradient.
+
+    Args:
+        model: maps (1, ...), or the views of one sample (views, ...), to logits (rows, classes).
+            Its parameters must not be flattened yet.
+        layers: :func:`~dpmac_cli.dp.clipping.layers.split_by_module` of the model.
+        shape: of a sample: (...), or (views, ...) if there are several views.
+        views: augmented views of each sample, public. They may be mixed with each other.
+
+    Attributes:
+        vmapped: whether vmap runs the chunks.
+        recorded: names of the layers whose inputs and output gradients are recorded, to hold their
+            gradients in the cheapest form. Those of the others are instantiated by autograd.
+        most: samples whose instantiated gradients keep to :data:`WRITTEN_OUT`; public.
+
+    Raises:
+        ModelError: the network fails on a made-up sample.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: list[Layer], shape: tuple[int, ...], views: int = 1
+    ) -> None:
+        self._model, self._layers, self._views = model, layers, views
+        self._names = {
+            layer.name: [f"{layer.name}.{key}".strip(".") for key in layer.parameters]
+            for layer in layers
+        }
+        self.recorded: set[str] = set()
+        self._calls: list[tuple[str, torch.Size, torch.Size]] = []  # name, input's, output's shape
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            x = torch.randn(2, *shape, dtype=torch.float64).to(next(model.parameters()).device)
+            y = torch.zeros(2, dtype=torch.long, device=x.device)
+            with code_of_network(x):
+                probe = copy.deepcopy(model).double()
+                for p in probe.parameters():  # those that begin at zero would hide others
+                    p.add_(torch.randn_like(p), alpha=0.1)
+                self._looped(probe, x, y)
+            self.vmapped = self._try_vmap(probe, x, y)
+        if not self.vmapped:
+            self.recorded = set()
+        size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
+        self.most = max(1, WRITTEN_OUT // size) if size else sys.maxsize
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
+        """Per-sample losses, shape (samples,), and every layer's per-sample gradients.
+
+        Args:
+            x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
+            y: labels, shape (samples,).
+        """
+        if not self.vmapped:
+            losses, g = self._looped(self._model, x, y)
+            return losses, [Instantiated(g[:, la.start : la.stop]) for la in self._layers]
+        loose = [name for name in self._names if name not in self.recorded]
+        losses, uses, written = self._vmapped(self._model, x, y, loose)
+        held: dict[str, PerSampleGradients] = {n: Instantiated(g) for n, g in written.items()}
+        for layer in self._layers:
+            if layer.name in uses:
+                held[layer.name] = hold(layer, uses[layer.name], self._views)
+        return losses, [held[layer.name] for layer in self._layers]
+
+    def _loss(self, network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """The loss of one sample, the mean over its views."""
+        rows = x if self._views > 1 else x.unsqueeze(0)
+        return cross_entropy(network(rows), y.expand(len(rows)))
+
+    def _looped(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and gradients, (samples, d), each by autograd on a copy, with its own seed."""
+        losses = []
+        rows = x.new_empty(len(x), self._layers[-1].stop)
+        seeds = torch.randint(2**62, (len(x),)).tolist()
+        with torch.random.fork_rng(), torch.enable_grad():
+            for x_i, y_i, row, seed in zip(x, y, rows, seeds, strict=True):
+                torch.manual_seed(seed)
+                alone = copy.deepcopy(model).requires_grad_(False)
+                named = dict(alone.named_parameters())
+                trained = [named[n].requires_grad_() for n in chain(*self._names.values())]
+                loss = self._loss(alone, x_i.clone(), y_i)
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+                g = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+                torch.cat([part.to_dense().flatten() for part in g], out=row)
+        return torch.stack(losses), rows
+
+    def _vmapped(
+        self, model: nn.Module, x: Tensor, y: Tensor, loose: Collection[str]
+    ) -> tuple[Tensor, dict[str, list[Use]], dict[str, Tensor]]:
+        """Losses, uses of the recorded layers, and gradients of the loose ones, (samples, d_layer).
+
+        The gradient by a layer's output is that by a tap, a zero that is added to it.
+        """
+        alone = copy.deepcopy(model).requires_grad_(False)
+        taps = [x.new_zeros(out) for name, _, out in self._calls if name in self.recorded]
+        calls: list[tuple[str, torch.Size, torch.Size]] = []
+        inputs: list[Tensor] = []
+        left: list[Tensor] = []
+
+        def record(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                return out
+            calls.append((name, given[0].shape, out.shape))
+            inputs.append(given[0])
+            return out + left.pop(0) if left else out
+
+        def loss_of(
+            taps: Sequence[Tensor], trained: dict[str, Tensor], x: Tensor, y: Tensor
+        ) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+            calls.clear()
+            inputs.clear()
+            left[:] = taps
+            loss = self._loss(lambda rows: functional_call(alone, trained, (rows,)), x, y)
+            if len(calls) != len(taps or calls):
+                raise ModelError("The network does not use the same layers in every run.")
+            return loss, (loss, inputs)
+
+        for name in self.recorded:
+            alone.get_submodule(name).register_forward_hook(partial(record, name))
+        named = dict(alone.named_parameters())
+        trained = {n: named[n] for layer in loose for n in self._names[layer]}
+        one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
+        mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+            (deltas, g), (losses, read) = mapped(taps, trained, x, y)
+        self._calls = calls  # the same in every run
+        uses: dict[str, list[Use]] = {name: [] for name in self.recorded}
+        for (name, *_), a, delta in zip(calls, read, deltas):  # noqa: B905  (no taps at first)
+            rows, by_rows = (t.flatten(0, 1).contiguous() for t in (a, delta))
+            uses[name].append(Use((rows,), by_rows))
+        written = {
+            name: torch.cat([g[n].flatten(1) for n in self._names[name]], 1) for name in loose
+        }
+        return losses, uses, written
+
+    def _try_vmap(self, probe: nn.Module, x: Tensor, y: Tensor) -> bool:
+        """Find the layers to record, and return whether vmap agrees with the loop.
+
+        A layer is recorded if it has a rule and no hooks, if its rows are a sample's views, and if
+        autograd finds no other gradient: no weight of it is used elsewhere.
+        """
+        layers = [
+            layer
+            for layer in split_by_module(probe)
+            if type(layer.module) in RULES
+            and not (layer.module._forward_hooks or layer.module._forward_pre_hooks)
+        ]
+        self.recorded = {layer.name for layer in layers}
+        try:
+            self._vmapped(probe, x, y, self._names)  # without taps, whose shapes it finds
+            odd = {n for n, a, out in self._calls if {*a[:1], *out[:1]} != {self._views}}
+            self.recorded = {name for name, *_ in self._calls} - odd
+            _, uses, written = self._vmapped(probe, x, y, self._names)
+            for layer in layers:
+                used = uses.get(layer.name)
+                if used and not _alike(instantiate(layer, used, self._views), written[layer.name]):
+                    self.recorded.remove(layer.name)
+            still = copy.deepcopy(probe).eval()  # dropout differs from run to run
+            losses, _, written = self._vmapped(still, x, y, self._names)
+            expected, g = self._looped(still, x, y)
+            return _alike(torch.cat([*written.values()], 1), g) and _alike(losses, expected)
+        except Exception as failure:
+            if out_of_memory(failure):
+                raise
+            return False
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether finite numbers differ by rounding alone."""
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-6 * float(b.abs().max()))

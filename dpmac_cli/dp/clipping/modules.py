@@ -1,0 +1,36 @@
+"""Layers of our own, whose per-sample gradients :mod:`dpmac_cli.dp.clipping.forms` knows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d
+
+#: The least ||W - mean||^2 divided by: below it, standardising would blow rounding up.
+LEAST_SQUARE = 1e-4
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """A convolution by W-hat = gain (W - mean) / ||W - mean||, mean and norm per output.
+
+    Weight standardisation with a learnt gain (Qiao et al. 2019, arXiv 1903.10520; in this form
+    Brock et al. 2021, arXiv 2101.08692), which De et al. 2022 train privately with.
+    """
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, **options: Any) -> None:
+        super().__init__(inputs, outputs, kernel, **options)
+        self.gain = nn.Parameter(torch.ones(outputs))
+
+    def standardised(self) -> tuple[Tensor, Tensor]:
+        """z / ||z|| for z = W - mean, row by row, shape (out, fan-in); and 1 / ||z||, (out, 1)."""
+        flat = self.weight.flatten(1)
+        centred = flat - flat.mean(1, keepdim=True)
+        square = centred.square().sum(1, keepdim=True)
+        scale = square.clamp(min=LEAST_SQUARE).rsqrt()
+        return centred * scale, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A convolution of x, shape (samples, in, height, width), by W-hat."""
+        direction, _ = self.standardised()
+        weight = (direction * self.gain.unsqueeze(1)).view_as(self.weight)
+        return conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)

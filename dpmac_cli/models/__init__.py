@@ -1,0 +1,1 @@
+"""Networks: registry, user-supplied models, validation, public weights, fixed features."""

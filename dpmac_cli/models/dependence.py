@@ -1,0 +1,229 @@
+"""Shadow memory: which samples each number of a forward and backward pass depends on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+#: Samples that are told apart, a bit each.
+SAMPLES = 4
+
+# How the outputs of an operation depend on its inputs. In-place forms belong to the same list, and
+# what torch itself tags as pointwise need not be listed.
+_POINTWISE = {
+    *("_to_copy", "copy", "fill", "zero", "masked_fill", "clamp_min", "hardswish", "hardsigmoid"),
+    *("hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward"),
+    *("hardswish_backward", "hardsigmoid_backward", "_prelu_kernel", "_prelu_kernel_backward"),
+    *("log_sigmoid_forward", "log_sigmoid_backward", "clamp_max", "mish_backward"),
+}
+#: On all inputs along ``dim`` or the last dimensions of ``normalized_shape``; else on all of them.
+_ALONG = {
+    *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean", "prod"),
+    *("argmax", "argmin", "any", "all", "logsumexp", "linalg_vector_norm", "norm", "aminmax"),
+    *("cumsum", "cumprod", "sort", "topk", "median", "_safe_softmax", "glu", "glu_backward"),
+    *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
+    *("native_layer_norm", "native_layer_norm_backward"),
+}
+#: Row by row on the inputs of these names; the other inputs must come from no sample.
+_BY_ROW = {
+    *("convolution", "convolution_backward", "native_group_norm", "native_group_norm_backward"),
+    *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d"),
+    *("avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
+    *("adaptive_max_pool2d", "adaptive_max_pool2d_backward", "im2col", "col2im"),
+    *("upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d"),
+    *("upsample_bilinear2d_backward", "reflection_pad2d", "reflection_pad2d_backward"),
+    *("nll_loss_forward", "nll_loss_backward", "pixel_shuffle", "pixel_unshuffle"),
+}
+_ROWS = {"input", "self", "grad_output", "grad_out", "mean", "rstd", "indices", "target"}
+#: On a row of the first factor and a column of the second.
+_PRODUCTS = {
+    "mm": ("self", "mat2"),
+    "bmm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+}
+#: On the numbers that are moved there, by places that must come from no sample.
+_MOVING = {
+    *("cat", "stack", "index_select", "gather", "constant_pad_nd", "repeat", "flip", "roll"),
+    *("index", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "tril"),
+    *("triu", "diagonal_backward"),
+}
+_PLACES = {"index", "indices"}
+_FACTORIES = {
+    *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones"),
+    *("new_empty", "new_full", "new_empty_strided", "empty_strided"),
+}
+
+
+class UnprovenError(Exception):
+    """Keeping samples apart could not be proven; the message says why."""
+
+
+class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Follows which samples each number was computed from, while it is entered.
+
+    Each storage has a shadow with a plane per sample and a place per element, so that views and
+    assignments to parts of a tensor need no rule.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shadows: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []  # a storage that was freed could be taken for another
+
+    def mark(self, x: Tensor) -> None:
+        """Have row i of x stand for sample i; there are :data:`SAMPLES` rows."""
+        own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, SAMPLES, *[1] * (x.ndim - 1))
+        self._of(x).copy_(own.expand(SAMPLES, *x.shape))
+
+    def check_rows(self, what: str, tensor: Tensor) -> None:
+        """Refuse a tensor whose row i was computed from others than sample i.
+
+        Raises:
+            UnprovenError: naming ``what`` it is.
+        """
+        rows = _by_row(self._of(tensor))
+        if rows.shape[1:] != (SAMPLES,) or bool((rows & ~torch.eye(SAMPLES).bool()).any()):
+            raise UnprovenError(f"In {what} a row depends on more than its own sample.")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note from which samples its outputs were computed."""
+        names = [argument.name for argument in func._schema.arguments]
+        named = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        told = {name for name, value in named.items() if self._holds_samples(value)}
+        result = func(*args, **(kwargs or {}))
+        if told:
+            self._note(func, named, told, result)
+        return result
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        """The planes of a tensor, bool, shape (SAMPLES, *shape); writing to them changes them."""
+        size, place = tensor.untyped_storage().nbytes() // tensor.itemsize, _place(tensor)
+        shadow = self._shadows.get(place)
+        if shadow is None or place == 0:
+            shadow = torch.zeros(SAMPLES, size, dtype=torch.bool)
+            self._shadows[place] = shadow
+            self._kept.append(tensor)
+        if shadow.shape[1] != size:
+            raise UnprovenError("It looks at the bytes of numbers.")
+        return shadow.as_strided(
+            (SAMPLES, *tensor.shape), (size, *tensor.stride()), tensor.storage_offset()
+        )
+
+    def _holds_samples(self, value: Any) -> bool:
+        return any(bool(self._of(tensor).any()) for tensor in _tensors(value))
+
+    def _note(self, func: Any, named: Mapping[str, Any], told: set[str], result: Any) -> None:
+        """Note it for an operation, given the names of the inputs that hold samples."""
+        name, outputs = _name(func), _tensors(result)
+        if not outputs:
+            raise UnprovenError(f"{name} reads a number that was computed from samples.")
+        read = {_place(tensor) for tensor in _tensors(list(named.values()))}
+        view = not func._schema.is_mutable and {_place(out) for out in outputs} <= read
+        if view or torch.Tag.inplace_view in func.tags or name in _FACTORIES:
+            return
+        given = [self._of(t) for key in sorted(told) for t in _tensors(named[key])]
+        if torch.Tag.pointwise in func.tags or name in _POINTWISE:
+            found = [_merged(given, out.shape) for out in outputs]
+        elif name in _ALONG:
+            found = _along(given, _dims(func, named), outputs)
+        elif told <= _ROWS and (name in _BY_ROW or named.get("training") is False):
+            found = _row_by_row(given, outputs)
+        elif name in _PRODUCTS:
+            left, right = (self._of(named[factor]) for factor in _PRODUCTS[name])
+            added = [self._of(named["self"])] if "self" not in _PRODUCTS[name] else []
+            reached = [left.any(-1, keepdim=True), right.any(-2, keepdim=True), *added]
+            found = [_merged(reached, outputs[0].shape)]
+        elif name in _MOVING and not told & _PLACES:
+            found = self._moved(func, named)
+        elif name == "embedding" and told == {"indices"}:
+            found = [given[0].unsqueeze(-1)]
+        else:
+            raise UnprovenError(f"It is not known how {name} treats samples.")
+        for out, planes in zip(outputs, found, strict=True):
+            self._of(out).copy_(planes.expand(SAMPLES, *out.shape))
+
+    def _moved(self, func: Any, named: Mapping[str, Any]) -> list[Tensor]:
+        """Where an operation that moves numbers takes those of each sample."""
+        found = []
+        for sample in range(SAMPLES):
+
+            def shadow(value: Any, sample: int = sample) -> Any:
+                return self._of(value)[sample].double() if isinstance(value, Tensor) else value
+
+            given = {n: v if n in _PLACES else tree_map(shadow, v) for n, v in named.items()}
+            given.pop("value", None)  # what is put around them
+            found.append(_tensors(func(**given)))
+        return [torch.stack(planes) > 0 for planes in zip(*found, strict=True)]
+
+
+def _name(func: Any) -> str:
+    """The name of an operation, the same for its in-place form."""
+    packet = getattr(func, "overloadpacket", func)
+    return str(getattr(packet, "__name__", packet)).removesuffix("_")
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _dims(func: Any, named: Mapping[str, Any]) -> list[int]:
+    """The dimensions that an operation works along; none for all of them."""
+    if "normalized_shape" in named:
+        return list(range(-len(named["normalized_shape"]), 0))
+    defaults = {a.name: a.default_value for a in func._schema.arguments}
+    dim = named.get("dim", named.get("dims", defaults.get("dim")))
+    return [dim] if isinstance(dim, int) else list(dim or ())
+
+
+def _merged(given: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The union of planes, broadcast to (SAMPLES, *shape)."""
+    total = torch.zeros(SAMPLES, *shape, dtype=torch.bool)
+    for planes in given:
+        lacking = len(shape) - (planes.ndim - 1)
+        total |= planes.reshape(SAMPLES, *[1] * lacking, *planes.shape[1:])
+    return total
+
+
+def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Planes of outputs that depend on all inputs along some dimensions."""
+    whole = max(given, key=Tensor.numel)[0]
+    places = [1 + dim % whole.ndim for dim in dims or range(whole.ndim)]
+    kept = [_any(planes, places) for planes in given]
+    shape = np.broadcast_shapes(*(tuple(planes.shape[1:]) for planes in kept))
+    joined = _merged(kept, shape)
+    gone = joined.squeeze(places)
+    return [joined if out.ndim == whole.ndim else gone for out in outputs]
+
+
+def _any(planes: Tensor, places: Sequence[int]) -> Tensor:
+    """The union along some dimensions, which stay, of length 1."""
+    for place in places:
+        planes = planes.any(place, keepdim=True)
+    return planes
+
+
+def _by_row(planes: Tensor) -> Tensor:
+    """From which samples each row was computed, shape (SAMPLES, rows)."""
+    return planes.flatten(2).any(2) if planes.ndim > 2 else planes
+
+
+def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Planes of outputs whose rows depend on the same rows of inputs."""
+    if len({planes.shape[1] for planes in given}) > 1:
+        raise UnprovenError("Its rows are not those of the samples.")
+    rows = torch.stack([_by_row(planes) for planes in given]).any(0)
+    return [
+        rows.view(*rows.shape, *[1] * (out.ndim - 1))
+        if out.ndim and len(out) == rows.shape[1]
+        else torch.zeros(SAMPLES, *out.shape, dtype=torch.bool)
+        for out in outputs
+    ]

@@ -1,0 +1,260 @@
+"""Proof, operation by operation, that a network keeps the samples of a batch apart.
+
+Two parts, both on made-up data. :func:`check_uniform` exports the network with a symbolic batch
+size: the same operations then run for every batch, whatever its size and its values.
+:class:`Dependence` follows through one forward and backward pass which samples each number was
+computed from. What either of them does not know counts as not proven.
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.models.dependence import (
+    _ALONG,
+    _BY_ROW,
+    _FACTORIES,
+    _MOVING,
+    _POINTWISE,
+    _PRODUCTS,
+    SAMPLES,
+    Dependence,
+    UnprovenError,
+    _dims,
+    _name,
+    _tensors,
+)
+from dpmac_cli.torch_errors import what_failed
+
+#: Largest batch for which the operations must be the same.
+LARGEST_BATCH = 1 << 20
+#: What gives a tensor another shape, of which the dimension of the samples is looked at.
+_RESHAPING = {
+    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze"),
+    *("squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "alias", "getitem"),
+    *("sym_size", "repeat", "detach"),
+    *_FACTORIES,
+}
+#: What may be told the number of samples: it only gives tensors their shape.
+_SHAPING = {
+    *("view", "_unsafe_view", "reshape", "expand", "unflatten", "repeat", "sym_size", "mul"),
+    *("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"),
+    "native_group_norm",
+}
+
+
+def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+    """Prove that a network keeps samples apart in training, forwards and backwards.
+
+    Args:
+        model: in the mode in which it is trained, its dropout layers being identities.
+            It is consumed: its parameters are moved.
+        shape: of one sample.
+        classes: how many there are.
+
+    Raises:
+        UnprovenError: it could not be proven, which does not mean that it is not so.
+    """
+    check_uniform(model, shape)
+    x = torch.randn(SAMPLES, *shape)
+    y = torch.arange(SAMPLES) % classes
+    layers = find_layers(model)
+    flatten_parameters(layers)
+    clipped = ClippedSum(model, layers, SAMPLES)
+    dependence = Dependence()
+    dependence.mark(x)
+    try:
+        with _no_hooks(), sdpa_kernel(SDPBackend.MATH), dependence:
+            losses, uses = clipped.uses(x, y)
+    finally:
+        clipped.close()
+    _check_backward(losses)
+    calls = [(layer.name, use) for layer, used in zip(layers, uses, strict=True) for use in used]
+    for name, use in calls:
+        for tensor in use.inputs:
+            dependence.check_rows(f"the inputs of layer {name}", tensor)
+    dependence.check_rows("the loss", losses)
+    for name, use in calls:
+        dependence.check_rows(f"the gradients of layer {name}", use.delta)
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Reject hooks: they are code that is run backwards, where nothing is traced symbolically.
+
+    Raises:
+        UnprovenError: naming what has one.
+    """
+    for name, module in model.named_modules():
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if any(getattr(module, kind) for kind in kinds):
+            raise UnprovenError(f"The layer {name} has hooks.")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise UnprovenError(f"The parameter {name} has hooks.")
+
+
+@contextlib.contextmanager
+def _no_hooks() -> Iterator[None]:
+    """Reject hooks on tensors that a forward pass registers."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnprovenError("It registers hooks on tensors.")
+
+    names = ("register_hook", "register_post_accumulate_grad_hook")
+    kept = {name: getattr(Tensor, name) for name in names}
+    try:
+        for name in names:
+            setattr(Tensor, name, refuse)
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Tensor, name, method)
+
+
+def _check_backward(losses: Tensor) -> None:
+    """Reject functions with a backward of their own, of which only one batch was seen."""
+    waiting: list[Any] = [losses.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = type(node).__name__
+        own = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if own and kind != "_StartedBackward":
+            raise UnprovenError(f"{kind} is a backward of its own.")
+        waiting += [function for function, _ in node.next_functions]
+
+
+def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Prove that the output of a network that is not trained keeps samples apart.
+
+    Raises:
+        UnprovenError: as :func:`check_independent`.
+    """
+    check_uniform(model, shape)
+    x = torch.randn(SAMPLES, *shape)
+    dependence = Dependence()
+    dependence.mark(x)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # which is one operation that does everything
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), dependence:
+            output = model(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    dependence.check_rows("the output", output)
+
+
+def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Prove that a forward pass runs the same operations for every batch of at least two samples.
+
+    The batch is a symbol in the exported graph. No operation may compute with it, reduce over the
+    dimension that has it, or work along that dimension: constants that are as many as the samples
+    would tell their number, and shifts would tell their places.
+
+    Raises:
+        UnprovenError: what it does depends on the size of the batch or on the numbers in it, or
+            it cannot be exported.
+    """
+    x = torch.zeros(SAMPLES + 1, *shape)
+    size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
+    try:
+        with _silent():
+            program = torch.export.export(model, (x,), dynamic_shapes=({0: size},))
+            graph = program.run_decompositions().graph
+    except Exception as failure:
+        raise UnprovenError(_why(failure)) from failure
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _check_node(node)
+
+
+def _check_node(node: torch.fx.Node) -> None:
+    """Reject an operation of a graph that tells the size of the batch, or places in it."""
+    target: Any = node.target
+    arguments: Any = node.args
+    name = _name(target)
+    given = [of.meta.get("val") for of in node.all_input_nodes]
+    outputs = _tensors(node.meta.get("val"))
+    counted = any(isinstance(value, torch.SymInt) for value in given)
+    filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
+    if filled or (counted and (name not in _SHAPING or (name == "mul" and outputs))):
+        raise UnprovenError(f"{name} computes with the size of the batch.")
+    batched = [t for t in _tensors(given) if _batch_dim(t) is not None]
+    made = [(_batch_dim(out), out) for out in outputs]
+    if not batched or not outputs:
+        return
+    if any(dim is None and 0 not in out.shape for dim, out in made):
+        raise UnprovenError(f"{name} reduces over the samples of a batch.")
+    place, known = _batch_dim(batched[0]), getattr(target, "tags", ())
+    if torch.Tag.pointwise in known or name in (_POINTWISE | _RESHAPING | _PRODUCTS.keys()):
+        return
+    named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
+    dims = [dim % batched[0].ndim for dim in _dims(target, {**named, **node.kwargs})]
+    if name in _BY_ROW or "batch_norm" in name:
+        along = place != 0
+    elif name in ("tril", "triu"):
+        along = place is not None and place >= batched[0].ndim - 2
+    elif name == "index":
+        along = place is not None and arguments[1][place : place + 1] not in ([], [None])
+    elif name in _ALONG or name in _MOVING:
+        along = place in dims or (name == "roll" and not dims)
+    elif name == "embedding":
+        along = False
+    else:
+        raise UnprovenError(f"It is not known how {name} treats samples.")
+    if along:
+        raise UnprovenError(f"{name} works along the samples of a batch.")
+
+
+def _batch_dim(tensor: Tensor) -> int | None:
+    """The dimension of a traced tensor that has a symbolic size; None if there is none.
+
+    Raises:
+        UnprovenError: there are several, or its size is not a multiple of the batch's.
+    """
+    shape: Any = tensor.shape
+    symbolic = [d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)]
+    for size in (shape[d] for d in symbolic):
+        symbols = size.node.expr.free_symbols
+        multiple = len(symbols) == 1 and (size.node.expr / next(iter(symbols))).is_Integer
+        if not multiple or str(next(iter(symbols))).startswith("u"):  # by the numbers in it
+            raise UnprovenError("A tensor of it has another size than a multiple of the batch's.")
+    if len(symbolic) > 1:
+        raise UnprovenError("It computes with pairs of samples.")
+    return symbolic[0] if symbolic else None
+
+
+def _why(failure: Exception) -> str:
+    """Why torch.export could not trace a network, as a sentence."""
+    kind = type(failure).__name__
+    if "Constraints violated" in str(failure):
+        return "What it does depends on the size of the batch (len(x) counts as that)."
+    if kind == "GuardOnDataDependentSymNode":
+        where = what_failed(failure).partition(":")[0].removeprefix(kind)
+        return f"What it does depends on numbers that were computed from samples{where}."
+    return f"torch.export cannot trace it: {what_failed(failure)}"
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep what torch.export prints of a network it cannot trace off the screen."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,1 @@
+"""Secret random draws: key stream, Gaussian noise, batch samplers, layers."""

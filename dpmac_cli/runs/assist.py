@@ -1,0 +1,104 @@
+"""What a rank other than the first does: its share of every batch, and nothing else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpmac_cli.config import resolve as configuration
+from dpmac_cli.config.settings import TrainConfig, flag_name
+from dpmac_cli.data.schema import listed
+from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.runs.environment import choose_device, environment
+from dpmac_cli.runs.folder import resume_command
+from dpmac_cli.runs.setup import Task, make_task, make_trainer, outcome
+from dpmac_cli.torch_errors import explained
+from dpmac_cli.training.distributed import DismissedError, Ranks
+from dpmac_cli.training.trainer import Trainer
+
+#: Settings that look at or change one process, and why several cannot have them.
+ALONE = {
+    "diagnostics": "each process sees losses of its own share only",
+    "canaries": "an audit is of one process",
+    "compile": "compiled steps do not hand private means on",
+}
+#: Fingerprints that must be the same at every rank.
+SHARED = ("data", "classes", "constants", "network", "pretrained")
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse what several processes cannot do.
+
+    Raises:
+        InputError: with every fault.
+    """
+    faults = [
+        f"--{flag_name(name)} is for a run of one process: {why}. Leave it out."
+        for name, why in ALONE.items()
+        if getattr(config, name)
+    ]
+    if faults:
+        raise InputError(faults)
+
+
+def begin(ranks: Ranks, config: TrainConfig, task: Task, trainer: Trainer, where: Path) -> None:
+    """Tell the other ranks what the run is, how far, and its folder. No secret is told."""
+    numbers = trainer.state.numbers()
+    ranks.brief(
+        {
+            "config": config.recorded(),
+            "folder": str(where),
+            "steps": trainer.plan.steps,
+            "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star", "layers")},
+        }
+    )
+    _agree(ranks, task, trainer)
+
+
+def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
+    """Be told what the run is, and work on it until rank 0 ends it.
+
+    Args:
+        ranks: the processes.
+        local: settings of this machine, ``data_dir`` and ``device``, as typed.
+
+    Raises:
+        DpmacError: this rank cannot go on, or another one cannot.
+    """
+    said = None
+    try:
+        with explained():
+            ranks.post(environment(choose_device(local.get("device") or "auto", ranks)))
+            said = ranks.brief()
+            config = configuration.change(said["config"], local).config
+            device = choose_device(config.device, ranks)
+            task = outcome(make_task(config, device))
+            trainer = make_trainer(config, said["steps"], device, task=task, ranks=ranks)
+            _agree(ranks, task, trainer)
+            trainer.state.join_in(said["numbers"])
+            while True:
+                trainer.step()
+    except DismissedError:
+        return
+    except RunError as failure:
+        if said is None:
+            raise
+        raise RunError(
+            f"{failure} To resume from the last checkpoint: {resume_command(Path(said['folder']))}"
+        ) from failure
+
+
+def _agree(ranks: Ranks, task: Task, trainer: Trainer) -> None:
+    """Give all ranks one state. Reject other records: one that two ranks hold would count twice."""
+    sums = [int(task.fingerprints.get(name, "0")[:15], 16) for name in SHARED]
+    same = ranks.alike(torch.tensor(sums)).tolist()
+    others = [name for name, alike in zip(SHARED, same, strict=True) if not alike]
+    if others:
+        raise InputError(
+            f"The processes of this run do not have the same {listed(others)}, so that a record "
+            "could count more than once in a step. Give every machine the same files, and run the "
+            "command again."
+        )
+    for _, tensor in sorted(trainer.state.tensors().items()):
+        ranks.tell(tensor)

@@ -1,0 +1,112 @@
+"""Devices, and what must be equal for a resumed run to compute the same bits."""
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpmac_cli.config.settings import DEVICE
+from dpmac_cli.errors import InputError
+from dpmac_cli.training.distributed import Ranks
+
+
+def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
+    """The device of a name; "auto" is CUDA where there is one, and a GPU of its own for each rank.
+
+    Raises:
+        InputError: it is not there.
+    """
+    pattern, meaning = DEVICE
+    if not re.fullmatch(pattern, name):
+        raise InputError(f"--device must be {meaning}, not '{name}'.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and ranks is not None:
+        return torch.device("cuda", ranks.local)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"--device {name}: CUDA devices here: {torch.cuda.device_count()}. "
+            "Use --device cpu or auto."
+        )
+    return device
+
+
+#: Prefixes of the environment variables by which libraries choose other kernels.
+KERNEL_VARIABLES = (
+    *("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "GOMP_", "ATEN_", "TORCH_", "PYTORCH_", "NPY_"),
+    *("TORCHINDUCTOR_", "OPENBLAS_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES"),
+)
+#: Those that choose none; scikit-learn, torch and dpmac set them after the start.
+UNRELATED = (
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
+    "TORCH_CPP_LOG_LEVEL",
+)
+#: Lines of /proc/cpuinfo that tell processors apart.
+PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+
+
+def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Return what must be the same for a resumed run to compute the same bits, at every rank."""
+    variables = {name: os.environ[name] for name in os.environ if name.startswith(KERNEL_VARIABLES)}
+    return {
+        **({} if ranks is None else {"ranks": ranks.posted()}),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "dpmac": version("dpmac"),
+        "source of dpmac": _source(),
+        "device": device_name(device),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "inter-op threads": torch.get_num_interop_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "build of torch": _sum(torch.__config__.show()),
+        "parallel libraries": _sum(torch.__config__.parallel_info()),
+        **{name: value for name, value in variables.items() if name not in UNRELATED},
+    }
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """Return the names of what two environments differ in."""
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def repeatable(device: torch.device) -> bool:
+    """Whether a step done again on a device gives the same bits: GPUs add in any order."""
+    return device.type == "cpu"
+
+
+@functools.cache
+def _processor() -> str:
+    """Digest of the processor's model and features."""
+    if platform.system() == "Darwin":
+        asked = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
+        return _sum(subprocess.run(asked, capture_output=True, check=False).stdout)  # noqa: S603
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    return _sum("\n".join(sorted({line for line in lines if line.startswith(PROCESSOR_LINES)})))
+
+
+@functools.cache
+def _source() -> str:
+    """Digest of dpmac's own source files."""
+    root = Path(__file__).parents[1]
+    files = sorted(root.rglob("*.py"))
+    return _sum(b"".join(bytes(file.relative_to(root)) + file.read_bytes() for file in files))
+
+
+def _sum(content: str | bytes) -> str:
+    return hashlib.sha256(content if isinstance(content, bytes) else content.encode()).hexdigest()
+
+
+def device_name(device: torch.device) -> str:
+    """What the device is called, for reports."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -1,0 +1,279 @@
+"""A run's folder: its files, whole or not there, and never overwritten by surprise."""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import yaml
+
+from dpmac_cli.config.resolve import HEADER
+from dpmac_cli.errors import InputError
+from dpmac_cli.storage.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, write_atomically
+
+CONFIG = "config.yaml"
+REPORT = "report.json"
+METRICS = "metrics.jsonl"
+MODEL = "model.safetensors"
+CARD = "model-card.md"
+AUDIT = "audit.json"
+CURVES = "curves.svg"
+DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
+CHECKPOINTS = "checkpoint"
+#: The folder of events for TensorBoard.
+EVENTS = "tensorboard"
+LOCK = ".lock"
+#: In the folder of checkpoints: steps that may have begun.
+LEDGER = "spent.json"
+#: Attempts at a run of a study before this one, should the ledger be lost.
+ATTEMPTS = ".attempts.json"
+PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
+SEALED = (*PUBLISHED, AUDIT, CURVES)
+FILES = (*SEALED, DIAGNOSTICS)
+#: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
+#: of the diagnostics would tell something of them.
+SUMS = "SHA256SUMS"
+
+#: How often a lock is tried for, and the seconds in between. Who lists runs holds it for a moment.
+TRIES, PATIENCE = 10, 0.02
+
+
+def private_folder(run: Path) -> Path:
+    """Make the folder of a run's checkpoints, its owner's alone. Raises OSError."""
+    where = run / CHECKPOINTS
+    where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+    mode = where.stat().st_mode & 0o777
+    if mode & ~PRIVATE_FOLDER:  # a copy may have opened it
+        where.chmod(mode & PRIVATE_FOLDER)
+    return where
+
+
+def seal(where: Path, names: Iterable[str] = SEALED) -> None:
+    """Write SHA256SUMS over those of some files that are there.
+
+    It comes last, and goes before any of them changes: a kill in between leaves files without
+    checksums, never with wrong ones. Raises OSError.
+    """
+    there = [name for name in names if (where / name).exists()]
+    text = "".join(f"{_sum(where / name)}  {name}\n" for name in there)
+    write_atomically(where / SUMS, text.encode())
+
+
+def unseal(where: Path) -> None:
+    """Remove SHA256SUMS, so that its files may change. Raises OSError."""
+    (where / SUMS).unlink(missing_ok=True)
+
+
+def vouched(where: Path, name: str) -> bool | None:
+    """Whether a file is as SHA256SUMS says; None where that says nothing of it. Raises OSError."""
+    if not (where / SUMS).exists():
+        return None
+    for line in (where / SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
+        found, _, named = line.partition("  ")
+        if named == name:
+            return (where / name).exists() and found == _sum(where / name)
+    return None
+
+
+def _sum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def reported_steps(run: Path) -> int:
+    """The steps of the model that a run's report is about; 0 while there is no whole report."""
+    if not vouched(run, REPORT):
+        return 0
+    try:
+        return int(json.loads((run / REPORT).read_bytes())["hyperparameters"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def new_folder(root: Path, stem: str) -> Path:
+    """Make the first free of root/stem-1, root/stem-2, ...
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
+    if os.path.lexists(root) and not root.is_dir():
+        raise InputError(f"{root} is a file; runs are kept in a folder of that name.")
+    for number in itertools.count(1):
+        folder = root / f"{stem}-{number}"
+        with contextlib.suppress(FileExistsError):
+            return make_folder(folder, exist_ok=False)
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold a run's folder for oneself; the lock ends with the process, however that ends.
+
+    What a kill left half written is removed.
+
+    Raises:
+        InputError: another process holds it, or it cannot be written to.
+    """
+    try:
+        handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
+    except OSError as failure:
+        raise InputError(_unwritable(run, failure)) from failure
+    try:
+        if not _taken(handle, fcntl.LOCK_EX, TRIES):
+            raise InputError(
+                f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
+                "stop it."
+            )
+        for place in (run, run / CHECKPOINTS):
+            for part in place.glob(f".*{PART}"):
+                part.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _taken(handle: int, kind: int, tries: int = 1) -> bool:
+    """Return whether a lock could be had, sooner or later. Raises OSError."""
+    for attempt in range(tries):
+        if attempt:
+            time.sleep(PATIENCE)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+def in_use(run: Path) -> bool:
+    """Whether a process holds a run's folder; False where that cannot be told.
+
+    The lock is shared with others who ask, and held for no longer than that takes: a run that
+    starts meanwhile tries again.
+    """
+    with contextlib.suppress(OSError), (run / LOCK).open("rb") as file:
+        return not _taken(file.fileno(), fcntl.LOCK_SH)
+    return False
+
+
+def set_aside(run: Path) -> None:
+    """Keep what a branch published in a folder of its own, before another branch begins.
+
+    Configuration and metrics are copied, so that a kill in between leaves the run resumable.
+    """
+    aside = new_folder(run, "branch")
+    if (run / SUMS).exists():
+        os.replace(run / SUMS, aside / SUMS)
+    for name in (CONFIG, METRICS):
+        if (run / name).exists():
+            shutil.copy2(run / name, aside / name)
+    for name in (REPORT, CARD, MODEL, AUDIT, CURVES, DIAGNOSTICS, EVENTS):
+        if (run / name).exists():
+            os.replace(run / name, aside / name)
+
+
+def clear(run: Path) -> None:
+    """Remove a run but for its checkpoints and ledger, and no files of others. Raises OSError."""
+    for name in (*FILES, SUMS, ATTEMPTS):
+        (run / name).unlink(missing_ok=True)
+    branches = [path for path in run.glob("branch-*") if path.name[7:].isdecimal()]
+    for path in (run / EVENTS, *branches):
+        if path.exists():
+            shutil.rmtree(path)
+
+
+def check_chosen_folder(folder: Path, force: bool) -> None:
+    """Refuse a folder that a run must not be written to; changes nothing.
+
+    Raises:
+        InputError: it is a file, or holds a run and ``force`` is off, or holds something else.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--out {folder} is a file. Name a folder.")
+    if not folder.exists() or all(map(_leftover, folder.iterdir())):
+        return
+    if not _holds_run(folder):
+        raise InputError(
+            f"--out {folder} holds files that are not a run's. Name a new or an empty folder."
+        )
+    if not force:
+        raise InputError(
+            f"--out {folder} already holds a run. Name another folder, or add --force to "
+            "replace it."
+        )
+
+
+def _leftover(path: Path) -> bool:
+    """Whether a run that was killed before it had begun may have left a file."""
+    if path.name == CHECKPOINTS and path.is_dir():
+        return all(map(_leftover, path.iterdir()))
+    return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a folder is a run's: other tools, too, call a file config.yaml."""
+    ours = (REPORT, MODEL, f"{CHECKPOINTS}/{LEDGER}")
+    return any((folder / name).exists() for name in ours) or is_configured(folder)
+
+
+def is_configured(folder: Path) -> bool:
+    """Whether a folder holds a config.yaml, and it is one of ours."""
+    try:
+        return (folder / CONFIG).read_text(encoding="utf-8").startswith(HEADER)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def check_run_folder(run: Path) -> None:
+    """Refuse to go on in what is not a run's folder, or not as dpmac left it.
+
+    Raises:
+        InputError: it is not one, or its configuration was altered.
+    """
+    if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
+        raise InputError(f"--resume {run} is not a run folder: it holds no {CONFIG}.")
+    if (run / CONFIG).exists() and vouched(run, CONFIG) is False:
+        raise InputError(
+            f"{run / CONFIG} and its checksum in {SUMS} do not match: one was damaged or edited. "
+            f"Delete {CONFIG}, and it is written anew from the checkpoint. To change a setting, "
+            f"give it as a flag: {resume_command(run, ' --lr 0.01')}"
+        )
+
+
+def resume_command(run: Path, change: str = "") -> str:
+    """Return the command that resumes a run, with its user-supplied model, if it has one."""
+    model = None
+    with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        settings = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+        model = settings.get("model") if isinstance(settings, dict) else None
+    named = isinstance(model, str) and ":" in model and model.isprintable()
+    own = f" --model {shlex.quote(str(model))}" if named else ""
+    return f"dpmac train --resume {run}{own}{change}"
+
+
+def make_folder(run: Path, *, exist_ok: bool = True) -> Path:
+    """Make the folder that --out names, or take it as it is.
+
+    Raises:
+        FileExistsError: it is there, and ``exist_ok`` is off.
+        InputError: it cannot be made.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as failure:
+        if not exist_ok and isinstance(failure, FileExistsError):
+            raise
+        raise InputError(_unwritable(run, failure)) from failure
+    return run
+
+
+def _unwritable(folder: Path, failure: OSError) -> str:
+    return (
+        f"The run folder {folder} cannot be written to ({failure.strerror or failure}). "
+        "Make it writable, or name another with --out."
+    )

@@ -1,0 +1,320 @@
+"""What a run says of itself, as versioned JSON. Holds public and post-noise values only."""
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Literal
+
+from dpmac_cli.accounting import accountants as accounting
+from dpmac_cli.accounting import samplers, statements
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.settings import RECIPE_DEFAULTS, TrainConfig
+from dpmac_cli.data.schema import listed
+from dpmac_cli.models.registry import FEATURES
+from dpmac_cli.models.validation import Independence
+from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING
+from dpmac_cli.training.loop import Evaluated
+
+SCHEMA_VERSION = 1
+PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
+
+State = Literal["finished", "interrupted", "budget-spent"]
+
+SEED_KEPT_NOWHERE = (
+    "Every seed came from the operating system, one for each purpose, and was kept nowhere; the "
+    "keys made from them are in checkpoint/ alone, which is private."
+)
+SEED_GIVEN = (
+    "Trained with --seed, to be repeatable: nothing is promised against anyone who knows or "
+    "guesses the seed, for they can draw the same noise and subtract it. The guarantee holds only "
+    "against those who do not."
+)
+DRAWN = (
+    "Noise comes from the key stream of AES-256 and meets the clipped sum in floating point; "
+    "batches are drawn by SFC64, which is no cipher."
+)
+DRAWN_SECURELY = (
+    "With --secure: noise and batches come from the key stream of AES-256; noise is half the sum "
+    "of four float64 normals; clipped sum and noise were each rounded to multiples of 2^-40 of the "
+    "sensitivity before they were added."
+)
+DRAWN_BOTH_WAYS = "The last branch ran with --secure, an earlier one without."
+HELD_OUT = (
+    "The test records were split off the private ones. They are private themselves, and nothing "
+    "that is measured on them is covered."
+)
+PUBLIC = "The numbers of training and test records are public."
+TAKEN = (
+    " Its {} were not declared but taken from the records, and are treated as public: one "
+    "record can change them, and epsilon does not cover that."
+)
+AUDIT_RUN = (
+    "An audit run: records made up for an attack were trained on beside the data set's. The model "
+    "is unfit for release."
+)
+SCATTERED = (
+    "The network takes fixed features of an image ({about}), which depend on that image alone and "
+    "hold nothing that was learnt."
+)
+PRETRAINED = (
+    "Training began from the weights in {file}, which are taken as public: neither they nor the "
+    "data that they were trained on are covered. If any of the records above were among that data, "
+    "epsilon does not count it."
+)
+FROZEN = "All but the last layer is as it was in that file."
+INDEPENDENCE: Mapping[Independence, str] = {
+    "built in": "The network is one of dpmac's own, whose layers treat each sample by itself.",
+    "traced": (
+        "Every operation of the network was traced, forwards and backwards, and treats each sample "
+        "by itself, for batches of any size."
+    ),
+    "probed": (
+        "The network was tried on made-up batches, and was not seen to mix samples. That is no "
+        "proof: if it mixes samples at other times, epsilon does not hold."
+    ),
+    "isolated": "The network was run on each sample alone, so that it could not mix samples.",
+}
+NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run went.
+
+    Attributes:
+        state: how it ended.
+        history: the lines of metrics.jsonl, at least one.
+        post_noise: see :meth:`dpmac_cli.training.trainer.Trainer.public_values`, at the end.
+        seconds: of training; ``total_seconds`` of everything since it was last started.
+        device: it ran on.
+        chunk: samples worked on at a time, at the end.
+    """
+
+    state: State
+    history: Sequence[Mapping[str, Any]]
+    post_noise: Mapping[str, float]
+    seconds: float
+    total_seconds: float
+    device: str
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What was done with the records, and by how secret a hand.
+
+    Attributes:
+        events: what every branch took, the last one being the published model's own.
+        planned: the last event as it was meant to be.
+        seeded: whether any draw came from a seed that a person chose.
+        secure: whether every branch ran with --secure.
+        abandoned: events of attempts that the run replaces in a study; not part of its epsilon.
+    """
+
+    events: tuple[TrainingEvent, ...]
+    planned: TrainingEvent
+    seeded: bool
+    secure: bool = False
+    abandoned: tuple[TrainingEvent, ...] = ()
+
+
+def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
+    """The guarantee of a run, all its branches counted; without one, the same keys are null.
+
+    ``steps``, ``noise_multiplier`` and ``sampling_rate`` are those of all branches together, the
+    latter two null where branches differ; ``events`` holds each.
+    """
+    epsilon = accounting.total_epsilon(bill.events, config.delta)
+    planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), config.delta)
+    private = not config.no_dp
+    sampling = samplers.SAMPLERS[config.sampler]
+    promise = statements.statement(epsilon, config.delta, bill.events)
+    seeds, drawn = SEED_GIVEN if bill.seeded else SEED_KEPT_NOWHERE, DRAWN
+    if config.secure:
+        drawn = DRAWN_SECURELY if bill.secure else DRAWN_BOTH_WAYS
+    return {
+        "private": private,
+        "epsilon": _finite(epsilon),
+        "epsilon_planned": _finite(planned),
+        "delta": config.delta if private else None,
+        "noise_multiplier": statements.common(event.noise_multiplier for event in bill.events),
+        "sampler": config.sampler,
+        "sampling_rate": statements.common(event.sampling_rate for event in bill.events),
+        "steps": sum(event.steps for event in bill.events),
+        "events": [vars(event) for event in bill.events],
+        "abandoned": [vars(event) for event in bill.abandoned],
+        "adjacency": sampling.adjacency if private else None,
+        "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
+        "statement": f"{SEED_GIVEN} {promise}" if private and bill.seeded else promise,
+        "seed_policy": {"given": bill.seeded, "statement": seeds if private else NO_SECRETS},
+        "randomness": {"secure": bill.secure, "statement": drawn if private else NO_SECRETS},
+    }
+
+
+def public_facts(
+    config: TrainConfig,
+    bill: Bill,
+    parameters: int,
+    trained: int | None = None,
+    pretrained: str | None = None,
+    built_by: str | None = None,
+    independence: Independence = "built in",
+) -> dict[str, Any]:
+    """What is published with the weights, in the model file's header.
+
+    Args:
+        config: of the run.
+        bill: what was done with the records.
+        parameters: of the network.
+        trained: how many of them were; None for all.
+        pretrained: SHA-256 of the file of public weights.
+        built_by: how a user-supplied network was constructed.
+        independence: how it is known that the network keeps samples apart.
+    """
+    facts, inferred = config.facts, config.found.inferred
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "optimizer": config.optimizer,
+        "dataset": {
+            "name": config.dataset_name,
+            "train_size": facts.train_size,
+            "test_size": facts.test_size,
+            "sha256": facts.sha256,
+            "own": config.source is not None,
+            "held_out": config.found.held_out,
+            "test_note": HELD_OUT if config.found.held_out else None,
+            "taken_from_records": list(inferred),
+            "public_note": PUBLIC + TAKEN.format(listed(inferred)) * bool(inferred),
+        },
+        "model": {
+            "name": config.model_name,
+            "parameters": parameters,
+            "fix_norm": config.fix_norm,
+            "to_float32": config.to_float32,
+            "built_by": built_by,
+            "independence": {"kind": independence, "statement": INDEPENDENCE[independence]},
+            **_public_part(config, parameters if trained is None else trained, pretrained),
+        },
+        "input": {
+            "shape": list(facts.shape),
+            "levels": facts.levels,
+            "mean": list(facts.mean),
+            "std": list(facts.std),
+        },
+        "classes": list(facts.classes),
+        "privacy": privacy(config, bill),
+        "audit": None
+        if config.canaries is None
+        else {
+            "canaries": config.canaries,
+            "kind": config.canary_kind,
+            "guesses": config.guesses,
+            "statement": AUDIT_RUN,
+        },
+    }
+
+
+def _public_part(config: TrainConfig, trained: int, pretrained: str | None) -> dict[str, Any]:
+    """What of a network was public before its training; nothing for most."""
+    said = []
+    if config.features is not None:
+        said.append(SCATTERED.format(about=FEATURES[config.features].about))
+    if config.pretrained is not None:
+        said.append(PRETRAINED.format(file=Path(config.pretrained).name))
+        said += [FROZEN] if config.head_only else []
+    part = {
+        "features": config.features,
+        "feature_groups": config.feature_groups,
+        "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
+        "sha256": pretrained,
+        "train": config.train,
+        "trained_parameters": trained,
+        "statement": " ".join(said),
+    }
+    return {"public_part": part} if said else {}
+
+
+def build_report(
+    config: TrainConfig, facts: Mapping[str, Any], steps: int, outcome: Outcome
+) -> dict[str, Any]:
+    """The whole report, :func:`public_facts` included. Scripts rely on its keys.
+
+    Args:
+        config: of the run.
+        facts: see :func:`public_facts`.
+        steps: that the published model took from its first.
+        outcome: how it went.
+    """
+    last = outcome.history[-1]
+    best = max(outcome.history, key=lambda line: float(line["test_accuracy"]))
+    used = config.method.settings_without_clipping if config.no_dp else config.method.settings
+    speed = steps / outcome.seconds if outcome.seconds > 0 else 0.0
+    return {
+        **facts,
+        "state": outcome.state,
+        "test": {
+            "accuracy": last["test_accuracy"],
+            "accuracy_interval": sampling_error(last["test_accuracy"], last["test_samples"]),
+            "loss": last["test_loss"],
+            "samples": last["test_samples"],
+            "best_accuracy": best["test_accuracy"],
+            "best_epoch": best["epoch"],
+        },
+        "hyperparameters": {
+            "steps": steps,
+            "epochs": steps / config.steps_per_epoch,
+            "batch_size": config.batch_size,
+            **{name: getattr(config, name) for name in sorted(used)},
+        },
+        "recipe": {name: getattr(config, name) for name in RECIPE_DEFAULTS},
+        "post_noise": dict(outcome.post_noise),
+        "diagnostics": DIAGNOSTICS_WARNING if config.diagnostics else None,
+        "timings": {
+            "training_seconds": round(outcome.seconds, 3),
+            "total_seconds": round(outcome.total_seconds, 3),
+            "steps_per_second": round(speed, 2),
+            "samples_per_second": round(speed * config.batch_size, 1),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
+        "machine": {
+            "device": outcome.device,
+            "system": platform.system(),
+            "processor": platform.machine(),
+            "physical_batch": outcome.chunk,
+        },
+    }
+
+
+def sampling_error(accuracy: float, samples: int) -> list[float]:
+    """Wilson's 95% interval for the accuracy on records like these, from so many of them."""
+    z = NormalDist().inv_cdf(0.975)
+    scale = 1 + z**2 / samples
+    middle = (accuracy + z**2 / (2 * samples)) / scale
+    reach = z * math.sqrt(accuracy * (1 - accuracy) / samples + (z / (2 * samples)) ** 2) / scale
+    return [max(0.0, middle - reach), min(1.0, middle + reach)]
+
+
+def metrics_line(evaluated: Evaluated, epsilon: float, config: TrainConfig) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    return {
+        "step": evaluated.step,
+        "epoch": evaluated.epoch,
+        "epsilon": _finite(epsilon),
+        "delta": None if config.no_dp else config.delta,
+        "test_accuracy": evaluated.result.accuracy,
+        "test_loss": _finite(evaluated.result.loss),
+        "test_samples": evaluated.result.samples,
+        "seconds": round(evaluated.seconds, 3),
+        **evaluated.public,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

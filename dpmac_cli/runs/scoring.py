@@ -1,0 +1,96 @@
+"""A published model and a data set -> how well it does on the test split."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpmac_cli.config.resolve import data_settings, resolve
+from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.folder import CONFIG
+from dpmac_cli.runs.publish import load_model, read_facts
+from dpmac_cli.storage.paths import data_folder
+from dpmac_cli.training.evaluation import Evaluation, evaluate
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A model's result.
+
+    Attributes:
+        result: on every test sample.
+        dataset: name. classes: names, in the order of the confusion matrix.
+        path: of the model file.
+    """
+
+    result: Evaluation
+    dataset: str
+    classes: list[str]
+    path: Path
+
+
+def score(
+    path: Path | str,
+    dataset: str | None = None,
+    data_dir: Path | str | None = None,
+    device: str = "auto",
+    factory: str | None = None,
+) -> Scored:
+    """Score a published model on the whole test split.
+
+    Args:
+        path: a run folder or a model file.
+        dataset: a name, or the path of a person's own data; None for what it was trained on.
+        data_dir: where data sets lie; None for the environment's or the cache.
+        device: as in ``--device``.
+        factory: where a network of a person's own is.
+
+    Raises:
+        InputError: a file is missing or damaged.
+        ModelError: the model does not fit the data set.
+    """
+    where = choose_device(device)
+    path = Path(path)
+    file, facts = read_facts(path)
+    config = _chosen(file, facts, dataset)
+    own = None if config.source is None else config.facts
+    released = load_model(path, config.dataset_name, where, own=own, factory=factory)
+    there = data_folder(None if data_dir is None else Path(data_dir))
+    data = load_data(config.data, there, where, facts=config.facts)
+    data = data.prepared_by(facts["input"])
+    if own is not None and own.classes != tuple(facts["classes"]):
+        raise ModelError(
+            f"{config.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "
+            f"{', '.join(facts['classes'])}."
+        )
+    result = evaluate(released.model, data, data.test)
+    return Scored(result, config.dataset_name, list(config.facts.classes), released.path)
+
+
+def _chosen(file: Path, facts: Mapping[str, Any], dataset: str | None) -> TrainConfig:
+    """What to score on, as a configuration. Raises InputError."""
+    beside = file.parent / CONFIG
+    if dataset is None and not facts["dataset"]["own"]:
+        name = facts["dataset"]["name"]
+        if name not in DATASETS:
+            raise ModelError(f"{file} was trained on {name}, which this version does not know.")
+        return resolve({"dataset": name}).config
+    if facts["dataset"]["own"] and beside.is_file():
+        # How a run's own data was read and split stands in its config.yaml.
+        return data_settings(beside, dataset)
+    if dataset is None:
+        raise InputError(
+            f"{file} was trained on one's own data, {facts['dataset']['name']}. Name it with "
+            "--dataset."
+        )
+    config = resolve({"dataset": dataset}).config
+    if config.found.held_out:
+        raise InputError(
+            f"{dataset} has no test set of its own, and which records were held out stands in the "
+            f"{CONFIG} of the run. Name the run's folder, or data with a test set."
+        )
+    return config

@@ -1,0 +1,1 @@
+"""Grids of runs, who carries them out, and tables of results."""

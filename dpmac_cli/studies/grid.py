@@ -1,0 +1,238 @@
+"""A study: settings with several values become cells, and cells become runs. Loads no torch."""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config import resolve as configuration
+from dpmac_cli.config.budget import settle_noise
+from dpmac_cli.config.resolve import near, read_lists, resolve
+from dpmac_cli.config.settings import KINDS, OPTIMIZER, SETTINGS, TrainConfig, flag_name
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.errors import InputError
+
+#: Settings of one run that are the study's own business.
+NOT_IN_A_STUDY = (
+    *("seed", "secure", "out", "force", "json", "quiet", "debug"),
+    *("max_epsilon", "diagnostics", "tensorboard", "plot", "canaries", "canary_kind", "guesses"),
+)
+#: Settings of a study beside the optimizers.
+STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
+#: Settings of which one value holds a comma; several of them are a list in a file.
+WITH_COMMA = ("feature_range", "classes")
+MOST_SEEDS, MOST_RUNS = 1000, 10_000
+DEFAULT_SEEDS = "3"
+
+#: What tells a row from the others: names of flags and their values.
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a study.
+
+    Attributes:
+        config: all of its settings, ``out`` included.
+        seed: of it.
+        labels: what tells its row from the others, by the names of the flags.
+        column: its value of the study's column setting.
+    """
+
+    config: TrainConfig
+    seed: int
+    labels: Labels
+    column: float
+
+    @property
+    def folder(self) -> Path:
+        """Where it is kept."""
+        assert self.config.out is not None  # noqa: S101
+        return self.config.out
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A checked study.
+
+    Attributes:
+        runs: all of them, those of a cell side by side.
+        axes: names of the settings that tell the rows apart, by the names of the flags.
+        column: "sigma", or "epsilon" where each column has the noise that meets a budget.
+        seeds: of every cell.
+        notes: what its author should know.
+    """
+
+    runs: tuple[Run, ...]
+    axes: tuple[str, ...]
+    column: str
+    seeds: tuple[int, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The same of the same runs, wherever they are kept."""
+        names = "\n".join(sorted(run.folder.name for run in self.runs))
+        digest = hashlib.sha256(names.encode()).hexdigest()[:12]
+        return f"{self.runs[0].config.dataset_name}-{digest}"
+
+
+def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "runs") -> Grid:
+    """Turn flags and a YAML file, with lists for values, into a grid. Flags win.
+
+    Args:
+        flags: field name -> text with commas, or None; ``optimizers`` and ``seeds`` beside the
+            fields of a training configuration.
+        file: YAML with flag names for keys, and values or lists of them.
+        root: the folder of all runs.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    errors: list[str] = []
+    known = (*STUDIED, "optimizer", "optimizers", "seeds")
+    found = {} if file is None else read_lists(Path(file), known, errors)
+    given = {name: [v for text in found[name] for v in _split(name, text)] for name in found}
+    if not flags.get("model"):
+        errors += configuration.faults_of_model(given.get("model", ()), f"model in {file}")
+    typed = {
+        name: _split(name, value) for name, value in flags.items() if value not in (None, False)
+    }
+    for group in configuration.EXCLUSIVE:
+        if any(name in typed for name in group):
+            given = {name: values for name, values in given.items() if name not in group}
+    given |= typed
+    one = given.pop("optimizer", ["all"])  # as in the file of a single run
+    given["optimizer"] = _optimizers(given.pop("optimizers", one), errors)
+    seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
+    if errors:
+        raise InputError([*errors, *_faults_of_values(given)])
+    return _build(given, seeds, Path(root))
+
+
+def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
+    """What is wrong with any value for itself."""
+    for name, values in given.items():
+        for value in values if name != "optimizer" else ():
+            try:
+                configuration.parse({name: _meant(name, value)})
+            except InputError as failure:
+                yield from failure.errors
+
+
+def _meant(name: str, text: str) -> str | bool:
+    """A value as flags and YAML have it: of a switch no text."""
+    switches = {"true": True, "false": False}
+    return switches.get(text.lower(), text) if KINDS[name] is bool else text
+
+
+def _split(name: str, value: Any) -> list[str]:
+    if name in WITH_COMMA:
+        return [str(value)]
+    return ["true"] if value is True else [part.strip() for part in str(value).split(",")]
+
+
+def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
+    errors.extend(
+        f"--optimizers: there is no optimizer '{name}'.{near(name, OPTIMIZERS)} "
+        f"Known: all, {', '.join(OPTIMIZERS)}."
+        for name in names
+        if name not in (*OPTIMIZERS, "all")
+    )
+    return list(OPTIMIZERS) if "all" in names else list(dict.fromkeys(names))
+
+
+def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
+    """How many (5), or which (3,7,8; one alone with a comma: 3,)."""
+    try:
+        numbers = [int(text) for text in texts if text or len(texts) == 1]
+    except ValueError:
+        errors.append(f"--seeds: '{','.join(texts)}' is neither how many (5) nor which (3,7,8).")
+        return ()
+    alone = len(texts) == 1
+    seeds = range(min(numbers[0], MOST_SEEDS + 1)) if alone else tuple(dict.fromkeys(numbers))
+    if not 1 <= len(seeds) <= MOST_SEEDS or min(seeds) < 0:
+        errors.append(
+            f"--seeds must be a number from 1 to {MOST_SEEDS:,}, or seeds that are not negative."
+        )
+    return tuple(seeds)
+
+
+def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
+    count = math.prod(map(len, given.values())) * len(seeds)
+    if count > MOST_RUNS:  # before any is looked at, which takes its time
+        raise InputError(
+            f"{count:,} combinations of values and seeds; a study takes at most {MOST_RUNS:,}."
+        )
+    column = "epsilon" if "epsilon" in given else "sigma"
+    varied = [name for name, values in given.items() if len(values) > 1]
+    axes = ["optimizer", *(name for name in varied if name not in ("optimizer", column))]
+    cells: dict[tuple[Labels, float], tuple[TrainConfig, Labels]] = {}
+    errors: dict[str, None] = {}
+    notes: dict[str, None] = {}
+    for values in itertools.product(*given.values()):
+        flags: dict[str, Any] = dict(zip(given, map(_meant, given, values), strict=True))
+        labels = {name: str(flags[name]) for name in axes}
+        for name in list(_without_effect(flags)):
+            if name in varied:  # the same run for each of its values
+                flags.pop(name)
+                labels[name] = ""
+        try:
+            resolved = resolve(flags)
+            config = settle_noise(resolved.config)
+        except InputError as failure:
+            errors |= dict.fromkeys(failure.errors)
+            continue
+        shown = tuple((flag_name(name), label) for name, label in labels.items())
+        cells.setdefault((shown, getattr(config, column)), (config, shown))
+        notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
+    errors |= dict.fromkeys(_mixed(config for config, _ in cells.values()))
+    if errors:
+        raise InputError(tuple(errors))
+    runs = tuple(_runs(cells.values(), column, seeds, root))
+    return Grid(runs, tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+
+
+def _mixed(configs: Iterable[TrainConfig]) -> Iterator[str]:
+    """Why epsilons cannot stand in one table."""
+    names = sorted({config.sampler for config in configs if not config.no_dp})
+    if len({SAMPLERS[name].adjacency for name in names}) > 1:
+        yield (
+            f"--sampler {','.join(names)}: these are priced under different adjacencies, so that "
+            "their epsilons cannot stand in one table. Make a study of each."
+        )
+
+
+def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
+    """Settings of other optimizers."""
+    optimizer = OPTIMIZERS.get(flags["optimizer"])
+    for name in flags:
+        tunable = SETTINGS[name].panel == OPTIMIZER and name != "optimizer"
+        if optimizer and tunable and name not in optimizer.settings:
+            yield name
+
+
+def _runs(
+    cells: Iterable[tuple[TrainConfig, Labels]], column: str, seeds: tuple[int, ...], root: Path
+) -> Iterator[Run]:
+    for config, labels in cells:
+        for seed in seeds:
+            one = replace(config, seed=seed, out=root / address(config, seed), force=True)
+            yield Run(one, seed, labels, getattr(config, column))
+
+
+def address(config: TrainConfig, seed: int) -> str:
+    """The folder of a run: the same settings and seed are the same run. Raises OSError."""
+    aside = ("device", "secure")  # the second is the same in every study
+    settings = {name: value for name, value in config.recorded().items() if name not in aside}
+    if config.pretrained is not None:
+        content = Path(config.pretrained).read_bytes()
+        settings["pretrained"] = hashlib.sha256(content).hexdigest()
+    text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{config.dataset_name}-{config.optimizer}-{digest}"

@@ -1,0 +1,87 @@
+"""Training loop: steps, progress and evaluation events."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.trainer import Trainer
+
+#: Seconds between progress events.
+PROGRESS_EVERY = 0.1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps done so far; a few times a second."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The test set scored after some step, with post-noise values beside it.
+
+    Attributes:
+        step: t. epoch: t over ceil(n/B).
+        seconds: of training so far, evaluation left out.
+        result: on the test set.
+        last: no step follows, in this session at least.
+        public: see :meth:`Trainer.public_values`.
+    """
+
+    step: int
+    epoch: float
+    seconds: float
+    result: Evaluation
+    last: bool
+    public: dict[str, float] = field(default_factory=dict)
+
+
+def fit(
+    trainer: Trainer,
+    stop: Callable[[], bool] = lambda: False,
+    pause: Callable[[int], bool] = lambda step: False,
+    seconds: float = 0.0,
+    before: Callable[[int], None] = lambda step: None,
+) -> Iterator[Progress | Evaluated]:
+    """Train to the plan's end, scoring the test set after each epoch and at the end.
+
+    A step in which memory ran out yields a Progress, too.
+
+    Args:
+        trainer: a trainer, fresh or part way.
+        stop: asked after every step; True ends the run early, after a last evaluation.
+        pause: asked after every step; True yields a Progress however early.
+        seconds: of training before, in a run that is resumed.
+        before: called with the number of each step before it begins.
+
+    Raises:
+        DivergedError: the parameters are no longer finite.
+        RunError: memory ran out with a single sample at a time.
+    """
+    plan, state = trainer.plan, trainer.state
+    chunk = state.chunk
+    reported = mark = time.perf_counter()
+    while state.step < plan.steps:
+        before(state.step + 1)
+        trainer.step()
+        stopping = stop()
+        now = time.perf_counter()
+        reduced, chunk = state.chunk < chunk, state.chunk
+        if stopping or reduced or now - reported > PROGRESS_EVERY or pause(state.step):
+            yield Progress(state.step, seconds + now - mark)
+            reported = time.perf_counter()
+            mark += reported - now  # what is done with an event is not training
+        last = stopping or state.step == plan.steps
+        if last or state.step % plan.steps_per_epoch == 0:
+            trainer.check_finite()
+            seconds += time.perf_counter() - mark
+            result = trainer.evaluate()
+            trainer.check_untrained()
+            epoch = state.step / plan.steps_per_epoch
+            yield Evaluated(state.step, epoch, seconds, result, last, trainer.public_values())
+            mark = time.perf_counter()
+        if stopping:
+            return
