@@ -71,6 +71,11 @@ class Dataset:
     sha256: str | None = None
     augment: str = "crop+flip"
 
+    @property
+    def is_table(self) -> bool:
+        """Whether its records are rows of numbers instead of images."""
+        return self.shape[1:] == (1, 1)
+
 
 _DIGIT_NAMES = tuple("0123456789")
 

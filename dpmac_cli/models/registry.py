@@ -60,6 +60,51 @@ class Features:
         return None
 
 
+@dataclass(frozen=True)
+class Pixels:
+    """Images as they are: no features."""
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A network of :data:`MODELS`.
+
+    Attributes:
+        name: its key there.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """A user-supplied network.
+
+    Attributes:
+        place: of the code: a file that ends in .py, or a module.
+        factory: name of what builds it there.
+    """
+
+    place: str
+    factory: str
+
+    @property
+    def spec(self) -> str:
+        """Where it is, as typed."""
+        return f"{self.place}:{self.factory}"
+
+    @property
+    def name(self) -> str:
+        """Where it is, without the folders above it."""
+        return self.spec.rpartition("/")[2]
+
+
+def parse_model(text: str) -> BuiltIn | UserModel:
+    """Return the network that ``--model`` names."""
+    place, colon, factory = text.rpartition(":")
+    return UserModel(place, factory) if colon else BuiltIn(text)
+
+
 #: Model names and what they are. Builders: :data:`dpmac_cli.models.build.BUILDERS`.
 MODELS: Mapping[str, str] = {
     "linear": "one linear layer, the default on --features",

@@ -9,13 +9,14 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
-from dpmac_cli.config.resolve import HEADER
+from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.storage.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, write_atomically
 
 CONFIG = "config.yaml"
@@ -161,30 +162,12 @@ def in_use(run: Path) -> bool:
     return False
 
 
-def set_aside(run: Path) -> None:
-    """Keep what a branch published in a folder of its own, before another branch begins.
-
-    Configuration and metrics are copied, so that a kill in between leaves the run resumable.
-    """
-    aside = new_folder(run, "branch")
-    if (run / SUMS).exists():
-        os.replace(run / SUMS, aside / SUMS)
-    for name in (CONFIG, METRICS):
-        if (run / name).exists():
-            shutil.copy2(run / name, aside / name)
-    for name in (REPORT, CARD, MODEL, AUDIT, CURVES, DIAGNOSTICS, EVENTS):
-        if (run / name).exists():
-            os.replace(run / name, aside / name)
-
-
 def clear(run: Path) -> None:
     """Remove a run but for its checkpoints and ledger, and no files of others. Raises OSError."""
     for name in (*FILES, SUMS, ATTEMPTS):
         (run / name).unlink(missing_ok=True)
-    branches = [path for path in run.glob("branch-*") if path.name[7:].isdecimal()]
-    for path in (run / EVENTS, *branches):
-        if path.exists():
-            shutil.rmtree(path)
+    if (run / EVENTS).exists():
+        shutil.rmtree(run / EVENTS)
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:
@@ -229,31 +212,36 @@ def is_configured(folder: Path) -> bool:
         return False
 
 
-def check_run_folder(run: Path) -> None:
-    """Refuse to go on in what is not a run's folder, or not as dpmac left it.
+def check_run_folder(run: Path, flag: str = "--resume") -> None:
+    """Reject a folder that is not a run's, or not as dpmac left it.
 
     Raises:
         InputError: it is not one, or its configuration was altered.
     """
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
-        raise InputError(f"--resume {run} is not a run folder: it holds no {CONFIG}.")
+        raise InputError(f"{flag} {run} is not a run folder: it holds no {CONFIG}.")
     if (run / CONFIG).exists() and vouched(run, CONFIG) is False:
         raise InputError(
             f"{run / CONFIG} and its checksum in {SUMS} do not match: one was damaged or edited. "
-            f"Delete {CONFIG}, and it is written anew from the checkpoint. To change a setting, "
-            f"give it as a flag: {resume_command(run, ' --lr 0.01')}"
+            f"Delete {CONFIG}, and it is written again from the checkpoint. To change a setting, "
+            f"give it as a flag: {fork_command(run, ['--lr 0.01'])}"
         )
 
 
-def resume_command(run: Path, change: str = "") -> str:
+def resume_command(run: Path, flag: str = "--resume") -> str:
     """Return the command that resumes a run, with its user-supplied model, if it has one."""
     model = None
     with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
         settings = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
         model = settings.get("model") if isinstance(settings, dict) else None
-    named = isinstance(model, str) and ":" in model and model.isprintable()
-    own = f" --model {shlex.quote(str(model))}" if named else ""
-    return f"dpmac train --resume {run}{own}{change}"
+    named = isinstance(model, str) and isinstance(parse_model(model), UserModel)
+    own = f" --model {shlex.quote(str(model))}" if named and str(model).isprintable() else ""
+    return f"dpmac train {flag} {run}{own}"
+
+
+def fork_command(run: Path, changes: Sequence[str]) -> str:
+    """Return the command that trains on from a run with other settings."""
+    return f"{resume_command(run, '--fork')} --out NEW {' '.join(changes)}"
 
 
 def make_folder(run: Path, *, exist_ok: bool = True) -> Path:

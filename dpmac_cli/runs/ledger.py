@@ -49,6 +49,11 @@ class Spent:
         return (*self.earlier, replace(self.event, steps=self.begun - self.base))
 
     @staticmethod
+    def nothing(event: TrainingEvent, abandoned: tuple[TrainingEvent, ...]) -> "Spent":
+        """Return what a new run has spent that plans ``event``."""
+        return Spent((), event, 0, 0, seeded=False, secure=True, abandoned=abandoned)
+
+    @staticmethod
     def of(values: Mapping[str, Any]) -> "Spent":
         """Return what ``asdict`` gave. Raises KeyError, TypeError."""
         lists = {name: tuple(TrainingEvent(**event) for event in values[name]) for name in LISTS}

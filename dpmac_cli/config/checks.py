@@ -1,0 +1,167 @@
+"""Faults between settings, and notes on what is legal but probably not meant."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.extras import fault_of_extra
+from dpmac_cli.config.given import Given
+from dpmac_cli.config.plan import PublicFile, TrainPlan
+from dpmac_cli.config.settings import DATA, MOST_STEPS, OPTIMIZER, SETTINGS, flag_name
+from dpmac_cli.data.schema import Found, Source, listed
+from dpmac_cli.models.registry import Features, UserModel
+
+#: Settings that mean something only beside another, and why.
+NEEDS = {
+    "augment": ("augmentations", "says how views are drawn"),
+    "canary_kind": ("canaries", "is of an audit"),
+    "guesses": ("canaries", "is of an audit"),
+    "feature_groups": ("features", "is of features"),
+    "train": ("pretrained FILE", "is of public weights"),
+}
+#: Classes that a note names; the rest are counted.
+NAMED = 5
+
+
+def lonely(given: Mapping[str, Given]) -> Iterator[str]:
+    """Yield faults of settings that need another one which was not given."""
+    for name, (other, why) in NEEDS.items():
+        if name in given and other.split()[0] not in given:
+            yield f"--{flag_name(name)} {why}: add --{other}, or leave it out."
+
+
+def faults(plan: TrainPlan) -> Iterator[str]:
+    """Yield faults between settings, each a sentence that says what to do."""
+    size, batch = plan.facts.train_size, plan.batch_size
+    if isinstance(plan.data, Source) and plan.data.feature_range:
+        low, high = plan.data.feature_range
+        if low >= high:
+            yield f"--feature-range {low:g},{high:g}: the first must be the smaller."
+    if plan.h1 > plan.h2:
+        yield f"--h1 ({plan.h1:g}) must not be above --h2 ({plan.h2:g})."
+    if batch > size:
+        yield f"--batch-size ({batch}) must not be above the size of {plan.dataset}, {size}."
+    if plan.audit.canaries:
+        yield from _audit_faults(plan)
+    yield from _frozen_faults(plan)
+    if plan.tensorboard:
+        yield from fault_of_extra("tensorboard", "--tensorboard")
+    if plan.steps > MOST_STEPS:
+        yield (
+            f"--epochs {plan.recorded['epochs']} is {plan.steps:,} steps in all at a --batch-size "
+            f"of {batch:,}; a run takes at most {MOST_STEPS:,}. Choose fewer epochs or larger "
+            "batches."
+        )
+    if plan.recipe.augment is not None and plan.facts.is_table:
+        yield f"--augmentations is for images, and {plan.dataset} is a table. Leave it out."
+    if plan.recipe.warmup >= plan.steps:
+        yield (
+            f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
+            f"{plan.steps:,}."
+        )
+
+
+def _audit_faults(plan: TrainPlan) -> Iterator[str]:
+    audit = plan.audit
+    if plan.event.sampler != "poisson":
+        yield (
+            f"--canaries: only poisson sampling can be audited, not {plan.event.sampler}. Leave "
+            "out --sampler or --canaries."
+        )
+    if audit.kind == "images" and isinstance(plan.data, Source):
+        yield "--canary-kind images is for the registered data sets: leave it out."
+    if audit.guesses > audit.canaries:
+        yield (f"--guesses ({audit.guesses:,}) must not be above --canaries ({audit.canaries:,}).")
+
+
+def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
+    """Yield faults between what is frozen and other settings."""
+    features, start = plan.features, plan.start
+    frozen = isinstance(features, Features) or start.head_only
+    if isinstance(features, Features) and plan.facts.is_table:
+        yield (
+            f"--features {features.kind} is of images, and {plan.dataset} holds rows of numbers. "
+            "Leave it out."
+        )
+    elif isinstance(features, Features) and (fault := features.fault(plan.facts.shape)):
+        yield f"--features {features.kind}: images of {plan.dataset} {fault}"
+    if isinstance(start, PublicFile) and not start.path.is_file():
+        yield f"--pretrained: there is no file {start.path}."
+    if plan.recipe.augment is not None and frozen:
+        yield (
+            "--augmentations draws views again in every step, and what is frozen is computed once: "
+            "leave one of them out."
+        )
+    if plan.audit.kind == "images" and frozen:
+        yield (
+            "--canary-kind images is of networks that are trained on images, not behind a frozen "
+            "part: leave it out."
+        )
+
+
+def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
+    """Yield what is legal, but probably not what was meant."""
+    found = plan.found
+    for name, what in _idle(plan).items():
+        if name in flags:
+            yield f"{flags[name].origin} has no effect with {what}."
+    if found.skipped:
+        yield (f"{len(found.skipped)} records of {plan.dataset} are left out: {found.skipped[0]}.")
+    if found.inferred and plan.private:
+        yield (
+            f"{listed(found.inferred).capitalize()} of {plan.dataset} were taken from its "
+            "records and are treated as public. Declare them to avoid that: "
+            f"{_declaration(found)}"
+        )
+    if found.untested:
+        some, more = found.untested[:NAMED], len(found.untested) - NAMED
+        yield (
+            f"{plan.dataset} has no test record of the classes {', '.join(some)}"
+            f"{f' and {more} more' if more > 0 else ''}: accuracy says nothing of them."
+        )
+    if plan.private:
+        yield from delta_note(plan.delta, plan.facts.train_size)
+        if plan.event.sampling_rate == 1 and not SAMPLERS[plan.event.sampler].once_an_epoch:
+            yield (
+                f"With batches of --batch-size {plan.batch_size} every record takes part in "
+                "every step: drawing them at random lowers no privacy cost. Unless a few such "
+                "steps are what you want, choose a smaller --batch-size."
+            )
+
+
+def _declaration(found: Found) -> str:
+    """Return the flags that declare what was found; a name with a comma cannot be given as one."""
+    (channels, *size), names = found.facts.shape, ",".join(found.facts.classes)
+    flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}
+    if names.count(",") < len(found.facts.classes):
+        flags["classes"] = f"--classes {shlex.quote(names)}"
+    return " ".join(flags[part] for part in found.inferred if part in flags)
+
+
+def _idle(plan: TrainPlan) -> dict[str, str]:
+    """Return settings that have no effect, with what, and why where that is not plain."""
+    used, data = {*plan.method.settings, "optimizer"}, plan.dataset
+    panel = {name: setting.panel for name, setting in SETTINGS.items()}
+    idle = {n: plan.optimizer for n in panel if panel[n] == OPTIMIZER and n not in used}
+    if not isinstance(plan.model, UserModel):
+        idle |= dict.fromkeys(("fix_norm", "to_float32", "no_isolate"), plan.model.name)
+    if not isinstance(plan.data, Source):
+        return idle | {name: data for name in panel if panel[name] == DATA}
+    idle["data_dir"] = f"{data}, which is a path itself"
+    if not plan.found.held_out:
+        own_test = f"{data}, which has a test set of its own"
+        idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
+    if plan.facts.is_table:
+        of_images = ("channels", "image_size", "standardise")
+        return idle | dict.fromkeys(of_images, f"{data}, which holds rows of numbers")
+    return idle | {"feature_range": f"{data}, which holds images"}
+
+
+def delta_note(delta: float, records: int) -> Iterable[str]:
+    """Yield a note on a delta that promises next to nothing."""
+    limit = 1 / records
+    if delta >= limit:
+        yield (
+            f"delta {delta:g} is not below 1/n = {limit:.2g}: at that size the guarantee "
+            "allows publishing a whole record now and then. Choose a smaller --delta."
+        )

@@ -1,0 +1,186 @@
+"""Plan of a training run: settings resolved to plain values, read by everything that trains."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
+from dpmac_cli.models.registry import BuiltIn, Features, Pixels, UserModel
+from dpmac_cli.training.schedules import Recipe
+
+
+class Secret(Enum):
+    """The seed of a run that draws its keys from the operating system and tells nobody."""
+
+    SEED = "secret"
+
+
+@dataclass(frozen=True)
+class NewFolder:
+    """The first free folder of ``root``/``stem``-1, ``root``/``stem``-2, ..."""
+
+    root: Path
+    stem: str
+
+
+@dataclass(frozen=True)
+class PublicFile:
+    """Public weights to start from, in a safetensors file.
+
+    Attributes:
+        path: of the file.
+        head_only: whether only the last linear layer is trained.
+    """
+
+    path: Path
+    head_only: bool
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """Random weights to start from."""
+
+    head_only: Literal[False] = False
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often a checkpoint is written: every so many steps, or seconds, whichever is set.
+
+    Attributes:
+        steps: 0 for no checkpoints by steps. seconds: infinite for none by seconds.
+    """
+
+    steps: int = 0
+    seconds: float = float("inf")
+
+
+@dataclass(frozen=True)
+class AuditPlan:
+    """Canaries of an audit.
+
+    Attributes:
+        canaries: how many; 0 for a run that is no audit.
+        kind: "gradients" or "images". guesses: that the attack makes.
+    """
+
+    canaries: int = 0
+    kind: str = "gradients"
+    guesses: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """What a run will do. Nothing is looked up again: not from disk, not in a registry.
+
+    Attributes:
+        dataset: as typed. data: the same as a registered name or a source of your own.
+        found: facts of the dataset, so that sampling rate, epsilon and report are those of the
+            records that the run began with.
+        model: the network. fix_norm, to_float32: how a user-supplied one is changed.
+        isolation: whether it is run on each sample alone; "auto" where nothing else proves that it
+            keeps samples apart.
+        features: what the network takes in place of images.
+        start: weights to start from.
+        event: all that is done to the records, as it is priced.
+        delta: of (epsilon, delta). private: whether it is trained privately.
+        target_epsilon: that the noise was calibrated for; infinite where it was given.
+        max_epsilon: epsilon to stop before; infinite for no limit.
+        secure: whether every draw comes from a cipher.
+        optimizer: a key of :data:`~dpmac_cli.dp.optimizers.OPTIMIZERS`; lr, clip_norm, beta1,
+            beta2, gamma, gamma_prime, h1, h2, kappa and phi are its hyperparameters.
+        recipe: what is done besides the optimizer's steps.
+        batch_size: B. physical_batch: samples worked on at a time.
+        audit: canaries, if any.
+        checkpoint_every: interval between checkpoints.
+        out: the run folder. force: whether a run that is there is replaced.
+        recorded: what config.yaml keeps, under the names of the flags.
+    """
+
+    dataset: str
+    data: str | Source
+    found: Found
+    model: BuiltIn | UserModel
+    fix_norm: bool
+    to_float32: bool
+    isolation: Literal["auto", "always", "never"]
+    features: Features | Pixels
+    start: PublicFile | RandomWeights
+    event: TrainingEvent
+    delta: float
+    private: bool
+    target_epsilon: float = field(compare=False)
+    max_epsilon: float
+    secure: bool
+    optimizer: str
+    lr: float
+    clip_norm: float
+    beta1: float
+    beta2: float
+    gamma: float
+    gamma_prime: float
+    h1: float
+    h2: float
+    kappa: Literal["paper", "exact", "tracked"]
+    phi: Literal["paper", "tracked"]
+    recipe: Recipe
+    batch_size: int
+    physical_batch: int
+    audit: AuditPlan
+    compile: bool
+    device: str
+    seed: int | Secret
+    data_dir: Path
+    checkpoint_every: Interval
+    out: Path | NewFolder
+    force: bool
+    diagnostics: bool
+    tensorboard: bool
+    plot: bool
+    json: bool
+    quiet: bool
+    recorded: Mapping[str, Any] = field(hash=False, repr=False)
+
+    @property
+    def facts(self) -> Dataset:
+        """Public facts of the dataset."""
+        return self.found.facts
+
+    @property
+    def dataset_name(self) -> str:
+        """Name of the dataset, without the folders above it."""
+        return self.found.name
+
+    @property
+    def own_data(self) -> bool:
+        """Whether the dataset is your own."""
+        return isinstance(self.data, Source)
+
+    @property
+    def method(self) -> Optimizer:
+        """The optimizer's row in the table."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
+    def sigma(self) -> float:
+        """Noise multiplier; 0 without privacy."""
+        return self.event.noise_multiplier
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return self.event.steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """ceil(n/B)."""
+        return self.event.steps_per_epoch
+
+    def event_of(self, steps: int) -> TrainingEvent:
+        """Return what the first ``steps`` steps do to the records."""
+        return replace(self.event, steps=steps)

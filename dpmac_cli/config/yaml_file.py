@@ -1,0 +1,129 @@
+"""Settings in YAML files: flag names for keys, read without YAML's own idea of numbers."""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from dpmac_cli.config.given import Given, near_setting
+from dpmac_cli.config.settings import SETTINGS, flag_name
+
+#: How a config.yaml of ours begins.
+HEADER = "# Settings of a dpmac run."
+#: What a value must be, in words.
+KIND_WORDS: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+}
+NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
+#: What YAML can hold instead, in words.
+NODE_WORDS: Mapping[type[yaml.Node], str] = {
+    yaml.ScalarNode: "a single value",
+    yaml.SequenceNode: "a list",
+    yaml.MappingNode: "a mapping",
+}
+
+
+def read_settings(file: Path, errors: list[str]) -> dict[str, Given]:
+    """Return the settings of a YAML file; what is wrong with it joins ``errors``."""
+    given: dict[str, Given] = {}
+    for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
+        kind = SETTINGS[name].kind
+        if not isinstance(node, yaml.ScalarNode):
+            found = NODE_WORDS[type(node)]
+            errors.append(f"{origin} must be {KIND_WORDS[kind]}, not {found}.")
+            continue
+        value = _as_typed(node, kind)
+        if value is not None and value is not False:
+            given[name] = Given(value, origin)
+    return given
+
+
+def read_lists(file: Path, known: Collection[str], errors: list[str]) -> dict[str, list[str]]:
+    """Return the settings of a YAML file in which each may have several values, as text.
+
+    Args:
+        file: YAML with flag names for keys, and values or lists of them.
+        known: names that may be there, as fields.
+        errors: what is wrong joins these.
+    """
+    found: dict[str, list[str]] = {}
+    for name, origin, node in _entries(file, known, "a setting of a study", errors):
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not items or not all(isinstance(item, yaml.ScalarNode) for item in items):
+            errors.append(f"{origin} must be a value or a list of values.")
+        else:
+            found[name] = [str(item.value) for item in items]
+    return found
+
+
+def to_yaml(recorded: Mapping[str, object]) -> str:
+    """Return the file that, given to --config with the same --seed, repeats a run exactly."""
+    body = yaml.safe_dump(dict(recorded), sort_keys=False)
+    return f"{HEADER} dpmac train --config FILE trains with them again; a seed is not kept.\n{body}"
+
+
+def _entries(
+    file: Path, known: Collection[str], what: str, errors: list[str]
+) -> Iterator[tuple[str, str, yaml.Node]]:
+    """Yield name, origin and value of each setting; what is wrong joins ``errors``."""
+    seen: set[str] = set()
+    for key, node in _pairs(file, errors):
+        written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
+        name = written.replace("-", "_")
+        origin = f"{flag_name(name)} in {file}"
+        if name not in known:
+            hint = near_setting(written, known)
+            errors.append(f"{written} in {file} is not {what}.{hint}")
+        elif name in seen:
+            line = key.start_mark.line + 1
+            errors.append(f"{origin} is given twice, again in line {line}. Give it once.")
+        else:
+            yield name, origin, node
+        seen.add(name)
+
+
+def _pairs(file: Path, errors: list[str]) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Return keys and values of a YAML file as nodes, which know where they are."""
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as failure:
+        errors.append(f"--config: {file} cannot be read ({failure.strerror or failure}).")
+        return []
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
+        errors.append(
+            f"--config: {file} is not YAML that can be read: {_fault_of_yaml(failure)}. "
+            "Write lines like 'sigma: 0.8'."
+        )
+        return []
+    if isinstance(root, yaml.MappingNode):
+        return list(root.value)
+    if root is not None and root.tag != NULL:
+        found = NODE_WORDS[type(root)]
+        errors.append(f"--config: {file} must hold lines like 'sigma: 0.8', not {found}.")
+    return []
+
+
+def _fault_of_yaml(failure: Exception) -> str:
+    """Return where a file stops being YAML, and why, in a few words."""
+    if isinstance(failure, yaml.MarkedYAMLError) and failure.problem_mark:
+        mark, problem = failure.problem_mark, failure.problem or "cannot be read"
+        return f"line {mark.line + 1}, column {mark.column + 1}: {problem.removeprefix('but ')}"
+    if isinstance(failure, RecursionError):
+        return "lists or mappings are nested too deeply"
+    return "it holds characters that are not text in UTF-8"
+
+
+def _as_typed(node: yaml.ScalarNode, kind: type) -> str | bool | None:
+    """Return what a flag would be given: text, but for null and for the value of a switch.
+
+    YAML's own idea of numbers (010 is 8, 1:30 is 90, 1e-5 is text) is left aside.
+    """
+    if node.tag == NULL:
+        return None
+    if kind is bool and node.tag == BOOL:
+        return yaml.SafeLoader.bool_values.get(node.value.lower(), node.value)
+    return str(node.value)

@@ -1,0 +1,121 @@
+"""What a resumed or forked run takes over from a run folder: checkpoint, charges, data, code."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.errors import InputError
+from dpmac_cli.models.registry import UserModel, parse_model
+from dpmac_cli.runs import checkpoint, folder, ledger
+from dpmac_cli.runs.checkpoint import Checkpoint
+from dpmac_cli.runs.ledger import Spent
+from dpmac_cli.runs.task import Task
+from dpmac_cli.storage import files
+
+#: Fingerprints that may not change.
+_SAME = {
+    "data": "The records are not those",
+    "classes": "The names of the classes are not those",
+    "pretrained": "The file of --pretrained is not the one",
+    "constants": "The ranges low and high are not those",
+    "network": "The factory or the file of --model is not the one",
+    "features": "The features are not those",
+}
+#: Those of them that may change where noise is drawn with new keys.
+EXACT = ("constants", "network", "features")
+SPENT = "The privacy cost so far is for the original. Restore it, or start a new run."
+NOT_EXACTLY = (
+    "An exact resume repeats the noise, which must not be added to other gradients. Restore the "
+    "original; or fork the run, which draws new noise; or start a new run."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inherited:
+    """What was done to the records before a session, and the state that it begins with.
+
+    Attributes:
+        spent: by all sessions before; its event is the one that the session goes on with.
+        saved: the checkpoint; None for a new run.
+        fresh_noise: why new keys are drawn; "" for those of the checkpoint.
+        lost_checkpoint: whether sessions took steps of which no checkpoint is left.
+        notes: for the person who runs it.
+    """
+
+    spent: Spent
+    saved: Checkpoint | None = None
+    fresh_noise: str = ""
+    lost_checkpoint: bool = False
+    notes: tuple[str, ...] = ()
+
+    def with_new_keys(self, why: str) -> "Inherited":
+        """Return the same with new keys: steps that may have begun are an event of their own."""
+        assert self.saved is not None  # noqa: S101
+        step = self.saved.record["state"]["step"]
+        spent = replace(self.spent, earlier=self.spent.events, base=step, begun=step)
+        return replace(self, spent=spent, fresh_noise=why)
+
+
+def inherited(run: Path, saved: Checkpoint) -> Inherited:
+    """Return what a session inherits from a run, charged by the largest of all witnesses."""
+    kept, found = Spent.of(saved.record["spent"]), ledger.read(run)
+    step = saved.record["state"]["step"]
+    notes = [f"{name} is damaged; resuming from step {step}." for name in saved.damaged]
+    same = found is not None and replace(found, begun=kept.begun) == kept
+    if found is not None and (same or len(found.earlier) > len(kept.earlier)):
+        shown = [line.get("step") for line in files.read_lines(run / folder.METRICS)]
+        steps = [step for step in shown if isinstance(step, int)]
+        begun = max(found.begun, step, folder.reported_steps(run), *steps)
+        spent = replace(found, begun=min(begun, found.end))
+    else:
+        spent = replace(kept, begun=kept.end)
+        notes.append(
+            f"{checkpoint.FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
+            f"many steps were taken: all {kept.event.steps} planned ones are charged."
+        )
+    lost = len(spent.earlier) > len(kept.earlier)
+    return Inherited(spent=spent, saved=saved, lost_checkpoint=lost, notes=tuple(notes))
+
+
+def named_again(
+    run: Path, recorded: Mapping[str, Any], given: Mapping[str, Any], flag: str
+) -> set[str]:
+    """Return which of dataset and model may have another path.
+
+    Raises:
+        InputError: one must be named again, or is another one.
+    """
+    moved = set()
+    source, dataset, model = recorded["dataset"], given.get("dataset"), given.get("model")
+    if source not in DATASETS:
+        if dataset is None and not Path(source).exists():
+            raise InputError(
+                f"The run's data {source} is not where it was. Put it back, or name its new place "
+                "with --dataset."
+            )
+        moved |= {"dataset"} if dataset not in DATASETS else set()
+    if isinstance(parse_model(recorded["model"]), UserModel):
+        if model is None or not isinstance(parse_model(str(model)), UserModel):
+            raise InputError(
+                f"{run} trains a model of your own, {recorded['model']}. No file makes dpmac run "
+                f"code, so name it again, if you trust it: {folder.resume_command(run, flag=flag)}"
+            )
+        moved.add("model")
+    for name in ("dataset", "model"):
+        value = given.get(name)
+        if name not in moved and value is not None and str(value) != str(recorded[name]):
+            raise InputError(f"--{name} cannot change. Start a new run to change it.")
+    return moved
+
+
+def check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
+    """Reject other records (their number sets the rate), and in an exact resume other networks."""
+    others = [
+        f"{_SAME[of]} that the run began with. {NOT_EXACTLY if of in EXACT else SPENT}"
+        for of in _SAME
+        if (exactly or of not in EXACT) and task.fingerprints.get(of) != before.get(of)
+    ]
+    if others:
+        raise InputError(others)

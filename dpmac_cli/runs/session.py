@@ -1,0 +1,329 @@
+"""A run being trained: from its first step here to the files it ends with."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.schedule import epsilon_schedule
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.yaml_file import to_yaml
+from dpmac_cli.errors import DivergedError
+from dpmac_cli.models.feature_cache import Computing
+from dpmac_cli.runs import assist, audit, checkpoint, folder
+from dpmac_cli.runs.environment import device_name, environment
+from dpmac_cli.runs.ledger import Ledger
+from dpmac_cli.runs.model_card import model_card
+from dpmac_cli.runs.publish import save_model
+from dpmac_cli.runs.report import (
+    Bill,
+    Outcome,
+    State,
+    build_report,
+    metrics_line,
+    public_facts,
+)
+from dpmac_cli.runs.task import Task
+from dpmac_cli.runs.tensorboard import EventLog
+from dpmac_cli.storage import files
+from dpmac_cli.training.diagnostics import Diagnosis, Diagnostics
+from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.loop import Evaluated, Progress, fit
+from dpmac_cli.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A run is about to take its first step, or its first one since it was resumed or forked.
+
+    Attributes:
+        plan: of the run. folder: where its files go.
+        parameters: d.
+        done: steps taken before. steps: that it will end at.
+        cut_short: whether --max-epsilon allows fewer steps than were asked for.
+        fresh_noise: why noise and batches are drawn with new keys; "" where they are not.
+        notes: what the person who runs it should know.
+    """
+
+    plan: TrainPlan
+    folder: Path
+    parameters: int
+    done: int
+    steps: int
+    cut_short: bool
+    fresh_noise: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """Progress of training.
+
+    Attributes:
+        event: of the training loop.
+        epsilon: spent up to the event's step, exactly after the last one and as an upper bound
+            before; None while costs are still being computed, which they are by the first
+            Evaluated; ``inf`` without privacy.
+        planned: epsilon of the whole run, likewise.
+        not_private: averages since the last evaluation, if diagnostics are on.
+    """
+
+    event: Progress | Evaluated
+    epsilon: float | None
+    planned: float | None
+    not_private: Diagnosis | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run is over and its files are written.
+
+    Attributes:
+        report: as in report.json. folder: of the run. state: how it ended.
+    """
+
+    report: dict[str, Any]
+    folder: Path
+    state: State
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Memory ran out in the step just taken: fewer samples are worked on at a time from now on.
+
+    Attributes:
+        step: t. chunk: samples at a time.
+    """
+
+    step: int
+    chunk: int
+
+
+RunEvent = Computing | Started | Update | Reduced | Finished
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A run that is being trained, at ``trainer.state.step``.
+
+    Attributes:
+        history: lines of metrics.jsonl. shown: how many of them the file has.
+        seconds: of training so far.
+    """
+
+    plan: TrainPlan
+    task: Task
+    trainer: Trainer
+    where: Path
+    ledger: Ledger
+    diagnostics: Diagnostics | None = None
+    ranks: Ranks | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    shown: int = 0
+    seconds: float = 0.0
+    fresh_noise: str = ""
+    notes: tuple[str, ...] = ()
+    events: EventLog | None = None
+
+    @property
+    def steps(self) -> int:
+        """Step that the run will end at."""
+        return self.ledger.spent.end
+
+    @property
+    def base(self) -> int:
+        """Step at which the current event began: 0 unless keys changed or the run is a fork."""
+        return self.ledger.spent.base
+
+    def event(self, steps: int) -> TrainingEvent:
+        """Return the current event by the time the run has taken ``steps`` in all."""
+        return self.plan.event_of(steps - self.base)
+
+    def bill(self) -> Bill:
+        """Return what has been done with the records, by this session and by those before."""
+        spent, charged = self.ledger.spent, self.ledger.charged(self.trainer.state.step)
+        return Bill(
+            events=(*spent.earlier, self.event(charged)),
+            planned=self.event(self.plan.steps),
+            seeded=spent.seeded,
+            secure=spent.secure,
+            abandoned=spent.abandoned,
+        )
+
+    def begin_files(self) -> None:
+        """Write config.yaml and its checksum, the only one while training, and the metrics."""
+        folder.unseal(self.where)
+        text = to_yaml(self.plan.recorded)
+        files.write_atomically(self.where / folder.CONFIG, text.encode())
+        folder.seal(self.where, (folder.CONFIG,))
+        self._write_metrics()
+
+    def save(self) -> Path:
+        """Write a checkpoint. Raises OSError, and DivergedError: from there no run can go on."""
+        self.trainer.check_finite()
+        state = self.trainer.state
+        record = {
+            "state": state.numbers(),
+            "config": dict(self.plan.recorded),
+            "spent": asdict(self.ledger.spent),
+            "history": self.history,
+            "seconds": self.seconds,
+            "fingerprints": dict(self.task.fingerprints),
+            "environment": environment(state.theta.device, self.ranks),
+        }
+        return checkpoint.save(self.where, state.step, state.tensors(), record)
+
+    def drive(self, stop: Callable[[], bool]) -> Iterator[RunEvent]:
+        """Train to the end and write the files."""
+        began = time.perf_counter()
+        if self.plan.tensorboard:
+            self.events = EventLog.begin(self.where)
+            self.events.follow(self.history)
+        yield Started(
+            plan=self.plan,
+            folder=self.where,
+            parameters=self.trainer.state.theta.numel(),
+            done=self.trainer.state.step,
+            steps=self.steps,
+            cut_short=self.steps < self.plan.steps,
+            fresh_noise=self.fresh_noise,
+            notes=self.notes,
+        )
+        if self.ranks is not None:
+            assist.begin(self.ranks, self.plan, self.task, self.trainer, self.where)
+        try:
+            yield from self._updates(stop)
+        except DivergedError as failure:
+            # That it diverged was computed from the records, so a fork must count those steps.
+            epoch = failure.step / self.plan.steps_per_epoch
+            self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
+            self.ledger.settle(failure.step)
+            self._show()
+            raise
+        self.ledger.settle(self.trainer.state.step)
+        if self.ranks is not None:
+            self.ranks.dismiss()
+        self.save()
+        yield self._publish(time.perf_counter() - began)
+
+    def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
+        """Train, save checkpoints when they are due, and report progress."""
+        plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoint_every
+        saved, chunk = time.perf_counter(), trainer.state.chunk
+
+        def due(step: int) -> bool:
+            return interval.steps > 0 and step % interval.steps == 0
+
+        with ThreadPoolExecutor(1) as pool:
+            # Costs are composed beside the training, which they must not hold up.
+            costs = pool.submit(
+                epsilon_schedule,
+                self.event(self.steps),
+                plan.delta,
+                plan.steps_per_epoch,
+                self.ledger.spent.earlier,
+            )
+            for event in fit(trainer, stop, due, self.seconds, self.ledger.before):
+                self.seconds = event.seconds
+                scored = isinstance(event, Evaluated)
+                schedule = costs.result() if scored or costs.done() else None
+                epsilon = None if schedule is None else schedule.at(event.step - self.base)
+                if isinstance(event, Evaluated):
+                    if event.last:  # as in the report: a run may end between the schedule's points
+                        epsilon = total_epsilon(self.bill().events, plan.delta)
+                    assert epsilon is not None  # noqa: S101  (the schedule was waited for)
+                    self.history.append(metrics_line(event, epsilon, plan))
+                # A step that is yet to be scored would never be, if a run went on from after it.
+                scores = event.step % plan.steps_per_epoch == 0 or event.step == self.steps
+                settled = scored or not scores
+                # And one done again in chunks of another size would round the same sum otherwise,
+                # under the same noise: nothing of it may be seen before this is saved.
+                reduced = settled and trainer.state.chunk < chunk
+                late = time.perf_counter() - saved >= interval.seconds
+                if reduced or (settled and (late or due(event.step))):
+                    kept = self.save()
+                    saved = time.perf_counter()
+                    if reduced:  # nor may one from before serve, where chunks were larger
+                        checkpoint.discard(self.where, but=kept)
+                self._show()
+                if reduced:
+                    chunk = trainer.state.chunk
+                    yield Reduced(event.step, chunk)
+                yield Update(
+                    event=event,
+                    epsilon=epsilon,
+                    planned=schedule.points[-1][1] if schedule else None,
+                    not_private=self._diagnosis(event.step) if scored else None,
+                )
+
+    def _diagnosis(self, step: int) -> Diagnosis | None:
+        if self.diagnostics is None:
+            return None
+        return self.diagnostics.flush(self.where / folder.DIAGNOSTICS, step)
+
+    def _publish(self, total_seconds: float) -> Finished:
+        """Write the files that a run ends with, their checksums last."""
+        plan, trainer, where, task = self.plan, self.trainer, self.where, self.task
+        state: State = "finished" if self.steps == plan.steps else "budget-spent"
+        if trainer.state.step < self.steps:
+            state = "interrupted"
+        outcome = Outcome(
+            state,
+            self.history,
+            trainer.public_values(),
+            self.seconds,
+            total_seconds,
+            device_name(trainer.state.theta.device),
+            trainer.state.chunk,
+        )
+        facts = public_facts(
+            plan,
+            self.bill(),
+            sum(p.numel() for p in task.model.parameters()),
+            trainer.state.theta.numel(),
+            task.fingerprints.get("pretrained"),
+            task.built_by or None,
+            task.independence,
+        )
+        with trainer.published():
+            save_model(where / folder.MODEL, task.model, facts)
+        report = build_report(plan, facts, trainer.state.step, outcome)
+        files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
+        files.write_atomically(where / folder.REPORT, files.to_json(report).encode())
+        if state != "interrupted":
+            self._write_audit(report)
+        self._write_metrics()
+        if plan.plot:
+            from dpmac_cli.plots import draw_curves  # noqa: PLC0415  (loads matplotlib)
+
+            title = f"{plan.dataset_name}, {plan.optimizer}"
+            draw_curves(self.history, title, where / folder.CURVES)
+        folder.seal(where)
+        return Finished(report, where, state)
+
+    def _write_audit(self, report: Mapping[str, Any]) -> None:
+        """Write audit.json, coins and all: only when the run is over, and cannot be resumed."""
+        canaries = self.trainer.audited()
+        if canaries is None:
+            return
+        cost, settings = report["privacy"], report["audit"]
+        claim = (cost["epsilon"], cost["delta"], settings["kind"], settings["guesses"])
+        seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
+        text = files.to_json(audit.Audit(*claim, *seen).as_json())
+        files.write_atomically(self.where / folder.AUDIT, text.encode())
+
+    def _write_metrics(self) -> None:
+        text = "".join(map(files.to_line, self.history))
+        files.write_atomically(self.where / folder.METRICS, text.encode())
+
+    def _show(self) -> None:
+        """Add to metrics.jsonl, and to the TensorBoard events, the lines that are missing there."""
+        for line in self.history[self.shown :]:
+            files.append_line(self.where / folder.METRICS, line)
+            self.shown += 1
+        if self.events is not None:
+            self.events.follow(self.history)

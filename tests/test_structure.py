@@ -1,0 +1,79 @@
+"""Limits on the size of functions, constructors, modules and packages, and who imports whom."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+import pytest
+
+import dpmac_cli
+
+PACKAGE = Path(dpmac_cli.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+FUNCTION, ARGUMENTS, MODULE, TOP = 60, 8, 400, 16
+
+
+def exceptions() -> set[str]:
+    """What CONTRIBUTING.md excuses: names in backticks of the list below the limits."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("Exceptions to these limits")
+    return set(re.findall(r"^- `([^`]+)`", rest.partition("\n## ")[0], re.MULTILINE))
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
+def too_long(file: Path) -> Iterator[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            if node.end_lineno - node.lineno + 1 > FUNCTION:
+                yield f"{name_of(file)}.{node.name}"
+        if isinstance(node, ast.ClassDef):
+            made = next((f for f in node.body if getattr(f, "name", "") == "__init__"), None)
+            if isinstance(made, ast.FunctionDef):
+                given = made.args
+                count = len(given.posonlyargs + given.args + given.kwonlyargs) - 1
+                if count > ARGUMENTS:
+                    yield f"{name_of(file)}.{node.name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_functions_constructors_and_modules_are_small(file: Path) -> None:
+    found = set(too_long(file))
+    if len(file.read_text(encoding="utf-8").splitlines()) > MODULE:
+        found.add(name_of(file))
+    assert found <= exceptions()
+
+
+def test_the_exceptions_are_needed() -> None:
+    long = {name for file in FILES for name in too_long(file)}
+    long |= {name_of(f) for f in FILES if len(f.read_text("utf-8").splitlines()) > MODULE}
+    assert exceptions() <= long
+
+
+def test_the_top_level_is_short() -> None:
+    names = {path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert len(names - {"__pycache__"}) <= TOP
+
+
+def test_every_module_says_in_a_line_what_it_holds() -> None:
+    for file in FILES:
+        line = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n")[0]
+        assert line.endswith((".", "!")), file
+        assert len(line.split()) > 2, file
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = grimp.build_graph("dpmac_cli", cache_dir=None)
+    below: dict[str, set[str]] = {
+        m: graph.find_modules_directly_imported_by(m) for m in graph.modules
+    }
+    done: set[str] = set()
+    while ready := {m for m in below if m not in done and below[m] <= done}:
+        done |= ready
+    assert below.keys() - done == set()
