@@ -1,4 +1,4 @@
-"""Stopped runs go on exactly; changed runs draw anew and pay for every branch."""
+"""Stopped runs are resumed exactly; forks draw with new keys and pay for all that came before."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from dpmac_cli.storage import files
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
-from tests.digits_runs import RATE, SIGMA, after, digits_config
+from tests.digits_runs import RATE, SIGMA, after, contents, digits_config
 
 STEPS = 21
 
@@ -122,7 +122,6 @@ CHANGES: tuple[Mapping[str, str], ...] = (
     {"steps": "30"},
     {"sigma": "7"},
     {"physical_batch": "64"},
-    {"seed": "7"},
 )
 
 
@@ -135,7 +134,7 @@ CHANGES: tuple[Mapping[str, str], ...] = (
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_a_changed_resume_reuses_no_draw(
+def test_a_fork_reuses_no_draw(
     sampler: str, change: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws = Draws(monkeypatch)
@@ -144,12 +143,12 @@ def test_a_changed_resume_reuses_no_draw(
     (Path("run/checkpoint/step-000000021.safetensors")).unlink()
     assert kept.exists()
     before = len(draws.noise)
-    finished = finish(run.resume(Path("run"), change))
+    finished = finish(run.fork(Path("run"), {**change, "out": "forked"}))
     assert len(draws.noise) == len(draws.batches) > before == STEPS
     for drawn in draws.noise[before:]:
         assert not any(torch.equal(drawn, old) for old in draws.noise[:before])
     assert not set(draws.batches[before:]) & set(draws.batches[:before])
-    # Step 21 was shown by the first branch, and taken again by the second.
+    # Step 21 was shown by the run, and taken again by its fork.
     events = finished.report["privacy"]["events"]
     after = finished.report["hyperparameters"]["steps"] - 20
     assert [event["steps"] for event in events] == [21, after]
@@ -157,10 +156,11 @@ def test_a_changed_resume_reuses_no_draw(
 
 
 @pytest.mark.privacy
-def test_the_price_covers_every_branch() -> None:
+def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
     first = finish(run.train(start(out="run")))
-    second = finish(run.resume(first.folder, {"steps": "40", "sigma": "8"}))
-    third = finish(run.resume(first.folder, {"steps": "50"}))
+    before = contents(first.folder)
+    second = finish(run.fork(first.folder, {"steps": "40", "sigma": "8", "out": "second"}))
+    third = finish(run.fork(second.folder, {"steps": "50", "out": "third"}))
     events = (
         TrainingEvent(RATE, SIGMA, 21, "poisson", 12),
         TrainingEvent(RATE, 8.0, 19, "poisson", 12),
@@ -172,21 +172,21 @@ def test_the_price_covers_every_branch() -> None:
     lines = files.read_lines(third.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
     assert "noise multiplier 6 and 29" in price["statement"]
-    assert (third.folder / "branch-1" / folder.MODEL).exists()
-    assert (third.folder / "branch-2" / folder.REPORT).exists()
+    assert contents(first.folder) == before
+    assert {first.folder, second.folder, third.folder} == set(map(Path, ("run", "second", "third")))
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize(
     "sampler", [name for name, sampling in SAMPLERS.items() if sampling.once_an_epoch]
 )
-def test_branches_pay_for_the_epochs_that_each_began(sampler: str) -> None:
+def test_forks_pay_for_the_epochs_that_each_began(sampler: str) -> None:
     """Left and begun in the middle of one, where an epoch has 12 steps."""
     first = finish(run.train(start(out="run", sampler=sampler), after(15)))
     assert first.report["privacy"]["epsilon"] == total_epsilon(
         (TrainingEvent(1.0, SIGMA, 2),), 1e-5
     )
-    last = finish(run.resume(first.folder, {"lr": "0.01"}))
+    last = finish(run.fork(first.folder, {"lr": "0.01", "out": "forked"}))
     events = [
         TrainingEvent(RATE, SIGMA, 15, sampler, 12),
         TrainingEvent(RATE, SIGMA, 6, sampler, 12),
@@ -207,7 +207,7 @@ def test_steps_shown_after_the_checkpoint_are_paid_for_even_after_two_kills() ->
     where = Path("run")
     assert [line["step"] for line in files.read_lines(where / folder.METRICS)] == [12]
     kill(run.resume(where, {}), lambda e: isinstance(e, Started))
-    finished = finish(run.resume(where, {"lr": "0.002"}))
+    finished = finish(run.fork(where, {"lr": "0.002", "out": "forked"}))
     assert finished.report["privacy"]["events"][0]["steps"] >= 12
 
 
@@ -223,15 +223,16 @@ def test_that_a_run_diverged_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(Trainer, "check_finite", check_finite)
         with pytest.raises(DivergedError, match="after step 12"):
             finish(run.train(start(out="run", checkpoint_every="10")))
-    finished = finish(run.resume(Path("run"), {"lr": "0.0001"}))
+    finished = finish(run.fork(Path("run"), {"lr": "0.0001", "out": "forked"}))
     assert [event["steps"] for event in finished.report["privacy"]["events"]] == [12, STEPS - 10]
 
 
 @pytest.mark.privacy
-def test_no_checkpoint_of_the_branch_that_is_left_stays() -> None:
-    """Its bill lacks the new branch, which would be free if the run went back to it."""
+def test_no_checkpoint_with_the_old_keys_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its charges lack the steps with new keys, which would be free if the run went back to it."""
     first = finish(run.train(start(out="run"), after(6)))
-    kill(run.resume(first.folder, {"lr": "0.01"}), lambda event: isinstance(event, Started))
+    monkeypatch.setattr(run, "environment", lambda *_: {"threads": 77})
+    kill(run.resume(first.folder, {}), lambda event: isinstance(event, Started))
     (left,) = (first.folder / checkpoint.FOLDER).glob("step-*")
     assert len(checkpoint.newest(first.folder).record["spent"]["earlier"]) == 1
     left.write_bytes(b"")
@@ -240,11 +241,12 @@ def test_no_checkpoint_of_the_branch_that_is_left_stays() -> None:
 
 
 @pytest.mark.privacy
-def test_a_budget_covers_the_branches_before() -> None:
+def test_a_budget_covers_what_a_fork_inherits() -> None:
     first = finish(run.train(start(out="run")))
     spent = first.report["privacy"]["epsilon"]
     budget = round(1.2 * spent, 4)
-    last = finish(run.resume(first.folder, {"steps": "60", "max_epsilon": str(budget)}))
+    flags = {"steps": "60", "max_epsilon": str(budget), "out": "forked"}
+    last = finish(run.fork(first.folder, flags))
     assert last.state == "budget-spent"
     assert spent < last.report["privacy"]["epsilon"] <= budget
 
@@ -276,7 +278,7 @@ def test_halved_chunks_are_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.privacy
-def test_another_machine_is_another_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_draws_with_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = finish(run.train(start(out="run"), after(5)))
     monkeypatch.setattr(run, "environment", lambda *_: {"threads": 77})
     finished = finish(run.resume(stopped.folder, {}))
@@ -318,7 +320,7 @@ def _other(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.privacy
-def test_any_other_environment_is_another_branch() -> None:
+def test_any_other_environment_draws_with_new_keys() -> None:
     """Each key by itself, whatever keys are recorded: another machine may round otherwise."""
     stopped = finish(run.train(start(out="run"), after(3))).folder
     saved = checkpoint.newest(stopped)
@@ -333,10 +335,9 @@ def test_any_other_environment_is_another_branch() -> None:
         record = {**saved.record, "environment": other}
         checkpoint.save(where, 3, saved.tensors, record)
         started = next(e for e in run.resume(where, {}) if isinstance(e, Started))
-        assert (started.branch is None) == (other == environment), other
+        assert (started.fresh_noise == "") == (other == environment), other
         if number:
-            assert started.branch is not None
-            assert "the machine" in started.branch
+            assert "the machine" in started.fresh_noise
 
 
 class Changed:
@@ -358,14 +359,14 @@ class Changed:
         ("parallel libraries", torch.__config__, "parallel_info"),
     ],
 )
-def test_what_computes_otherwise_makes_a_branch(
+def test_what_computes_otherwise_draws_with_new_keys(
     name: str, owner: Any, attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish(run.train(start(out="run"), after(5)))
     monkeypatch.setattr(owner, attribute, Changed())
     started = next(run.resume(Path("run"), {}))
     assert isinstance(started, Started)
-    assert started.branch == f"the machine or its software changed ({name})"
+    assert started.fresh_noise == f"the machine or its software changed ({name})"
 
 
 @pytest.mark.privacy
@@ -378,7 +379,7 @@ def test_what_computes_otherwise_makes_a_branch(
         *("NVIDIA_TF32_OVERRIDE", "NPY_DISABLE_CPU_FEATURES", "GLIBC_TUNABLES"),
     ],
 )
-def test_a_variable_that_changes_kernels_makes_a_branch(
+def test_a_variable_that_changes_kernels_is_another_environment(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = environment.environment(torch.device("cpu"))
@@ -391,18 +392,18 @@ def test_a_variable_that_changes_kernels_makes_a_branch(
 
 
 @pytest.mark.privacy
-def test_every_resume_on_a_gpu_is_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_resume_on_a_gpu_draws_with_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """It adds in any order, so that the same step gives other bits."""
     assert not environment.repeatable(torch.device("cuda", 0))
     monkeypatch.setattr(run, "repeatable", lambda device: False)
     stopped = finish(run.train(start(out="run"), after(5)))
-    assert not run.goes_on_exactly(stopped.folder, "cpu")
+    assert not run.resumes_exactly(stopped.folder, "cpu")
     started, *_, last = run.resume(stopped.folder, {})
     assert isinstance(started, Started)
-    assert started.branch == "steps on a GPU cannot be repeated bit for bit"
+    assert started.fresh_noise == "steps on a GPU cannot be repeated bit for bit"
     assert isinstance(last, run.Finished)
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [5, STEPS - 5]
-    assert run.goes_on_exactly(stopped.folder, "cpu")  # for no step is left
+    assert run.resumes_exactly(stopped.folder, "cpu")  # for no step is left
     with pytest.raises(InputError, match="is finished"):
         finish(run.resume(stopped.folder, {}))
 
@@ -410,16 +411,16 @@ def test_every_resume_on_a_gpu_is_a_branch(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_finished_run_has_nothing_to_go_on_with() -> None:
     first = finish(run.train(start(out="run")))
     before = weights(first.folder)
-    with pytest.raises(InputError, match=r"finished: it took 21 of 21 steps.*--steps .above 21"):
+    with pytest.raises(InputError, match=r"finished: it took 21 of 21 steps.*--fork run --out NEW"):
         finish(run.resume(first.folder, {}))
     assert weights(first.folder) == before
 
 
 def test_fewer_steps_than_were_taken_are_refused() -> None:
     first = finish(run.train(start(out="run"), after(15)))
-    words = r"has taken 15 steps already, more than the 2 asked for.*--steps .above 15"
+    words = r"has taken 15 steps already, and 2 are asked for.*--steps .above 15"
     with pytest.raises(InputError, match=words):
-        finish(run.resume(first.folder, {"steps": "2"}))
+        finish(run.fork(first.folder, {"steps": "2", "out": "forked"}))
 
 
 @pytest.mark.parametrize(
@@ -429,8 +430,24 @@ def test_fewer_steps_than_were_taken_are_refused() -> None:
 )
 def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> None:
     first = finish(run.train(start(out="run"), after(3)))
-    with pytest.raises(InputError, match="cannot change in a resumed run"):
+    with pytest.raises(InputError, match="cannot change in a fork"):
+        finish(run.fork(first.folder, {**change, "out": "forked"}))
+    assert not Path("forked").exists()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "change",
+    [*CHANGES, {"seed": "7"}, {"epochs": "9"}, {"max_epsilon": "9"}, {"out": "other"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_resume_that_changes_anything_is_refused(change: Mapping[str, str]) -> None:
+    """It would add the same noise to other gradients."""
+    first = finish(run.train(start(out="run"), after(3)))
+    before = contents(Path("run"))
+    with pytest.raises(InputError, match=r"would change the run.*--fork run --out NEW"):
         finish(run.resume(first.folder, change))
+    assert contents(Path("run")) == before
 
 
 def test_repeating_what_the_run_is_changes_nothing() -> None:
@@ -489,7 +506,7 @@ def test_a_run_killed_before_its_first_step_ends_bit_identical() -> None:
 
 @pytest.mark.privacy
 def test_a_folder_in_use_is_refused() -> None:
-    """Two branches at a time would draw alike, and neither would pay for the other."""
+    """Two sessions at a time would draw alike, and neither would pay for the other."""
     events = run.train(start(out="run"))
     next(events)
     with pytest.raises(InputError, match="in use by another dpmac process"):
@@ -548,27 +565,55 @@ def test_a_run_killed_about_a_checkpoint_keeps_every_line(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", ["discard", "set_aside", "_write_metrics", "_write_config"])
-def test_a_branch_killed_as_it_begins_goes_on_as_that_branch(
+@pytest.mark.parametrize("name", ["discard", "save"])
+def test_a_run_with_new_keys_that_is_killed_as_it_begins_is_charged_for_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its settings and its bill are those of its checkpoint, whatever config.yaml still says."""
     first = finish(run.train(start(out="run"), after(6)))
 
     def killed(*args: Any, **kwargs: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        for module in (checkpoint, folder, run):
-            if hasattr(module, name):
-                patch.setattr(module, name, killed)
+        patch.setattr(run, "environment", lambda *_: {"threads": 77})
+        patch.setattr(checkpoint, name, killed)
         with pytest.raises(Killed):
-            finish(run.resume(first.folder, {"lr": "0.02"}))
+            finish(run.resume(first.folder, {}))
     last = finish(run.resume(first.folder, {}))
+    assert [event["steps"] for event in last.report["privacy"]["events"] if event["steps"]] == [
+        6,
+        15,
+    ]
+    assert all(folder.vouched(last.folder, published) for published in folder.PUBLISHED)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["discard", "save", "clear"])
+def test_a_fork_killed_as_it_begins_leaves_its_parent_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = finish(run.train(start(out="run"), after(6)))
+    before = contents(first.folder)
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder if name == "clear" else checkpoint, name, killed)
+        with pytest.raises(Killed):
+            finish(run.fork(first.folder, {"lr": "0.02", "out": "forked"}))
+    assert contents(first.folder) == before
+
+
+@pytest.mark.privacy
+def test_a_fork_of_an_interrupted_run_inherits_its_settings() -> None:
+    first = finish(run.train(start(out="run"), after(6)))
+    last = finish(run.fork(first.folder, {"lr": "0.02", "out": "forked"}))
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [6, 15]
     assert last.report["hyperparameters"]["lr"] == 0.02
     assert "lr: 0.02\n" in (last.folder / folder.CONFIG).read_text()
-    assert all(folder.vouched(last.folder, published) for published in folder.PUBLISHED)
+    lines = files.read_lines(last.folder / folder.METRICS)
+    assert [line["step"] for line in lines] == [6, 12, 21]
 
 
 @pytest.mark.privacy
@@ -584,5 +629,5 @@ def test_steps_ahead_of_a_run_that_is_stopped_again_are_charged(
     assert [line["step"] for line in lines] == [9]
     assert stopped.report["privacy"]["events"][0]["steps"] == 12
     assert lines[0]["epsilon"] == stopped.report["privacy"]["epsilon"]
-    last = finish(run.resume(stopped.folder, {"lr": "0.02"}))
+    last = finish(run.fork(stopped.folder, {"lr": "0.02", "out": "forked"}))
     assert last.report["privacy"]["events"][0]["steps"] == 12

@@ -23,7 +23,6 @@ from dpmac_cli.config.plan import (
 )
 from dpmac_cli.config.settings import DATA, RECIPE, SETTINGS, flag_name
 from dpmac_cli.config.yaml_file import read_settings
-from dpmac_cli.data.own import inspect
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.errors import InputError
@@ -121,7 +120,7 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
     values = {**{name: s.default for name, s in SETTINGS.items()}, **_present(settings)}
     try:
         data = _data(values)
-        found = inspect(data) if isinstance(data, Source) else Found(DATASETS[data], data)
+        found = _found(data)
     except InputError as failure:
         raise InputError([*errors, *failure.errors]) from failure
     errors += checks.lonely(given)
@@ -130,6 +129,15 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
     if errors:
         raise InputError(errors)
     return Resolved(_calibrated(plan), tuple(checks.notes(plan, on_command_line)))
+
+
+def _found(data: str | Source) -> Found:
+    """Return the facts of a dataset, read once: files may change during a run."""
+    if isinstance(data, Source):
+        from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
+
+        return inspect(data)
+    return Found(DATASETS[data], data)
 
 
 def _present(settings: object) -> dict[str, Any]:

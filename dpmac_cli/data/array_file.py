@@ -44,11 +44,11 @@ class ArrayFile:
         if x.ndim == 2:
             low, high = self._range()
             standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
-            shape, levels = (x.shape[1], 1, 1), 1
+            shape = (x.shape[1], 1, 1)
         else:
             channels, *side = _channels_first(x[:1]).shape[1:]
             height, width = (source.image_size or pixels for pixels in side)
-            shape, levels = (channels, height, width), 255
+            shape = (channels, height, width)
             standard = constants(source, shape[0])
             if source.channels not in (None, shape[0]):
                 raise InputError(
@@ -61,8 +61,8 @@ class ArrayFile:
             shape,
             classes,
             standard,
-            levels,
             self._arrays["y_test"],
+            is_table=x.ndim == 2,
             held_out=not own_test,
             inferred=("classes",) if names is None else (),  # arrays declare a shape of themselves
             skipped=skipped,

@@ -28,6 +28,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def to(self, device: torch.device) -> "Split":
+        """Return the same records on a device."""
+        return Split(self.images.to(device), self.labels.to(device))
+
 
 @dataclass(frozen=True)
 class Data:
@@ -51,7 +55,7 @@ class Data:
             given: ``levels``, and ``mean`` and ``std`` with an entry for each channel.
         """
         mean, std = (list(map(float, given[name])) for name in ("mean", "std"))
-        gain, offset = _standardisation(float(given["levels"]), mean, std, self.gain.device)
+        gain, offset = standardisation(float(given["levels"]), mean, std, self.gain.device)
         return replace(self, gain=gain, offset=offset)
 
     def standardised(self, images: Tensor) -> Tensor:
@@ -69,9 +73,10 @@ def fingerprint(*splits: Split) -> str:
     return digest.hexdigest()
 
 
-def _standardisation(
+def standardisation(
     levels: float, mean: Sequence[float], std: Sequence[float], device: torch.device
 ) -> tuple[Tensor, Tensor]:
+    """Return gain and offset of (images / levels - mean) / std, shape (channels, 1, 1) each."""
     means = torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1)
     stds = torch.tensor(std, dtype=torch.float64).view(-1, 1, 1)
     gain, offset = 1 / (levels * stds), -means / stds

@@ -64,7 +64,6 @@ class ImageFolder:
             (channels, *size),
             self._classes,
             constants(source, channels),
-            255,
             _labels(self._test),
             held_out=not parts,
             inferred=tuple(name for name, value in schema.items() if value is None),

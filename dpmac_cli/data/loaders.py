@@ -1,19 +1,18 @@
-"""A name -> tensors on the device. Images stay uint8 there and are standardised when used."""
+"""Load a data set onto a device: from torchvision, an installed package, or your own files."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
-from dpmac_cli.data.dataset import Data, Split, _standardisation, fingerprint
+from dpmac_cli.data.dataset import Data, Split, fingerprint, standardisation
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.own import load as load_own
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import DATASETS, Bundled, Dataset, Torchvision
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
 
@@ -30,7 +29,7 @@ def load_data(
 
     Args:
         chosen: a key of :data:`dpmac_cli.data.registry.DATASETS`, or your own dataset.
-        data_dir: where the catalogue's files lie, or are downloaded to.
+        data_dir: where registered data sets lie, or are downloaded to.
         device: where the tensors go.
         download: whether missing files may be downloaded.
         facts: of your own dataset, as they were read when the run was configured.
@@ -41,21 +40,29 @@ def load_data(
     """
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
-        own = load_own(chosen, facts)
-        train, test = (Split(torch.from_numpy(x), torch.from_numpy(y)) for x, y in own)
+        train, test = (_split(x, y) for x, y in load_own(chosen, facts))
     else:
         facts = DATASETS[chosen]
-        train, test = LOADERS[chosen](data_dir, download)
+        if isinstance(facts.origin, Torchvision):
+            train, test = _from_torchvision(chosen, facts.origin, data_dir, download)
+        else:
+            train, test = BUNDLED[_bundled(facts).loader]()
         _check(chosen, train, test, data_dir)
-    return Data(
-        Split(train.images.to(device), train.labels.to(device)),
-        Split(test.images.to(device), test.labels.to(device)),
-        *_standardisation(facts.levels, facts.mean, facts.std, device),
-    )
+    gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
+    return Data(train.to(device), test.to(device), gain, offset)
+
+
+def _bundled(facts: Dataset) -> Bundled:
+    assert isinstance(facts.origin, Bundled)  # noqa: S101
+    return facts.origin
+
+
+def _split(images: Any, labels: Any) -> Split:
+    return Split(torch.as_tensor(images), torch.as_tensor(labels).long())
 
 
 def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
-    """Refuse files that are not the published data set."""
+    """Reject files that are not the published data set."""
     facts = DATASETS[name]
     shapes = [tuple(part.images.shape) for part in (train, test)]
     wanted = [(size, *facts.shape) for size in (facts.train_size, facts.test_size)]
@@ -74,82 +81,61 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
     )
 
 
-def _digits(data_dir: Path, download: bool) -> tuple[Split, Split]:
-    """Scikit-learn's digits; a fixed fifth, drawn with a public seed, is the test set."""
-    del data_dir, download
+def _digits() -> tuple[Split, Split]:
+    """Load scikit-learn's digits; a fixed fifth, drawn with a public seed, is the test set."""
     from sklearn.datasets import load_digits  # noqa: PLC0415  (a second to import)
 
-    bunch = load_digits()
+    bunch, held_out = load_digits(), DATASETS["digits"].test_size
     # RandomState's streams are frozen by numpy, so this split never changes.
     order = np.random.RandomState(0).permutation(len(bunch.target))
-    held_out = DATASETS["digits"].test_size
-
-    def split(rows: NDArray[np.int64]) -> Split:
-        images = torch.from_numpy(bunch.images[rows].astype(np.uint8)).unsqueeze(1)
-        return Split(images, torch.from_numpy(bunch.target[rows].astype(np.int64)))
-
-    return split(order[held_out:]), split(order[:held_out])
+    train, test = (
+        _split(bunch.images[rows].astype(np.uint8)[:, None], bunch.target[rows])
+        for rows in (order[held_out:], order[:held_out])
+    )
+    return train, test
 
 
-def _mnist_files(dataset: Any, data_dir: Path) -> list[Path]:
-    raw = data_dir / dataset.__name__ / "raw"
-    return [raw / Path(archive).stem for archive, _ in dataset.resources]
-
-
-def _cifar_files(dataset: Any, data_dir: Path) -> list[Path]:
-    listed = [file for file, _ in (*dataset.train_list, *dataset.test_list)]
-    return [data_dir / dataset.base_folder / file for file in (*listed, dataset.meta["filename"])]
-
-
-def _svhn_files(dataset: Any, data_dir: Path) -> list[Path]:
-    return [data_dir / dataset.split_list[split][1] for split in ("train", "test")]
-
-
-#: By name: the class of torchvision, and its files in a folder of datasets.
-TORCHVISION: Mapping[str, tuple[str, Callable[[Any, Path], list[Path]]]] = {
-    "mnist": ("MNIST", _mnist_files),
-    "fashion-mnist": ("FashionMNIST", _mnist_files),
-    "kmnist": ("KMNIST", _mnist_files),
-    "cifar10": ("CIFAR10", _cifar_files),
-    "cifar100": ("CIFAR100", _cifar_files),
-    "svhn": ("SVHN", _svhn_files),
-}
+#: Loaders of training and test split, by the names that :class:`Bundled` gives.
+BUNDLED: Mapping[str, Callable[[], tuple[Split, Split]]] = {"digits": _digits}
 
 
 def files_of(name: str, data_dir: Path) -> list[Path]:
-    """Return the files of a dataset of the catalogue; none for those of installed packages."""
-    if name not in TORCHVISION:
+    """Return the files of a registered data set; none for those of installed packages."""
+    origin = DATASETS[name].origin
+    if not isinstance(origin, Torchvision):
         return []
-    kind, files = TORCHVISION[name]
-    return files(_torchvision(kind), data_dir)
+    kind = _kind(origin)
+    if hasattr(kind, "resources"):  # MNIST and its like
+        raw = data_dir / origin.name / "raw"
+        return [raw / Path(archive).stem for archive, _ in kind.resources]
+    if hasattr(kind, "base_folder"):  # CIFAR
+        listed = [file for file, _ in (*kind.train_list, *kind.test_list)]
+        return [data_dir / kind.base_folder / file for file in (*listed, kind.meta["filename"])]
+    return [data_dir / kind.split_list[split][1] for split in ("train", "test")]
 
 
-def _torchvision(kind: str) -> Any:
+def missing_files(name: str, data_dir: Path) -> tuple[int, int]:
+    """Return how many files of a registered data set are missing, and how many it has."""
+    files = files_of(name, data_dir)
+    return len(_missing(files)), len(files)
+
+
+def _kind(origin: Torchvision) -> Any:
     from torchvision import datasets  # noqa: PLC0415  (seconds to import)
 
-    return getattr(datasets, kind)
+    return getattr(datasets, origin.name)
 
 
-def _part(kind: str, data_dir: Path, train: bool, download: bool) -> Split:
-    """Load one split; torchvision checks the md5 of pickles before it reads them."""
-    # Where torchvision finds a cache of MNIST's first versions, it would read that by torch.load.
-    dataset: Any = type(kind, (_torchvision(kind),), {"_check_legacy_exist": lambda self: False})
-    if kind == "SVHN":
-        loaded = dataset(data_dir, split="train" if train else "test", download=download)
-        return Split(torch.from_numpy(loaded.data), torch.from_numpy(loaded.labels).long())
-    loaded = dataset(data_dir, train=train, download=download)
-    images = torch.as_tensor(loaded.data)
-    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-    return Split(images, torch.as_tensor(loaded.targets).long())
-
-
-def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split, Split]:
+def _from_torchvision(
+    name: str, origin: Torchvision, data_dir: Path, download: bool
+) -> tuple[Split, Split]:
     """Load from disk, or download what is not there; explain what fails."""
     files = files_of(name, data_dir)
     may_download = download and bool(_missing(files))
     try:
-        train, test = (
-            _part(TORCHVISION[name][0], data_dir, train, may_download) for train in (True, False)
+        return (
+            _part(origin, data_dir, True, may_download),
+            _part(origin, data_dir, False, may_download),
         )
     except Exception as failure:  # its parsers raise whatever a damaged file leads them to
         raise InputError(
@@ -157,7 +143,20 @@ def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split,
             "folder with --data-dir or the environment variable DPMAC_DATA_DIR; or use --dataset "
             "digits, which needs no files."
         ) from failure
-    return train, test
+
+
+def _part(origin: Torchvision, data_dir: Path, train: bool, download: bool) -> Split:
+    """Load one split; torchvision checks the md5 of pickles before it reads them."""
+    # Where torchvision finds a cache of MNIST's first versions, it would read that by torch.load.
+    kind: Any = type(origin.name, (_kind(origin),), {"_check_legacy_exist": lambda self: False})
+    which = {"split": "train" if train else "test"} if origin.by_split else {"train": train}
+    loaded = kind(data_dir, download=download, **which)
+    images: Tensor = torch.as_tensor(loaded.data)
+    if images.ndim == 3:
+        images = images.unsqueeze(1)
+    elif images.shape[1] not in (1, 3):  # channels last
+        images = images.permute(0, 3, 1, 2).contiguous()
+    return _split(images, loaded.labels if hasattr(loaded, "labels") else loaded.targets)
 
 
 def _missing(files: Sequence[Path]) -> list[str]:
@@ -165,7 +164,7 @@ def _missing(files: Sequence[Path]) -> list[str]:
 
 
 def _what_failed(files: Sequence[Path], tried: bool, failure: Exception) -> str:
-    """What is wrong with the files, and what to do, in words that need no torchvision."""
+    """Return what is wrong with the files, and what to do, in words that need no torchvision."""
     folder, missing = files[0].parent, _missing(files)
     if missing:
         which = "is not" if len(missing) == len(files) else "is not whole"
@@ -181,20 +180,7 @@ def _what_failed(files: Sequence[Path], tried: bool, failure: Exception) -> str:
 
 
 def _in_short(failure: Exception) -> str:
-    """Why a download failed, in brackets; nothing where torchvision has only its own advice."""
+    """Return why a download failed, in brackets; nothing where torchvision has only advice."""
     last = str(failure).strip().rpartition("\n")[2]
     reason = re.sub(r"<urlopen error |\[Errno -?\d+\] |[>.]+$", "", last)
     return "" if not reason or "download=True" in reason else f" ({reason})"
-
-
-#: Given the folder and whether they may download, they load training and test split.
-LOADERS: Mapping[str, Callable[[Path, bool], tuple[Split, Split]]] = {
-    "digits": _digits,
-    **{name: partial(_from_torchvision, name) for name in TORCHVISION},
-}
-
-
-def missing_files(name: str, data_dir: Path) -> tuple[int, int]:
-    """Return how many files of a dataset of the catalogue are missing, and how many it has."""
-    files = files_of(name, data_dir)
-    return len(_missing(files)), len(files)

@@ -1,8 +1,7 @@
-"""The named data sets and models: their public facts and the settings a run starts from.
+"""Dataset registry: public facts of each, its default settings, and how it is loaded.
 
-Loading nothing, so that help, validation and pricing stay fast. A data set joins with one entry
-here and one loader in :mod:`dpmac_cli.data.loaders`; a model likewise, with one builder in
-:mod:`dpmac_cli.models.build`.
+Imports nothing heavy, so that help, validation and privacy costs stay fast. A new data set is one
+entry of :data:`DATASETS`.
 """
 
 from collections.abc import Mapping
@@ -42,8 +41,37 @@ class Defaults:
 
 
 @dataclass(frozen=True)
+class Torchvision:
+    """A data set that torchvision downloads, checks and reads.
+
+    Attributes:
+        name: of the class in ``torchvision.datasets``.
+        by_split: whether it takes ``split="train"`` instead of ``train=True``.
+    """
+
+    name: str
+    by_split: bool = False
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A data set inside an installed package.
+
+    Attributes:
+        loader: a key of :data:`dpmac_cli.data.loaders.BUNDLED`.
+    """
+
+    loader: str
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """Your own dataset, which a :class:`~dpmac_cli.data.schema.Source` describes."""
+
+
+@dataclass(frozen=True)
 class Dataset:
-    """A public data set.
+    """Public facts of a data set.
 
     Attributes:
         train_size, test_size: numbers of records.
@@ -55,8 +83,9 @@ class Dataset:
         levels: the largest pixel value; pixels are divided by it.
         sha256: what :func:`dpmac_cli.data.dataset.fingerprint` gives for the published files; None
             where torchvision's own checks must do.
-        augment: how views of an image may be drawn, a name of :data:`AUGMENTS`: digits and letters
-            must not be mirrored.
+        augment: how augmented views may be drawn; digits and letters must not be mirrored.
+        is_table: whether records are rows of numbers, of shape (columns, 1, 1), instead of images.
+        origin: how it is loaded.
     """
 
     train_size: int
@@ -70,11 +99,8 @@ class Dataset:
     levels: int = 255
     sha256: str | None = None
     augment: str = "crop+flip"
-
-    @property
-    def is_table(self) -> bool:
-        """Whether its records are rows of numbers instead of images."""
-        return self.shape[1:] == (1, 1)
+    is_table: bool = False
+    origin: Torchvision | Bundled | OwnFiles = OwnFiles()
 
 
 _DIGIT_NAMES = tuple("0123456789")
@@ -90,6 +116,7 @@ _MNIST = Dataset(
     defaults=Defaults(model="mlp", batch_size=256, h1=1e-9, h2=1e-6),
     about="28x28 handwritten digits",
     augment="crop",
+    origin=Torchvision("MNIST"),
 )
 
 _CIFAR10 = Dataset(
@@ -105,6 +132,7 @@ _CIFAR10 = Dataset(
     sha256="cb85cdd084bdd7718e8e746014bbc16f32cbe9ab4e0757d9f59e641b39f8f958",
     defaults=Defaults(model="cnn", batch_size=512, physical_batch=32),
     about="32x32 colour photographs",
+    origin=Torchvision("CIFAR10"),
 )
 
 # Fine labels, in the order of the labels.
@@ -145,6 +173,7 @@ DATASETS: Mapping[str, Dataset] = {
         ),
         about="8x8 handwritten digits, shipped with scikit-learn: no download",
         augment="crop",
+        origin=Bundled("digits"),
     ),
     "mnist": _MNIST,
     "fashion-mnist": replace(
@@ -157,6 +186,7 @@ DATASETS: Mapping[str, Dataset] = {
         std=(0.3530,),
         sha256=None,
         about="28x28 clothes",
+        origin=Torchvision("FashionMNIST"),
         augment="crop+flip",
     ),
     "kmnist": replace(
@@ -166,6 +196,7 @@ DATASETS: Mapping[str, Dataset] = {
         std=(0.3483,),
         sha256=None,
         about="28x28 cursive Japanese",
+        origin=Torchvision("KMNIST"),
     ),
     "cifar10": _CIFAR10,
     "cifar100": replace(
@@ -175,6 +206,7 @@ DATASETS: Mapping[str, Dataset] = {
         std=(0.2673, 0.2564, 0.2762),
         sha256=None,
         about="32x32 colour photographs, 100 classes",
+        origin=Torchvision("CIFAR100"),
     ),
     "svhn": replace(
         _CIFAR10,
@@ -185,6 +217,7 @@ DATASETS: Mapping[str, Dataset] = {
         std=(0.1980, 0.2010, 0.1970),
         sha256=None,
         about="32x32 house numbers",
+        origin=Torchvision("SVHN", by_split=True),
         augment="crop",
     ),
 }

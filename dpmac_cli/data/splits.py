@@ -83,18 +83,28 @@ def found(
     shape: tuple[int, int, int],
     classes: Sequence[str],
     constants: tuple[tuple[float, ...], tuple[float, ...]],
-    levels: int,
     tested: NDArray[np.int64],
+    *,
+    is_table: bool = False,
     **rest: Any,
 ) -> Found:
-    """Facts like the catalogue's, with cautious defaults; ``rest`` as of :class:`Found`."""
+    """Return facts like those of the registry, with cautious defaults.
+
+    Args:
+        source: of the dataset. sizes: of training and test split.
+        shape, classes: of the records. constants: mean and std.
+        tested: labels of the test split. is_table: see :class:`Dataset`.
+        rest: as of :class:`Found`.
+    """
     network: dict[str, Any] = {"model": "mlp", "h1": 1e-9, "h2": 1e-6}
-    if levels > 1 and min(shape[1:]) >= LEAST_CNN:
+    if not is_table and min(shape[1:]) >= LEAST_CNN:
         network = {"model": "cnn", "physical_batch": 32}
     batch_size = min(256, sizes[0])
     defaults = Defaults(batch_size=batch_size, sigma=1.0, epochs=10, **network)
-    about = "one's own data"
-    facts = Dataset(*sizes, shape, tuple(classes), *constants, defaults, about, levels)
+    levels = 1 if is_table else 255
+    facts = Dataset(
+        *sizes, shape, tuple(classes), *constants, defaults, "your own", levels, is_table=is_table
+    )
     labels = set(tested.tolist())
     untested = tuple(name for label, name in enumerate(classes) if label not in labels)
     return Found(facts, name_of(source.path), untested=untested, **rest)

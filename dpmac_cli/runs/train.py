@@ -11,6 +11,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.budget import affordable
 from dpmac_cli.config.plan import NewFolder, Secret, TrainPlan
 from dpmac_cli.config.resolve import change
+from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.feature_cache import Computing
@@ -228,14 +229,19 @@ def _resumed(
     recorded = saved.record["config"]
     given = {name: value for name, value in flags.items() if value not in (None, False)}
     named_again(where, recorded, given, "--resume")
-    others = [f"--{name.replace('_', '-')}" for name in given if name not in LOCAL]
-    if others:
-        raise InputError(
-            f"{' and '.join(others)} would change the run. --resume continues it as it is; to "
-            f"train on from it with other settings: {folder.fork_command(where, others)}"
-        )
     resolved = change(recorded, given)
     plan = resolved.config
+    others = [f"--{flag_name(name)}" for name in ("seed", "out", "force") if name in given]
+    others += [
+        f"--{name} {value}"
+        for name, value in plan.recorded.items()
+        if recorded.get(name) != value and name.replace("-", "_") not in LOCAL
+    ]
+    if others:
+        raise InputError(
+            f"{' and '.join(others)} would change the run, and --resume continues it as it is. To "
+            f"train on from it with other settings: {folder.fork_command(where, others)}"
+        )
     device = choose_device(plan.device, ranks)
     plan = replace(plan, device=str(device), out=where)
     step = saved.record["state"]["step"]
@@ -282,7 +288,7 @@ def _forked(
     given = {name: value for name, value in flags.items() if value not in (None, False)}
     moved = named_again(parent, recorded, given, "--fork")
     for name in FIXED:
-        value, flag = given.get(name), name.replace("_", "-")
+        value, flag = given.get(name), flag_name(name)
         if name not in moved and value is not None and str(value) != str(recorded.get(flag)):
             raise InputError(f"--{flag} cannot change in a fork. Start a new run to change it.")
     resolved = change(recorded, given)
