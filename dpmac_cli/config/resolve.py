@@ -437,7 +437,7 @@ def _with_defaults(values: dict[str, Any]) -> TrainConfig:
     noise = defaults.sigma if plain.epsilon is None else None
     rest: dict[str, Any] = {
         **vars(defaults),
-        "lr": defaults.lr[plain.optimizer],
+        "lr": plain.method.rate_on(plain.dataset),
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
         "physical_batch": max(1, defaults.physical_batch // (plain.augmentations or 1)),

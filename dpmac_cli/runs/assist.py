@@ -10,6 +10,7 @@ from dpmac_cli.config import resolve as configuration
 from dpmac_cli.config.settings import TrainConfig, flag_name
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, environment
 from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.setup import Task, make_task, make_trainer, outcome
@@ -50,7 +51,8 @@ def begin(ranks: Ranks, config: TrainConfig, task: Task, trainer: Trainer, where
             "config": config.recorded(),
             "folder": str(where),
             "steps": trainer.plan.steps,
-            "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star", "layers")},
+            "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star")},
+            "keys": {name: numbers["keys"][name] for name in ("layers",)},
         }
     )
     _agree(ranks, task, trainer)
@@ -73,10 +75,10 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
             said = ranks.brief()
             config = configuration.change(said["config"], local).config
             device = choose_device(config.device, ranks)
-            task = outcome(make_task(config, device))
-            trainer = make_trainer(config, said["steps"], device, task=task, ranks=ranks)
+            task, keys = outcome(make_task(config, device)), Keys.of_json(said["keys"])
+            trainer = make_trainer(config, said["steps"], device, keys=keys, task=task, ranks=ranks)
             _agree(ranks, task, trainer)
-            trainer.state.join_in(said["numbers"])
+            trainer.state.go_to(said["numbers"])
             while True:
                 trainer.step()
     except DismissedError:
@@ -101,4 +103,4 @@ def _agree(ranks: Ranks, task: Task, trainer: Trainer) -> None:
             "command again."
         )
     for _, tensor in sorted(trainer.state.tensors().items()):
-        ranks.tell(tensor)
+        ranks.broadcast(tensor)

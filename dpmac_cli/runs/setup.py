@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -13,7 +12,9 @@ from dpmac_cli.config.budget import settle_noise
 from dpmac_cli.config.settings import TrainConfig
 from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
+from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model, seen_by_network
@@ -22,17 +23,21 @@ from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.pretrained import PublicWeights, read_weights
 from dpmac_cli.models.user_models import built_by, is_factory, source_sum
 from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
+from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import noise_source, stream_seeds
+from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import make_sampler
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.publish import check_publishable
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder, data_folder
-from dpmac_cli.training.canaries import Canaries, GradientCanaries, ImageCanaries, Recipe
+from dpmac_cli.training.canaries import Canaries, GradientCanaries, ImageCanaries
 from dpmac_cli.training.diagnostics import Diagnostics
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.trainer import Hyperparameters, Plan, Trainer
+from dpmac_cli.training.hooks import Hook
+from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.state import Randomness
+from dpmac_cli.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Task:
 def make_task(
     config: TrainConfig,
     device: torch.device,
-    branch: int = 0,
+    keys: Keys | None = None,
     data: Data | None = None,
     stop: Callable[[], bool] = lambda: False,
     timing: bool = False,
@@ -73,7 +78,7 @@ def make_task(
     Args:
         config: of the run.
         device: where to.
-        branch: its number.
+        keys: of the run; None for fresh ones.
         data: on the device; None to load it.
         stop: asked between batches of features.
         timing: whether steps are to be timed, and nothing else: the features of one record then
@@ -84,7 +89,7 @@ def make_task(
     """
     given = data is not None
     data = data or load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
-    word = int(stream_seeds(config.seed, branch)["init"].generate_state(1, np.uint32)[0])
+    word = int.from_bytes((keys or make_keys(config.seed)).init[:4], "little")
     model = build_model(
         config.model,
         config.facts,
@@ -194,24 +199,26 @@ def make_trainer(
     steps: int | None = None,
     device: torch.device | None = None,
     diagnostics: Diagnostics | None = None,
-    branch: int = 0,
+    keys: Keys | None = None,
     data: Data | None = None,
     task: Task | None = None,
     ranks: Ranks | None = None,
     model: nn.Module | None = None,
     rule: Rule | None = None,
 ) -> Trainer:
-    """Data, model, optimizer and secrets of a run or a branch, ready for its first step.
+    """Build the trainer of a run or a branch, ready for its first step.
 
     Args:
         config: of the run. Its noise is worked out, if that is not yet done.
         steps: T; None for all that the configuration asks for.
         device: None for the configuration's.
-        task: of :func:`make_task`, with the same branch; None to make it of ``data``.
-        ranks: the processes of the run; all but rank 0 get no secrets.
+        keys: those of the run that is resumed exactly; None for those of the configuration's seed,
+            or fresh ones. Ranks other than the first use that of the layers alone.
+        task: of :func:`make_task`, with the same keys; None to make it of ``data``.
+        ranks: the processes of the run.
         model: a network that is at hand, in place of the one that the configuration names. It is
             trained as it is, in place.
-        rule: see :class:`~dpmac_cli.training.trainer.Trainer`.
+        rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
 
     Raises:
         InputError: data or device cannot be used, or the configuration freezes a part of a network
@@ -222,12 +229,12 @@ def make_trainer(
     if config.sigma is None and not config.no_dp:
         config = settle_noise(config)
     device = device or choose_device(config.device)
-    seeds = stream_seeds(config.seed, branch)
+    keys = keys or make_keys(config.seed)
     # Built-in networks draw no random numbers in their forward pass; others may.
-    drawing = model is not None or ":" in config.model or config.augment
+    drawing = model is not None or ":" in config.model or config.augment is not None
     if model is not None:
         task = _task_of(model, config, device, data)
-    task = task or outcome(make_task(config, device, branch, data))
+    task = task or outcome(make_task(config, device, keys, data))
     model, data = task.trained, task.data
     if len(data.train) != config.facts.train_size:  # which the sampling rate, so epsilon, is for
         raise InputError(
@@ -235,46 +242,56 @@ def make_trainer(
             f"{config.facts.train_size:,} of {config.dataset_name}. Save your records as an .npz "
             "and name that as the dataset."
         )
-    draws = LayerDraws(seeds["layers"], 0 if ranks is None else ranks.rank)
-    canaries = _canaries(config, model, data, seeds)
+    hooks: list[Hook] = [] if diagnostics is None else [diagnostics]
+    if canaries := _canaries(config, model, data, keys):
+        hooks.append(canaries)
     if isinstance(canaries, ImageCanaries):
         data = canaries.data
     kind = SecureMechanism if config.secure else GaussianMechanism
     mechanism = kind(config.sigma or 0.0, config.batch_size)
+    recipe = config.recipe
+    return Trainer(
+        model=model,
+        data=data,
+        algorithm=build_algorithm(
+            config.method,
+            hyperparameters(config),
+            private=not config.no_dp,
+            decay=recipe.weight_decay,
+            rule=rule,
+        ),
+        mechanism=mechanism,
+        plan=Plan(
+            steps=config.total_steps if steps is None else steps,
+            steps_per_epoch=config.steps_per_epoch,
+            physical_batch=config.physical_batch,
+            private=not config.no_dp,
+            compiled=config.compile,
+            recipe=recipe,
+            isolated=task.independence == "isolated" and not config.head_only,
+        ),
+        randomness=_randomness(config, keys, 0 if ranks is None else ranks.rank, drawing=drawing),
+        hooks=hooks,
+        ranks=ranks,
+    )
+
+
+def _randomness(config: TrainConfig, keys: Keys, rank: int, *, drawing: bool) -> Randomness:
+    """Return the random draws of a rank: all but the first have those of layers alone."""
+    layers = LayerDraws(keys.layers, rank) if drawing else None
+    if rank > 0:
+        return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
     sampler = make_sampler(
         config.sampler,
-        config.facts.train_size + (config.canaries or 0),
-        config.batch_size,
-        seeds["sampler"],
-        config.secure,
-        config.sampling_rate,
+        size=config.facts.train_size + (config.canaries or 0),
+        batch=config.batch_size,
+        key=keys.sampler,
+        secure=config.secure,
+        rate=config.sampling_rate,
+        base=keys.base,
     )
-    noise = noise_source(seeds["noise"], config.secure)
-    if ranks is not None:
-        mechanism, sampler, noise = ranks.divide(mechanism, sampler, noise)
-    return Trainer(
-        model,
-        data,
-        config.method,
-        hyperparameters(config),
-        mechanism,
-        Plan(
-            config.total_steps if steps is None else steps,
-            config.steps_per_epoch,
-            config.physical_batch,
-            not config.no_dp,
-            config.compile,
-            config.recipe,
-            task.independence == "isolated" and not config.head_only,
-        ),
-        sampler,
-        noise,
-        diagnostics.observe if diagnostics else None,
-        canaries,
-        draws if drawing else None,
-        ranks,
-        rule,
-    )
+    noise = Noise(keys.noise, secure=config.secure)
+    return Randomness(keys=keys, sampler=sampler, noise=noise, layers=layers)
 
 
 def _task_of(
@@ -312,18 +329,20 @@ def hyperparameters(config: TrainConfig) -> Hyperparameters:
     )
 
 
-def _canaries(
-    config: TrainConfig,
-    model: nn.Module,
-    data: Data,
-    seeds: Mapping[str, np.random.SeedSequence],
-) -> Canaries | None:
-    """What an audit run adds to the records; None in any other."""
-    facts = config.facts
-    if config.canaries is None:
+def _canaries(config: TrainConfig, model: nn.Module, data: Data, keys: Keys) -> Canaries | None:
+    """Return what an audit run adds to the records; None for any other."""
+    facts, count = config.facts, config.canaries
+    if count is None:
         return None
-    recipe = Recipe(config.canaries, seeds["canaries"], seeds["coins"], data.gain.device)
     if config.canary_kind == "images":
-        return ImageCanaries(data, facts.levels, len(facts.classes), recipe)
-    parameters = sum(p.numel() for p in model.parameters())
-    return GradientCanaries(parameters, config.sampling_rate, len(data.train), recipe)
+        classes = len(facts.classes)
+        return ImageCanaries(data, levels=facts.levels, classes=classes, count=count, keys=keys)
+    return GradientCanaries(
+        parameters=sum(p.numel() for p in model.parameters()),
+        rate=config.sampling_rate,
+        batch=config.batch_size,
+        first=len(data.train),
+        count=count,
+        keys=keys,
+        device=data.gain.device,
+    )

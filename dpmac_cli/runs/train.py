@@ -20,6 +20,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.models.user_models import is_factory
+from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import assist, audit, checkpoint, folder, ledger
 from dpmac_cli.runs.environment import (
     choose_device,
@@ -225,14 +226,16 @@ def _session(
     base: int = 0,
     earlier: tuple[TrainingEvent, ...] = (),
     abandoned: tuple[TrainingEvent, ...] = (),
+    keys: Keys | None = None,
 ) -> Generator[Computing, None, _Session]:
     """A run or a branch before its first step, in a folder of its own unless one is given."""
     if ranks is not None:
         assist.check(config)
     steps = base + affordable(config, config.total_steps - base, earlier)
     diagnostics = Diagnostics(clipped=not config.no_dp) if config.diagnostics else None
-    task = yield from make_task(config, device, len(earlier), data, stop)
-    trainer = make_trainer(config, steps, device, diagnostics, len(earlier), task=task, ranks=ranks)
+    keys = keys or make_keys(config.seed, len(earlier), base)
+    task = yield from make_task(config, device, keys, data, stop)
+    trainer = make_trainer(config, steps, device, diagnostics, keys, task=task, ranks=ranks)
     if where is None and config.out is not None:
         where = folder.make_folder(config.out)
     elif where is None:
@@ -353,10 +356,13 @@ def _resumed(
         )
     branch = "; ".join(changed) or None
     base, earlier = (step, before.events) if changed else (before.base, before.earlier)
-    session = yield from _session(config, device, data, stop, ranks, where, base, earlier)
+    keys = None if changed else Keys.of_json(record["state"]["keys"])
+    session = yield from _session(
+        config, device, data, stop, ranks, where, base, earlier, keys=keys
+    )
     _check_same(session.task, record.get("fingerprints", {}), exactly=branch is None)
     state = session.trainer.state
-    state.restore(saved.tensors, record["state"])
+    state.restore(saved.tensors, record["state"], exactly=branch is None)
     spent = replace(
         session.ledger.spent,
         begun=base if changed else before.begun,
@@ -381,9 +387,7 @@ def _resumed(
     # First of all what was spent: where the kill of a branch comes next, the run has no checkpoint
     # of that branch, and its next resume is another one.
     session.ledger.write(spent.begun)
-    if branch is None:
-        state.restore_generators(record["state"])
-    else:
+    if branch is not None:
         kept = _save(session)
         checkpoint.discard(where, but=kept)
         folder.set_aside(where)
