@@ -9,7 +9,7 @@ log(b_t / b_{t-1}) over the coordinates, and how its norm does.
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -58,7 +58,8 @@ def build(setting: Setting) -> tuple[TrainConfig, Trainer]:
     config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).config
     trainer = make_trainer(config, config.total_steps, torch.device("cpu"))
     if setting["order"] == "before":
-        trainer._geometry = ClampBefore(config.beta1, config.h1, config.h2, "paper")
+        geometry = ClampBefore(config.beta1, config.h1, config.h2, "paper")
+        trainer.algorithm = replace(trainer.algorithm, geometry=geometry)
     return config, trainer
 
 

@@ -20,14 +20,18 @@ from torch.nn.functional import cross_entropy
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.build import BUILDERS
-from dpmac_cli.randomness.noise import noise_source, stream_seeds
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import make_sampler
 from dpmac_cli.runs.setup import hyperparameters
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.trainer import Plan, Trainer, forbid_tf32
+from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.state import Randomness
+from dpmac_cli.training.trainer import Trainer, forbid_tf32
 
 SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.
@@ -165,21 +169,26 @@ def ours(
 ) -> Step:
     """One of the six, by the trainer that ``dpmac train`` uses."""
     config = resolve({"dataset": IMAGES[size.model], "optimizer": name}).config
-    seeds = stream_seeds(0)
+    keys = make_keys(0)
     mechanism = (SecureMechanism if secure else GaussianMechanism)(SIGMA, size.batch)
-    sampler = make_sampler("poisson", len(data.train), size.batch, seeds["sampler"], secure)
-    noise = noise_source(seeds["noise"], secure)
-    if ranks is not None:
-        mechanism, sampler, noise = ranks.divide(mechanism, sampler, noise)
+    sampler, noise = None, None
+    if ranks is None or ranks.leads:
+        sampler = make_sampler(
+            "poisson", size=len(data.train), batch=size.batch, key=keys.sampler, secure=secure
+        )
+        noise = Noise(keys.noise, secure=secure)
     trainer = Trainer(
-        size.build().to(data.gain.device),
-        data,
-        config.method,
-        hyperparameters(config),
-        mechanism,
-        Plan(10**6, 100, config.physical_batch, compiled=compiled),
-        sampler,
-        noise,
+        model=size.build().to(data.gain.device),
+        data=data,
+        algorithm=build_algorithm(config.method, hyperparameters(config)),
+        mechanism=mechanism,
+        plan=Plan(
+            steps=10**6,
+            steps_per_epoch=100,
+            physical_batch=config.physical_batch,
+            compiled=compiled,
+        ),
+        randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
         ranks=ranks,
     )
     return trainer.step

@@ -21,13 +21,17 @@ from torch.nn.functional import cross_entropy
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.models.build import BUILDERS
-from dpmac_cli.randomness.noise import noise_source, stream_seeds
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import make_sampler
 from dpmac_cli.runs.setup import hyperparameters
-from dpmac_cli.training.trainer import Plan, Trainer, forbid_tf32
+from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.state import Randomness
+from dpmac_cli.training.trainer import Trainer, forbid_tf32
 
 RECORDS = 10_000
 Step = Callable[[], None]
@@ -108,18 +112,25 @@ def plain(task: Task, data: Data, batch: int) -> Step:
 def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = False) -> Step:
     """DP-Adam; isolated by vmap, or by a loop over the samples."""
     config = resolve({"dataset": task.dataset, "optimizer": "dp-adam"}).config
-    seeds = stream_seeds(0)
+    keys = make_keys(0)
     trainer = Trainer(
-        task.build().to(data.gain.device),
-        data,
-        config.method,
-        hyperparameters(config),
-        GaussianMechanism(1.0, batch),
-        Plan(10**6, 100, config.physical_batch, isolated=isolated),
-        make_sampler("poisson", RECORDS, batch, seeds["sampler"]),
-        noise_source(seeds["noise"], False),
+        model=task.build().to(data.gain.device),
+        data=data,
+        algorithm=build_algorithm(config.method, hyperparameters(config)),
+        mechanism=GaussianMechanism(1.0, batch),
+        plan=Plan(
+            steps=10**6,
+            steps_per_epoch=100,
+            physical_batch=config.physical_batch,
+            isolated=isolated,
+        ),
+        randomness=Randomness(
+            keys=keys,
+            sampler=make_sampler("poisson", size=RECORDS, batch=batch, key=keys.sampler),
+            noise=Noise(keys.noise),
+        ),
     )
-    run = trainer._clipped_sum._per_sample
+    run = trainer._sums.clipped_sum._per_sample
     if isinstance(run, Isolated):
         assert run.vmapped, f"vmap cannot run the {task.name}"
         if loop:

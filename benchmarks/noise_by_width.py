@@ -25,14 +25,18 @@ from torch import Tensor, nn
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.clipped_sum import Metric
 from dpmac_cli.dp.clipping.forms import OuterProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
-from dpmac_cli.randomness.noise import noise_source, stream_seeds
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import make_sampler
 from dpmac_cli.runs.setup import hyperparameters
 from dpmac_cli.storage.paths import data_folder
-from dpmac_cli.training.trainer import Plan, Trainer
+from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.state import Randomness
+from dpmac_cli.training.trainer import Trainer
 
 WIDTHS = (30, 100, 300, 1000, 3000)
 BATCH, RECORDS, STEPS, EVERY = 256, 1024, 200, 50
@@ -48,17 +52,19 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
     torch.manual_seed(0)
     facts = DATASETS["mnist"]
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
-    seeds = stream_seeds(0)
+    keys = make_keys(0)
     config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", "kappa": kappa}).config
     return Trainer(
-        model,
-        load_data("mnist", data_folder(None), torch.device("cpu")),
-        config.method,
-        hyperparameters(config),
-        GaussianMechanism(sigma, BATCH),
-        Plan(STEPS, STEPS, RECORDS),
-        make_sampler("poisson", facts.train_size, BATCH, seeds["sampler"]),
-        noise_source(seeds["noise"]),
+        model=model,
+        data=load_data("mnist", data_folder(None), torch.device("cpu")),
+        algorithm=build_algorithm(config.method, hyperparameters(config)),
+        mechanism=GaussianMechanism(sigma, BATCH),
+        plan=Plan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
+        randomness=Randomness(
+            keys=keys,
+            sampler=make_sampler("poisson", size=facts.train_size, batch=BATCH, key=keys.sampler),
+            noise=Noise(keys.noise),
+        ),
     )
 
 
@@ -66,7 +72,7 @@ def expected_mean(trainer: Trainer, region: Ellipsoid) -> Tensor:
     """E[g-tilde] over the first records, were the region clipped to, shape (d,)."""
     data, out = trainer.data, torch.empty_like(trainer.state.theta)
     x = data.standardised(data.train.images[:RECORDS])
-    trainer._clipped_sum.of(x, data.train.labels[:RECORDS], Metric(region), out)
+    trainer._sums.clipped_sum.of(x, data.train.labels[:RECORDS], Metric(region), out)
     return out / RECORDS + (0 if region.is_ball else region.centre)
 
 
@@ -74,7 +80,7 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     """About 0, line 20 with the true standard deviation of the gradient's coordinates."""
     data = trainer.data
     x = data.standardised(data.train.images[:RECORDS])
-    _, forms = trainer._clipped_sum._gradients(x, data.train.labels[:RECORDS])
+    _, forms = trainer._sums.clipped_sum._gradients(x, data.train.labels[:RECORDS])
     squares = []
     for form in forms:
         assert isinstance(form, OuterProducts)

@@ -8,10 +8,12 @@ shares of coordinates on h1 and h2 at an even and an odd step.
 
 import torch
 
-from dpmac_cli.dp.geometry import Kappa, MacAdam, pinned_shares
+from dpmac_cli.dp.geometry import MacAdam, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.moments import Moments
-from dpmac_cli.randomness.noise import noise_source, stream_seeds
+from dpmac_cli.dp.optimizers import Kappa
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.randomness.noise import Noise
 
 PARAMETERS, BATCH, H1, H2 = 795_010, 256, 1e-9, 1e-6
 STEPS = 200
@@ -25,10 +27,10 @@ def shares(sigma: float, kappa: Kappa) -> list[tuple[float, float]]:
     region, spread = geometry.start(theta)
     moments = Moments(0.9, 0.999, torch.zeros_like(theta), torch.zeros_like(theta), None)
     mechanism = GaussianMechanism(sigma, BATCH)
-    noise = noise_source(stream_seeds(0)["noise"])
+    noise = Noise(make_keys(0).noise)
     seen = []
     for step in range(1, STEPS + 1):
-        private = mechanism.release(torch.zeros_like(theta), region, noise)
+        private = mechanism.release(torch.zeros_like(theta), region, noise.at(step))
         moments.begin(step)
         moments.update(private)
         geometry.begin(step, spread)

@@ -135,8 +135,8 @@ def learning_rates() -> str:
     return table(
         ("", *(f"`{name}`" for name in OPTIMIZERS)),
         (
-            (name, *(shown(facts.defaults.lr[row]) for row in OPTIMIZERS))
-            for name, facts in _data_sets().items()
+            (name, *(shown(row.rate_on(name.strip("`"))) for row in OPTIMIZERS.values()))
+            for name in _data_sets()
         ),
     )
 

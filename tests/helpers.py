@@ -1,7 +1,7 @@
 """A tiny task, and trainers for it with every random choice in a test's hands."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +12,18 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
+from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Bits, NoiseSource, Normals, SeededNoise, stream_seeds
+from dpmac_cli.randomness.noise import Bits, Noise, NoiseSource, Normals
 from dpmac_cli.randomness.sampling import Sampler, make_sampler
-from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.trainer import Hyperparameters, Plan, Trainer
+from dpmac_cli.training.hooks import Hook
+from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.state import Randomness
+from dpmac_cli.training.trainer import Trainer
 
 CLASSES, SIDE, WIDTH = 4, 3, 5
 #: The number of parameters of :func:`tiny_model`.
@@ -65,41 +69,39 @@ def tiny_model(dtype: torch.dtype = torch.float64, *layers: nn.Module) -> nn.Seq
     return model.to(dtype)
 
 
+def a_key(seed: int) -> bytes:
+    """Return a key of 32 bytes."""
+    return generator(bytes(32), seed).bytes(32)
+
+
 class Batches:
-    """Hands out given batches, over and over. It has no state to save."""
+    """Hands out given batches, over and over, whatever the step."""
 
     def __init__(self, *batches: Sequence[int] | NDArray[np.int64]) -> None:
         self._batches = itertools.cycle(batches)
 
-    def draw(self) -> NDArray[np.int64]:
+    def draw(self, step: int) -> NDArray[np.int64]:
+        del step
         return np.asarray(next(self._batches), dtype=np.int64)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError
 
 
 class KeptNoise:
     """Seeded noise that keeps what it drew."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._source = SeededNoise(np.random.SeedSequence(seed))
+        self._source = Noise(a_key(seed))
         self.drawn: list[Tensor] = []
 
+    def at(self, step: int) -> "KeptNoise":
+        self._normals = self._source.at(step)
+        return self
+
     def standard_normal(self, like: Tensor) -> Tensor:
-        self.drawn.append(self._source.standard_normal(like))
+        self.drawn.append(self._normals.standard_normal(like))
         return self.drawn[-1].clone()
 
     def bits(self, like: Tensor) -> Bits:
-        return self._source.bits(like)
-
-    def state(self) -> dict[str, Any]:
-        return self._source.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._source.restore(state)
+        return self._normals.bits(like)
 
 
 def copied(region: Ellipsoid) -> Ellipsoid:
@@ -156,30 +158,35 @@ def make_trainer(
     model: nn.Module | None = None,
     sampler: Sampler | None = None,
     noise: NoiseSource | None = None,
-    canaries: Canaries | None = None,
+    hooks: Sequence[Hook] = (),
     ranks: Ranks | None = None,
     **hyper: Any,
 ) -> Trainer:
     """A trainer of the tiny task, fresh; ``hyper`` changes some of :data:`HYPER`."""
     # Where other processes run, two threads on tensors this small take seventy times as long.
     torch.set_num_threads(1)
-    data, seeds = data or tiny_data(dtype), stream_seeds(seed)
+    data, keys = data or tiny_data(dtype), make_keys(seed)
     records, batch = len(data.train), int(mechanism.expected_batch)
-    sampler = sampler or make_sampler("poisson", records, batch, seeds["sampler"])
-    noise = noise or SeededNoise(seeds["noise"])
-    if ranks is not None:
-        mechanism, sampler, noise = ranks.divide(mechanism, sampler, noise)
+    sampler = sampler or make_sampler("poisson", size=records, batch=batch, key=keys.sampler)
+    leads = ranks is None or ranks.leads
     return Trainer(
-        model or tiny_model(dtype),
-        data,
-        OPTIMIZERS[name],
-        replace(HYPER, **hyper),
-        mechanism,
-        plan,
-        sampler,
-        noise,
-        canaries=canaries,
-        layers=LayerDraws(seeds["layers"]) if plan.recipe.augment else None,
+        model=model or tiny_model(dtype),
+        data=data,
+        algorithm=build_algorithm(
+            OPTIMIZERS[name],
+            replace(HYPER, **hyper),
+            private=plan.private,
+            decay=plan.recipe.weight_decay,
+        ),
+        mechanism=mechanism,
+        plan=plan,
+        randomness=Randomness(
+            keys=keys,
+            sampler=sampler if leads else None,
+            noise=(noise or Noise(keys.noise)) if leads else None,
+            layers=LayerDraws(keys.layers) if plan.recipe.augment else None,
+        ),
+        hooks=hooks,
         ranks=ranks,
     )
 

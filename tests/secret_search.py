@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.randomness.noise import Normals, stream_seeds
+from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys, seed_of
+from dpmac_cli.randomness.noise import Normals
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.training.trainer import Trainer
 
@@ -160,47 +161,35 @@ def _record_surroundings(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
-    def recorded(*args: Any) -> dict[str, np.random.SeedSequence]:
-        streams = stream_seeds(*args)
-        for name, stream in streams.items():
-            what = f"the {name} generator's seed"
-            if isinstance(stream.entropy, int):
-                secrets.word(stream.entropy, what)
-            for words in (stream.pool, stream.generate_state(8, np.uint32)):
-                secrets.vector(words.astype(np.int64), what)
-                secrets.text(words.astype("<u4").tobytes().hex(), what)
-        return streams
+    def recorded(*args: Any) -> Keys:
+        keys = make_keys(*args)
+        for name in STREAMS:
+            key, what = getattr(keys, name), f"the {name} key"
+            secrets.word(int.from_bytes(key, "little"), what)
+            secrets.vector(np.frombuffer(key, "<u4").astype(np.int64), what)
+            secrets.vector(np.frombuffer(key, "<i8"), what)
+            secrets.text(key.hex(), what)
+        return keys
 
-    monkeypatch.setattr("dpmac_cli.runs.setup.stream_seeds", recorded)
-    clipped_batch = Trainer._clipped_batch
+    for user in ("setup", "train"):
+        monkeypatch.setattr(f"dpmac_cli.runs.{user}.make_keys", recorded)
+    clip_and_sum = Trainer._clip_and_sum
 
     def drawn(trainer: Trainer, batch: Any) -> Tensor:
-        """Before a step's noise: where both generators are, and who was drawn."""
-        for what in ("sampler", "noise"):
-            for secret in _leaves(getattr(trainer.state, what).state()):
-                if isinstance(secret, str) and re.fullmatch("[0-9a-f]{32,}", secret):
-                    secrets.text(secret, f"the {what}'s state")
-                    secrets.word(int(secret, 16), f"the {what}'s state")
-                elif isinstance(secret, int) and secret >= 2**32:
-                    secrets.word(secret, f"the {what}'s state")
+        """Before a step's noise: who was drawn, and by which seed."""
+        for key in (trainer.state.keys.sampler, trainer.state.keys.layers):
+            for word in seed_of(key, trainer.state.step + 1).generate_state(4, np.uint64).tolist():
+                secrets.word(word, "the sampler's seed")
         if len(batch) != trainer.mechanism.expected_batch:  # which is public
             secrets.numbers[float(len(batch))] = "the size of a batch"
         secrets.vector(batch, "the records of a batch")
         secrets.training = True
         try:
-            return clipped_batch(trainer, batch)
+            return clip_and_sum(trainer, batch)
         finally:
             secrets.training = False
 
-    monkeypatch.setattr(Trainer, "_clipped_batch", drawn)
-
-
-def _leaves(state: Any) -> Iterator[Any]:
-    if isinstance(state, dict | list):
-        for part in state.values() if isinstance(state, dict) else state:
-            yield from _leaves(part)
-    else:
-        yield state
+    monkeypatch.setattr(Trainer, "_clip_and_sum", drawn)
 
 
 def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,13 @@ from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.randomness.noise import stream_seeds
+from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.audit import read_audit
 from dpmac_cli.runs.train import finish
-from dpmac_cli.training.canaries import FAR, Canaries, GradientCanaries, ImageCanaries, Recipe
+from dpmac_cli.training.canaries import FAR, Canaries, GradientCanaries, ImageCanaries
 from dpmac_cli.training.trainer import Trainer
 from tests import secret_search
 from tests.conftest import every_optimizer
@@ -37,6 +37,7 @@ from tests.helpers import (
     make_trainer,
     place,
     tiny_data,
+    tiny_model,
     walk,
 )
 
@@ -44,21 +45,29 @@ RECORDS, COUNT, RATE = 40, 10, 0.2
 CPU = torch.device("cpu")
 
 
-def recipe(seed: int | None, count: int) -> Recipe:
-    seeds = stream_seeds(seed)
-    return Recipe(count, seeds["canaries"], seeds["coins"], CPU)
-
-
 def gradients(seed: int = 0, count: int = COUNT) -> GradientCanaries:
     """Canaries of the tiny task, all of them in."""
-    canaries = GradientCanaries(DIMENSION, RATE, RECORDS, recipe(seed, count))
+    canaries = gradients_of(seed, count)
     canaries.coins.fill_(True)
     return canaries
 
 
+def gradients_of(seed: int | None, count: int = 60) -> GradientCanaries:
+    """Canaries by their coins."""
+    return GradientCanaries(
+        parameters=DIMENSION,
+        rate=RATE,
+        batch=RATE * RECORDS,
+        first=RECORDS,
+        count=count,
+        keys=make_keys(seed),
+        device=CPU,
+    )
+
+
 def images(data: Data, seed: int = 0, count: int = COUNT) -> ImageCanaries:
     """The same as images."""
-    canaries = ImageCanaries(data, 255, CLASSES, recipe(seed, count))
+    canaries = ImageCanaries(data, levels=255, classes=CLASSES, count=count, keys=make_keys(seed))
     canaries.coins.fill_(True)
     return canaries
 
@@ -66,12 +75,22 @@ def images(data: Data, seed: int = 0, count: int = COUNT) -> ImageCanaries:
 def spied(name: str, canaries: Canaries | None, *batches: list[int], **more: Any) -> Trainer:
     """A trainer that takes given batches, canary i being record 40 + i."""
     mechanism = Spy(1.0, 8)
-    return make_trainer(name, mechanism, sampler=Batches(*batches), canaries=canaries, **more)
+    hooks = [] if canaries is None else [canaries]
+    return make_trainer(name, mechanism, sampler=Batches(*batches), hooks=hooks, **more)
+
+
+def canaries_of(trainer: Trainer) -> Any:
+    """The canaries of a trainer."""
+    (canaries,) = trainer.hooks
+    return canaries
 
 
 def whitened(trainer: Trainer, batch: list[int]) -> Tensor:
     """The clipped sum of a batch as the mechanism gets it, in whitened space."""
-    clipped = trainer._clipped_draw(np.array(batch, np.int64))
+    rows = np.array(batch, np.int64)
+    for hook in trainer.hooks:
+        rows = hook.records(rows)
+    clipped = trainer._clip_and_sum(rows)
     return clipped.double() / trainer.state.region.scale
 
 
@@ -97,8 +116,7 @@ def test_a_canary_moves_the_sum_by_no_more_than_a_record_may(
             place(trainer, ellipsoid(30 * b / math.sqrt(DIMENSION), b))
         batch = others if canary is None else sorted([*others, canary])
         made[canary] = whitened(trainer, batch)
-        added = trainer._spiking
-        assert added is not None
+        added = canaries_of(trainer)
         if canary is not None:
             moved = made[canary] - made[None]
             where = int(added._coordinates[canary - RECORDS])
@@ -130,10 +148,9 @@ def test_a_canary_is_clipped_by_the_function_that_clips_records(
 def test_every_other_canary_is_far_beyond_the_bound(name: str) -> None:
     trainer = spied(name, gradients(), [0, 1, 40])
     walk(trainer, 3)
-    region, canaries = trainer.state.region, trainer._spiking
-    assert canaries is not None
-    out = trainer._clipped_sum.centre_norm(trainer._metric)
-    spikes = canaries.spikes(region, out)
+    region, canaries = trainer.state.region, canaries_of(trainer)
+    out = trainer._sums.clipped_sum.centre_norm(trainer._metric)
+    spikes = canaries.spikes(4, region, out)
     norms = spikes.squared_norms(region, out).value.sqrt()
     assert (norms[::2] >= FAR - 1).all()
     assert (norms[1::2] >= 1 - 1e-6).all()
@@ -144,7 +161,8 @@ def test_signs_are_fair_and_drawn_anew() -> None:
     canaries = gradients(count=50)
     trainer = make_trainer("dp-sgd")
     zero = torch.zeros((), dtype=torch.float64)
-    signs = [canaries.spikes(trainer.state.region, zero).heights.sign() for _ in range(200)]
+    region = trainer.state.region
+    signs = [canaries.spikes(t, region, zero).heights.sign() for t in range(1, 201)]
     mean = torch.stack(signs).mean()
     assert abs(mean.item()) < 5 / math.sqrt(50 * 200)
     assert (torch.stack(signs).mean(0).abs() < 5 / math.sqrt(200)).all()
@@ -184,7 +202,7 @@ def test_a_drawn_image_is_trained_on_like_a_record(name: str) -> None:
 
 
 def test_images_and_labels_are_uniform() -> None:
-    canaries = ImageCanaries(tiny_data(), 16, 7, recipe(2, 1000))
+    canaries = ImageCanaries(tiny_data(), levels=16, classes=7, count=1000, keys=make_keys(2))
     for found, values in ((canaries.split.images, 17), (canaries.split.labels, 7)):
         shares = torch.bincount(found.flatten().long(), minlength=values) / found.numel()
         assert len(shares) == values
@@ -200,13 +218,13 @@ def test_images_and_labels_are_uniform() -> None:
 def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(kind: str, secure: bool) -> None:
     config = digits_config(canaries=1000, canary_kind=kind, batch_size=100, secure=secure)
     trainer = assembly.make_trainer(config, 3, CPU)
-    canaries = trainer.state.canaries
-    assert canaries is not None
+    canaries, sampler = canaries_of(trainer), trainer.randomness.sampler
+    assert sampler is not None
     rate = 100 / (1437 + 500)
     assert training_event(config, 3).sampling_rate == rate
     steps, counts = 400, np.zeros(2437, np.int64)
-    for _ in range(steps):
-        records, met = canaries.part(trainer.state.sampler.draw())
+    for step in range(1, steps + 1):
+        records, met = canaries.part(sampler.draw(step))
         counts[records] += 1
         counts[met + 1437] += 1
     coins = canaries.coins.numpy()
@@ -238,14 +256,9 @@ def test_coins_are_fair_and_independent_of_all_that_is_public() -> None:
 def test_the_coins_of_a_run_come_from_a_stream_of_their_own(kind: str) -> None:
     """Whoever knows how canaries were made up must not know which are in."""
     trainer = assembly.make_trainer(digits_config(canaries=99, canary_kind=kind, seed=3), 3, CPU)
-    canaries, stream = trainer.state.canaries, stream_seeds(3)["coins"]
-    assert canaries is not None
-    drawn = np.random.Generator(np.random.SFC64(stream)).integers(0, 2, 99)
+    canaries = canaries_of(trainer)
+    drawn = generator(make_keys(3).coins).integers(0, 2, 99)
     assert canaries.coins.tolist() == drawn.astype(bool).tolist()
-
-
-def gradients_of(seed: int | None) -> GradientCanaries:
-    return GradientCanaries(DIMENSION, RATE, RECORDS, recipe(seed, 60))
 
 
 # What is heard.
@@ -269,15 +282,17 @@ def test_scores_are_the_likelihood_ratios_of_what_is_released(name: str) -> None
     assert canaries.scores.numpy() == pytest.approx(scores, rel=1e-6, abs=1e-9)
 
 
-def test_scores_are_finite_whatever_is_released() -> None:
+def test_scores_are_finite_whatever_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     canaries = gradients()
     canaries._added.fill_(1e6)
     for seen in (0.0, 1e-300, 1e12, -1e12):
         canaries._seen.fill_(seen)
-        canaries.judge()
+        canaries.end()
     assert torch.isfinite(canaries.scores).all()
     pictured = images(tiny_data())
-    pictured.judge(torch.tensor([math.nan, math.inf, *range(8)]))
+    losses = torch.tensor([math.nan, math.inf, *range(8)])
+    monkeypatch.setattr("dpmac_cli.training.canaries.losses_of", lambda *_: losses)
+    pictured.finish(tiny_model())
     assert torch.isfinite(pictured.scores).all()
     assert pictured.scores.argsort(descending=True).tolist()[:8] == list(range(2, 10))
 
@@ -349,7 +364,7 @@ def test_no_secret_is_in_what_an_audit_publishes(
     """The coins and scores of canaries are, at the end; of records and draws, nothing."""
     secrets = secret_search.record(monkeypatch, tmp_path, SEED)
     config = digits_config(
-        seed=SEED, batch_size=30, steps=2, out=tmp_path / "run", canaries=40, canary_kind=kind
+        seed=SEED, batch_size=30, steps=2, out=tmp_path / "run", canaries=53, canary_kind=kind
     )
     where = finish(run.train(config)).folder
     assert (where / folder.AUDIT).exists()

@@ -11,6 +11,7 @@ import yaml
 from dpmac_cli.config.resolve import Resolved, parse, resolve, to_yaml
 from dpmac_cli.config.settings import KINDS, SETTINGS, TrainConfig, flag_name
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from tests.conftest import OPTIMIZER_NAMES
 
@@ -480,7 +481,7 @@ def test_no_noise_must_be_asked_for_by_name() -> None:
 def test_defaults_are_the_data_sets_by_optimizer(dataset: str, optimizer: str) -> None:
     config = resolve({"dataset": dataset, "optimizer": optimizer}).config
     defaults = DATASETS[dataset].defaults
-    assert config.lr == defaults.lr[optimizer]
+    assert config.lr == OPTIMIZERS[optimizer].rate_on(dataset)
     assert (config.sigma, config.epochs, config.steps) == (defaults.sigma, defaults.epochs, None)
     assert (config.batch_size, config.h1, config.h2) == (
         defaults.batch_size,

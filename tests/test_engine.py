@@ -19,7 +19,8 @@ from dpmac_cli.errors import DivergedError
 from dpmac_cli.training import loop
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 from dpmac_cli.training.loop import Evaluated, Progress, fit
-from dpmac_cli.training.trainer import Plan, Trainer
+from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.helpers import (
     CLASSES,

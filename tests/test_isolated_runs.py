@@ -75,9 +75,9 @@ def test_what_is_not_proven_is_trained_on_one_sample_at_a_time(images: Path, mod
     trainer = make_trainer(config)
     trainer.model.eval()  # dropout draws otherwise for another batch
     rows = np.arange(17)
-    whole = trainer._clipped_batch(rows).clone()
+    whole = trainer._clip_and_sum(rows).clone()
     for left_out in (0, 7, 16):
-        part = trainer._clipped_batch(np.delete(rows, left_out))
+        part = trainer._clip_and_sum(np.delete(rows, left_out))
         assert float((whole.double() - part.double()).norm()) <= 1
 
 

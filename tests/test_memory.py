@@ -20,8 +20,10 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric, clip_limit
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball
 from dpmac_cli.errors import RunError
+from dpmac_cli.training.hooks import Hook
 from dpmac_cli.training.loop import fit
-from dpmac_cli.training.trainer import Plan, Trainer
+from dpmac_cli.training.schedules import Plan
+from dpmac_cli.training.trainer import Trainer
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import (
     CLASSES,
@@ -151,7 +153,7 @@ def too_many(
 
     The sizes of the others are in what is returned. A chunk fails when all its work is done.
     """
-    whole, tried, sizes = trainer._clipped_sum._centred_sum, itertools.count(), []
+    whole, tried, sizes = trainer._sums.clipped_sum._centred_sum, itertools.count(), []
 
     def centred_sum(gradients: Any, c: Tensor, valid: Tensor, metric: Metric, out: Tensor) -> None:
         whole(gradients, c, valid, metric, out)
@@ -160,7 +162,7 @@ def too_many(
             raise fault()
         sizes.append(len(c))
 
-    trainer._clipped_sum._centred_sum = centred_sum  # type: ignore[method-assign]
+    trainer._sums.clipped_sum._centred_sum = centred_sum  # type: ignore[method-assign]
     return sizes
 
 
@@ -187,8 +189,8 @@ def test_when_memory_runs_out_chunks_are_halved_and_the_sum_is_the_same(
         walk(trainer, 2)  # so that the ellipsoid has a centre
         walk(undisturbed, 2)
         sizes = too_many(trainer, most, fault)
-        found = trainer._clipped_batch(rows).double()
-        expected = undisturbed._clipped_batch(rows).double()
+        found = trainer._clip_and_sum(rows).double()
+        expected = undisturbed._clip_and_sum(rows).double()
         assert (found - expected).norm() <= 1e-6 * expected.norm()
         assert sum(sizes) == 600
         assert trainer.state.chunk == max(sizes[-2:]) in (64, 4)
@@ -200,7 +202,12 @@ def test_when_memory_runs_out_every_sample_counts_once_and_noise_is_added_once(n
     noise, other, spy = KeptNoise(), KeptNoise(), Spy(1.0, 600)
     trainer, undisturbed = chunked(name, noise=noise), chunked(name, noise=other)
     seen: list[int] = []
-    trainer._observer = lambda step, losses, norms: seen.append(len(losses))
+
+    class Counting(Hook):
+        def observe(self, losses: Tensor, norms: Tensor) -> None:
+            seen.append(len(losses))
+
+    trainer.hooks = [Counting()]
     trainer.mechanism = spy
     sizes = too_many(trainer, lambda n: 256 if n < 4 else 20)
     found, expected = walk(trainer, 4), walk(undisturbed, 4)
@@ -223,7 +230,7 @@ def test_smaller_chunks_are_clipped_as_the_configured_ones() -> None:
     too_many(trainer, lambda n: 1)
     trainer.step()
     assert trainer.state.chunk == 1
-    norm = trainer._clipped_batch(np.array([0])).double().norm().item() / 1e-3
+    norm = trainer._clip_and_sum(np.array([0])).double().norm().item() / 1e-3
     assert (
         norm == pytest.approx(clip_limit(1 << 17), rel=1e-6) == pytest.approx(1 / (1 + 128 * 4e-4))
     )
@@ -232,9 +239,9 @@ def test_smaller_chunks_are_clipped_as_the_configured_ones() -> None:
 @pytest.mark.privacy
 def test_many_small_chunks_round_no_more_than_a_few_large_ones() -> None:
     trainer = make_trainer("dp-sgd", dtype=torch.float32)
-    single = trainer._clipped_batch(np.array([3])).double()
+    single = trainer._clip_and_sum(np.array([3])).double()
     trainer.state.chunk = 1
-    found = trainer._clipped_batch(np.full(3001, 3)).double() / 3001
+    found = trainer._clip_and_sum(np.full(3001, 3)).double() / 3001
     assert (found - single).norm() <= 1e-7 * single.norm()
 
 
@@ -284,12 +291,12 @@ trainer = make_trainer(
     dtype=torch.float32,
 )
 rows = np.arange(2048)
-whole = trainer._clipped_batch(rows).double().clone()
+whole = trainer._clip_and_sum(rows).double().clone()
 # What a few hundred samples need: the activations of all 2,048, and as many gradients, fill 160 MiB
 # each.
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
-found = trainer._clipped_batch(rows).double()
+found = trainer._clip_and_sum(rows).double()
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 assert ((found - whole).norm() <= 1e-6 * whole.norm()).item()
 print(trainer.state.chunk)

@@ -1,8 +1,8 @@
-"""Where noise comes from, and how one seed becomes streams that have nothing in common."""
+"""Keys of a run, and noise that is a function of a key and the step."""
 
-import json
+import secrets
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -15,52 +15,64 @@ from scipy.stats import norm
 
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.randomness.noise import STREAMS, SecureNoise, SeededNoise, noise_source, stream_seeds
+from dpmac_cli.randomness.keystream import (
+    STREAMS,
+    Keys,
+    KeyStream,
+    cipher_works,
+    generator,
+    make_keys,
+    seed_of,
+)
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import make_sampler
 from dpmac_cli.runs import setup as assembly
+from tests.helpers import a_key
 
 either_source = pytest.mark.parametrize("secure", [False, True], ids=["seeded", "secure"])
 LIKE = torch.zeros(9)
 
 
-def words(seed: np.random.SeedSequence) -> tuple[int, ...]:
-    """What a generator is filled with."""
-    return tuple(seed.generate_state(6, np.uint64).tolist())
-
-
-def first(seed: np.random.SeedSequence, count: int = 1000) -> torch.Tensor:
-    return SeededNoise(seed).standard_normal(torch.zeros(count))
+def first(key: bytes, count: int = 1000) -> torch.Tensor:
+    return Noise(key).at(1).standard_normal(torch.zeros(count))
 
 
 def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
 
 
-# Seeds.
+def by_name(keys: Keys) -> dict[str, bytes]:
+    return {name: getattr(keys, name) for name in STREAMS}
+
+
+# Keys.
 
 
 @pytest.mark.privacy
-def test_without_a_seed_every_stream_has_256_bits_of_its_own() -> None:
+def test_without_a_seed_every_stream_has_256_bits_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """From the operating system; none is derived from another's, or twice the same."""
-    seeds = [seed for _ in range(3) for seed in stream_seeds(None).values()]
-    assert len({words(seed) for seed in seeds}) == len(seeds) == 3 * len(STREAMS)
-    entropies = {seed.entropy for seed in seeds if isinstance(seed.entropy, int)}
-    assert len(entropies) == len(seeds)
-    assert min(entropies).bit_length() > 200
-    for seed in seeds:
-        assert seed.pool_size == 8
-        assert seed.spawn_key == ()
+    given: list[bytes] = []
+    token_bytes = secrets.token_bytes
+
+    def kept(size: int) -> bytes:
+        given.append(token_bytes(size))
+        return given[-1]
+
+    monkeypatch.setattr(secrets, "token_bytes", kept)
+    keys = [key for _ in range(3) for key in by_name(make_keys(None)).values()]
+    assert keys == given
+    assert len(set(keys)) == len(keys) == 3 * len(STREAMS)
+    assert {len(key) for key in keys} == {32}
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**63])
 def test_a_seed_repeats_and_its_streams_and_branches_differ(seed: int) -> None:
-    one, again = stream_seeds(seed), stream_seeds(seed)
-    assert tuple(one) == STREAMS
-    assert {name: words(s) for name, s in one.items()} == {
-        name: words(s) for name, s in again.items()
-    }
-    branches = stream_seeds(seed, branch=1), stream_seeds(seed, branch=2)
-    drawn = [first(s) for streams in (one, *branches) for s in streams.values()]
+    assert make_keys(seed) == make_keys(seed)
+    branches = [by_name(make_keys(seed, branch)) for branch in range(3)]
+    drawn = [first(key) for streams in branches for key in streams.values()]
     for x, y in combinations(drawn, 2):
         assert abs(correlation(x, y)) < 0.15
 
@@ -69,9 +81,22 @@ def test_a_seed_repeats_and_its_streams_and_branches_differ(seed: int) -> None:
 @pytest.mark.parametrize("step", [1, 2**16, 2**32, 2**33, 2**62])
 def test_every_bit_of_a_seed_matters(step: int) -> None:
     """torch's generator on the CPU keeps 32: two seeds 2^32 apart give it the same noise."""
+    one, other = by_name(make_keys(7)), by_name(make_keys(7 + step))
     for name in STREAMS:
-        x, y = (first(stream_seeds(seed)[name]) for seed in (7, 7 + step))
-        assert abs(correlation(x, y)) < 0.15
+        assert abs(correlation(first(one[name]), first(other[name]))) < 0.15
+
+
+@pytest.mark.privacy
+def test_every_bit_of_a_key_matters() -> None:
+    """In the generators of numpy and torch too, and the place that they are for."""
+    key = a_key(1)
+    others = [bytes(b ^ (1 << i % 8) if i // 8 == j else b for j, b in enumerate(key))
+              for i in range(0, 256, 7)]  # fmt: skip
+    places: list[tuple[int, ...]] = [(), (0,), (1,), (1, 1), (2,), (2**40,)]
+    drawn = [generator(each).integers(0, 2**62, 4) for each in (key, *others)]
+    drawn += [generator(key, *place).integers(0, 2**62, 4) for place in places[1:]]
+    assert len({tuple(words.tolist()) for words in drawn}) == 1 + len(others) + len(places) - 1
+    assert seed_of(key).pool_size == 8
 
 
 @pytest.mark.privacy
@@ -79,14 +104,43 @@ def test_every_bit_of_a_seed_matters(step: int) -> None:
 @pytest.mark.parametrize("seed", [5, None])
 def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: str) -> None:
     config = resolve({"dataset": "digits", "seed": seed, "sampler": sampler}).config
-    state = assembly.make_trainer(config, 1, torch.device("cpu")).state
-    drawn, key = state.sampler.state()["state"], bytes.fromhex(state.noise.state()["key"])
-    # The fourth word of SFC64 is a counter, the same for every seed.
-    assert not set(drawn[:3]) & set(np.frombuffer(key, np.uint64).tolist())
+    trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
+    keys, random = trainer.state.keys, trainer.randomness
+    assert len(set(by_name(keys).values())) == len(STREAMS)
+    assert random.noise is not None
+    assert random.sampler is not None
+    assert torch.equal(random.noise.at(1).standard_normal(LIKE), first(keys.noise, 9))
+    size, rate = config.facts.train_size, config.sampling_rate
+    twin = make_sampler(sampler, size=size, batch=config.batch_size, key=keys.sampler, rate=rate)
+    assert random.sampler.draw(1).tolist() == twin.draw(1).tolist()
     if seed is not None:
-        streams = stream_seeds(seed)
-        assert drawn[:3] == np.random.SFC64(streams["sampler"]).state["state"]["state"][:3].tolist()
-        assert key == streams["noise"].generate_state(4, np.uint64).tobytes()
+        assert keys == make_keys(seed)
+
+
+@pytest.mark.privacy
+def test_a_stream_without_a_key_cannot_draw() -> None:
+    """As at the ranks that have no secret."""
+    uses: list[Callable[[], Any]] = [
+        lambda: Noise(b""),
+        lambda: generator(b""),
+        lambda: make_sampler("poisson", size=5, batch=2, key=b""),
+        lambda: LayerDraws(b"").words(1, np.arange(2), 1),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="key"):
+            use()
+
+
+@pytest.mark.privacy
+def test_keys_are_json_and_not_shown() -> None:
+    keys = make_keys(3, base=7)
+    assert Keys.of_json(keys.as_json()) == keys
+    assert Keys.of_json({"layers": keys.layers.hex()}) == Keys(layers=keys.layers)
+    assert not any(
+        key.hex() in repr(keys) or repr(key) in repr(keys) for key in by_name(keys).values()
+    )
+    assert replace(keys, noise=b"") != keys
+    assert cipher_works()
 
 
 # Draws.
@@ -99,7 +153,7 @@ def test_draws_are_like_what_they_are_for(
     dtype: torch.dtype, shape: tuple[int, ...], secure: bool
 ) -> None:
     like = torch.full(shape, 3.0, dtype=dtype)
-    drawn = noise_source(stream_seeds(1)["noise"], secure).standard_normal(like)
+    drawn = Noise(a_key(1), secure=secure).at(1).standard_normal(like)
     assert (drawn.shape, drawn.dtype, drawn.device) == (like.shape, dtype, like.device)
     assert (like == 3).all()
 
@@ -110,7 +164,7 @@ def test_draws_are_like_what_they_are_for(
 def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, secure: bool) -> None:
     """Counts beyond 3, 4 and 5; short tails are what an adversary looks for."""
     count = 10_000_000
-    source = noise_source(np.random.SeedSequence(0), secure)
+    source = Noise(a_key(0), secure=secure).at(1)
     drawn = source.standard_normal(torch.empty(count, dtype=dtype)).abs()
     for reach in (3, 4, 5):
         expected = 2 * count * float(norm.sf(reach))
@@ -123,12 +177,12 @@ def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.Mo
     """torch.randn's do, on the CPU in float32. A draw that far takes a billion, so: the words."""
 
     def draw(word: int, turn: int) -> list[float]:
-        def advance(self: SeededNoise, work: Any, pairs: int) -> None:
+        def advance(self: SeededNormals, work: Any, pairs: int) -> None:
             work.words.fill_(word)
             work.turns.fill_(turn)
 
-        monkeypatch.setattr(SeededNoise, "_advance", advance)
-        source, like = SeededNoise(np.random.SeedSequence(0)), torch.empty(2, dtype=dtype)
+        monkeypatch.setattr(SeededNormals, "_advance", advance)
+        source, like = Noise(a_key(0)).at(1), torch.empty(2, dtype=dtype)
         drawn: list[float] = source.standard_normal(like).tolist()
         assert source.bits(like).standard_normal(like).tolist() == drawn  # as compiled steps draw
         return drawn
@@ -139,10 +193,10 @@ def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.Mo
     assert draw(most, 0) == [0, 0]
 
 
-def key_stream(seed: np.random.SeedSequence) -> CipherContext:
-    """AES-256 in counter mode, from the start."""
-    key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
-    return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+def key_stream(key: bytes, step: int) -> CipherContext:
+    """AES-256 in counter mode, from the first block of a step."""
+    counter = modes.CTR((step * 2**64).to_bytes(16, "big"))
+    return Cipher(algorithms.AES256(key), counter).encryptor()
 
 
 def normals(
@@ -164,34 +218,79 @@ def normals(
 
 @pytest.mark.privacy
 def test_the_key_stream_is_aes_256_in_counter_mode() -> None:
-    """Word for word: nothing of it is used twice, across draws of any size and a restored state."""
-    seed = np.random.SeedSequence(7)
-    stream, source = key_stream(seed), SeededNoise(seed)
-    for count in (1, 5, 2, 64, 3):
-        expected = normals(stream, count, np.int32)
-        np.testing.assert_allclose(source.standard_normal(torch.empty(count)), expected, atol=2e-6)
-        source.restore(source.state())
+    """Word for word: nothing of it is used twice, across draws of any size."""
+    noise = Noise(a_key(7))
+    for step in (1, 2, 3, 2**40):
+        stream, source = key_stream(a_key(7), step), noise.at(step)
+        for count in (1, 5, 2, 64, 3):
+            expected = normals(stream, count, np.int32)
+            drawn = source.standard_normal(torch.empty(count))
+            np.testing.assert_allclose(drawn, expected, atol=2e-6)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("step", [0, 1, 2, 2**32 - 1, 2**40])
+def test_steps_have_no_key_stream_in_common(step: int) -> None:
+    """A step has the counters from t 2^64 on: 2^68 bytes, more than any step can use."""
+    keys, key = KeyStream(a_key(7)), a_key(7)
+
+    def at(counter: int) -> bytes:
+        mode = modes.CTR(counter.to_bytes(16, "big"))
+        return Cipher(algorithms.AES256(key), mode).encryptor().update(bytes(48))
+
+    out = np.empty(10, np.uint64)
+    stretch = keys.at(step)
+    for place in (0, 3):  # of the second stretch, behind the blocks of the first
+        stretch.fill(out, 6)
+        assert out[:6].tobytes() == at(step * 2**64 + place)
+    following = keys.at(step + 1)
+    following.fill(out, 6)
+    assert out[:6].tobytes() == at((step + 1) * 2**64)
+
+
+@pytest.mark.privacy
+@either_source
+def test_the_noise_of_a_step_is_handed_out_once(secure: bool) -> None:
+    """The same noise added to two sums is gone from their difference."""
+    noise = Noise(a_key(1), secure=secure)
+    seen = [noise.at(step).standard_normal(torch.zeros(1000)) for step in (1, 2, 3, 10)]
+    for x, y in combinations(seen, 2):
+        assert abs(correlation(x, y)) < 0.15
+    for step in (10, 9, 1):
+        with pytest.raises(ValueError, match=f"noise of step {step} follows that of step 10"):
+            noise.at(step)
+    again = Noise(a_key(1), secure=secure)  # as in a run that is resumed exactly
+    assert torch.equal(again.at(10).standard_normal(torch.zeros(1000)), seen[-1])
+
+
+@pytest.mark.privacy
+def test_draws_share_memory_and_no_key_stream() -> None:
+    """The workspace is reused by the next step, which leaves what was drawn as it is."""
+    noise = Noise(a_key(1))
+    one = noise.at(1).standard_normal(torch.zeros(5000))
+    kept = one.clone()
+    other = noise.at(2).standard_normal(torch.zeros(5000))
+    assert torch.equal(one, kept)
+    assert abs(correlation(one, other)) < 0.08
 
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_secure_draw_is_half_the_sum_of_four(dtype: torch.dtype) -> None:
     """Of four stretches of the key stream, in float64; both normals of a pair are in no sum."""
-    seed = np.random.SeedSequence(7)
-    stream, source = key_stream(seed), SecureNoise(seed)
+    stream, source = key_stream(a_key(7), 1), Noise(a_key(7), secure=True).at(1)
     for count in (1, 5, 2, 64, 3):
         total = sum(normals(stream, count, np.int64) for _ in range(4))
         drawn = source.standard_normal(torch.empty(count, dtype=dtype))
         tolerance = 1e-13 if dtype == torch.float64 else 1e-6
         np.testing.assert_allclose(drawn, total / 2, rtol=0, atol=tolerance)
-        source.restore(source.state())
 
 
 @pytest.mark.privacy
 def test_secure_draws_cannot_be_compiled() -> None:
     """What is compiled would make one normal of the bits, not four."""
     with pytest.raises(ValueError, match="no bits to compile"):
-        SecureNoise(np.random.SeedSequence(7)).bits(torch.empty(4))
+        Noise(a_key(7), secure=True).at(1).bits(torch.empty(4))
 
 
 @pytest.mark.privacy
@@ -199,7 +298,7 @@ def test_secure_draws_cannot_be_compiled() -> None:
 def test_neighbouring_draws_have_nothing_in_common(secure: bool) -> None:
     """The two normals of a pair share a radius: neither they nor their squares correlate."""
     count = 1_000_000
-    z = noise_source(np.random.SeedSequence(0), secure).standard_normal(torch.empty(2 * count))
+    z = Noise(a_key(0), secure=secure).at(1).standard_normal(torch.empty(2 * count))
     for power in (1, 2, 3):
         x, y = (half.double() ** power for half in (z[:count], z[count:]))
         assert abs(correlation(x, y)) < 4 / count**0.5
@@ -210,39 +309,6 @@ def test_neighbouring_draws_have_nothing_in_common(secure: bool) -> None:
 @pytest.mark.privacy
 @either_source
 def test_no_draw_comes_twice(secure: bool) -> None:
-    source = noise_source(np.random.SeedSequence(0), secure)
+    source = Noise(a_key(0), secure=secure).at(1)
     x, y = (source.standard_normal(torch.zeros(1000)) for _ in range(2))
     assert abs(correlation(x, y)) < 0.15
-
-
-# State.
-
-
-@pytest.mark.parametrize("used", [0, 1, 2, 7])
-@pytest.mark.parametrize(
-    ("make", "use"),
-    [
-        *(
-            (partial(noise_source, secure=secure), lambda s: s.standard_normal(LIKE).tolist())
-            for secure in (False, True)
-        ),
-        *(
-            (partial(make_sampler, name, 50, 15, secure=secure), lambda s: s.draw().tolist())
-            for name in SAMPLERS
-            for secure in (False, True)
-        ),
-    ],
-)
-def test_state_is_the_whole_state(
-    make: Callable[[np.random.SeedSequence], Any], use: Callable[[Any], list[float]], used: int
-) -> None:
-    """As JSON. After an odd number of 32-bit draws half a word is left over: it belongs to it."""
-    source, other = (make(np.random.SeedSequence(seed)) for seed in (3, 4))
-    for _ in range(used):
-        use(source)
-    kept = json.dumps(source.state())
-    expected = [use(source) for _ in range(3)]
-    assert [use(other) for _ in range(3)] != expected
-    other.restore(json.loads(kept))
-    assert [use(other) for _ in range(3)] == expected
-    assert other.state() == source.state() != json.loads(kept)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.augmentation import views_of
+from dpmac_cli.dp.algorithm import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.layers import LayerDraws
@@ -28,7 +29,7 @@ from dpmac_cli.studies.grid import address
 from dpmac_cli.training.evaluation import evaluate
 from dpmac_cli.training.loop import Evaluated, fit
 from dpmac_cli.training.schedules import AUGMENTS, Recipe
-from dpmac_cli.training.trainer import NO_CLIPPING, Trainer
+from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.digits_runs import digits_config, same_weights, train_digits
 from tests.helpers import (
@@ -37,6 +38,7 @@ from tests.helpers import (
     PLAN,
     Batches,
     Spy,
+    a_key,
     make_trainer,
     tiny_data,
     tiny_model,
@@ -221,7 +223,7 @@ def test_shifts_are_uniform_and_flips_are_fair(side: int) -> None:
     size, reach = 20_000, side // 8
     rows = torch.arange(side).view(1, 1, side, 1).expand(1, 1, side, side)
     image = torch.cat([rows, rows.transpose(2, 3)], 1)
-    words = LayerDraws(np.random.SeedSequence(5)).words(0, np.arange(size), 1)
+    words = LayerDraws(a_key(5)).words(0, np.arange(size), 1)
     views = views_of(image.expand(size, -1, -1, -1), words, "crop+flip")
     middle = side // 2
     down, across = views[:, 0, middle, middle] - middle, views[:, 1, middle, middle - 1]
@@ -237,7 +239,7 @@ def test_shifts_are_uniform_and_flips_are_fair(side: int) -> None:
 @pytest.mark.privacy
 def test_the_views_of_a_record_depend_on_no_other_record() -> None:
     """They are a function of the seed, the step and its index: they need no secrecy."""
-    layers, records = LayerDraws(np.random.SeedSequence(5)), np.array([3, 8, 9, 2**33])
+    layers, records = LayerDraws(a_key(5)), np.array([3, 8, 9, 2**33])
     words = layers.words(4, records, 6)
     for row, record in zip(words, records, strict=True):
         assert np.array_equal(layers.words(4, np.array([record]), 6)[0], row)
@@ -245,7 +247,7 @@ def test_the_views_of_a_record_depend_on_no_other_record() -> None:
     assert len(np.unique(words)) == words.size
     for other in (
         layers.words(5, records, 6),
-        LayerDraws(np.random.SeedSequence(6)).words(4, records, 6),
+        LayerDraws(a_key(6)).words(4, records, 6),
     ):
         assert not np.isin(other, words).any()
 
@@ -270,14 +272,14 @@ def test_a_record_is_seen_alike_in_every_batch_and_chunk(chunk: int) -> None:
 def test_views_survive_chunks_that_are_halved() -> None:
     recipe = Recipe(views=3, augment="flip")
     halved, whole = (trained_by(recipe, sampler=Batches(range(30))) for _ in range(2))
-    clipped, failures = halved._clipped_sum.of, iter([True, True])
+    clipped, failures = halved._sums.clipped_sum.of, iter([True, True])
 
     def scarce(*args: Any) -> None:
         if next(failures, False):
             raise MemoryError
         clipped(*args)
 
-    halved._clipped_sum.of = scarce  # type: ignore[assignment,method-assign]
+    halved._sums.clipped_sum.of = scarce  # type: ignore[assignment,method-assign]
     torch.testing.assert_close(walk(halved, 3), walk(whole, 3))
     assert halved.state.chunk == PLAN.physical_batch // 4
 
@@ -299,7 +301,7 @@ def test_a_trainer_draws_other_views_and_dropout_in_every_step() -> None:
 
 def test_layers_draw_anew_in_every_step_and_alike_in_a_step() -> None:
     """Else dropout would leave out the same units in all of them."""
-    layers, masks = LayerDraws(np.random.SeedSequence(5)), []
+    layers, masks = LayerDraws(a_key(5)), []
     for step in (0, 1, 2, 1):
         with layers.of(step):
             masks.append(nn.Dropout()(torch.ones(64)))

@@ -16,10 +16,9 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.errors import DivergedError, InputError
-from dpmac_cli.randomness.noise import noise_source as seeded_source
+from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import EpochSampler, IndependentSampler
 from dpmac_cli.runs import checkpoint, environment, folder, ledger
-from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.train import Reduced, RunEvent, Started, Update, finish
 from dpmac_cli.storage import files
@@ -91,28 +90,28 @@ class Draws:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noise: list[Tensor] = []
         self.batches: list[tuple[int, ...]] = []
-        normal = seeded_source
+        at = Noise.at
 
-        def noise_source(seed: np.random.SeedSequence, secure: bool) -> Any:
-            source = normal(seed, secure)
-            standard_normal = source.standard_normal
+        def recorded_at(noise: Noise, step: int) -> Any:
+            normals = at(noise, step)
+            standard_normal = normals.standard_normal
 
             def recorded(like: Tensor) -> Tensor:
                 self.noise.append(standard_normal(like))
                 return self.noise[-1].clone()
 
-            source.standard_normal = recorded  # type: ignore[method-assign]
-            return source
+            normals.standard_normal = recorded  # type: ignore[method-assign]
+            return normals
 
-        def recording(draw: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            def drawn(sampler: Any) -> Any:
-                batch = draw(sampler)
+        def recording(draw: Callable[..., Any]) -> Callable[..., Any]:
+            def drawn(sampler: Any, step: int) -> Any:
+                batch = draw(sampler, step)
                 self.batches.append(tuple(batch))
                 return batch
 
             return drawn
 
-        monkeypatch.setattr(assembly, "noise_source", noise_source)
+        monkeypatch.setattr(Noise, "at", recorded_at)
         for kind in (IndependentSampler, EpochSampler):
             monkeypatch.setattr(kind, "draw", recording(kind.draw))
 

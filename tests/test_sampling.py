@@ -1,6 +1,5 @@
 """Who is in a step: each sampler draws from the distribution that its price is for."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -16,9 +15,10 @@ from scipy.stats import binom, chisquare, kstest
 
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.randomness.keystream import KeyStream
+from dpmac_cli.randomness.keystream import KeyStream, Stretch
 from dpmac_cli.randomness.sampling import Sampler, SecureDraws, make_sampler
 from dpmac_cli.runs import setup as assembly
+from tests.helpers import a_key
 
 N, Q, STEPS = 400, 0.1, 2000
 ONCE_AN_EPOCH = tuple(name for name, sampling in SAMPLERS.items() if sampling.once_an_epoch)
@@ -30,14 +30,14 @@ each_way = pytest.fixture(scope="module", params=[False, True], ids=["numpy", "c
 
 
 def sampler_of(name: str, size: int, batch: int, secure: bool, seed: int = 1) -> Sampler:
-    return make_sampler(name, size, batch, np.random.SeedSequence(seed), secure)
+    return make_sampler(name, size=size, batch=batch, key=a_key(seed), secure=secure)
 
 
 def inclusions(sampler: Sampler, size: int, steps: int) -> NDArray[np.bool_]:
     """Who was in which step, shape (steps, size)."""
     inside = np.zeros((steps, size), bool)
-    for row in inside:
-        row[sampler.draw()] = True
+    for step, row in enumerate(inside, 1):
+        row[sampler.draw(step)] = True
     return inside
 
 
@@ -100,7 +100,7 @@ def test_inclusions_are_independent(included: NDArray[np.bool_], lag: int) -> No
 @either_way
 def test_batches_may_be_empty(secure: bool) -> None:
     sampler = sampler_of("poisson", 20, 1, secure, seed=0)
-    sizes = [len(sampler.draw()) for _ in range(500)]
+    sizes = [len(sampler.draw(step)) for step in range(1, 501)]
     expected = 0.95**20
     assert abs(sizes.count(0) / 500 - expected) < 4 * (expected * (1 - expected) / 500) ** 0.5
     assert max(sizes) >= 2
@@ -201,8 +201,8 @@ def test_fixed_size_batches_hold_as_many_different_records(
     size: int, batch: int, secure: bool
 ) -> None:
     sampler = sampler_of("fixed-size", size, batch, secure)
-    for _ in range(20):
-        drawn = sampler.draw()
+    for step in range(1, 21):
+        drawn = sampler.draw(step)
         assert len(drawn) == batch
         assert (np.diff(drawn) > 0).all(), "increasing, so none comes twice"
 
@@ -220,7 +220,7 @@ def test_everyone_is_taken_alike(taken: NDArray[np.bool_]) -> None:
 def test_few_of_many_are_taken_alike(secure: bool) -> None:
     """numpy has another algorithm for these."""
     sampler = sampler_of("fixed-size", 20_000, 50, secure)
-    drawn = np.concatenate([sampler.draw() for _ in range(2000)])
+    drawn = np.concatenate([sampler.draw(step) for step in range(1, 2001)])
     assert chisquare(np.bincount(drawn // 200, minlength=100)).pvalue > 0.001
     assert chisquare(np.bincount(drawn % 200, minlength=200)).pvalue > 0.001
 
@@ -251,14 +251,14 @@ def test_two_records_are_taken_together_as_chance_has_it(taken: NDArray[np.bool_
 @either_way
 def test_a_batch_of_all_draws_everyone(name: str, secure: bool) -> None:
     sampler = sampler_of(name, 50, 50, secure, seed=0)
-    for _ in range(20):
-        assert sampler.draw().tolist() == list(range(50))
+    for step in range(1, 21):
+        assert sampler.draw(step).tolist() == list(range(50))
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @either_way
 def test_draws_are_increasing_indices(name: str, secure: bool) -> None:
-    drawn = sampler_of(name, 1000, 300, secure, seed=0).draw()
+    drawn = sampler_of(name, 1000, 300, secure, seed=0).draw(1)
     assert drawn.dtype == np.int64
     assert (np.diff(drawn) > 0).all()
     assert drawn[0] >= 0
@@ -266,7 +266,7 @@ def test_draws_are_increasing_indices(name: str, secure: bool) -> None:
 
 
 def batches(sampler: Sampler, count: int) -> list[list[int]]:
-    return [sampler.draw().tolist() for _ in range(count)]
+    return [sampler.draw(step).tolist() for step in range(1, count + 1)]
 
 
 @pytest.mark.privacy
@@ -281,35 +281,25 @@ def test_seeds_repeat_and_differ(name: str, secure: bool) -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("done", range(11))  # an epoch has 4 steps: its begin, middle and end
 @either_way
-def test_a_restored_sampler_goes_on_exactly(name: str, done: int, secure: bool) -> None:
-    sampler = sampler_of(name, 50, 15, secure)
-    batches(sampler, done)
-    kept = json.dumps(sampler.state(), allow_nan=False)
-    following = batches(sampler, 9)
-    for seed, used in ((2, 0), (3, 5)):  # into a fresh one, and into one that was in use
-        other = sampler_of(name, 50, 15, secure, seed)
-        batches(other, used)
-        other.restore(json.loads(kept))
-        assert json.dumps(other.state()) == kept
-        assert batches(other, 9) == following
+def test_a_batch_is_a_function_of_key_and_step(name: str, secure: bool) -> None:
+    """In whatever order steps are asked for, as in a resumed run."""
+    whole = batches(sampler_of(name, 50, 15, secure), 20)
+    for step in (20, 1, 7, 5, 5, 4, 9):  # an epoch has 4 steps: its begin, middle and end
+        again = sampler_of(name, 50, 15, secure)
+        assert again.draw(step).tolist() == whole[step - 1]
+        assert again.draw(1).tolist() == whole[0]
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", ONCE_AN_EPOCH)
 @either_way
-def test_looking_at_the_state_changes_nothing(name: str, secure: bool) -> None:
-    watched, left_alone = sampler_of(name, 50, 15, secure), sampler_of(name, 50, 15, secure)
-    seen: list[dict[str, Any]] = []
-    for _ in range(10):
-        seen.append(watched.state())
-        assert watched.draw().tolist() == left_alone.draw().tolist()
-    assert not has_repeats(seen), "no two steps are the same place"
-
-
-def has_repeats(states: Sequence[dict[str, Any]]) -> bool:
-    return len({json.dumps(state) for state in states}) < len(states)
+def test_epochs_begin_with_the_keys_of_a_branch(name: str, secure: bool) -> None:
+    """A branch is charged for its own epochs: it must not continue one of another key."""
+    for base in (0, 3, 5):
+        sampler = make_sampler(name, size=50, batch=15, key=a_key(1), secure=secure, base=base)
+        drawn = np.concatenate([sampler.draw(base + step) for step in range(1, 5)])
+        assert np.sort(drawn).tolist() == list(range(50))
 
 
 def test_no_such_sampler() -> None:
@@ -324,11 +314,15 @@ def deal_words(monkeypatch: pytest.MonkeyPatch, *rounds: Sequence[int]) -> Itera
     """Have the key stream give these words, a round a draw; what is left of them is returned."""
     left = iter(rounds)
 
-    def fill(self: KeyStream, out: NDArray[Any], count: int) -> None:
+    def fill(self: Stretch, out: NDArray[Any], count: int) -> None:
         out[:count] = np.array(next(left), np.uint64)
 
-    monkeypatch.setattr(KeyStream, "fill", fill)
+    monkeypatch.setattr(Stretch, "fill", fill)
     return left
+
+
+def a_stretch() -> Stretch:
+    return KeyStream(a_key(1)).at(1)
 
 
 @pytest.mark.privacy
@@ -341,7 +335,7 @@ def test_no_record_is_drawn_more_often_than_is_priced(
     """The word just below q 2^64 is in and the next is not, q being the rate that is priced."""
     priced = Fraction(batch / size)
     most = math.floor(priced * 2**64)
-    draws = SecureDraws(3, np.random.SeedSequence(1))
+    draws = SecureDraws(3, a_stretch())
     deal_words(monkeypatch, [most - 1, most, most + 1], [0, 2**64 - 1, most - 1])
     assert [draws.independently(batch / size).tolist() for _ in range(2)] == [[0], [0, 2]]
     assert Fraction(most, 2**64) <= priced < Fraction(most + 1, 2**64)
@@ -349,7 +343,7 @@ def test_no_record_is_drawn_more_often_than_is_priced(
 
 @pytest.mark.privacy
 def test_a_rate_of_one_draws_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    draws = SecureDraws(2, np.random.SeedSequence(1))
+    draws = SecureDraws(2, a_stretch())
     deal_words(monkeypatch, [0, 2**64 - 1])
     assert draws.independently(1.0).tolist() == [0, 1]
 
@@ -357,7 +351,7 @@ def test_a_rate_of_one_draws_every_word(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.privacy
 def test_words_that_leave_a_choice_open_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule for ties would favour the records that it names first."""
-    draws = SecureDraws(4, np.random.SeedSequence(1))
+    draws = SecureDraws(4, a_stretch())
     left = deal_words(monkeypatch, [7, 5, 7, 9], [7, 4, 5, 9], [1, 1, 5, 9])
     assert draws.exactly(2).tolist() == [1, 2]
     assert draws.exactly(2).tolist() == [0, 1], "a tie among the chosen leaves nothing open"
@@ -372,7 +366,7 @@ def test_words_that_leave_a_choice_open_are_drawn_again(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("count", [1, 2, 3, 12, 235, 10**7])
 def test_bins_are_as_many_words_wide(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The few words beyond the last one are no bin's."""
-    draws, width = SecureDraws(4, np.random.SeedSequence(1)), (2**64 - 1) // count
+    draws, width = SecureDraws(4, a_stretch()), (2**64 - 1) // count
     beyond = count * width
     left = deal_words(
         monkeypatch,
@@ -387,16 +381,16 @@ def test_bins_are_as_many_words_wide(count: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.privacy
 def test_a_word_is_used_once() -> None:
-    """Word for word the key stream, 64 bits a record, on and on."""
-    seed = np.random.SeedSequence(7)
-    key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
-    cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
-    draws = SecureDraws(5, seed)
-    for _ in range(4):
-        words = np.frombuffer(cipher.update(bytes(48)), np.uint64)[:5]
-        expected = np.flatnonzero(words < np.uint64(2**63))
-        assert draws.independently(0.5).tolist() == expected.tolist()
-        draws.restore(json.loads(json.dumps(draws.state())))
+    """Word for word the key stream of the step, 64 bits per record."""
+    keys = KeyStream(a_key(7))
+    for step in range(4):
+        counter = modes.CTR((step * 2**64).to_bytes(16, "big"))
+        cipher = Cipher(algorithms.AES256(a_key(7)), counter).encryptor()
+        draws = SecureDraws(5, keys.at(step))
+        for _ in range(3):
+            words = np.frombuffer(cipher.update(bytes(48)), np.uint64)[:5]
+            expected = np.flatnonzero(words < np.uint64(2**63))
+            assert draws.independently(0.5).tolist() == expected.tolist()
 
 
 @pytest.mark.privacy
@@ -410,7 +404,9 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
     assert config.sampling_rate == 100 / 1437
     assert config.steps_per_epoch == 15
     trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
-    sizes = [len(trainer.state.sampler.draw()) for _ in range(300)]
+    drawing = trainer.randomness.sampler
+    assert drawing is not None
+    sizes = [len(drawing.draw(step)) for step in range(1, 301)]
     assert trainer.mechanism.expected_batch == 100
     match sampler:
         case "poisson":

@@ -21,8 +21,9 @@ from dpmac_cli.config.settings import TrainConfig
 from dpmac_cli.dp import mechanism
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.errors import InputError
-from dpmac_cli.randomness.keystream import KeyStream
-from dpmac_cli.randomness.noise import SecureNoise, SeededNoise
+from dpmac_cli.randomness.keystream import Keys, KeyStream, Stretch
+from dpmac_cli.randomness.noise import Noise, SecureNormals, SeededNormals
+from dpmac_cli.randomness.sampling import IndependentSampler, SeededDraws
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
@@ -44,9 +45,9 @@ TRAIN = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "9", "--secu
 
 
 def secrets(where: Path) -> Mapping[str, Any]:
-    """The states of the two generators, of a run's newest checkpoint."""
-    state = checkpoint.newest(where).record["state"]
-    return {name: state[name] for name in ("sampler", "noise")}
+    """The keys of batches and noise, of a run's newest checkpoint."""
+    keys = checkpoint.newest(where).record["state"]["keys"]
+    return {name: keys[name] for name in ("sampler", "noise")}
 
 
 def randomness(finished: Finished) -> Mapping[str, Any]:
@@ -62,34 +63,39 @@ def randomness(finished: Finished) -> Mapping[str, Any]:
 def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    filled: list[tuple[str, int]] = []
-    fill = KeyStream.fill
+    filled: list[tuple[KeyStream, int]] = []
+    fill = Stretch.fill
 
-    def kept(self: KeyStream, out: Any, count: int) -> None:
-        filled.append((str(self.state()["key"]), count))
+    def kept(self: Stretch, out: Any, count: int) -> None:
+        filled.append((self._keys, count))
         fill(self, out, count)
 
-    monkeypatch.setattr(KeyStream, "fill", kept)
+    monkeypatch.setattr(Stretch, "fill", kept)
     config = resolve({"dataset": "digits", "secure": True, "sampler": sampler}).config
     trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
-    state = trainer.state
+    noise, keys = trainer.randomness.noise, trainer.state.keys
     assert type(trainer.mechanism) is SecureMechanism
-    assert type(state.noise) is SecureNoise
-    noise, draws = state.noise.state(), state.sampler.state()
-    assert noise["generator"] == draws["generator"] == "AES-256-CTR"
-    assert noise["key"] != draws["key"]
+    assert isinstance(noise, Noise)
+    assert keys.noise != keys.sampler
     trainer.step()
-    pairs = (state.theta.numel() + 1) // 2
-    assert filled.count((draws["key"], 1437)) == len(filled) - 8
-    assert filled.count((noise["key"], pairs)) == 8
+    assert type(noise.at(2)) is SecureNormals
+    pairs = (trainer.state.theta.numel() + 1) // 2
+    assert filled.count((noise._keys, pairs)) == 8
+    draws = [stream for stream, count in filled if stream is not noise._keys and count == 1437]
+    assert len(draws) == len(filled) - 8
+    assert {stream._cipher.key for stream in draws} == {keys.sampler}
+    assert noise._keys._cipher.key == keys.noise
 
 
 def test_without_secure_nothing_is_changed() -> None:
     config = resolve({"dataset": "digits"}).config
     trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
     assert type(trainer.mechanism) is GaussianMechanism
-    assert type(trainer.state.noise) is SeededNoise
-    assert trainer.state.sampler.state()["bit_generator"] == "SFC64"
+    noise, sampler = trainer.randomness.noise, trainer.randomness.sampler
+    assert noise is not None
+    assert type(noise.at(1)) is SeededNormals
+    assert isinstance(sampler, IndependentSampler)
+    assert type(sampler._draws(1)) is SeededDraws
 
 
 @pytest.mark.privacy
@@ -109,11 +115,14 @@ def test_each_optimizer_trains_securely(optimizer: str) -> None:
 def drawn(where: Path) -> Mapping[str, Tensor]:
     """What a run would draw next, noise and batch as numbers."""
     config = resolve({}, where / folder.CONFIG).config
-    state = assembly.make_trainer(config, 1, torch.device("cpu")).state
-    state.restore_generators(checkpoint.newest(where).record["state"])
+    state = checkpoint.newest(where).record["state"]
+    keys, step = Keys.of_json(state["keys"]), state["step"] + 1
+    random = assembly.make_trainer(config, 1, torch.device("cpu"), keys=keys).randomness
+    assert random.sampler is not None
+    assert random.noise is not None
     chosen = torch.zeros(1437)
-    chosen[torch.from_numpy(state.sampler.draw())] = 1.0
-    return {"noise": state.noise.standard_normal(torch.zeros(1437)), "sampler": chosen}
+    chosen[torch.from_numpy(random.sampler.draw(step))] = 1.0
+    return {"noise": random.noise.at(step).standard_normal(torch.zeros(1437)), "sampler": chosen}
 
 
 #: An ordinary run and a secure one, without a seed, in folders that begin as told.
@@ -145,8 +154,7 @@ def test_processes_started_in_the_same_instant_have_nothing_in_common() -> None:
             assert secrets(one)[name] != secrets(other)[name]
             correlation = torch.corrcoef(torch.stack([mine[name], theirs[name]]))[0, 1]
             assert abs(correlation) < 5 / 1437**0.5
-    keys = [state.get("key") for run in runs for state in secrets(run).values()]
-    assert len(set(keys) - {None}) == 6, "the samplers of ordinary runs have none"
+    assert len({key for run in runs for key in secrets(run).values()}) == 8
 
 
 # Resuming.
@@ -207,7 +215,6 @@ def test_a_change_of_secure_is_a_branch_and_is_told() -> None:
     assert randomness(second) == {"secure": False, "statement": DRAWN_BOTH_WAYS}
     third = finish(run.resume(Path("run"), {"steps": "12"}))
     assert randomness(third) == {"secure": False, "statement": DRAWN_BOTH_WAYS}
-    assert secrets(Path("run"))["sampler"]["generator"] == "AES-256-CTR"
 
 
 # What it says.

@@ -37,8 +37,9 @@ def faults(plan: TrainPlan) -> Iterator[str]:
         low, high = plan.data.feature_range
         if low >= high:
             yield f"--feature-range {low:g},{high:g}: the first must be the smaller."
-    if plan.h1 > plan.h2:
-        yield f"--h1 ({plan.h1:g}) must not be above --h2 ({plan.h2:g})."
+    low, high = plan.hyper.h1, plan.hyper.h2
+    if low > high:
+        yield f"--h1 ({low:g}) must not be above --h2 ({high:g})."
     if batch > size:
         yield f"--batch-size ({batch}) must not be above the size of {plan.dataset}, {size}."
     if plan.audit.canaries:

@@ -4,6 +4,7 @@ from typing import Any
 
 from dpmac_cli.config.settings import CANARY_KINDS, FEW_GUESSES, SETTINGS, TRAINED, Settings
 from dpmac_cli.data.registry import Dataset
+from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import FEATURES
 
 #: Samples worked on at a time where one linear layer is trained.
@@ -27,7 +28,7 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     defaults, adaclip = facts.defaults, values["optimizer"] == "adaclip"
     found: dict[str, Any] = {
         **vars(defaults),
-        "lr": defaults.lr[values["optimizer"]],
+        "lr": OPTIMIZERS[values["optimizer"]].rate_on(values["dataset"]),
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
         "physical_batch": max(1, defaults.physical_batch // (values["augmentations"] or 1)),

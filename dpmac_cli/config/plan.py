@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Found, Source
-from dpmac_cli.dp.optimizers import OPTIMIZERS, Optimizer
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
 from dpmac_cli.models.registry import BuiltIn, Features, Pixels, UserModel
 from dpmac_cli.training.schedules import Recipe
 
@@ -92,8 +92,7 @@ class TrainPlan:
         target_epsilon: that the noise was calibrated for; infinite where it was given.
         max_epsilon: epsilon to stop before; infinite for no limit.
         secure: whether every draw comes from a cipher.
-        optimizer: a key of :data:`~dpmac_cli.dp.optimizers.OPTIMIZERS`; lr, clip_norm, beta1,
-            beta2, gamma, gamma_prime, h1, h2, kappa and phi are its hyperparameters.
+        optimizer: a key of :data:`~dpmac_cli.dp.optimizers.OPTIMIZERS`. hyper: its numbers.
         recipe: what is done besides the optimizer's steps.
         batch_size: B. physical_batch: samples worked on at a time.
         audit: canaries, if any.
@@ -118,16 +117,7 @@ class TrainPlan:
     max_epsilon: float
     secure: bool
     optimizer: str
-    lr: float
-    clip_norm: float
-    beta1: float
-    beta2: float
-    gamma: float
-    gamma_prime: float
-    h1: float
-    h2: float
-    kappa: Literal["paper", "exact", "tracked"]
-    phi: Literal["paper", "tracked"]
+    hyper: Hyperparameters
     recipe: Recipe
     batch_size: int
     physical_batch: int

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from dpmac_cli.config.settings import DATA, RECIPE, SETTINGS, flag_name
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import Features, Pixels, UserModel, parse_model
 from dpmac_cli.storage.paths import data_folder
@@ -33,8 +34,7 @@ from dpmac_cli.training.schedules import Recipe
 RUNS = Path("runs")
 #: Fields of the plan that are settings of the same name and need no conversion.
 AS_GIVEN = (
-    *("dataset", "fix_norm", "to_float32", "delta", "secure", "optimizer", "lr", "clip_norm"),
-    *("beta1", "beta2", "gamma", "gamma_prime", "h1", "h2", "kappa", "phi", "batch_size"),
+    *("dataset", "fix_norm", "to_float32", "delta", "secure", "optimizer", "batch_size"),
     *("physical_batch", "compile", "device", "force", "diagnostics", "tensorboard", "plot"),
     *("json", "quiet"),
 )
@@ -176,6 +176,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
         private=not values["no_dp"],
         target_epsilon=values["epsilon"] or math.inf,
         max_epsilon=values["max_epsilon"] or math.inf,
+        hyper=Hyperparameters(**{f.name: values[f.name] for f in fields(Hyperparameters)}),
         recipe=_recipe(values),
         audit=AuditPlan(values["canaries"] or 0, *_attack(values)),
         seed=Secret.SEED if values["seed"] is None else values["seed"],

@@ -5,13 +5,7 @@ entry of :data:`DATASETS`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-
-#: Learning rates of the DP-MacAdam paper: 0.1 for DP-SGD and 0.001 for the rest.
-PAPER_RATES: Mapping[str, float] = {
-    "dp-sgd": 0.1,
-    **dict.fromkeys(("adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc"), 1e-3),
-}
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -23,7 +17,6 @@ class Defaults:
         batch_size: B, the expected batch.
         sigma: noise multiplier.
         epochs: passes of ceil(n/B) steps.
-        lr: learning rate per optimizer.
         clip_norm: C of the fixed ball.
         h1, h2: bounds of the estimated variance.
         physical_batch: samples worked on at a time.
@@ -33,7 +26,6 @@ class Defaults:
     batch_size: int
     sigma: float = 0.8
     epochs: int = 5
-    lr: Mapping[str, float] = field(default_factory=lambda: PAPER_RATES)
     clip_norm: float = 1.0
     h1: float = 5e-5
     h2: float = 1.0
@@ -157,20 +149,7 @@ DATASETS: Mapping[str, Dataset] = {
         mean=(0.305,),
         std=(0.376,),
         sha256="cdb4dac94fb0b69864bed8c06ec1a3c76ef0c75ab6b67176b07a28f83d2f2280",
-        defaults=Defaults(
-            model="mlp-small",
-            batch_size=128,
-            sigma=1.5,
-            epochs=20,
-            lr={
-                "dp-sgd": 0.5,
-                "adaclip": 0.5,
-                "dp-adam": 0.005,
-                "dp-adambc": 0.001,
-                "dp-macadam": 0.005,
-                "dp-macadambc": 0.0005,
-            },
-        ),
+        defaults=Defaults(model="mlp-small", batch_size=128, sigma=1.5, epochs=20),
         about="8x8 handwritten digits, shipped with scikit-learn: no download",
         augment="crop",
         origin=Bundled("digits"),

@@ -5,11 +5,12 @@ goes in as tensors: a plain number would be compiled in.
 """
 
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.forms import (
     InPieces,
     LayerMetric,
@@ -17,15 +18,11 @@ from dpmac_cli.dp.clipping.forms import (
     SquaredNorms,
     total_squared_norms,
 )
-from dpmac_cli.dp.geometry import Geometry, Spread
+from dpmac_cli.dp.geometry import Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
-from dpmac_cli.dp.moments import Moments, Number
-from dpmac_cli.dp.rules import Rule
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import ModelError
-from dpmac_cli.randomness.noise import Bits, NoiseSource
-
-Update = Callable[[Tensor, Tensor, float, Moments, Ellipsoid, Spread | None, NoiseSource], Tensor]
-
+from dpmac_cli.randomness.noise import Bits, StepNoise
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,10 +49,24 @@ def _compile(function: Callable[P, R], *, dynamic: bool | None = None) -> Callab
     return call
 
 
-def compile_update(mechanism: GaussianMechanism, rule: Rule, geometry: Geometry) -> Update:
-    """A function from the clipped sum to new theta, moments and ellipsoid, all in place.
+class Vectors(Protocol):
+    """What an update changes in place, see :class:`dpmac_cli.training.state.TrainState`."""
 
-    It returns the sum of line 20.
+    theta: Tensor
+    moments: Moments
+    region: Ellipsoid
+    spread: Spread | None
+
+
+#: From the clipped sum, eta, the vectors and the noise to the sum of line 20.
+Update = Callable[[Tensor, float, Vectors, StepNoise], Tensor]
+
+
+def compile_update(mechanism: GaussianMechanism, algorithm: Algorithm) -> Update:
+    """Compile lines 9 to 20: from the clipped sum to new theta, moments and ellipsoid, in place.
+
+    The function returned takes the clipped sum, eta, the vectors and the noise, and returns the sum
+    of line 20.
     """
 
     def update(
@@ -74,20 +85,13 @@ def compile_update(mechanism: GaussianMechanism, rule: Rule, geometry: Geometry)
         region = Ellipsoid(*ellipsoid)
         spread = None if memory is None else Spread(*memory, 0.0, kappa, share)
         private = mechanism.release(clipped, region, Bits(*bits))
-        rule(theta, lr, private, moments)
-        return geometry.estimate(private, moments, region, spread)
+        algorithm.rule(theta, lr, private, moments)
+        return algorithm.geometry.estimate(private, moments, region, spread)
 
     compiled = _compile(update, dynamic=False)
 
-    def call(
-        clipped: Tensor,
-        theta: Tensor,
-        lr: float,
-        moments: Moments,
-        region: Ellipsoid,
-        spread: Spread | None,
-        noise: NoiseSource,
-    ) -> Tensor:
+    def call(clipped: Tensor, lr: float, state: Vectors, noise: StepNoise) -> Tensor:
+        theta, moments, region, spread = state.theta, state.moments, state.region, state.spread
         drawn = clipped if mechanism.noise_multiplier > 0 else clipped[:0]
         bits = noise.bits(torch.empty_like(drawn, dtype=theta.dtype))
         kappa, share = (1.0, 0.0) if spread is None else (spread.kappa, spread.share)
@@ -99,7 +103,7 @@ def compile_update(mechanism: GaussianMechanism, rule: Rule, geometry: Geometry)
             (moments.m, moments.v, moments.noise),
             (region.centre, region.inverse, region.factor),
             None if spread is None else (spread.s, spread.psi),
-            [_as_tensor(number, theta) for number in numbers],
+            [torch.as_tensor(n, dtype=torch.float64, device=theta.device) for n in numbers],
             (bits.words, bits.turns),
             (moments.beta1, moments.beta2),
         )
@@ -154,7 +158,3 @@ def compile_norms() -> Norms:
         return sum(rest, start=first)
 
     return norms
-
-
-def _as_tensor(number: Number, like: Tensor) -> Tensor:
-    return torch.as_tensor(number, dtype=torch.float64, device=like.device)

@@ -5,17 +5,18 @@ it computes is post-processing and costs no privacy (Proposition 1). All but one
 coordinate by coordinate, so that a step can go through the vectors in blocks that stay in cache.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
 from dpmac_cli.dp.moments import Moments, Number
+from dpmac_cli.dp.optimizers import Kappa
 
 LEAST_KAPPA = 1e-6
-Kappa = Literal["paper", "exact", "tracked"]
 
 
 @dataclass
@@ -68,14 +69,14 @@ class Ball:
     """A fixed ball about the origin: DP-SGD, DP-Adam, DP-AdamBC.
 
     Attributes:
-        radius: C > 0, the clipping norm.
+        clip_norm: C > 0, its radius.
     """
 
-    radius: float
+    clip_norm: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, None]:
         """The ball, which never changes."""
-        return ball(self.radius, like), None
+        return ball(self.clip_norm, like), None
 
     def begin(self, step: int, spread: Spread | None) -> None:
         """Nothing moves."""
@@ -175,6 +176,10 @@ class MacAdam:
             spread.psi.lerp_(private.noise_variance * spread.share, 1 - self.beta1)
         s_hat = _variance(private, spread).clamp_(self.h1, self.h2)  # line 19
         return _scale(s_hat, region)  # line 20
+
+
+#: Geometries by their names in the table.
+GEOMETRIES: Mapping[str, type[Geometry]] = {"ball": Ball, "adaclip": AdaClip, "macadam": MacAdam}
 
 
 def _variance(private: PrivateMean, spread: Spread) -> Tensor:

@@ -119,6 +119,12 @@ class GaussianMechanism:
             value.add_(region.centre)  # line 11
         return PrivateMean(value.to(b.dtype), b, self.noise_multiplier / self.expected_batch)
 
+    def placeholder(self, region: Ellipsoid, like: Tensor) -> PrivateMean:
+        """Return a private mean to receive the value of one that another process released."""
+        b = region.scale
+        ratio = self.noise_multiplier / self.expected_batch
+        return PrivateMean(torch.empty_like(like, dtype=b.dtype), b, ratio)
+
     def _add_noise(self, value: Tensor, b: Tensor, noise: Normals) -> None:
         """Line 9, in place, as it is in gradient space: the sum and sigma b z."""
         if self.noise_multiplier > 0:

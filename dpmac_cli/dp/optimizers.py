@@ -1,63 +1,127 @@
-"""The table: six names, each a geometry and a rule.
+"""Table of optimizers: each is a geometry and a rule, with settings and default learning rates.
 
 A ball of radius C is an ellipsoid with centre 0 and scale C, so every optimizer is
-*how gradients are clipped* x *how the private mean moves theta*. This module holds names only,
-so that the command line can read it without loading torch.
+*how gradients are clipped* x *how the private mean moves theta*. This module loads no torch;
+:mod:`dpmac_cli.dp.algorithm` looks the names up.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-GeometryName = Literal["ball", "adaclip", "macadam"]
-RuleName = Literal["sgd", "adam", "adam_bc"]
+Kappa = Literal["paper", "exact", "tracked"]
 
-
-@dataclass(frozen=True)
-class Optimizer:
-    """A row of the table.
-
-    Attributes:
-        geometry: the clipping region, see :mod:`dpmac_cli.dp.geometry`.
-        rule: the update, see :mod:`dpmac_cli.dp.rules`.
-        summary: one line for help and reports.
-    """
-
-    geometry: GeometryName
-    rule: RuleName
-    summary: str
-
-    @property
-    def settings(self) -> frozenset[str]:
-        """The hyperparameters, by their names in the configuration, that have an effect."""
-        names = self.settings_without_clipping | GEOMETRY_SETTINGS[self.geometry]
-        if self.geometry != "ball" and self.rule == "adam_bc":
-            names |= {"phi"}
-        return frozenset(names)
-
-    @property
-    def settings_without_clipping(self) -> frozenset[str]:
-        """The same in a run without privacy, which only has the rule."""
-        return RULE_SETTINGS[self.rule] | {"lr"}
-
-
-GEOMETRY_SETTINGS: dict[GeometryName, frozenset[str]] = {
+#: Settings of each geometry and each rule that have an effect.
+GEOMETRY_SETTINGS: Mapping[str, frozenset[str]] = {
     "ball": frozenset({"clip_norm"}),
     "adaclip": frozenset({"beta1", "beta2", "h1", "h2"}),
     "macadam": frozenset({"beta1", "h1", "h2", "kappa"}),
 }
-RULE_SETTINGS: dict[RuleName, frozenset[str]] = {
+RULE_SETTINGS: Mapping[str, frozenset[str]] = {
     "sgd": frozenset(),
     "adam": frozenset({"beta1", "beta2", "gamma"}),
     "adam_bc": frozenset({"beta1", "beta2", "gamma_prime"}),
 }
 
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """Numbers of an optimizer, in the paper's symbols.
+
+    Attributes:
+        lr: eta. clip_norm: C. beta1, beta2, gamma: Adam's. gamma_prime: the floor of AdamBC.
+        h1, h2: bounds of the estimated variance. kappa, phi: which estimates.
+    """
+
+    lr: float
+    clip_norm: float
+    beta1: float
+    beta2: float
+    gamma: float
+    gamma_prime: float
+    h1: float
+    h2: float
+    kappa: Kappa
+    phi: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """A row of the table.
+
+    Attributes:
+        geometry: the clipping region, a name of :data:`dpmac_cli.dp.geometry.GEOMETRIES`.
+        rule: the update, a name of :data:`dpmac_cli.dp.rules.RULES`.
+        summary: one line for help and reports.
+        lr: default learning rate.
+        lr_on: default learning rate on some datasets.
+        extra: settings that only this combination has.
+    """
+
+    geometry: str
+    rule: str
+    summary: str
+    lr: float
+    lr_on: Mapping[str, float] = field(default_factory=dict)
+    extra: frozenset[str] = frozenset()
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """The hyperparameters, by their names in the configuration, that have an effect."""
+        return self.settings_without_clipping | GEOMETRY_SETTINGS[self.geometry] | self.extra
+
+    def rate_on(self, dataset: str) -> float:
+        """Return the default learning rate on a dataset."""
+        return self.lr_on.get(dataset, self.lr)
+
+    @property
+    def settings_without_clipping(self) -> frozenset[str]:
+        """Those that have an effect in a run without privacy, which only has the rule."""
+        return RULE_SETTINGS[self.rule] | {"lr"}
+
+
+#: Learning rates are those of the DP-MacAdam paper, and tuned ones for digits.
 OPTIMIZERS: dict[str, Optimizer] = {
-    "dp-sgd": Optimizer("ball", "sgd", "fixed clipping norm, gradient descent"),
-    "adaclip": Optimizer("adaclip", "sgd", "coordinate-wise clipping, gradient descent"),
-    "dp-adam": Optimizer("ball", "adam", "fixed clipping norm, Adam"),
-    "dp-adambc": Optimizer("ball", "adam_bc", "fixed clipping norm, Adam less the noise's bias"),
-    "dp-macadam": Optimizer("macadam", "adam", "coordinate-wise clipping, Adam"),
+    "dp-sgd": Optimizer(
+        geometry="ball",
+        rule="sgd",
+        summary="fixed clipping norm, gradient descent",
+        lr=0.1,
+        lr_on={"digits": 0.5},
+    ),
+    "adaclip": Optimizer(
+        geometry="adaclip",
+        rule="sgd",
+        summary="coordinate-wise clipping, gradient descent",
+        lr=1e-3,
+        lr_on={"digits": 0.5},
+    ),
+    "dp-adam": Optimizer(
+        geometry="ball",
+        rule="adam",
+        summary="fixed clipping norm, Adam",
+        lr=1e-3,
+        lr_on={"digits": 0.005},
+    ),
+    "dp-adambc": Optimizer(
+        geometry="ball",
+        rule="adam_bc",
+        summary="fixed clipping norm, Adam less the noise's bias",
+        lr=1e-3,
+    ),
+    "dp-macadam": Optimizer(
+        geometry="macadam",
+        rule="adam",
+        summary="coordinate-wise clipping, Adam",
+        lr=1e-3,
+        lr_on={"digits": 0.005},
+    ),
     "dp-macadambc": Optimizer(
-        "macadam", "adam_bc", "coordinate-wise clipping, Adam less the noise's bias"
+        geometry="macadam",
+        rule="adam_bc",
+        summary="coordinate-wise clipping, Adam less the noise's bias",
+        lr=1e-3,
+        lr_on={"digits": 0.0005},
+        extra=frozenset({"phi"}),
     ),
 }

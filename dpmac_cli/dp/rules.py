@@ -3,8 +3,9 @@
 Each rule takes the private mean into the moments it uses and moves theta, all in place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,19 +70,23 @@ class Adam:
 class AdamBC:
     """m-hat / sqrt(max(v-hat - Phi, gamma')), Tang et al. 2023.
 
+    Phi is the noise's share of v-hat: what the moments tracked; or its variance for a ball, which
+    is a constant; or, as in the paper, the variance of the noise before it is scaled by b.
+
     Attributes:
         gamma_prime: gamma' > 0, the floor of the corrected second moment.
-        phi: Phi, the noise's share of v-hat when it is a constant; None to subtract what the
-            moments tracked, which for a ball is the same constant.
     """
 
     gamma_prime: float
-    phi: float | None
 
     def __call__(self, theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
         moments.update(private)
-        phi = moments.noise_hat() if self.phi is None else self.phi
+        phi: Number
+        if moments.noise is not None:
+            phi = moments.noise_hat()
+        else:
+            phi = private.noise_variance if private.scale.ndim == 0 else private.noise_ratio**2
         signal = moments.v_hat().sub_(phi).clamp_(min=self.gamma_prime)
         _move(theta, eta, moments, signal.sqrt_())
 
@@ -110,3 +115,7 @@ class WithDecay:
         """Move theta, shape (d,)."""
         theta.mul_(1 - eta * self.decay)
         self.rule(theta, eta, private, moments)
+
+
+#: Rules by their names in the table.
+RULES: Mapping[str, Any] = {"sgd": sgd, "adam": Adam, "adam_bc": AdamBC}

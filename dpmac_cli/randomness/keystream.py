@@ -1,7 +1,9 @@
-"""Random bits from a cipher: nobody without the key can tell them from chance."""
+"""Secret keys of a run, and random bits that are a function of a key and the step."""
 
+import secrets
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -9,9 +11,11 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
 
-AES_BLOCK = 16
+KEY_BYTES, AES_BLOCK = 32, 16
 #: Bytes that the cipher asks for and may not use, behind what is filled.
 SPARE = 2 * AES_BLOCK
+#: Blocks of key stream that a step has, as a power of two. No two steps share any.
+STEP_BITS = 64
 #: Key, counter and the first block of the key stream: NIST SP 800-38A, F.5.5.
 KNOWN = tuple(
     bytes.fromhex(text)
@@ -23,80 +27,129 @@ KNOWN = tuple(
 )
 
 
-class Stateful(Protocol):
-    """Random draws whose whole state can be saved, which is as secret as the draws."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Keys:
+    """Secret keys of a run, or of a branch of it: 256 bits for each stream of random numbers.
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        ...
+    Each stream has a key of its own, so that no draw for one purpose can be read off the draws for
+    another. A stream without a key (b"") cannot draw.
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        ...
-
-
-class Derived:
-    """Random draws whose whole state is that of their source.
-
-    Args:
-        source: of the randomness.
+    Attributes:
+        init: of the initial parameters. sampler: of the batches. noise: of the Gaussian noise.
+        canaries: of what canaries are. coins: of which of them are in the data set.
+        layers: of augmented views and dropout.
+        base: steps taken before these keys were made. Epochs of a sampler are counted from there.
     """
 
-    def __init__(self, source: Stateful) -> None:
-        self._root = source
+    init: bytes = b""
+    sampler: bytes = b""
+    noise: bytes = b""
+    canaries: bytes = b""
+    coins: bytes = b""
+    layers: bytes = b""
+    base: int = 0
 
-    def state(self) -> dict[str, Any]:
-        """Return the state of the source as JSON values."""
-        return self._root.state()
+    def as_json(self) -> dict[str, Any]:
+        """Return the keys as JSON values, as secret as the keys."""
+        return {n: v.hex() if isinstance(v, bytes) else v for n, v in asdict(self).items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self._root.restore(state)
+    @classmethod
+    def of_json(cls, saved: Mapping[str, Any]) -> "Keys":
+        """Return the keys that :meth:`as_json` gave."""
+        keys = {name: bytes.fromhex(saved[name]) for name in STREAMS if name in saved}
+        return cls(base=saved.get("base", 0), **keys)
+
+
+#: Names of the streams. A stream's place is part of its seed.
+STREAMS = tuple(field.name for field in fields(Keys) if field.name != "base")
+
+
+def make_keys(seed: int | None, branch: int = 0, base: int = 0) -> Keys:
+    """Return new keys.
+
+    Args:
+        seed: the user's seed; None for fresh bits from the operating system for every stream.
+        branch: 0 for a run, and another number for each branch, none of which shares a key.
+        base: steps taken before.
+    """
+    if seed is None:
+        return Keys(base=base, **{name: secrets.token_bytes(KEY_BYTES) for name in STREAMS})
+    sequences = {
+        name: np.random.SeedSequence(seed, spawn_key=(place, branch))
+        for place, name in enumerate(STREAMS)
+    }
+    words = {name: each.generate_state(4, np.uint64) for name, each in sequences.items()}
+    return Keys(base=base, **{n: w.astype("<u8").tobytes() for n, w in words.items()})
+
+
+def seed_of(key: bytes, *place: int) -> np.random.SeedSequence:
+    """Return a seed made of all bits of a key, and of a place such as the step.
+
+    Raises:
+        ValueError: the stream has no key.
+    """
+    if len(key) != KEY_BYTES:
+        raise ValueError("this stream has no key, so it cannot draw")
+    return np.random.SeedSequence(int.from_bytes(key, "little"), spawn_key=place, pool_size=8)
+
+
+def generator(key: bytes, *place: int) -> np.random.Generator:
+    """Return numpy's SFC64, which is fast but no cipher, for a key and a place."""
+    return np.random.Generator(np.random.SFC64(seed_of(key, *place)))
 
 
 def cipher_works() -> bool:
-    """Whether the cipher gives a published block, where it can be used at all."""
+    """Return whether the cipher, where it can be used at all, gives a published block."""
     key, counter, block = KNOWN
     return Cipher(AES256(key), CTR(counter)).encryptor().update(bytes(AES_BLOCK)) == block
 
 
 class KeyStream:
-    """The key stream of AES-256 in counter mode. None of it is used twice.
+    """Key stream of AES-256 in counter mode, unpredictable without the key.
 
     Args:
-        seed: its 256 bits become the key: the key stream is unpredictable to whoever lacks it.
+        key: 32 bytes.
+
+    Raises:
+        ValueError: the key has another length.
     """
 
-    def __init__(self, seed: np.random.SeedSequence) -> None:
-        self._key = seed.generate_state(4, np.uint64).astype("<u8").tobytes()
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AES256(key)
         self._zeros = memoryview(b"")
-        self._go_to(0)
+
+    def at(self, step: int) -> "Stretch":
+        """Return the key stream of a step, from its first block."""
+        counter = (step << STEP_BITS).to_bytes(AES_BLOCK, "big")
+        return Stretch(self, Cipher(self._cipher, CTR(counter)).encryptor())
+
+    def zeros(self, size: int) -> memoryview:
+        """Return zero bytes to encrypt."""
+        if len(self._zeros) < size:
+            self._zeros = memoryview(bytes(size))
+        return self._zeros[:size]
+
+
+class Stretch:
+    """Key stream of one step, no byte of which is handed out twice.
+
+    Args:
+        keys: that it belongs to.
+        cipher: at the first block of the step.
+    """
+
+    def __init__(self, keys: KeyStream, cipher: Any) -> None:
+        self._keys, self._cipher = keys, cipher
 
     def fill(self, out: NDArray[Any], count: int) -> None:
-        """Overwrite the first numbers by the next bytes. What is left of a block is thrown away.
+        """Overwrite the first numbers by the next bytes. The rest of a block is thrown away.
 
         Args:
             out: shape (numbers,), contiguous; :data:`SPARE` bytes longer than what is filled, and
-                those are spoilt.
+                those are overwritten too.
             count: of the numbers to fill.
         """
-        blocks = -(-count * out.itemsize // AES_BLOCK)
-        size = blocks * AES_BLOCK
-        if len(self._zeros) < size:
-            self._zeros = memoryview(bytes(size))
-        self._stream.update_into(self._zeros[:size], out.view(np.uint8).data[: size + AES_BLOCK])
-        self._block += blocks
-
-    def _go_to(self, block: int) -> None:
-        counter = block.to_bytes(AES_BLOCK, "big")
-        self._stream = Cipher(AES256(self._key), CTR(counter)).encryptor()
-        self._block = block
-
-    def state(self) -> dict[str, Any]:
-        """Key and position as JSON values, as secret as what is made of the bits."""
-        return {"generator": "AES-256-CTR", "key": self._key.hex(), "block": self._block}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self._key = bytes.fromhex(state["key"])
-        self._go_to(state["block"])
+        size = -(-count * out.itemsize // AES_BLOCK) * AES_BLOCK
+        self._cipher.update_into(
+            self._keys.zeros(size), out.view(np.uint8).data[: size + AES_BLOCK]
+        )

@@ -1,14 +1,13 @@
-"""Who is in step t. The draws are secret: amplification by sampling holds only while they are."""
+"""Batch samplers. The draws are secret: amplification by sampling holds only while they are."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.randomness.keystream import SPARE, Derived, KeyStream, Stateful
-from dpmac_cli.randomness.noise import SeededGenerator
+from dpmac_cli.randomness.keystream import SPARE, KeyStream, Stretch, generator
 
 #: Indices of a step's records, increasing; shape (drawn,).
 Batch = NDArray[np.int64]
@@ -16,33 +15,30 @@ Batch = NDArray[np.int64]
 Slots = NDArray[np.int64]
 
 
-class Sampler(Stateful, Protocol):
-    """Draws a batch a step."""
+class Sampler(Protocol):
+    """Draws one batch per step."""
 
-    def draw(self) -> Batch:
-        """The next step's records."""
+    def draw(self, step: int) -> Batch:
+        """Return the records of step t = 1, 2, ..., a function of the key and t."""
         ...
 
 
-class SeededDraws(Derived):
-    """Choices by numpy's SFC64: fast, but no cipher.
+class SeededDraws:
+    """Random choices of one step or epoch by numpy's generator.
 
     Args:
         size: n.
-        seed: the sampler's own secret, never shared with the noise.
+        draws: the generator, of the sampler's own key.
     """
 
-    def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
-        self._size = size
-        source = SeededGenerator(seed)
-        super().__init__(source)
-        self._generator = source.numpy
+    def __init__(self, size: int, draws: np.random.Generator) -> None:
+        self._size, self._generator = size, draws
 
     def independently(self, rate: float) -> Batch:
         """Draw each record with probability ``rate`` in (0, 1], independently of the others.
 
-        How many are drawn is binomial, and which, any so many alike: the same as asking every
-        record, at the cost of the batch instead of the data set.
+        The number drawn is binomial, and all subsets of that size are equally likely: the same as
+        asking every record, at the cost of the batch instead of the data set.
         """
         return self.exactly(int(self._generator.binomial(self._size, rate)))
 
@@ -59,30 +55,28 @@ class SeededDraws(Derived):
         return self._generator.permutation(slots)
 
 
-class SecureDraws(Derived):
-    """Choices by the key stream of a cipher, 64 bits a record.
+class SecureDraws:
+    """Random choices of one step or epoch by the key stream of a cipher, 64 bits per record.
 
-    Where words leave a choice open, all are drawn again. Which words do so is the same however the
-    records are named, so what is left is exactly even.
+    Where words leave a choice open, all are drawn again. Which words do so does not depend on how
+    the records are named, so what is left is exactly even.
 
     Args:
         size: n.
-        seed: the sampler's own secret, never shared with the noise.
+        stretch: of the key stream, of the sampler's own key.
     """
 
-    def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
-        self._size = size
-        self._keys = KeyStream(seed)
-        super().__init__(self._keys)
+    def __init__(self, size: int, stretch: Stretch) -> None:
+        self._size, self._stretch = size, stretch
         self._words = np.empty(size + SPARE // 8, np.uint64)
 
     def independently(self, rate: float) -> Batch:
-        """Each record with probability ``rate``, rounded down to a multiple of 2^-64."""
+        """Draw each record with probability ``rate``, rounded down to a multiple of 2^-64."""
         last = int(math.ldexp(rate, 64)) - 1  # that is in: a rate of 1 takes every word there is
         return np.flatnonzero(self._draw() <= np.uint64(last))
 
     def exactly(self, count: int) -> Batch:
-        """The records of the least words."""
+        """Return the records of the least words."""
         while True:
             words = self._draw()
             chosen = np.flatnonzero(words <= np.partition(words, count - 1)[count - 1])
@@ -90,7 +84,7 @@ class SecureDraws(Derived):
                 return chosen
 
     def bins(self, count: int) -> Slots:
-        """The bin of each record's word: each bin is as many words wide."""
+        """Return the bin of each record's word; all bins are equally many words wide."""
         width = np.uint64((2**64 - 1) // count)
         while True:
             slots = (self._draw() // width).astype(np.int64)
@@ -98,7 +92,7 @@ class SecureDraws(Derived):
                 return slots
 
     def shuffled(self, slots: Slots) -> Slots:
-        """The slots in the order of the words."""
+        """Return the slots in the order of the words."""
         while True:
             words = self._draw()
             order = np.argsort(words)
@@ -107,97 +101,93 @@ class SecureDraws(Derived):
                 return slots[order]
 
     def _draw(self) -> NDArray[np.uint64]:
-        """Fresh words, shape (n,); overwritten by the next."""
-        self._keys.fill(self._words, self._size)
+        """Return the next words, shape (n,); overwritten by the next call."""
+        self._stretch.fill(self._words, self._size)
         return self._words[: self._size]
 
 
 Draws = SeededDraws | SecureDraws
 
 
-class IndependentSampler(Derived):
-    """Draws each step's batch afresh.
+class IndependentSampler:
+    """Draws each step's batch from scratch.
 
     Args:
-        pick: a batch, by ``draws``.
-        draws: the sampler's own.
+        draws: the random choices of a step.
+        pick: a batch, by those.
     """
 
-    def __init__(self, pick: Callable[[], Batch], draws: Draws) -> None:
-        super().__init__(draws)
-        self._pick = pick
+    def __init__(self, draws: Callable[[int], Draws], pick: Callable[[Draws], Batch]) -> None:
+        self._draws, self._pick = draws, pick
 
-    def draw(self) -> Batch:
-        """The next step's records."""
-        return self._pick()
+    def draw(self, step: int) -> Batch:
+        """Return the records of step t."""
+        return self._pick(self._draws(step))
 
 
 class EpochSampler:
-    """Deals all records out to the batches of an epoch, and then again.
+    """Deals all records out to the batches of each epoch.
 
     Args:
-        deal: the batch of each record in 0, 1, ... steps - 1, by ``draws``.
+        draws: the random choices of an epoch.
+        deal: the batch of each record in 0, 1, ... steps - 1, by those.
         steps: of an epoch.
-        draws: the sampler's own.
+        base: steps before the first epoch. A branch that continued an epoch of another key would
+            show a record more often than once per epoch that it is charged for.
     """
 
-    def __init__(self, deal: Callable[[], Slots], steps: int, draws: Draws) -> None:
-        self._deal, self._steps, self._draws = deal, steps, draws
-        self._begin(0)
+    def __init__(
+        self, draws: Callable[[int], Draws], deal: Callable[[Draws], Slots], steps: int, base: int
+    ) -> None:
+        self._draws, self._deal, self._steps, self._base = draws, deal, steps, base
+        self._epoch, self._dealt = -1, np.empty(0, np.int64)
 
-    def _begin(self, step: int) -> None:
-        """Deal, and go to a step of the epoch."""
-        self._before = self._draws.state()
-        self._dealt = self._deal()
-        self._step = step
-
-    def draw(self) -> Batch:
-        """The next step's records."""
-        if self._step == self._steps:
-            self._begin(0)
-        self._step += 1
-        return np.flatnonzero(self._dealt == self._step - 1)
-
-    def state(self) -> dict[str, Any]:
-        """The generator as it was before the epoch was dealt, and the step reached in it."""
-        return {**self._before, "epoch_step": self._step}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Deal the same epoch again, and go on in it."""
-        generator = {name: value for name, value in state.items() if name != "epoch_step"}
-        self._draws.restore(generator)
-        self._begin(state["epoch_step"])
+    def draw(self, step: int) -> Batch:
+        """Return the records of step t."""
+        epoch, place = divmod(step - 1 - self._base, self._steps)
+        if epoch != self._epoch:
+            self._epoch, self._dealt = epoch, self._deal(self._draws(epoch))
+        return np.flatnonzero(self._dealt == place)
 
 
 def make_sampler(
     name: str,
+    *,
     size: int,
     batch: int,
-    seed: np.random.SeedSequence,
+    key: bytes,
     secure: bool = False,
     rate: float | None = None,
+    base: int = 0,
 ) -> Sampler:
-    """A sampler as :data:`dpmac_cli.accounting.samplers.SAMPLERS` prices it.
+    """Return a sampler as :data:`dpmac_cli.accounting.samplers.SAMPLERS` prices it.
 
     Args:
         name: a key of that table.
         size: n, the number of training records.
         batch: B, in [1, n]; the size that is drawn may differ, may be 0, and is private.
-        seed: the sampler's own secret.
+        key: the sampler's own secret.
         secure: whether a cipher draws.
         rate: q of "poisson", in (0, 1]; None for B/n.
+        base: steps taken before the key was made.
     """
     steps = math.ceil(size / batch)
-    draws: Draws = SecureDraws(size, seed) if secure else SeededDraws(size, seed)
+    keys = KeyStream(key)
+
+    def draws(place: int) -> Draws:
+        if secure:
+            return SecureDraws(size, keys.at(place))
+        return SeededDraws(size, generator(key, place))
+
     match name:
         case "poisson":
             q = batch / size if rate is None else rate
-            return IndependentSampler(lambda: draws.independently(q), draws)
+            return IndependentSampler(draws, lambda d: d.independently(q))
         case "fixed-size":
-            return IndependentSampler(lambda: draws.exactly(batch), draws)
+            return IndependentSampler(draws, lambda d: d.exactly(batch))
         case "balls-in-bins":
-            return EpochSampler(lambda: draws.bins(steps), steps, draws)
+            return EpochSampler(draws, lambda d: d.bins(steps), steps, base)
         case "shuffle":
             slots = np.arange(size) // batch
-            return EpochSampler(lambda: draws.shuffled(slots), steps, draws)
+            return EpochSampler(draws, lambda d: d.shuffled(slots), steps, base)
     raise ValueError(f"there is no sampler {name}")

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from dpmac_cli.config import resolve as configuration
-from dpmac_cli.config.settings import TrainConfig, flag_name
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.resolve import change
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, environment
 from dpmac_cli.runs.folder import resume_command
-from dpmac_cli.runs.setup import Task, make_task, make_trainer, outcome
+from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.runs.task import Task, make_task, outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
@@ -27,30 +29,33 @@ ALONE = {
 SHARED = ("data", "classes", "constants", "network", "pretrained")
 
 
-def check(config: TrainConfig) -> None:
+def check(plan: TrainPlan) -> None:
     """Refuse what several processes cannot do.
 
     Raises:
         InputError: with every fault.
     """
+    given = {"diagnostics": plan.diagnostics, "canaries": plan.audit.canaries}
+    given["compile"] = plan.compile
     faults = [
-        f"--{flag_name(name)} is for a run of one process: {why}. Leave it out."
+        f"--{name} is for a run of one process: {why}. Leave it out."
         for name, why in ALONE.items()
-        if getattr(config, name)
+        if given[name]
     ]
     if faults:
         raise InputError(faults)
 
 
-def begin(ranks: Ranks, config: TrainConfig, task: Task, trainer: Trainer, where: Path) -> None:
+def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:
     """Tell the other ranks what the run is, how far, and its folder. No secret is told."""
     numbers = trainer.state.numbers()
     ranks.brief(
         {
-            "config": config.recorded(),
+            "config": dict(plan.recorded),
             "folder": str(where),
             "steps": trainer.plan.steps,
-            "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star", "layers")},
+            "numbers": {name: numbers[name] for name in ("step", "chunk", "kappa_star")},
+            "keys": {name: numbers["keys"][name] for name in ("layers",)},
         }
     )
     _agree(ranks, task, trainer)
@@ -71,12 +76,14 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
         with explained():
             ranks.post(environment(choose_device(local.get("device") or "auto", ranks)))
             said = ranks.brief()
-            config = configuration.change(said["config"], local).config
-            device = choose_device(config.device, ranks)
-            task = outcome(make_task(config, device))
-            trainer = make_trainer(config, said["steps"], device, task=task, ranks=ranks)
+            plan, keys = change(said["config"], local).config, Keys.of_json(said["keys"])
+            device = choose_device(plan.device, ranks)
+            task = outcome(make_task(plan, device, keys))
+            trainer = make_trainer(
+                plan, steps=said["steps"], device=device, keys=keys, task=task, ranks=ranks
+            )
             _agree(ranks, task, trainer)
-            trainer.state.join_in(said["numbers"])
+            trainer.state.go_to(said["numbers"])
             while True:
                 trainer.step()
     except DismissedError:
@@ -101,4 +108,4 @@ def _agree(ranks: Ranks, task: Task, trainer: Trainer) -> None:
             "command again."
         )
     for _, tensor in sorted(trainer.state.tensors().items()):
-        ranks.tell(tensor)
+        ranks.broadcast(tensor)

@@ -1,8 +1,8 @@
 """The whole state of a run, on disk, private: enough to go on exactly.
 
 A checkpoint is one safetensors file: the tensors, and in its header a JSON record of everything
-else, the states of the two secret generators included. Whoever reads those can subtract the noise,
-so folder and files are readable by their owner alone. Never pickle.
+else, the secret keys included. Whoever reads those can subtract the noise, so folder and files are
+readable by their owner alone. Never pickle.
 """
 
 import json
@@ -24,14 +24,13 @@ from dpmac_cli.storage.digest import digest
 FOLDER = folder.CHECKPOINTS
 NOTE = "PRIVATE.txt"
 NOTE_TEXT = """\
-These files are private. They hold the states of the generators that draw the noise and the batches:
-whoever has them can subtract the noise from what the run has published and goes on to publish. Do
-not share, publish or back them up where others can read. The model to publish is model.safetensors,
-one folder up.
+These files are private. They hold the keys of the noise and of the batches: whoever has them can
+subtract the noise from what the run has published and goes on to publish. Do not share, publish or
+back them up where others can read. The model to publish is model.safetensors, one folder up.
 """
 #: Checkpoints kept: if the newest is damaged, the one before it serves.
 KEPT = 2
-VERSION = 4
+VERSION = 5
 #: What reading a record leads to that is not as dpmac writes it.
 BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 
@@ -42,7 +41,7 @@ class Checkpoint:
 
     Attributes:
         tensors: by name, see :meth:`dpmac_cli.training.state.TrainState.tensors`.
-        record: JSON values: the step, generator states, configuration, history, ledger.
+        record: JSON values: the step, keys, configuration, history, ledger.
         path: of the file.
         damaged: newer ones, each by its name and what is wrong with it.
     """

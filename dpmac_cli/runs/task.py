@@ -4,11 +4,10 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
-from dpmac_cli.config.plan import PublicFile, Secret, TrainPlan
+from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
@@ -20,7 +19,7 @@ from dpmac_cli.models.pretrained import PublicWeights, read_weights
 from dpmac_cli.models.registry import Features, UserModel
 from dpmac_cli.models.user_models import built_by, source_sum
 from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
-from dpmac_cli.randomness.noise import stream_seeds
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.publish import check_publishable
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
@@ -54,6 +53,7 @@ class Task:
 def make_task(
     plan: TrainPlan,
     device: torch.device,
+    keys: Keys,
     data: Data | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Computing, None, Task]:
@@ -62,15 +62,15 @@ def make_task(
     Args:
         plan: of the run.
         device: where to.
+        keys: that of the initial weights is used.
         data: on the device; None to load it.
         stop: asked between batches of features.
 
     Raises:
         KeyboardInterrupt: ``stop`` said so.
     """
-    model = _build(plan)
-    fingerprints: dict[str, str] = {}
-    fingerprints |= _fingerprints(plan, data)
+    model = _build(plan, keys)
+    fingerprints = _fingerprints(plan, data)
     data = data or load_data(plan.data, plan.data_dir, device, facts=plan.facts)
     if isinstance(plan.data, Source):
         fingerprints["data"] = fingerprint(data.train, data.test)
@@ -144,10 +144,9 @@ def task_of(model: nn.Module, plan: TrainPlan, device: torch.device, data: Data 
     return Task(model=model, trained=model, data=data, independence=kind, notes=why)
 
 
-def _build(plan: TrainPlan) -> nn.Module:
+def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
     """Build the network with its initial weights."""
-    seed = None if isinstance(plan.seed, Secret) else plan.seed
-    word = int(stream_seeds(seed)["init"].generate_state(1, np.uint32)[0])
+    word = int.from_bytes(keys.init[:4], "little")
     model = build_model(
         plan.model,
         plan.facts,

@@ -15,12 +15,13 @@ from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.feature_cache import Computing
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs import assist, checkpoint, folder, ledger
 from dpmac_cli.runs.environment import choose_device, differences, environment, repeatable
 from dpmac_cli.runs.inherited import Inherited, check_same, inherited, named_again
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
-from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.runs.setup import keys_of, make_trainer
 from dpmac_cli.runs.task import make_task
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.diagnostics import Diagnostics
@@ -169,10 +170,22 @@ def _session(
     spent, saved = before.spent, before.saved
     steps = spent.base + affordable(plan, plan.steps - spent.base, spent.earlier)
     diagnostics = Diagnostics(clipped=plan.private) if plan.diagnostics else None
-    task = yield from make_task(plan, device, data, stop)
+    exact = saved is not None and not before.fresh_noise
+    keys = keys_of(plan, spent.base)
+    if saved is not None and exact:
+        keys = Keys.of_json(saved.record["state"]["keys"])
+    task = yield from make_task(plan, device, keys, data, stop)
     if saved is not None:
-        check_same(task, saved.record["fingerprints"], exactly=not before.fresh_noise)
-    trainer = make_trainer(plan, steps, device, diagnostics, task=task, ranks=ranks)
+        check_same(task, saved.record["fingerprints"], exactly=exact)
+    trainer = make_trainer(
+        plan,
+        steps=steps,
+        device=device,
+        diagnostics=diagnostics,
+        keys=keys,
+        task=task,
+        ranks=ranks,
+    )
     if isinstance(plan.out, NewFolder):
         where = folder.new_folder(plan.out.root, plan.out.stem)
     else:
@@ -195,9 +208,7 @@ def _session(
         fresh_noise=before.fresh_noise,
     )
     if saved is not None:
-        trainer.state.restore(saved.tensors, saved.record["state"])
-        if not before.fresh_noise:
-            trainer.state.restore_generators(saved.record["state"])
+        trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
         session.history, session.seconds = list(saved.record["history"]), saved.record["seconds"]
         session.shown = len(session.history)
     return session

@@ -1,4 +1,4 @@
-"""Records that a run makes up and then looks for in what it releases: an attack on its own claim.
+"""Canaries: records that an audit adds to the data and then looks for in what is released.
 
 Each is in the data set or not by a secret coin, and guessing the coins tells how much the training
 gives away (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846). :mod:`dpmac_cli.runs.audit` turns
@@ -6,20 +6,22 @@ guesses into a lower bound on epsilon. Scores are computed from what is released
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric
 from dpmac_cli.dp.clipping.spikes import Spikes
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.errors import ModelError
-from dpmac_cli.randomness.keystream import Derived
-from dpmac_cli.randomness.noise import SeededGenerator
+from dpmac_cli.randomness.keystream import Keys, generator
 from dpmac_cli.randomness.sampling import Batch
+from dpmac_cli.training.evaluation import losses_of
+from dpmac_cli.training.hooks import Hook
 
 #: The reach of every other canary's gradient; that of the clipping is 1.
 FAR = 100.0
@@ -31,46 +33,28 @@ WORST = 1e300
 LEAST_NOISE = 1e-6
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What canaries of any kind are made from.
-
-    Attributes:
-        count: K.
-        public: seed of what they are.
-        secret: seed of the coins.
-        device: of the tensors.
-    """
-
-    count: int
-    public: np.random.SeedSequence
-    secret: np.random.SeedSequence
-    device: torch.device
-
-
-class Canaries(Derived):
+class Canaries(Hook):
     """Canaries of any kind: they are the records from n on.
 
     Args:
         first: n, the number of the first of them.
-        recipe: what they are made from.
+        count: K.
+        keys: of what they are, and of the coins.
+        device: of the tensors.
 
     Attributes:
         coins: which are in the data set, bool, shape (K,). Secret while training.
         scores: the higher, the likelier is it that a canary is in; float64, shape (K,).
     """
 
-    def __init__(self, first: int, recipe: Recipe) -> None:
-        self.first = first
-        source = SeededGenerator(recipe.public)
-        super().__init__(source)
-        self._generator = source.numpy
-        coins = np.random.Generator(np.random.SFC64(recipe.secret)).integers(0, 2, recipe.count)
-        self.coins = torch.from_numpy(coins.astype(np.bool_)).to(recipe.device)
-        self.scores = torch.zeros(recipe.count, dtype=torch.float64, device=recipe.device)
+    def __init__(self, first: int, count: int, keys: Keys, device: torch.device) -> None:
+        self.first, self._key = first, keys.canaries
+        coins = generator(keys.coins).integers(0, 2, count)
+        self.coins = torch.from_numpy(coins.astype(np.bool_)).to(device)
+        self.scores = torch.zeros(count, dtype=torch.float64, device=device)
 
     def part(self, drawn: Batch) -> tuple[Batch, Batch]:
-        """Records of the data set, and numbers from 0 of the canaries that are in, of a draw.
+        """Return the records of a draw, and the numbers from 0 of its canaries that are in.
 
         Leaving out what is not in leaves every other record its own probability.
         """
@@ -79,14 +63,17 @@ class Canaries(Derived):
         return records, canaries[self.coins.cpu().numpy()[canaries]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name. The coins are secret."""
+        """Return every tensor by name. The coins are secret."""
         return {"canary_coins": self.coins, "canary_scores": self.scores}
+
+    def finish(self, model: nn.Module) -> None:
+        """Complete the scores, given the published model. Gradients have theirs from the steps."""
 
 
 class GradientCanaries(Canaries):
-    """Canaries that are gradients: along a coordinate of its own each, with a sign of each step.
+    """Canaries that are gradients: along a coordinate of its own each, with a sign for each step.
 
-    The sign is public and drawn anew in every step, so that what the other records add at the
+    The sign is public and drawn again in every step, so that what the other records add at the
     coordinate, much the same from step to step, averages out of the score; a canary's own part does
     not. Heights are in the scale of the ellipsoid, b_j (1 + ||m/b||): that high, a gradient ends
     about at the bound wherever the centre is. Every other one ends :data:`FAR` times as far, where
@@ -95,60 +82,78 @@ class GradientCanaries(Canaries):
     Args:
         parameters: d.
         rate: q.
-        first, recipe: as in :class:`Canaries`.
+        batch: B.
+        first, count, keys, device: as in :class:`Canaries`.
 
     Raises:
         ModelError: there are fewer coordinates than canaries.
     """
 
-    def __init__(self, parameters: int, rate: float, first: int, recipe: Recipe) -> None:
-        super().__init__(first, recipe)
-        count = recipe.count
+    def __init__(
+        self,
+        *,
+        parameters: int,
+        rate: float,
+        batch: float,
+        first: int,
+        count: int,
+        keys: Keys,
+        device: torch.device,
+    ) -> None:
+        super().__init__(first, count, keys, device)
         if count > parameters:
             raise ModelError(
                 f"--canaries {count:,}: the model has {parameters:,} parameters, and each canary "
                 "takes one of its own. Choose fewer canaries or a larger model."
             )
-        chosen = np.sort(self._generator.choice(parameters, count, replace=False))
-        self._rate = rate
-        self._coordinates = torch.from_numpy(chosen).to(recipe.device)
+        chosen = np.sort(generator(self._key).choice(parameters, count, replace=False))
+        self._rate, self._batch = rate, batch
+        self._coordinates = torch.from_numpy(chosen).to(device)
         self._reach = torch.ones_like(self.scores)
         self._reach[::2] = FAR
-        self._added = torch.zeros_like(self.scores)
-        self._seen = torch.zeros_like(self.scores)
+        self._added, self._seen = torch.zeros_like(self.scores), torch.zeros_like(self.scores)
+        self._met = np.empty(0, np.int64)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name. The coins are secret."""
+        """Return every tensor by name. The coins are secret."""
         return {**super().tensors(), "canary_coordinates": self._coordinates}
 
-    def spikes(self, region: Ellipsoid, centre_norm: Tensor) -> Spikes:
-        """Their gradients in the next step, given ||m/b||."""
-        heads = self._generator.integers(0, 2, len(self.scores))
+    def records(self, drawn: Batch) -> Batch:
+        """Return the records of a draw; the canaries are for :meth:`add`."""
+        records, self._met = self.part(drawn)
+        return records
+
+    def spikes(self, step: int, region: Ellipsoid, centre_norm: Tensor) -> Spikes:
+        """Return their gradients in a step, given ||m/b||."""
+        heads = generator(self._key, step).integers(0, 2, len(self.scores))
         signs = torch.from_numpy(2.0 * heads - 1).to(self.scores.device)
         _, b = Spikes(self._coordinates, signs).where(region)
         return Spikes(self._coordinates, signs * b * (self._reach + centre_norm))
 
-    def expect(self, spikes: Spikes, c: Tensor, region: Ellipsoid) -> None:
-        """Take note of what each adds to the whitened sum at its coordinate, if it is drawn."""
+    def add(self, step: int, clipped: Tensor, clipped_sum: ClippedSum, metric: Metric) -> Tensor:
+        """Add the clipped, centred gradients of the canaries that were drawn."""
+        region = metric.region
+        spikes = self.spikes(step, region, clipped_sum.centre_norm(metric))
+        c = clipped_sum.weights(spikes, metric)
         m, b = spikes.where(region)
         self._added = c * (spikes.heights - m) / b
+        if len(self._met) == 0:
+            return clipped
+        # In float64: the margin of the clipping is for the rounding of the other samples' sum.
+        total, which = clipped.double(), torch.from_numpy(self._met).to(clipped.device)
+        spikes.some(which).add_to(total, c[which], region)
+        return total
 
-    def hear(self, private: PrivateMean, region: Ellipsoid, block: slice, batch: float) -> None:
-        """Take note of the whitened noisy sum at the coordinates that lie in a block.
-
-        Args:
-            private: of the block.
-            region: of the block, as it was clipped to.
-            block: of coordinates.
-            batch: B.
-        """
+    def hear(self, private: PrivateMean, region: Ellipsoid, block: slice) -> None:
+        """Note the whitened noisy sum at the coordinates that lie in a block."""
         ends = torch.tensor([block.start, block.stop], device=self._coordinates.device)
         low, high = torch.searchsorted(self._coordinates, ends).tolist()
         there = Spikes(self._coordinates[low:high] - block.start, self._seen[low:high])
         m, b = there.where(region)
-        self._seen[low:high] = (private.value[there.coordinates].double() - m) / b * batch
+        value = private.value[there.coordinates].double()
+        self._seen[low:high] = (value - m) / b * self._batch
 
-    def judge(self) -> None:
+    def end(self) -> None:
         """Add the step's log-likelihood ratio of "in" against "out" to the scores.
 
         The noise is taken to be what it looks like: an attack on too little noise must not believe
@@ -167,19 +172,20 @@ class ImageCanaries(Canaries):
     Args:
         data: that they join; see :attr:`data`.
         levels: the largest value of a pixel.
-        classes: how many labels there are.
-        recipe: what they are made from.
+        classes: number of labels.
+        count, keys: as in :class:`Canaries`.
 
     Attributes:
         data: the data set with all of them behind its training records.
     """
 
-    def __init__(self, data: Data, levels: int, classes: int, recipe: Recipe) -> None:
-        super().__init__(len(data.train), recipe)
-        device = recipe.device
-        shape = (recipe.count, *data.train.images.shape[1:])
-        images = self._generator.integers(0, levels + 1, shape, np.uint8)
-        labels: NDArray[np.int64] = self._generator.integers(0, classes, recipe.count)
+    def __init__(self, data: Data, *, levels: int, classes: int, count: int, keys: Keys) -> None:
+        device = data.gain.device
+        super().__init__(len(data.train), count, keys, device)
+        random = generator(self._key)
+        shape = (count, *data.train.images.shape[1:])
+        images = random.integers(0, levels + 1, shape, np.uint8)
+        labels: NDArray[np.int64] = random.integers(0, classes, count)
         self.data = replace(
             data,
             train=Split(
@@ -194,16 +200,17 @@ class ImageCanaries(Canaries):
         train = self.data.train
         return Split(train.images[self.first :], train.labels[self.first :])
 
-    def part(self, drawn: Batch) -> tuple[Batch, Batch]:
-        """All records of a draw but the canaries that are not in; none are left to be added."""
-        records, canaries = super().part(drawn)
-        return np.concatenate([records, canaries + self.first]), canaries[:0]
+    def records(self, drawn: Batch) -> Batch:
+        """Return all of a draw but the canaries that are not in."""
+        records, canaries = self.part(drawn)
+        return np.concatenate([records, canaries + self.first])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name. The coins are secret."""
+        """Return every tensor by name. The coins are secret."""
         here = self.split
         return {**super().tensors(), "canary_images": here.images, "canary_labels": here.labels}
 
-    def judge(self, losses: Tensor) -> None:
-        """The lower the loss of the trained model, the likelier is a canary in."""
+    def finish(self, model: nn.Module) -> None:
+        """Score by losses: the lower that of the trained model, the likelier is a canary in."""
+        losses = losses_of(model, self.data, self.split)
         self.scores.copy_(-losses.double().nan_to_num(nan=WORST, posinf=WORST))

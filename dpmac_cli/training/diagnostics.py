@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.storage import files
+from dpmac_cli.training.hooks import Hook
 
 DIAGNOSTICS_WARNING = (
     "NOT PRIVATE: these values were computed from the training records without noise. "
@@ -33,7 +34,7 @@ class Diagnosis:
 
 
 @dataclass
-class Diagnostics:
+class Diagnostics(Hook):
     """Collects what --diagnostics shows. Everything in it is NOT private.
 
     Attributes:
@@ -44,9 +45,8 @@ class Diagnostics:
     _losses: list[Tensor] = field(default_factory=list)
     _norms: list[Tensor] = field(default_factory=list)
 
-    def observe(self, step: int, losses: Tensor, norms: Tensor) -> None:
+    def observe(self, losses: Tensor, norms: Tensor) -> None:
         """Keep a chunk's per-sample losses and whitened norms, shape (samples,) each."""
-        del step
         self._losses.append(losses)
         self._norms.append(norms)
 

@@ -6,7 +6,7 @@ no torch.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: How the learning rate goes from its peak, which follows the warm-up.
 SCHEDULES = ("constant", "cosine", "linear")
@@ -49,3 +49,26 @@ class Recipe:
         """What the average keeps of itself in step t: less at first, when it knows little."""
         assert self.ema is not None, "there is no average"  # noqa: S101
         return min(self.ema, (1 + step) / (10 + step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will do, fixed before it begins.
+
+    Attributes:
+        steps: T.
+        steps_per_epoch: ceil(n/B).
+        physical_batch: samples worked on at a time; noise is added once per step all the same.
+        private: False trains without clipping and noise, as a baseline.
+        compiled: whether torch.compile fuses the operations on vectors.
+        recipe: what it does besides its optimizer's steps.
+        isolated: run the network on each sample alone, so that it cannot mix samples.
+    """
+
+    steps: int
+    steps_per_epoch: int
+    physical_batch: int
+    private: bool = True
+    compiled: bool = False
+    recipe: Recipe = field(default_factory=Recipe)
+    isolated: bool = False

@@ -1,7 +1,7 @@
 """Training state: everything that a checkpoint holds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -10,13 +10,29 @@ from dpmac_cli.dp.geometry import Spread
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import ModelError
+from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import NoiseSource
 from dpmac_cli.randomness.sampling import Sampler
-from dpmac_cli.training.canaries import Canaries
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class Randomness:
+    """Random draws of a run, all of them functions of a key and the step.
+
+    Attributes:
+        keys: of all of them; secret. Ranks other than the first have that of ``layers`` alone.
+        sampler: draws the batches. noise: added to the sums. None where another rank has them.
+        layers: of forward passes: augmented views, dropout. None where there is none.
+    """
+
+    keys: Keys
+    sampler: Sampler | None
+    noise: NoiseSource | None
+    layers: LayerDraws | None = None
+
+
+@dataclass(kw_only=True)
 class TrainState:
     """All state of a run in one value.
 
@@ -27,27 +43,23 @@ class TrainState:
         spread: what the geometry remembers; None for a ball.
         step: t, steps taken.
         chunk: samples worked on at a time: the physical batch, halved when memory runs out.
-        sampler: draws the batches; secret.
-        noise: draws the noise; secret.
+        keys: of every random draw; secret. With the step, they determine all further draws.
         average: of theta, which is scored and published; None where theta itself is.
-        canaries: of an audit run; their coins are secret.
-        layers: randomness of forward passes: augmented views, dropout. None where there is none.
+        extra: tensors of hooks, such as the coins of canaries, which are secret.
     """
 
     theta: Tensor
     moments: Moments
     region: Ellipsoid
     spread: Spread | None
-    step: int
     chunk: int
-    sampler: Sampler
-    noise: NoiseSource
+    keys: Keys
+    step: int = 0
     average: Tensor | None = None
-    canaries: Canaries | None = None
-    layers: LayerDraws | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name. All of them are post-noise, but for the canaries' coins."""
+        """Return every tensor by name. All but those of hooks are post-noise."""
         named = {
             "theta": self.theta,
             "m": self.moments.m,
@@ -57,30 +69,35 @@ class TrainState:
             "inverse": self.region.inverse,
             "factor": self.region.factor,
             "average": self.average,
+            **self.extra,
         }
         if self.spread is not None:
             named |= {"s": self.spread.s, "psi": self.spread.psi}
-        if self.canaries is not None:
-            named |= self.canaries.tensors()
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def numbers(self) -> dict[str, Any]:
-        """Everything else as JSON values. The generators' states are secret."""
+        """Return everything else as JSON values. The keys are secret."""
         return {
             "step": self.step,
             "chunk": self.chunk,
             "kappa_star": self.spread.kappa_star if self.spread else 0.0,
-            "sampler": self.sampler.state(),
-            "noise": self.noise.state(),
-            "canaries": self.canaries.state() if self.canaries else None,
-            "layers": None if self.layers is None else self.layers.state(),
+            "keys": self.keys.as_json(),
         }
 
-    def restore(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over a saved state, all but what only an exact repetition needs, in place.
+    def restore(
+        self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, exactly: bool
+    ) -> None:
+        """Copy a saved state into this one.
+
+        Args:
+            tensors: of :meth:`tensors`.
+            numbers: of :meth:`numbers`.
+            exactly: whether the steps to come repeat those of the saved run. They draw from the
+                saved keys then, and otherwise from new ones.
 
         Raises:
             ModelError: it is of another model or optimizer.
+            ValueError: the keys of this state are not those that ``exactly`` asks for.
         """
         mine = {name: tuple(t.shape) for name, t in self.tensors().items()}
         saved = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -88,29 +105,14 @@ class TrainState:
             raise ModelError(
                 f"The checkpoint is of another model or optimizer: {saved}, not {mine}."
             )
+        if exactly != (Keys.of_json(numbers["keys"]) == self.keys):
+            raise ValueError("an exact resume takes the saved keys, and any other one new keys")
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
-        self._go_to(numbers)
+        self.go_to({**numbers, "chunk": numbers["chunk"] if exactly else self.chunk})
 
-    def join_in(self, numbers: Mapping[str, Any]) -> None:
-        """Take over what every rank must know of another's numbers: no secret is among them."""
-        self._go_to(numbers)
-        self._divide_as(numbers)
-
-    def _go_to(self, numbers: Mapping[str, Any]) -> None:
-        self.step = numbers["step"]
+    def go_to(self, numbers: Mapping[str, Any]) -> None:
+        """Set the step and the other numbers that every rank must agree on."""
+        self.step, self.chunk = numbers["step"], numbers["chunk"]
         if self.spread is not None:
             self.spread.kappa_star = numbers["kappa_star"]
-
-    def _divide_as(self, numbers: Mapping[str, Any]) -> None:
-        self.chunk = numbers["chunk"]
-        if self.layers is not None:
-            self.layers.restore(numbers["layers"])
-
-    def restore_generators(self, numbers: Mapping[str, Any]) -> None:
-        """Go on with the saved draws and chunks: only ever on the very same computation."""
-        self._divide_as(numbers)
-        self.sampler.restore(numbers["sampler"])
-        self.noise.restore(numbers["noise"])
-        if self.canaries is not None:
-            self.canaries.restore(numbers["canaries"])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.training.trainer import Hyperparameters
+from dpmac_cli.dp.optimizers import Hyperparameters
 from tests.helpers import (
     HYPER,
     Batches,

@@ -12,7 +12,6 @@ from dpmac_cli.dp.geometry import (
     AdaClip,
     Ball,
     Geometry,
-    Kappa,
     MacAdam,
     Spread,
     kappa_star,
@@ -22,6 +21,7 @@ from dpmac_cli.dp.geometry import (
 )
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.moments import Moments
+from dpmac_cli.dp.optimizers import Kappa
 from tests.helpers import DIMENSION, HYPER, copied, make_trainer, walk
 
 KAPPAS: tuple[Kappa, ...] = ("paper", "exact", "tracked")

@@ -84,7 +84,7 @@ def test_noise_is_independent_across_steps_and_coordinates(name: str) -> None:
 
 @pytest.mark.parametrize("shape", REGIONS)
 def test_noise_variance_is_that_of_the_value(shape: str) -> None:
-    region, noise = REGIONS[shape], KeptNoise()
+    region, noise = REGIONS[shape], KeptNoise().at(1)
     mechanism, repeats = GaussianMechanism(1.7, 8), 2000
     zeros = torch.zeros(DIMENSION, dtype=torch.float64)
     released = [mechanism.release(zeros.clone(), region, noise) for _ in range(repeats)]

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.dp.algorithm import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.training.trainer import NO_CLIPPING
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.helpers import (
     HYPER,
@@ -211,18 +211,29 @@ def test_the_ellipsoid_follows_the_run(name: str) -> None:
 
 @every_optimizer
 def test_a_restored_state_goes_on_as_if_nothing_had_happened(name: str) -> None:
-    """Tensors, numbers and generators are the whole state: the rest of the run is the same."""
-    first, second = (
-        make_trainer(name, seed=seed, kappa="tracked", phi="tracked") for seed in (0, 9)
+    """Tensors, numbers and keys are the whole state: the rest of the run is the same."""
+    first, second, other = (
+        make_trainer(name, seed=seed, kappa="tracked", phi="tracked") for seed in (0, 0, 9)
     )
     walk(first, 5)
     tensors = {key: tensor.clone() for key, tensor in first.state.tensors().items()}
     numbers = json.loads(json.dumps(first.state.numbers()))
     rest = walk(first, 5)
     walk(second, 3)
-    second.state.restore(tensors, numbers)
-    second.state.restore_generators(numbers)
+    second.state.restore(tensors, numbers, exactly=True)
     assert torch.equal(walk(second, 5), rest)
+    other.state.restore(tensors, numbers, exactly=False)
+    assert (walk(other, 5) != rest).any(1).all()
+
+
+@pytest.mark.privacy
+def test_saved_keys_are_for_an_exact_resume_alone() -> None:
+    """With another computation, the same noise would meet two sums."""
+    first, again, other = (make_trainer("dp-sgd", seed=seed) for seed in (0, 0, 9))
+    saved = first.state.tensors(), first.state.numbers()
+    for state, exactly in ((again.state, False), (other.state, True)):
+        with pytest.raises(ValueError, match="takes the saved keys"):
+            state.restore(*saved, exactly=exactly)
 
 
 # Post-processing.

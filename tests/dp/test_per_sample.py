@@ -600,7 +600,7 @@ def test_the_margin_is_for_all_chunks_of_a_step(batch: int) -> None:
         trainer = make_trainer(
             "dp-sgd", GaussianMechanism(0.0, batch), plan=in_chunks_of(physical), **given
         )
-        norm = trainer._clipped_batch(np.array([0])).double().norm().item() / 1e-3
+        norm = trainer._clip_and_sum(np.array([0])).double().norm().item() / 1e-3
         assert norm == pytest.approx(1 / (1 + 4e-4 * max(1, batch / 1024)), abs=1e-6)
 
 

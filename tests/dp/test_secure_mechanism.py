@@ -21,7 +21,7 @@ from dpmac_cli.dp.mechanism import (
     ellipsoid,
 )
 from dpmac_cli.errors import ModelError
-from dpmac_cli.randomness.noise import SecureNoise
+from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.training.trainer import ROUNDING_SHARE
 from tests.conftest import every_optimizer
 from tests.helpers import (
@@ -29,6 +29,7 @@ from tests.helpers import (
     Batches,
     SecureSpy,
     Spy,
+    a_key,
     assert_deviation_of,
     in_chunks_of,
     make_trainer,
@@ -39,8 +40,8 @@ either_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 BATCHES: tuple[list[int], ...] = ([3, 1, 4, 5, 9], [], list(range(11)), [7])
 
 
-def source(seed: int = 0) -> SecureNoise:
-    return SecureNoise(np.random.SeedSequence(seed))
+def source(seed: int = 0) -> Noise:
+    return Noise(a_key(seed), secure=True)
 
 
 def spied(
@@ -125,7 +126,7 @@ def test_what_is_lost_in_rounding_is_lost_for_good() -> None:
     on_grid = torch.from_numpy(np.round(rng.normal(0, 1, 500) / GRID) * GRID)
 
     def release(mechanism: GaussianMechanism, shift: float) -> PrivateMean:
-        return mechanism.release((on_grid + shift * GRID) * half, region, source())
+        return mechanism.release((on_grid + shift * GRID) * half, region, source().at(1))
 
     secure, plain = SecureMechanism(1.0, 8), GaussianMechanism(1.0, 8)
     one, other = (release(secure, shift).value for shift in (-0.4, 0.4))
@@ -203,7 +204,7 @@ def test_blocks_have_noise_and_scale_of_their_own(
     for size in (7, 1000):
         monkeypatch.setattr(mechanisms, "GRID_BLOCK", size)
         for sigma in (0.0, 1.0):
-            value = SecureMechanism(sigma, 1).release(clipped.clone(), region, source()).value
+            value = SecureMechanism(sigma, 1).release(clipped.clone(), region, source().at(1)).value
             sums[size, sigma] = value / region.scale
     assert torch.equal(sums[7, 0.0], sums[1000, 0.0])
     torch.testing.assert_close(sums[7, 0.0], clipped / region.scale, rtol=0, atol=GRID)
@@ -215,7 +216,7 @@ def test_blocks_have_noise_and_scale_of_their_own(
 def test_the_stated_variance_is_the_ordinary_one() -> None:
     region = ellipsoid(torch.zeros(5), torch.arange(1, 6).float())
     one, other = (
-        kind(1.7, 8).release(torch.zeros(5), region, source()).noise_variance
+        kind(1.7, 8).release(torch.zeros(5), region, source().at(1)).noise_variance
         for kind in (GaussianMechanism, SecureMechanism)
     )
     assert torch.equal(one, other)
@@ -273,7 +274,7 @@ def test_the_stated_rounding_is_a_bound_and_no_more_than_one() -> None:
         torch.full((size,), half * GRID, dtype=torch.float64) for half in (0.499999, 0.500001)
     )
     exact = (high - low).norm()
-    rounded = [secure.release(x.clone(), region, source()).value for x in (low, high)]
+    rounded = [secure.release(x.clone(), region, source().at(1)).value for x in (low, high)]
     moved = (rounded[1] - rounded[0]).norm()
     assert exact < moved <= exact + secure.rounding(size)
     assert moved > 0.999 * secure.rounding(size)

@@ -1,0 +1,84 @@
+"""Algorithm of a run: a geometry and a rule with their numbers, looked up by the table's names."""
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpmac_cli.dp.geometry import GEOMETRIES, Ball, Geometry, Spread
+from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.moments import Moments
+from dpmac_cli.dp.optimizers import RULE_SETTINGS, Hyperparameters, Optimizer
+from dpmac_cli.dp.rules import RULES, Rule, WithDecay
+
+#: The radius of a ball that clips nothing: a power of two, so scaling by it is exact.
+NO_CLIPPING = 2.0**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """One of the six optimizers, or another, ready to train.
+
+    Attributes:
+        geometry: chooses the ellipsoid that the next step clips to.
+        rule: moves theta by the private mean.
+        hyper: the numbers of both.
+        keeps_moments: whether m and v are as long as theta; the rule does not use them otherwise.
+        tracks_noise: whether the moments track the noise's variance.
+    """
+
+    geometry: Geometry
+    rule: Rule
+    hyper: Hyperparameters
+    keeps_moments: bool
+    tracks_noise: bool
+
+    def start(self, theta: Tensor) -> tuple[Ellipsoid, Spread | None, Moments]:
+        """Return the ellipsoid of step 1, what the geometry remembers, and the moments."""
+        kept = theta if self.keeps_moments else theta[:0]
+        moments = Moments(
+            self.hyper.beta1,
+            self.hyper.beta2,
+            m=torch.zeros_like(kept),
+            v=torch.zeros_like(kept),
+            noise=torch.zeros_like(theta) if self.tracks_noise else None,
+        )
+        return *self.geometry.start(theta), moments
+
+
+def build_algorithm(
+    optimizer: Optimizer,
+    hyper: Hyperparameters,
+    *,
+    private: bool = True,
+    decay: float = 0.0,
+    rule: Rule | None = None,
+) -> Algorithm:
+    """Build the algorithm of a row of the table.
+
+    Args:
+        optimizer: the row.
+        hyper: its numbers.
+        private: False for a ball that clips nothing.
+        decay: lambda of the weight decay.
+        rule: how the private mean moves theta, in place of the table's. It is given a block of
+            theta, and of the moments, at a time, so it must treat each coordinate by itself.
+    """
+    rule = rule or _with_settings(RULES[optimizer.rule], hyper)
+    return Algorithm(
+        geometry=_with_settings(GEOMETRIES[optimizer.geometry], hyper)
+        if private
+        else Ball(NO_CLIPPING),
+        rule=WithDecay(rule, decay) if decay else rule,
+        hyper=hyper,
+        keeps_moments="beta1" in RULE_SETTINGS[optimizer.rule],
+        tracks_noise="phi" in optimizer.extra and hyper.phi == "tracked",
+    )
+
+
+def _with_settings(made: Any, hyper: Hyperparameters) -> Any:
+    """Return a function as it is, and a dataclass made with the numbers that it has fields for."""
+    if not is_dataclass(made):
+        return made
+    return made(**{field.name: getattr(hyper, field.name) for field in fields(made)})  # type: ignore[operator]

@@ -1,0 +1,133 @@
+"""Clipped sum of a batch, in chunks of as many samples as fit into memory."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.data.augmentation import views_of
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric
+from dpmac_cli.dp.clipping.forms import total_squared_norms
+from dpmac_cli.dp.clipping.isolation import Isolated
+from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.fused import compile_norms
+from dpmac_cli.errors import ModelError, RunError
+from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.sampling import Batch
+from dpmac_cli.torch_errors import out_of_memory
+from dpmac_cli.training.schedules import Plan
+
+Observer = Callable[[Tensor, Tensor], None]
+
+
+class ChunkedSum:
+    """Sums the clipped, centred gradients of a batch, chunk by chunk.
+
+    Args:
+        model: its parameters are moved into one vector.
+        data: on the same device.
+        plan: of the run.
+        batch: B, the expected batch size.
+        layers: random draws of augmented views.
+
+    Attributes:
+        theta: the parameters, shape (d,).
+        chunk: samples to begin with: the physical batch, or fewer.
+        clipped_sum: of one chunk.
+        trained: ids of the parameters that are trained.
+
+    Raises:
+        ModelError: layers cannot be clipped.
+    """
+
+    def __init__(
+        self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
+    ) -> None:
+        self._data, self._recipe, self._layers = data, plan.recipe, layers
+        found = split_by_module(model) if plan.isolated else find_layers(model)
+        views, self.chunk, isolated = plan.recipe.views, plan.physical_batch, None
+        if plan.isolated:
+            shape = tuple(data.standardised(data.train.images[:0]).shape[1:])
+            isolated = Isolated(model, found, shape if views == 1 else (views, *shape), views)
+            self.chunk = min(self.chunk, isolated.most)
+        self.trained = {id(p) for layer in found for p in layer.parameters.values()}
+        self.theta = flatten_parameters(found)
+        if plan.isolated and self.theta.dtype != data.gain.dtype:
+            raise ModelError(
+                f"The parameters are {self.theta.dtype}, and a network that runs on each sample "
+                f"alone has those of its input, {data.gain.dtype}. Add --to-float32."
+            )
+        norms = compile_norms() if plan.compiled else total_squared_norms
+        capacity = plan.physical_batch
+        self.clipped_sum = ClippedSum(model, found, capacity, norms, views, batch, isolated)
+        self._sum = torch.empty_like(self.theta)
+
+    def of(
+        self, drawn: Batch, step: int, metric: Metric, chunk: int, observer: Observer | None
+    ) -> tuple[Tensor, int]:
+        """Return the sum over a batch, shape (d,), and the chunk size that fitted into memory.
+
+        A chunk that runs out of memory is halved. Chunk sizes follow from public numbers: how many
+        records were drawn is private. The clipping bound stays as it is, with more room for
+        rounding than fewer terms need.
+
+        Args:
+            drawn: rows of the training set; may be empty.
+            step: t, for augmented views.
+            metric: of the ellipsoid to clip to.
+            chunk: samples to work on at a time.
+            observer: see :meth:`~dpmac_cli.dp.clipping.clipped_sum.ClippedSum.of`.
+
+        Raises:
+            RunError: memory ran out with a single sample.
+        """
+        part, total, begin = self._sum, None, 0
+        while begin < len(drawn):
+            end = begin + chunk
+            if not self._sum_chunk(drawn[begin:end], step, metric, observer):
+                chunk = _halved(chunk)
+                continue
+            if begin == 0 and end >= len(drawn):
+                return part, chunk
+            # Chunks are added up in float64: float32 would round by more than the margin.
+            if total is None:
+                total = torch.zeros_like(part, dtype=torch.float64)
+            for block in blocks(len(part), part.device):  # else torch makes a float64 copy of it
+                total[block].add_(part[block])
+            begin = end
+        return part.zero_() if total is None else total, chunk
+
+    def _sum_chunk(
+        self, drawn: Batch, step: int, metric: Metric, observer: Observer | None
+    ) -> bool:
+        """Write a chunk's sum; return False if memory ran out, and nothing has happened."""
+        try:
+            rows = torch.from_numpy(drawn).to(self.theta.device, non_blocking=True)
+            x = self._inputs(self._data.train.images[rows], drawn, step)
+            self.clipped_sum.of(x, self._data.train.labels[rows], metric, self._sum, observer)
+        except (RuntimeError, MemoryError) as failure:
+            if not out_of_memory(failure):
+                raise
+            return False
+        return True
+
+    def _inputs(self, images: Tensor, drawn: Batch, step: int) -> Tensor:
+        """Return the model's inputs for some records: K views of each, or the image itself."""
+        recipe, layers = self._recipe, self._layers
+        if recipe.augment is None:
+            return self._data.standardised(images)
+        assert layers is not None, "augmented views need random draws"  # noqa: S101
+        words = layers.words(step, drawn, recipe.views)
+        views = self._data.standardised(views_of(images, words, recipe.augment))
+        return views if recipe.views == 1 else views.view(len(images), -1, *views.shape[1:])
+
+
+def _halved(chunk: int) -> int:
+    """Return half of a chunk size. Raises RunError if there is no less."""
+    if chunk == 1:
+        raise RunError(
+            "Memory ran out with a single sample at a time. Free some, or choose a smaller "
+            "--model or another --device."
+        )
+    return chunk // 2
