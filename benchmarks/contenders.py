@@ -22,7 +22,7 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.build import BUILDERS
+from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.noise import noise_source, stream_seeds
 from dpmac_cli.randomness.sampling import make_sampler
 from dpmac_cli.runs.setup import hyperparameters
@@ -65,7 +65,7 @@ class Size:
         facts = DATASETS[IMAGES[self.model]]
         torch.manual_seed(0)
         if self.width is None:
-            return BUILDERS[self.model](facts)
+            return build_network(self.model, facts)
         pixels = int(np.prod(facts.shape))
         return nn.Sequential(
             nn.Flatten(),

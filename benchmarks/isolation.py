@@ -23,7 +23,7 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.models.build import BUILDERS
+from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.noise import noise_source, stream_seeds
 from dpmac_cli.randomness.sampling import make_sampler
 from dpmac_cli.runs.setup import hyperparameters
@@ -84,8 +84,8 @@ class Task:
 
 
 TASKS = (
-    Task("MLP", "mnist", 256, BUILDERS["mlp"]),
-    Task("CNN", "cifar10", 64, BUILDERS["cnn"]),
+    Task("MLP", "mnist", 256, partial(build_network, "mlp")),
+    Task("CNN", "cifar10", 64, partial(build_network, "cnn")),
     Task("ViT", "cifar10", 64, ViT),
 )
 

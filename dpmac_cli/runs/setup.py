@@ -20,7 +20,8 @@ from dpmac_cli.models.build import build_model, seen_by_network
 from dpmac_cli.models.feature_cache import Computing, featured, stand_in
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.pretrained import PublicWeights, read_weights
-from dpmac_cli.models.user_models import built_by, is_factory, source_sum
+from dpmac_cli.models.registry import UserModel, parse_model
+from dpmac_cli.models.user_models import built_by, source_sum
 from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import noise_source, stream_seeds
@@ -85,8 +86,9 @@ def make_task(
     given = data is not None
     data = data or load_data(config.data, data_folder(config.data_dir), device, facts=config.facts)
     word = int(stream_seeds(config.seed, branch)["init"].generate_state(1, np.uint32)[0])
+    reference = parse_model(config.model)
     model = build_model(
-        config.model,
+        reference,
         config.facts,
         word,
         fix_norm=config.fix_norm,
@@ -108,9 +110,9 @@ def make_task(
         if found_sum != config.facts.sha256:  # records of the caller's own under a known name
             fingerprints["data"] = found_sum
     call = None
-    if is_factory(config.model):
-        fingerprints["network"] = source_sum(config.model)
-        call = built_by(config.model, seen_by_network(config.facts, config.chosen_features))
+    if isinstance(reference, UserModel):
+        fingerprints["network"] = source_sum(reference)
+        call = built_by(reference, seen_by_network(config.facts, config.chosen_features))
     notes: tuple[str, ...] = ()
     if config.pretrained is not None:
         weights = read_weights(Path(config.pretrained))
@@ -122,7 +124,7 @@ def make_task(
     parts = model if isinstance(model, FrozenFeatures) else None
     if parts is None and config.head_only:
         parts = cut_before_head(model, config.facts.shape)
-    kind, why = _independence(config, model, parts, own=is_factory(config.model))
+    kind, why = _independence(config, model, parts, own=isinstance(reference, UserModel))
     notes = (*notes, *why)
     if device.type == "cuda" and not config.head_only:  # autocast there is not seen on the CPU
         check_precision(model, config.facts.shape, len(config.facts.classes))
