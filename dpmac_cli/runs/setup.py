@@ -19,10 +19,11 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model, seen_by_network
 from dpmac_cli.models.feature_cache import Computing, featured, stand_in
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
+from dpmac_cli.models.precision import check_precision
 from dpmac_cli.models.pretrained import PublicWeights, read_weights
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.models.user_models import built_by, source_sum
-from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
+from dpmac_cli.models.validation import Independence, check_model, independence
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import noise_source, stream_seeds
 from dpmac_cli.randomness.sampling import make_sampler
@@ -127,7 +128,7 @@ def make_task(
     kind, why = _independence(config, model, parts, own=isinstance(reference, UserModel))
     notes = (*notes, *why)
     if device.type == "cuda" and not config.head_only:  # autocast there is not seen on the CPU
-        check_precision(model, config.facts.shape, len(config.facts.classes))
+        check_precision(model, config.facts.shape)
     if parts is None:
         return Task(model, model, data, kind, fingerprints, notes, call)
     if timing:
