@@ -24,7 +24,7 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import Computing, Featured, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
 from dpmac_cli.models.registry import FEATURES, BuiltIn, Features, parse_model
-from dpmac_cli.models.scattering import OCTAVES, Scattering, paths
+from dpmac_cli.models.scattering import CHANNELS, SCALE, Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import setup as assembly
@@ -130,7 +130,7 @@ def _after(steps: int) -> Any:
 
 def test_the_catalogue_says_what_scattering_gives() -> None:
     kind = FEATURES["scatter"]
-    assert (kind.channels, kind.shrink) == (paths(), 2**OCTAVES)
+    assert (kind.channels, kind.shrink) == (CHANNELS, SCALE)
     assert all(Features("scatter", 27).fault(facts.shape) is None for facts in DATASETS.values())
 
 
