@@ -56,7 +56,7 @@ class Scattering(nn.Module):
             Shape (images, channels * 81, height / 4, width / 4).
         """
         padded = pad(x, [SCALE] * 4, mode="reflect").flatten(0, 1)
-        found = torch.cat([self._of(planes) for planes in padded.split(PLANES)])
+        found = torch.cat([self._of(planes) for planes in torch.split(padded, PLANES)])
         return found.view(len(x), -1, *found.shape[2:])
 
     def _of(self, planes: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Scattering(nn.Module):
         filtered = torch.view_as_real(spectrum).flatten(-2).unsqueeze(-3) * bank
         for dim in (-2, -1) * octave:  # keeping every second value folds the spectrum
             filtered = torch.add(*filtered.chunk(2, dim))
-        found = torch.fft.ifft2(torch.view_as_complex(filtered.unflatten(-1, (-1, 2))))
+        found = torch.fft.ifft2(torch.view_as_complex(filtered.view(*filtered.shape[:-1], -1, 2)))
         return torch.mul(found.real, found.real).addcmul_(found.imag, found.imag).sqrt_()
 
     def _averaged(self, signal: Tensor, octave: int) -> Tensor:
@@ -125,4 +125,5 @@ def _in_space(
     wave = np.exp(exponent + 1j * frequency * along)
     copies = 2 * COPIES + 1
     wrapped: NDArray[np.complex128] = wave.reshape(copies, height, copies, width).sum((0, 2))
-    return wrapped * (slant / (2 * math.pi * deviation**2))
+    wrapped *= slant / (2 * math.pi * deviation**2)
+    return wrapped
