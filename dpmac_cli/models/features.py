@@ -9,10 +9,9 @@ import contextlib
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import group_norm
 
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.scattering import Scattering
+from dpmac_cli.models.scattering import CHANNELS, Scattering
 
 
 class FrozenFeatures(nn.Module):
@@ -52,27 +51,17 @@ class FrozenFeatures(nn.Module):
         return logits
 
 
-class _Scatter(nn.Module):
-    """Scattering and a group norm without parameters; 0 groups leave the norm out."""
-
-    def __init__(self, height: int, width: int, groups: int) -> None:
-        super().__init__()
-        self.scattering, self.groups = Scattering(height, width), groups
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.scattering(x)
-        return group_norm(found, self.groups) if self.groups else found
-
-
 def with_features(head: nn.Module, shape: tuple[int, int, int], groups: int) -> FrozenFeatures:
     """Put a network behind the scattering of images, stored in float16 to save memory and disk.
 
     Args:
         head: takes the shape of :meth:`dpmac_cli.models.registry.Features.shape_of`.
         shape: (channels, height, width) of an image.
-        groups: of the group norm; 0 for none.
+        groups: of a group norm without parameters; 0 for no norm.
     """
-    return FrozenFeatures(_Scatter(shape[1], shape[2], groups), head, torch.float16)
+    channels, height, width = shape
+    norm = [nn.GroupNorm(groups, channels * CHANNELS, affine=False)] if groups else []
+    return FrozenFeatures(nn.Sequential(Scattering(height, width), *norm), head, torch.float16)
 
 
 class _Before(nn.Module):

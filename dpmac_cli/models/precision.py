@@ -34,14 +34,9 @@ class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 @torch.enable_grad()
 def check_precision(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Run a network forwards and backwards on its device and reject operations below 32 bits.
+    """Run a network on one sample of a shape, on its device; reject operations below 32 bits.
 
-    Args:
-        model: maps (samples, *shape) to logits. It is not changed.
-        shape: of one sample.
-
-    Raises:
-        ModelError: naming the operation.
+    The network is not changed. Raises ModelError, naming the operation.
     """
     x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     x = x.to(next(model.parameters(), x).device)

@@ -34,9 +34,8 @@ class NetworkKind:
 
     Attributes:
         about: one line for help and reports.
-        builder: function of :mod:`dpmac_cli.models.architectures` that returns the network, called
-            with the dataset and ``arguments``.
-        arguments: what distinguishes networks that share a builder.
+        builder: function of :mod:`dpmac_cli.models.architectures`.
+        arguments: of the builder, after the dataset.
     """
 
     about: str

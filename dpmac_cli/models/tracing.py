@@ -7,6 +7,7 @@ computed from. What either of them does not know counts as not proven.
 """
 
 import contextlib
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -96,18 +97,15 @@ def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Reject hooks: they are code that is run backwards, where nothing is traced symbolically.
+    """Reject hooks, which are run backwards, where nothing is traced symbolically.
 
     Raises:
-        UnprovenError: naming what has one.
+        UnprovenError: naming the layer or parameter that has one.
     """
-    for name, module in model.named_modules():
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        if any(getattr(module, kind) for kind in kinds):
-            raise UnprovenError(f"The layer {name} has hooks.")
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
-            raise UnprovenError(f"The parameter {name} has hooks.")
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
+        if any(getattr(part, kind, None) for kind in kinds):
+            raise UnprovenError(f"{name or 'It'} has hooks.")
 
 
 @contextlib.contextmanager

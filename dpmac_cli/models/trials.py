@@ -48,12 +48,7 @@ def made_up(samples: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def batches(shape: tuple[int, ...], physical_batch: int | None) -> Iterator[Tensor]:
-    """Yield batches in which networks that mix samples were seen to give themselves away.
-
-    Args:
-        shape: of one sample.
-        physical_batch: where given, batches of this and other sizes are among them.
-    """
+    """Yield batches that revealed networks that mix samples; of many sizes if one is given."""
     x = made_up(FEW, shape)
     by_sample = (-1, *[1] * len(shape))
     few = torch.arange(FEW, dtype=torch.float64)
@@ -79,13 +74,8 @@ def batches(shape: tuple[int, ...], physical_batch: int | None) -> Iterator[Tens
 def check_forward(model: nn.Module, shape: tuple[int, ...], trials: Iterable[Tensor]) -> None:
     """Reject a model that mixes samples in forward passes, draws at random, or changes itself.
 
-    Args:
-        model: in float64 and :func:`prepared`.
-        shape: of one sample.
-        trials: batches, each compared with three of its samples alone.
-
-    Raises:
-        ModelError: naming the layer or the attribute.
+    Each batch is compared with three of its samples alone. The model is in float64 and
+    :func:`prepared`. Raises ModelError, naming the layer or the attribute.
     """
     before, x = copy.deepcopy(model), made_up(FEW, shape)
     seen = _watch(model, x)
@@ -124,7 +114,6 @@ def _check_state(before: nn.Module, after: nn.Module) -> None:
 def _check_apart(
     together: Mapping[str, Tensor], alone: Mapping[str, Tensor], row: int, samples: int
 ) -> None:
-    """Reject a model that treats a sample differently in a batch and alone."""
     if together.keys() != alone.keys():
         raise ModelError(
             "Which layers the model uses, and how often, depends on the batch: one sample would "
@@ -177,15 +166,8 @@ def _close(a: Tensor, b: Tensor, tolerance: float = 1e-9, least: float = 1.0) ->
 def check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
     """Reject a model that mixes samples in a backward pass, or uses a weight outside of its layer.
 
-    Hooks and functions with a backward of their own can mix what a forward pass does not.
-
-    Args:
-        model: in float64 and :func:`prepared`. It is consumed: its parameters are moved.
-        shape: of one sample.
-        classes: how many there are.
-
-    Raises:
-        ModelError: naming the layer.
+    Hooks and functions with a backward of their own can mix what a forward pass does not. The model
+    is in float64 and :func:`prepared`; its parameters are moved. Raises ModelError.
     """
     x, y = made_up(FEW, shape), torch.arange(FEW) % classes
     layers = find_layers(model)
