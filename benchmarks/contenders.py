@@ -23,11 +23,10 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.build import BUILDERS
+from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import make_sampler
-from dpmac_cli.runs.setup import hyperparameters
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -69,7 +68,7 @@ class Size:
         facts = DATASETS[IMAGES[self.model]]
         torch.manual_seed(0)
         if self.width is None:
-            return BUILDERS[self.model](facts)
+            return build_network(self.model, facts)
         pixels = int(np.prod(facts.shape))
         return nn.Sequential(
             nn.Flatten(),
@@ -180,7 +179,7 @@ def ours(
     trainer = Trainer(
         model=size.build().to(data.gain.device),
         data=data,
-        algorithm=build_algorithm(config.method, hyperparameters(config)),
+        algorithm=build_algorithm(config.method, config.hyper),
         mechanism=mechanism,
         plan=Plan(
             steps=10**6,

@@ -24,11 +24,10 @@ from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.models.build import BUILDERS
+from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import make_sampler
-from dpmac_cli.runs.setup import hyperparameters
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer, forbid_tf32
@@ -88,8 +87,8 @@ class Task:
 
 
 TASKS = (
-    Task("MLP", "mnist", 256, BUILDERS["mlp"]),
-    Task("CNN", "cifar10", 64, BUILDERS["cnn"]),
+    Task("MLP", "mnist", 256, partial(build_network, "mlp")),
+    Task("CNN", "cifar10", 64, partial(build_network, "cnn")),
     Task("ViT", "cifar10", 64, ViT),
 )
 
@@ -116,7 +115,7 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
     trainer = Trainer(
         model=task.build().to(data.gain.device),
         data=data,
-        algorithm=build_algorithm(config.method, hyperparameters(config)),
+        algorithm=build_algorithm(config.method, config.hyper),
         mechanism=GaussianMechanism(1.0, batch),
         plan=Plan(
             steps=10**6,

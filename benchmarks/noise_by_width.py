@@ -32,7 +32,6 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import make_sampler
-from dpmac_cli.runs.setup import hyperparameters
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -57,7 +56,7 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
     return Trainer(
         model=model,
         data=load_data("mnist", data_folder(None), torch.device("cpu")),
-        algorithm=build_algorithm(config.method, hyperparameters(config)),
+        algorithm=build_algorithm(config.method, config.hyper),
         mechanism=GaussianMechanism(sigma, BATCH),
         plan=Plan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
         randomness=Randomness(

@@ -29,7 +29,7 @@ those that its help leaves out.
 """
 CHOICES = {
     "Data sets": {name: facts.about for name, facts in DATASETS.items()},
-    "Networks": MODELS,
+    "Networks": {name: kind.about for name, kind in MODELS.items()},
     "Features": {name: kind.about for name, kind in FEATURES.items()},
     "Samplers": {name: sampling.summary for name, sampling in SAMPLERS.items()},
     "Optimizers": {name: row.summary for name, row in OPTIMIZERS.items()},

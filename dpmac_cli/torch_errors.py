@@ -1,4 +1,4 @@
-"""What torch raises when a machine or a network of a person's own fails, told apart from bugs."""
+"""Classify torch failures: out of memory, device lost, error in user code, or a bug of dpmac."""
 
 import importlib
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from torch import Tensor
 import dpmac_cli
 from dpmac_cli.errors import DpmacError, ModelError, RunError, as_sentence
 
-#: What the exceptions say that have no class of their own.
+#: Words of failures that have no class of their own.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 NO_DEVICE = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS")
 
 
 def out_of_memory(failure: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or for torch or Python on the CPU."""
+    """Return whether memory ran out, on a GPU or for torch or Python on the CPU."""
     return isinstance(failure, (torch.OutOfMemoryError, MemoryError)) or _says(failure, NO_MEMORY)
 
 
 def device_lost(failure: BaseException) -> bool:
-    """Whether a GPU no longer does what it is told."""
+    """Return whether a GPU stopped working."""
     return isinstance(failure, torch.AcceleratorError) or _says(failure, NO_DEVICE)
 
 
@@ -33,18 +33,18 @@ def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
 
 @contextmanager
 def code_of_network(x: Tensor) -> Iterator[None]:
-    """Tell what goes wrong in a network's code, on a batch, from bugs of ours.
+    """Turn a failure of a network's own code into a message that reveals nothing private.
 
     Args:
-        x: the batch, shape (samples, ...).
+        x: the batch that the network is run on, shape (samples, ...).
 
     Raises:
-        ModelError: its code failed. What that said may be of private records, how many samples
-            were drawn is no public number, and both are left out.
+        ModelError: without the text of the failure, which may quote private records, and without
+            the number of samples, which is drawn at random and private.
     """
     try:
         yield
-    except (DpmacError, torch.OutOfMemoryError, MemoryError):
+    except DpmacError:
         raise
     except (Exception, SystemExit) as failure:
         if out_of_memory(failure) or device_lost(failure):
@@ -57,13 +57,13 @@ def code_of_network(x: Tensor) -> Iterator[None]:
 
 
 def what_failed(failure: BaseException) -> str:
-    """What was raised, where, and what it said, as a sentence."""
+    """Return what was raised, where, and the first line of its text, as a sentence."""
     first, *_ = str(failure).splitlines() or [""]
     return as_sentence(f"{type(failure).__name__}{_place(failure)}{': ' if first else ''}{first}")
 
 
 def _place(failure: BaseException) -> str:
-    """The line that failed, not of torch and not of ours, such as " at net.py, line 3"."""
+    """Return the last line of user code that ran, such as " at net.py, line 3"."""
     others = [Path(package.__path__[0]) for package in (torch, importlib, dpmac_cli)]
     lines = [
         f" at {Path(frame.filename).name}, line {frame.lineno}"
@@ -76,11 +76,7 @@ def _place(failure: BaseException) -> str:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn what a failing machine leads to into a message.
-
-    Raises:
-        RunError: memory ran out, or the device failed.
-    """
+    """Turn out of memory and a lost device into a RunError that says what to do."""
     try:
         yield
     except (RuntimeError, MemoryError) as failure:

@@ -18,7 +18,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
-from dpmac_cli.models.registry import MODELS
+from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.model_card import model_card
@@ -86,7 +86,7 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
 ) -> None:
     config = resolve({"dataset": dataset, "model": model}).config
     torch.manual_seed(0)
-    network = build_model(model, config.facts, seed=1).eval()
+    network = build_model(BuiltIn(model), config.facts, seed=1).eval()
     facts = public_facts(config, bill(steps=1), 0)
     pixels = torch.randint(0, 256, (20, *config.facts.shape), dtype=torch.uint8)
     x = load_data("digits", tmp_path, CPU).prepared_by(facts["input"]).standardised(pixels)
@@ -235,7 +235,7 @@ def test_a_run_that_ended_early_says_so() -> None:
 def test_a_data_set_without_a_checksum_has_none(finished: Finished) -> None:
     report = json.loads(json.dumps(finished.report))
     report["dataset"]["sha256"] = None
-    text = model_card(report, build_model("mlp-small", DATASETS["digits"], seed=0))
+    text = model_card(report, build_model(BuiltIn("mlp-small"), DATASETS["digits"], seed=0))
     assert cells(text)["its checksum"] == "none is kept of this data set"
 
 

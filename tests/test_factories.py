@@ -10,7 +10,8 @@ from torch import nn
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import DpmacError, InputError, ModelError
 from dpmac_cli.models.build import build_model
-from dpmac_cli.models.user_models import is_factory, without_batch_norm
+from dpmac_cli.models.registry import BuiltIn, UserModel, parse_model
+from dpmac_cli.models.user_models import without_batch_norm
 
 DIGITS = DATASETS["digits"]
 OWN = """
@@ -62,21 +63,25 @@ def own(tmp_path: Path) -> Path:
 
 def failure(spec: str) -> tuple[type[Exception], str]:
     with pytest.raises(DpmacError) as raised:
-        build_model(spec, DIGITS, seed=0)
+        build_model(parse_model(spec), DIGITS, seed=0)
     return raised.type, str(raised.value)
 
 
 def test_a_factory_without_arguments_and_one_with_shape_and_classes(own: Path) -> None:
-    assert is_factory(f"{own}:plain")
+    assert parse_model(f"{own}:plain") == UserModel(str(own), "plain")
+    assert parse_model("mlp") == BuiltIn("mlp")
     x = torch.zeros(2, *DIGITS.shape)
-    assert build_model(f"{own}:plain", DIGITS, seed=0)(x).shape == (2, 10)
-    assert build_model(f"{own}:Net", DIGITS, seed=0, fix_norm=True)(x).shape == (2, 10)
+    assert build_model(UserModel(str(own), "plain"), DIGITS, seed=0)(x).shape == (2, 10)
+    assert build_model(UserModel(str(own), "Net"), DIGITS, seed=0, fix_norm=True)(x).shape == (
+        2,
+        10,
+    )
 
 
 def test_a_factory_in_a_module(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(own.parent))
-    model = build_model("own_net:plain", DIGITS, seed=0)
-    again = build_model(f"{own}:plain", DIGITS, seed=0)
+    model = build_model(UserModel("own_net", "plain"), DIGITS, seed=0)
+    again = build_model(UserModel(str(own), "plain"), DIGITS, seed=0)
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
     del sys.modules["own_net"]
 

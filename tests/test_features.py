@@ -23,8 +23,8 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import Computing, Featured, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
-from dpmac_cli.models.registry import FEATURES, Features
-from dpmac_cli.models.scattering import OCTAVES, Scattering, paths
+from dpmac_cli.models.registry import FEATURES, BuiltIn, Features, parse_model
+from dpmac_cli.models.scattering import CHANNELS, SCALE, Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import setup as assembly
@@ -73,7 +73,7 @@ def public(net: str, tmp_path: Path) -> Path:
 
 
 def public_weights(net: str) -> dict[str, Tensor]:
-    tensors = build_model(net, DIGITS, seed=5, frozen=True).state_dict()
+    tensors = build_model(parse_model(net), DIGITS, seed=5, frozen=True).state_dict()
     generator = torch.Generator().manual_seed(0)
     tensors["1.running_mean"] = torch.randn(8, generator=generator)
     tensors["5.weight"], tensors["5.bias"] = torch.zeros(7, 128), torch.zeros(7)
@@ -130,14 +130,14 @@ def _after(steps: int) -> Any:
 
 def test_the_catalogue_says_what_scattering_gives() -> None:
     kind = FEATURES["scatter"]
-    assert (kind.channels, kind.shrink) == (paths(), 2**OCTAVES)
+    assert (kind.channels, kind.shrink) == (CHANNELS, SCALE)
     assert all(Features("scatter", 27).fault(facts.shape) is None for facts in DATASETS.values())
 
 
 @pytest.mark.parametrize("model", ["linear", "mlp-small", "cnn"])
 def test_networks_take_features_of_images(model: str) -> None:
     facts = DATASETS["mnist"]
-    network = build_model(model, facts, seed=0, features=Features("scatter", 27))
+    network = build_model(BuiltIn(model), facts, seed=0, features=Features("scatter", 27))
     x = torch.randn(3, *facts.shape)
     assert network(x).shape == (3, 10)
     assert isinstance(network, FrozenFeatures)
@@ -151,14 +151,16 @@ def test_networks_take_features_of_images(model: str) -> None:
 def test_no_groups_leave_the_norm_out() -> None:
     x = torch.randn(2, 1, 8, 8)
     plain = with_features(nn.Identity(), (1, 8, 8), 0)
-    torch.testing.assert_close(plain(x), plain.frozen.scattering(x), rtol=1e-3, atol=1e-4)  # type: ignore[operator]
+    torch.testing.assert_close(plain(x), Scattering(8, 8)(x), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.privacy
 def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
     data = load_data("digits", Path(), CPU)
     x = data.standardised(data.train.images[:20])
-    tuned_part = cut_before_head(build_model(net, DIGITS, seed=0, frozen=True), DIGITS.shape)
+    tuned_part = cut_before_head(
+        build_model(parse_model(net), DIGITS, seed=0, frozen=True), DIGITS.shape
+    )
     for parts in (with_features(nn.Identity(), DIGITS.shape, 27), tuned_part):
         together = parts.features(x)
         others = x.flip(0).mul(-50)
@@ -243,7 +245,7 @@ def test_the_price_is_that_of_any_other_run(what: str, net: str, public: Path) -
     flags: dict[str, Any] = SCATTER if what == "scatter" else tuned(net, public, train=what)
     if what == "all":
         flags["fix_norm"] = True
-        fixed = build_model(net, DIGITS, seed=1, fix_norm=True)
+        fixed = build_model(parse_model(net), DIGITS, seed=1, fix_norm=True)
         save(public, fixed.state_dict())
     priced = train_digits(**flags).report["privacy"]
     plain = train_digits().report["privacy"]
@@ -354,7 +356,7 @@ def test_a_model_of_dpmacs_serves_as_public_weights(tmp_path: Path) -> None:
 
 
 def test_all_of_a_network_starts_from_the_weights_in_the_file(tmp_path: Path) -> None:
-    start = build_model("mlp-small", DIGITS, seed=9).state_dict()
+    start = build_model(BuiltIn("mlp-small"), DIGITS, seed=9).state_dict()
     file = save(tmp_path / "start.safetensors", {k: t.half() for k, t in start.items()})
     config = digits_config(model="mlp-small", pretrained=str(file))
     assert config.train == "all"
@@ -674,7 +676,7 @@ def test_a_network_without_a_head_of_its_own_is_refused(network: nn.Module) -> N
 
 
 def test_looking_for_the_head_leaves_no_trace(net: str) -> None:
-    network = build_model(net, DIGITS, seed=0, frozen=True).train()
+    network = build_model(parse_model(net), DIGITS, seed=0, frozen=True).train()
     before = {k: t.clone() for k, t in network.state_dict().items()}
     assert head_of(network, DIGITS.shape) == "5"
     assert network.training

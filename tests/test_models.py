@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.data.loaders import BUNDLED
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.registry import DATASETS, Bundled
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.build import BUILDERS, build_model
-from dpmac_cli.models.registry import MODELS
+from dpmac_cli.models import architectures
+from dpmac_cli.models.build import build_model
+from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.models.validation import check_model
 
 IMAGE = (4, 6, 6)
@@ -42,34 +43,34 @@ class Through(nn.Module):
 
 
 def test_the_catalog_names_what_can_be_built_and_loaded() -> None:
-    assert MODELS.keys() == BUILDERS.keys()
+    assert all(callable(getattr(architectures, kind.builder)) for kind in MODELS.values())
     origins = [facts.origin for facts in DATASETS.values()]
     assert {of.loader for of in origins if isinstance(of, Bundled)} == BUNDLED.keys()
-    assert {facts.defaults.model for facts in DATASETS.values()} <= BUILDERS.keys()
+    assert {facts.defaults.model for facts in DATASETS.values()} <= MODELS.keys()
 
 
 @pytest.mark.parametrize(
     ("model", "dataset", "count"), [("mlp", "mnist", 795_010), ("cnn", "cifar10", 582_346)]
 )
 def test_parameter_counts_of_the_paper(model: str, dataset: str, count: int) -> None:
-    built = build_model(model, DATASETS[dataset], seed=0)
+    built = build_model(BuiltIn(model), DATASETS[dataset], seed=0)
     assert sum(p.numel() for p in built.parameters() if p.requires_grad) == count
 
 
 @pytest.mark.parametrize(
     ("name", "dataset"),
-    [(name, "digits") for name in BUILDERS]
+    [(name, "digits") for name in MODELS]
     + [(facts.defaults.model, dataset) for dataset, facts in DATASETS.items()],
 )
 def test_models_fit_the_smallest_images_and_their_own_data_set(name: str, dataset: str) -> None:
     facts = DATASETS[dataset]
-    logits = build_model(name, facts, seed=0)(torch.randn(2, *facts.shape))
+    logits = build_model(BuiltIn(name), facts, seed=0)(torch.randn(2, *facts.shape))
     assert logits.shape == (2, len(facts.classes))
 
 
 def test_the_seed_decides_the_weights() -> None:
     def weights(seed: int) -> Tensor:
-        model = build_model("mlp-small", DATASETS["digits"], seed)
+        model = build_model(BuiltIn("mlp-small"), DATASETS["digits"], seed)
         return nn.utils.parameters_to_vector(model.parameters())
 
     first = weights(1)
@@ -80,7 +81,7 @@ def test_the_seed_decides_the_weights() -> None:
 
 def test_building_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
-    build_model("cnn", DATASETS["digits"], seed=3)
+    build_model(BuiltIn("cnn"), DATASETS["digits"], seed=3)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -16,7 +16,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import BudgetError, InputError, ModelError
-from dpmac_cli.models import build as models
+from dpmac_cli.models import architectures
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
@@ -243,7 +243,7 @@ def no_data(data_dir: Path, download: bool) -> Any:
     raise InputError("no data today")
 
 
-def batch_norm(dataset: Dataset) -> nn.Module:
+def batch_norm(dataset: Dataset, *_: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
 
 
@@ -252,7 +252,7 @@ def no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mixing_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.BUILDERS, "mlp-small", batch_norm)
+    monkeypatch.setattr(architectures, "perceptron", batch_norm)
 
 
 @pytest.mark.parametrize(

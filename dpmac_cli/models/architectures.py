@@ -1,18 +1,54 @@
-"""Residual networks fit for clipping sample by sample: group norm, and standardised weights."""
+"""Built-in networks. None mixes samples: norms are group norms, or weights are standardised."""
 
+import math
 from functools import partial
+from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.dp.clipping.modules import StandardisedConv2d
+from dpmac_cli.errors import ModelError
 
 GROUPS = 16
 
 
+def perceptron(dataset: Dataset, *hidden: int) -> nn.Module:
+    """Return linear layers with ReLU between them, of ``hidden`` units each."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in pairwise((math.prod(dataset.shape), *hidden, len(dataset.classes))):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(dataset: Dataset) -> nn.Module:
+    """Return the paper's CIFAR-10 network. Raises ModelError for images below 4 by 4 pixels."""
+    channels, height, width = dataset.shape
+    if min(height, width) < 4:
+        raise ModelError(
+            f"The network cnn needs images of at least 4 by 4 pixels, and the shape of these is "
+            f"{dataset.shape}. Try --model mlp."
+        )
+
+    def convolution(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *convolution(channels, 32),
+        nn.MaxPool2d(2),
+        *convolution(32, 64),
+        nn.MaxPool2d(2),
+        *convolution(64, 64),
+        nn.Flatten(),
+        nn.Linear(64 * (height // 4) * (width // 4), 128),
+        nn.ReLU(),
+        nn.Linear(128, len(dataset.classes)),
+    )
+
+
 class _Block(nn.Module):
-    """Norm, ReLU, convolution, twice, around a shortcut."""
+    """Norm, ReLU and convolution, twice, with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -20,11 +56,8 @@ class _Block(nn.Module):
         self.conv1 = StandardisedConv2d(inputs, outputs, 3, stride=stride, padding=1)
         self.norm2 = nn.GroupNorm(GROUPS, outputs)
         self.conv2 = StandardisedConv2d(outputs, outputs, 3, padding=1)
-        self.shortcut = (
-            None
-            if inputs == outputs and stride == 1
-            else StandardisedConv2d(inputs, outputs, 1, stride=stride)
-        )
+        same = inputs == outputs and stride == 1
+        self.shortcut = None if same else StandardisedConv2d(inputs, outputs, 1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
         ready = relu(self.norm1(x))
@@ -33,19 +66,18 @@ class _Block(nn.Module):
         return out
 
 
-def wide_resnet(depth: int, width: int, dataset: Dataset) -> nn.Module:
-    """WRN-depth-width (Zagoruyko and Komodakis 2016) as De et al. 2022 (arXiv 2204.13650) have it.
+def wide_resnet(dataset: Dataset, depth: int, width: int) -> nn.Module:
+    """Return WRN-depth-width (Zagoruyko and Komodakis 2016) as in De et al. 2022, arXiv 2204.13650.
 
     Args:
+        dataset: gives channels and the number of classes.
         depth: 6 n + 4, with n blocks in each of three stages.
         width: factor on 16, 32 and 64 channels.
-        dataset: gives channels and the number of classes.
     """
-    blocks = (depth - 4) // 6
     layers: list[nn.Module] = [StandardisedConv2d(dataset.shape[0], 16, 3, padding=1)]
     channels = 16
     for stage, outputs in enumerate((16 * width, 32 * width, 64 * width)):
-        for block in range(blocks):
+        for block in range((depth - 4) // 6):
             layers.append(_Block(channels, outputs, 2 if stage > 0 and block == 0 else 1))
             channels = outputs
     return nn.Sequential(
@@ -59,7 +91,7 @@ def wide_resnet(depth: int, width: int, dataset: Dataset) -> nn.Module:
 
 
 def resnet18(dataset: Dataset) -> nn.Module:
-    """torchvision's ResNet-18 with group norm in place of batch norm; 3 channels."""
+    """Return torchvision's ResNet-18 with group norm in place of batch norm."""
     from torchvision import models  # noqa: PLC0415  (seconds to import)
 
     norm = partial(nn.GroupNorm, 32)

@@ -81,11 +81,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         self._of(x).copy_(own.expand(SAMPLES, *x.shape))
 
     def check_rows(self, what: str, tensor: Tensor) -> None:
-        """Refuse a tensor whose row i was computed from others than sample i.
-
-        Raises:
-            UnprovenError: naming ``what`` it is.
-        """
+        """Raise UnprovenError, naming ``what`` it is, if row i depends on others than sample i."""
         rows = _by_row(self._of(tensor))
         if rows.shape[1:] != (SAMPLES,) or bool((rows & ~torch.eye(SAMPLES).bool()).any()):
             raise UnprovenError(f"In {what} a row depends on more than its own sample.")
@@ -197,18 +193,11 @@ def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) 
     """Planes of outputs that depend on all inputs along some dimensions."""
     whole = max(given, key=Tensor.numel)[0]
     places = [1 + dim % whole.ndim for dim in dims or range(whole.ndim)]
-    kept = [_any(planes, places) for planes in given]
+    kept = [planes.any(places, keepdim=True) if places else planes for planes in given]
     shape = np.broadcast_shapes(*(tuple(planes.shape[1:]) for planes in kept))
     joined = _merged(kept, shape)
     gone = joined.squeeze(places)
     return [joined if out.ndim == whole.ndim else gone for out in outputs]
-
-
-def _any(planes: Tensor, places: Sequence[int]) -> Tensor:
-    """The union along some dimensions, which stay, of length 1."""
-    for place in places:
-        planes = planes.any(place, keepdim=True)
-    return planes
 
 
 def _by_row(planes: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""The outputs of a frozen part for every record, computed once and kept on the disk.
+"""Cache of the outputs of a frozen part for every record, computed once.
 
 They are the records in another shape, and as private: folder 0700, files 0600. A file is named by
-all that decides its contents and carries a checksum. One that is damaged is computed anew, and
-where none can be kept, the run goes on without. Never pickle.
+all that decides its contents and carries a checksum; a damaged one is computed again. Where none
+can be kept, the run continues without.
 """
 
-import json
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,10 @@ from torch import Tensor
 from dpmac_cli.data.dataset import EVALUATION_BATCH, Data, Split
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.digest import digest
-from dpmac_cli.storage.files import PART, PRIVATE_MODE, written_atomically
+from dpmac_cli.storage.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, written_atomically
 
-PRIVATE_FOLDER = 0o700
-VERSION = 1
-HEADER = "dpmac-features"
-#: Records whose features are part of a file's name: of what computes them, only that says all.
+VERSION = 2
+#: Records whose features are part of a file's name, since they depend on code as well.
 PROBED = 64
 #: Seconds between looks at whether another process is done.
 PATIENCE = 0.2
@@ -35,11 +31,7 @@ PATIENCE = 0.2
 
 @dataclass(frozen=True)
 class Computing:
-    """Features are being computed, here or by another process.
-
-    Attributes:
-        done, records: how many. folder: where they will be kept. elsewhere: by another process.
-    """
+    """Progress: features of ``done`` records are computed, here or ``elsewhere``."""
 
     done: int
     records: int
@@ -49,12 +41,7 @@ class Computing:
 
 @dataclass(frozen=True)
 class Featured:
-    """A data set of features.
-
-    Attributes:
-        data: its records; features need no more standardisation.
-        sha256: of the features. notes: what the person who runs this should know.
-    """
+    """A dataset of features, which need no standardisation, with their SHA-256 and notes."""
 
     data: Data
     sha256: str
@@ -68,9 +55,9 @@ def featured(
     folder: Path,
     stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Computing, None, Featured]:
-    """The features of every record, from the disk or computed and kept there.
+    """Return the features of every record, from the cache or computed and kept there.
 
-    Two processes at a time compute them once: the second waits.
+    Of several processes one computes them; the others wait.
 
     Args:
         parts: computes them, on the device of the data.
@@ -80,59 +67,52 @@ def featured(
         stop: asked between batches.
 
     Raises:
-        KeyboardInterrupt: ``stop`` said so.
+        KeyboardInterrupt: ``stop`` returned True.
     """
-    key = _key(parts, data, settings)
+    key, tensors, notes = _key(parts, data, settings), None, []
     path = folder / f"{key}.safetensors"
-    found: _Summed | None = None
-    notes: tuple[str, ...] = ()
+    # Only an flock ends with its process: a file system without one keeps no features.
+    lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
     try:
         _make_private(folder)
-        found = _load(path, key)
-        if found is None:
-            waiting = Computing(0, _records(data), folder, elsewhere=True)
-            with (yield from _lock(path, waiting, stop)):
-                for part in folder.glob(f".{path.name}.*{PART}"):  # left behind by a killed process
-                    part.unlink(missing_ok=True)
-                found = _load(path, key)
-                if found is None:
-                    found = _summed((yield from _computed(parts, data, folder, stop)))
-                    _keep(path, found, key)
-                    found = _load(path, key) or found  # processes share a file's pages
+        kept = _load(path, key)
+        while kept is None:
+            try:
+                with lock.acquire(timeout=PATIENCE):
+                    for part in folder.glob(f".{path.name}.*{PART}"):  # of a killed process
+                        part.unlink(missing_ok=True)
+                    kept = _load(path, key)
+                    if kept is None:
+                        tensors = yield from _computed(parts, data, folder, stop)
+                        found = digest(tensors, {})
+                        with written_atomically(path, PRIVATE_MODE) as partial:
+                            header = {"key": key, "sha256": found}
+                            safetensors.torch.save_file(tensors, partial, header)
+                        kept = _load(path, key) or (tensors, found)  # processes share its pages
+            except Timeout:
+                _check(stop)
+                yield Computing(0, len(data.train) + len(data.test), folder, elsewhere=True)
     except (OSError, safetensors.SafetensorError) as failure:
-        if found is None:
-            found = _summed((yield from _computed(parts, data, folder, stop)))
-        notes = (
-            f"features cannot be kept in {folder} ({_why(failure)}): each run computes them anew. "
-            "Make room there, or name another folder by DPMAC_CACHE_DIR.",
+        tensors = tensors or (yield from _computed(parts, data, folder, stop))
+        kept = tensors, digest(tensors, {})
+        why = (failure.strerror if isinstance(failure, OSError) else None) or str(failure)
+        notes.append(
+            f"features cannot be kept in {folder} ({why}): each run computes them anew. "
+            "Make room there, or name another folder by DPMAC_CACHE_DIR."
         )
-    return Featured(_as_data(found.tensors, data), found.sha256, notes)
+    return Featured(_as_data(kept[0], data), kept[1], tuple(notes))
 
 
 def stand_in(parts: FrozenFeatures, data: Data) -> Data:
-    """The features of the first record in the place of everyone's: a step takes as long."""
+    """Return the features of the first record in place of everyone's, to time steps on."""
     first = parts.features(data.standardised(data.train.images[:1]))
-    shown = {
-        name: first.expand(len(split), *first.shape[1:])
-        for name, split in (("train", data.train), ("test", data.test))
-    }
+    splits = {"train": data.train, "test": data.test}
+    shown = {name: first.expand(len(s), *first.shape[1:]) for name, s in splits.items()}
     return _as_data(shown, data)
 
 
-@dataclass(frozen=True)
-class _Summed:
-    """Features of both splits, and their checksum."""
-
-    tensors: dict[str, Tensor]
-    sha256: str
-
-
-def _summed(tensors: dict[str, Tensor]) -> _Summed:
-    return _Summed(tensors, digest(tensors, {}))
-
-
 def _key(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any]) -> str:
-    """SHA-256 over all that decides what the features are."""
+    """Return SHA-256 over all that decides what the features are."""
     named = {
         **{f"weight {name}": tensor for name, tensor in parts.public_weights().items()},
         **{"train": data.train.images, "test": data.test.images},
@@ -143,17 +123,13 @@ def _key(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any]) -> str:
     return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
 
 
-def _records(data: Data) -> int:
-    return len(data.train) + len(data.test)
-
-
 def _computed(
     parts: FrozenFeatures, data: Data, folder: Path, stop: Callable[[], bool]
 ) -> Generator[Computing, None, dict[str, Tensor]]:
-    """Features of both splits on the CPU, in the batches of an evaluation."""
+    """Compute the features of both splits on the CPU, in the batches of an evaluation."""
     found: dict[str, Tensor] = {}
-    done = 0
-    yield Computing(done, _records(data), folder)
+    done, records = 0, len(data.train) + len(data.test)
+    yield Computing(done, records, folder)
     for name, split in (("train", data.train), ("test", data.test)):
         size = 1 if parts.isolated else EVALUATION_BATCH
         for begin in range(0, len(split), size):
@@ -165,8 +141,13 @@ def _computed(
                 found[name] = torch.empty(len(split), *batch.shape[1:], dtype=batch.dtype)
             found[name][rows] = batch
             done += len(batch)
-            yield Computing(done, _records(data), folder)
+            yield Computing(done, records, folder)
     return found
+
+
+def _check(stop: Callable[[], bool]) -> None:
+    if stop():
+        raise KeyboardInterrupt
 
 
 def _as_data(found: Mapping[str, Tensor], images: Data) -> Data:
@@ -180,7 +161,7 @@ def _as_data(found: Mapping[str, Tensor], images: Data) -> Data:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder, or take it as it is, for its owner alone. Raises OSError."""
+    """Make a folder, or change an existing one, for its owner alone. Raises OSError."""
     folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
     about = folder.stat()
     if about.st_uid != os.geteuid():
@@ -189,44 +170,13 @@ def _make_private(folder: Path) -> None:
         folder.chmod(PRIVATE_FOLDER)
 
 
-def _lock(
-    path: Path, waiting: Computing, stop: Callable[[], bool]
-) -> Generator[Computing, None, AbstractContextManager[object]]:
-    """Lock a file of features, until its process ends at the latest. Raises OSError."""
-    # Only an flock ends with its process: a file system without one keeps no features.
-    lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
-    while True:
-        try:
-            return lock.acquire(timeout=PATIENCE)
-        except Timeout:
-            _check(stop)
-            yield waiting
-
-
-def _check(stop: Callable[[], bool]) -> None:
-    if stop():
-        raise KeyboardInterrupt
-
-
-def _keep(path: Path, found: _Summed, key: str) -> None:
-    """Write features whole, or not at all. Raises OSError and SafetensorError."""
-    header = {HEADER: json.dumps({"key": key, "sha256": found.sha256})}
-    with written_atomically(path, PRIVATE_MODE) as partial:
-        safetensors.torch.save_file(found.tensors, partial, header)
-
-
-def _load(path: Path, key: str) -> _Summed | None:
-    """Features as they were written; None if they are not there, or are damaged."""
+def _load(path: Path, key: str) -> tuple[dict[str, Tensor], str] | None:
+    """Return features and their checksum; None if they are not there or are damaged."""
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
-            sealed = json.loads((opened.metadata() or {})[HEADER])
+            sealed = opened.metadata()
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        found = _summed(tensors)
-        whole = sealed == {"key": key, "sha256": found.sha256}
-    except (OSError, safetensors.SafetensorError, ValueError, KeyError, TypeError):
+    except (OSError, safetensors.SafetensorError, ValueError):
         return None
-    return found if whole else None
-
-
-def _why(failure: Exception) -> str:
-    return (failure.strerror if isinstance(failure, OSError) else None) or str(failure)
+    found = digest(tensors, {})
+    return (tensors, found) if sealed == {"key": key, "sha256": found} else None

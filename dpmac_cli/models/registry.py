@@ -1,16 +1,81 @@
-"""Model and feature registry: names and public facts. Loads no torch."""
+"""Networks and fixed features by name, and references to user-supplied models. Loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class FeatureKind:
-    """Fixed, public features that images may be turned into.
+class BuiltIn:
+    """A network of :data:`MODELS`, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """A factory in a file, ``net.py:make``, or in an importable module, ``package.net:make``."""
+
+    place: str
+    factory: str
+
+    def __str__(self) -> str:
+        return f"{self.place}:{self.factory}"
+
+    @property
+    def name(self) -> str:
+        """The reference without the folders above the file."""
+        return str(self).rpartition("/")[2]
+
+
+def parse_model(text: str) -> BuiltIn | UserModel:
+    """Return the model that the text of ``--model`` refers to; a colon marks a factory."""
+    place, colon, name = text.rpartition(":")
+    return UserModel(place, name) if colon else BuiltIn(name)
+
+
+@dataclass(frozen=True)
+class NetworkKind:
+    """A built-in network.
 
     Attributes:
-        channels: for each channel of an image. shrink: what height and width are divided by.
-        groups: of the group norm behind them, where none are given.
+        about: one line for help and reports.
+        builder: function of :mod:`dpmac_cli.models.architectures`.
+        arguments: of the builder, after the dataset.
+    """
+
+    about: str
+    builder: str
+    arguments: tuple[int, ...] = ()
+
+
+MODELS: Mapping[str, NetworkKind] = {
+    "linear": NetworkKind("one linear layer, the default on --features", "perceptron"),
+    "mlp": NetworkKind(
+        "one hidden layer of 1000 ReLU units, the paper's MNIST network", "perceptron", (1000,)
+    ),
+    "mlp-small": NetworkKind("one hidden layer of 64 ReLU units", "perceptron", (64,)),
+    "cnn": NetworkKind(
+        "three convolutions with group norm and one hidden layer, the paper's CIFAR-10 network",
+        "cnn",
+    ),
+    "wrn-16-4": NetworkKind(
+        "wide residual network, 16 layers deep and 4 times as wide, weights standardised",
+        "wide_resnet",
+        (16, 4),
+    ),
+    "wrn-40-4": NetworkKind("the same, 40 layers deep", "wide_resnet", (40, 4)),
+    "resnet18": NetworkKind("residual network of 18 layers with group norm", "resnet18"),
+}
+
+
+@dataclass(frozen=True)
+class FeatureKind:
+    """Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
+
+    Attributes:
+        channels: features per channel of an image.
+        shrink: factor by which height and width are divided.
+        groups: default for the group norm behind the features.
         about: one line for help and reports.
     """
 
@@ -20,31 +85,30 @@ class FeatureKind:
     about: str
 
 
-#: What computes them: :mod:`dpmac_cli.models.features`.
 FEATURES: Mapping[str, FeatureKind] = {
     "scatter": FeatureKind(81, 4, 27, "wavelet scattering of two octaves and eight angles"),
 }
 
 
 @dataclass(frozen=True)
-class Features:
-    """The features of a run.
+class Pixels:
+    """Images as they are, without features."""
 
-    Attributes:
-        kind: a key of :data:`FEATURES`.
-        groups: of the group norm behind them; 0 for none.
-    """
+
+@dataclass(frozen=True)
+class Features:
+    """The features of a run: a key of :data:`FEATURES`, and groups of the norm or 0 for none."""
 
     kind: str
     groups: int
 
     def shape_of(self, image: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(channels, height, width) of the features of an image of such a shape."""
+        """Return (channels, height, width) of the features of images of a shape."""
         kind, (channels, height, width) = FEATURES[self.kind], image
         return channels * kind.channels, height // kind.shrink, width // kind.shrink
 
     def fault(self, image: tuple[int, int, int]) -> str | None:
-        """Why there are none of images of a shape, as the end of a sentence; None if there are."""
+        """Return why images of a shape have no such features, as the end of a sentence."""
         kind, (_, height, width) = FEATURES[self.kind], image
         if height % kind.shrink or width % kind.shrink:
             return (
@@ -58,60 +122,3 @@ class Features:
                 "--feature-groups that does, or 0 for no norm."
             )
         return None
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """Images as they are: no features."""
-
-
-@dataclass(frozen=True)
-class BuiltIn:
-    """A network of :data:`MODELS`.
-
-    Attributes:
-        name: its key there.
-    """
-
-    name: str
-
-
-@dataclass(frozen=True)
-class UserModel:
-    """A user-supplied network.
-
-    Attributes:
-        place: of the code: a file that ends in .py, or a module.
-        factory: name of what builds it there.
-    """
-
-    place: str
-    factory: str
-
-    @property
-    def spec(self) -> str:
-        """Where it is, as typed."""
-        return f"{self.place}:{self.factory}"
-
-    @property
-    def name(self) -> str:
-        """Where it is, without the folders above it."""
-        return self.spec.rpartition("/")[2]
-
-
-def parse_model(text: str) -> BuiltIn | UserModel:
-    """Return the network that ``--model`` names."""
-    place, colon, factory = text.rpartition(":")
-    return UserModel(place, factory) if colon else BuiltIn(text)
-
-
-#: Model names and what they are. Builders: :data:`dpmac_cli.models.build.BUILDERS`.
-MODELS: Mapping[str, str] = {
-    "linear": "one linear layer, the default on --features",
-    "mlp": "one hidden layer of 1000 ReLU units, the paper's MNIST network",
-    "mlp-small": "one hidden layer of 64 ReLU units",
-    "cnn": "three convolutions with group norm and one hidden layer, the paper's CIFAR-10 network",
-    "wrn-16-4": "wide residual network, 16 layers deep and 4 times as wide, weights standardised",
-    "wrn-40-4": "the same, 40 layers deep",
-    "resnet18": "residual network of 18 layers with group norm",
-}

@@ -7,6 +7,7 @@ computed from. What either of them does not know counts as not proven.
 """
 
 import contextlib
+import itertools
 import logging
 import warnings
 from collections.abc import Iterator
@@ -64,57 +65,68 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
         UnprovenError: it could not be proven, which does not mean that it is not so.
     """
     check_uniform(model, shape)
-    x = torch.randn(SAMPLES, *shape)
-    y = torch.arange(SAMPLES) % classes
+    x, y = torch.randn(SAMPLES, *shape), torch.arange(SAMPLES) % classes
     layers = find_layers(model)
     flatten_parameters(layers)
     clipped = ClippedSum(model, layers, SAMPLES)
-    dependence = Dependence()
-    dependence.mark(x)
     try:
-        with _no_hooks(), sdpa_kernel(SDPBackend.MATH), dependence:
+        with _following(x) as dependence:
             losses, uses = clipped.uses(x, y)
     finally:
         clipped.close()
     _check_backward(losses)
-    calls = [(layer.name, use) for layer, used in zip(layers, uses, strict=True) for use in used]
-    for name, use in calls:
-        for tensor in use.inputs:
-            dependence.check_rows(f"the inputs of layer {name}", tensor)
     dependence.check_rows("the loss", losses)
-    for name, use in calls:
-        dependence.check_rows(f"the gradients of layer {name}", use.delta)
+    for layer, used in zip(layers, uses, strict=True):
+        for use in used:
+            for tensor in use.inputs:
+                dependence.check_rows(f"the inputs of layer {layer.name}", tensor)
+            dependence.check_rows(f"the gradients of layer {layer.name}", use.delta)
+
+
+def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Prove that the output of a network that is not trained keeps samples apart.
+
+    Raises:
+        UnprovenError: as :func:`check_independent`.
+    """
+    check_uniform(model, shape)
+    x = torch.randn(SAMPLES, *shape)
+    with torch.no_grad(), _following(x) as dependence:
+        output = model(x)
+    dependence.check_rows("the output", output)
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Reject hooks: they are code that is run backwards, where nothing is traced symbolically.
+    """Reject hooks, which are run backwards, where nothing is traced symbolically.
 
     Raises:
-        UnprovenError: naming what has one.
+        UnprovenError: naming the layer or parameter that has one.
     """
-    for name, module in model.named_modules():
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        if any(getattr(module, kind) for kind in kinds):
-            raise UnprovenError(f"The layer {name} has hooks.")
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
-            raise UnprovenError(f"The parameter {name} has hooks.")
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
+        if any(getattr(part, kind, None) for kind in kinds):
+            raise UnprovenError(f"{name or 'It'} has hooks.")
 
 
 @contextlib.contextmanager
-def _no_hooks() -> Iterator[None]:
-    """Reject hooks on tensors that a forward pass registers."""
+def _following(x: Tensor) -> Iterator[Dependence]:
+    """Follow what is computed from each row of x, by operations that are known; reject hooks."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise UnprovenError("It registers hooks on tensors.")
 
     names = ("register_hook", "register_post_accumulate_grad_hook")
     kept = {name: getattr(Tensor, name) for name in names}
+    dependence, fast = Dependence(), torch.backends.mha.get_fastpath_enabled()
+    dependence.mark(x)
     try:
+        torch.backends.mha.set_fastpath_enabled(False)  # one operation that does everything
         for name in names:
             setattr(Tensor, name, refuse)
-        yield
+        with sdpa_kernel(SDPBackend.MATH), dependence:
+            yield dependence
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
         for name, method in kept.items():
             setattr(Tensor, name, method)
 
@@ -135,26 +147,6 @@ def _check_backward(losses: Tensor) -> None:
         waiting += [function for function, _ in node.next_functions]
 
 
-def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Prove that the output of a network that is not trained keeps samples apart.
-
-    Raises:
-        UnprovenError: as :func:`check_independent`.
-    """
-    check_uniform(model, shape)
-    x = torch.randn(SAMPLES, *shape)
-    dependence = Dependence()
-    dependence.mark(x)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # which is one operation that does everything
-    try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), dependence:
-            output = model(x)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    dependence.check_rows("the output", output)
-
-
 def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
     """Prove that a forward pass runs the same operations for every batch of at least two samples.
 
@@ -168,12 +160,17 @@ def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
     """
     x = torch.zeros(SAMPLES + 1, *shape)
     size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # of a network that it cannot trace, torch.export prints much
     try:
-        with _silent():
+        with warnings.catch_warnings(action="ignore"):
             program = torch.export.export(model, (x,), dynamic_shapes=({0: size},))
             graph = program.run_decompositions().graph
     except Exception as failure:
         raise UnprovenError(_why(failure)) from failure
+    finally:
+        logger.setLevel(level)
     for node in graph.nodes:
         if node.op == "call_function":
             _check_node(node)
@@ -244,17 +241,3 @@ def _why(failure: Exception) -> str:
         where = what_failed(failure).partition(":")[0].removeprefix(kind)
         return f"What it does depends on numbers that were computed from samples{where}."
     return f"torch.export cannot trace it: {what_failed(failure)}"
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep what torch.export prints of a network it cannot trace off the screen."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

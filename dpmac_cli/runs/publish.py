@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models.build import BUILDERS, build_model, seen_by_network
+from dpmac_cli.models.build import build_model, build_network, seen_by_network
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.models.registry import FEATURES, MODELS, Features
+from dpmac_cli.models.registry import FEATURES, MODELS, BuiltIn, Features, UserModel, parse_model
 from dpmac_cli.models.weights import (
     BROKEN,
     CHECKPOINT_HEADER,
@@ -106,24 +106,26 @@ def load_model(
     if described is None:
         raise ModelError(f"{file} was trained on {name}, which this version does not know.")
     named = facts["model"]["name"]
-    if ":" in named and factory is None:
+    reference = parse_model(named)
+    if isinstance(reference, UserModel) and factory is None:
         raise ModelError(
             f"{file} holds a network of one's own, {named}, and what a file names is never "
             "imported. Say where it is: --model FILE.py:FACTORY"
         )
-    if ":" not in named and named not in MODELS:
+    if isinstance(reference, BuiltIn) and named not in MODELS:
         raise ModelError(f"{file} holds a model '{named}', which this version does not know.")
-    built = factory if factory is not None and ":" in named else named
+    if isinstance(reference, UserModel) and factory is not None:
+        reference = parse_model(factory)
     features, frozen = _public_part(file, facts)
-    if built in MODELS:
+    if isinstance(reference, BuiltIn):
         with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
-            shapes = BUILDERS[built](seen_by_network(described, features))
+            shapes = build_network(reference.name, seen_by_network(described, features))
             if features is not None:
                 shapes = FrozenFeatures(nn.Identity(), shapes, torch.float16)
             _check_fit(file, tensors, shapes, name, described, facts)
     fix_norm, to_float32 = facts["model"]["fix_norm"], facts["model"].get("to_float32", False)
     model = build_model(
-        built,
+        reference,
         described,
         seed=0,
         fix_norm=fix_norm,

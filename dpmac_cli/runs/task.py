@@ -15,10 +15,11 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model, seen_by_network
 from dpmac_cli.models.feature_cache import Computing, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
-from dpmac_cli.models.pretrained import PublicWeights, read_weights
+from dpmac_cli.models.precision import check_precision
 from dpmac_cli.models.registry import Features, UserModel
 from dpmac_cli.models.user_models import built_by, source_sum
-from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
+from dpmac_cli.models.validation import Independence, check_model, independence
+from dpmac_cli.models.weights import PublicWeights, read_weights
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.publish import check_publishable
 from dpmac_cli.storage.digest import digest
@@ -86,7 +87,7 @@ def make_task(
         parts = cut_before_head(model, plan.facts.shape)
     kind, why = independence_of(plan, model, parts, own=isinstance(plan.model, UserModel))
     if device.type == "cuda" and not plan.start.head_only:  # autocast there is not seen on the CPU
-        check_precision(model, plan.facts.shape, len(plan.facts.classes))
+        check_precision(model, plan.facts.shape)
     trained = model
     if parts is not None:
         parts.isolated = plan.start.head_only and kind == "isolated"
@@ -153,7 +154,7 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
         word,
         fix_norm=plan.fix_norm,
         to_float32=plan.to_float32,
-        features=plan.features,
+        features=_features(plan),
         frozen=plan.start.head_only,
         isolated=plan.isolation == "always",
         physical_batch=plan.physical_batch if plan.isolation == "never" else None,
@@ -180,7 +181,11 @@ def _fingerprints(plan: TrainPlan, data: Data | None) -> dict[str, str]:
 def _built_by(plan: TrainPlan) -> str:
     if not isinstance(plan.model, UserModel):
         return ""
-    return built_by(plan.model, seen_by_network(plan.facts, plan.features))
+    return built_by(plan.model, seen_by_network(plan.facts, _features(plan)))
+
+
+def _features(plan: TrainPlan) -> Features | None:
+    return plan.features if isinstance(plan.features, Features) else None
 
 
 def _of_features(plan: TrainPlan) -> dict[str, Any]:

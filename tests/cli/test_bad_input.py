@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from dpmac_cli.cli.app import app
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
+from dpmac_cli.models.registry import BuiltIn
 from dpmac_cli.runs.publish import save_model
 from tests.digits_runs import contents
 
@@ -154,7 +155,9 @@ def files(tmp_path: Path) -> Path:
         "input": {"shape": [1, 8, 8], "levels": 16, "mean": [0.305], "std": [0.376]},
     }
     save_model(
-        tmp_path / "model.safetensors", build_model("mlp-small", DATASETS["digits"], seed=0), facts
+        tmp_path / "model.safetensors",
+        build_model(BuiltIn("mlp-small"), DATASETS["digits"], seed=0),
+        facts,
     )
     model = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(model[:-100])

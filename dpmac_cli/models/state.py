@@ -1,0 +1,86 @@
+"""Compare what a network holds with a copy made before, part by part."""
+
+from collections import deque
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.storage.digest import identical
+
+#: Types compared by their representation, in which NaN equals NaN.
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, set, frozenset, np.generic, PurePath),
+    *(torch.dtype, torch.device),
+)
+#: Types whose whole state is compared.
+_COMPARED = (
+    *(*_PLAIN, type(None), list, tuple, dict, deque),
+    *(Tensor, np.ndarray, torch.Generator, Enum),
+)
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+def first_change(before: Any, after: Any) -> str | None:
+    """Return the name of the first part that differs between an object and an earlier copy."""
+    was, found = _state(before), _state(after)
+    for path in was | found:
+        both = path in was and path in found
+        if not both or not _equal(was[path], found[path]):
+            return _name(path)
+    return None
+
+
+def first_opaque(value: Any) -> str | None:
+    """Return the name of the first part whose state cannot be compared, such as an iterator."""
+    for path, part in _state(value).items():
+        known = isinstance(part, _COMPARED) or callable(part) or hasattr(part, "__dict__")
+        if not known:
+            return _name(path)
+    return None
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _state(value: Any) -> dict[tuple[Any, ...], Any]:
+    """Return an object and everything in it by path; parts of what is held twice appear once."""
+    found: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    seen: set[int] = set()
+    for path, part in found:  # grows
+        if id(part) not in seen:
+            seen.add(id(part))
+            found += [((*path, key), inner) for key, inner in _parts(part).items()]
+    return dict(found)
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    """Return what an object consists of; nothing if it is compared as a whole."""
+    if isinstance(value, nn.Module):
+        own = {key: part for key, part in vars(value).items() if key not in _OF_TORCH}
+        if type(value).get_extra_state is not nn.Module.get_extra_state:
+            own["get_extra_state()"] = value.get_extra_state()
+        return {**value._parameters, **value._buffers, **value._modules, **own}
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    whole = isinstance(value, (Tensor, np.ndarray, torch.Generator, type)) or callable(value)
+    return {} if whole else getattr(value, "__dict__", {})
+
+
+def _equal(before: Any, after: Any) -> bool:
+    """Return whether two values are equal, apart from what they consist of."""
+    if type(before) is not type(after):
+        return False
+    if isinstance(after, Tensor):
+        return identical(before, after)
+    if isinstance(after, torch.Generator):
+        return torch.equal(before.get_state(), after.get_state())
+    if isinstance(after, np.ndarray):
+        return np.array_equal(before, after)
+    return not isinstance(after, _PLAIN) or repr(before) == repr(after)
