@@ -1,30 +1,29 @@
-"""``dpmac`` and ``python -m dpmac_cli``: what must hold before anything is imported."""
+"""Entry point of ``dpmac`` and ``python -m dpmac_cli``: signals and streams, then the command."""
 
 import os
 import signal
 import sys
 from types import FrameType
 
-INTERRUPTED = 130
+from dpmac_cli.errors import INTERRUPTED
+
 ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> None:
-    """The console script."""
-    # Importing takes seconds, during which nothing is begun yet and Ctrl-C may simply end it all;
-    # a command that has something to lose installs its own handler.
+    """Run the console script."""
+    # Importing takes seconds, in which Ctrl-C may simply end the process. A command that has
+    # something to lose installs its own handler.
     for number in ASKS_TO_STOP:
         signal.signal(number, _leave)
-    # A stream that the caller has closed is None; what is written to it shall vanish.
+    # A stream that the caller has closed is None: discard what is written to it.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     from dpmac_cli.cli.app import app  # noqa: PLC0415
-    from dpmac_cli.cli.completion import join_values  # noqa: PLC0415
 
-    join_values(os.environ)
     try:
         app()
-    finally:  # all is written: let a late signal not change the exit code
+    finally:  # everything is written: a late signal must not change the exit code
         for number in ASKS_TO_STOP:
             signal.signal(number, signal.SIG_IGN)
 

@@ -1,43 +1,52 @@
-"""The ways a run can fail that a person can mend. The terminal decides how each is shown."""
+"""Exceptions that a user can act on, with their exit codes."""
 
 import errno
 from collections.abc import Sequence
+from typing import ClassVar
+
+BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 
 
 class DpmacError(Exception):
-    """A failure with a message written for the person who reads it."""
-
-
-class InputError(DpmacError):
-    """What was typed, or a file that was named, cannot be used.
+    """A failure with messages for the user.
 
     Args:
         errors: every fault found, each a full sentence that says what to do.
     """
+
+    exit_code: ClassVar[int] = BUG
 
     def __init__(self, errors: str | Sequence[str]) -> None:
         self.errors: tuple[str, ...] = (errors,) if isinstance(errors, str) else tuple(errors)
         super().__init__("\n".join(self.errors))
 
 
+class InputError(DpmacError):
+    """An argument or a file that was named cannot be used."""
+
+    exit_code = USAGE
+
+
 class BudgetError(DpmacError):
     """The privacy budget cannot be met, or is spent."""
+
+    exit_code = BUDGET
 
 
 class ModelError(DpmacError):
     """A model or a checkpoint does not fit what it is used for."""
 
+    exit_code = MISFIT
+
 
 class RunError(DpmacError):
-    """A run cannot go on: memory ran out, or its device failed."""
+    """A run cannot continue: memory ran out, or its device failed."""
+
+    exit_code = MISFIT
 
 
 class DivergedError(RunError):
-    """A run cannot go on: its parameters are no longer finite.
-
-    Args:
-        step: after which that was noticed.
-    """
+    """The parameters of a run are no longer finite after ``step``."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -48,20 +57,19 @@ class DivergedError(RunError):
 
 
 def as_sentence(text: str) -> str:
-    """A text with a stop behind it, if it has none, and nothing that a terminal would obey."""
+    """Return a text with a full stop at its end and control characters escaped."""
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-#: What mends a file system that refuses a file, by the system's number for why.
+#: What to do about a file system that refuses a file, by error number.
 _CURES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Free some space."),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Make it writable."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), " Free some space."),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), " Make it writable."),
 }
 
 
 def explain_os_error(failure: OSError) -> str:
-    """What could not be read or written, why, and what to do about it, in full sentences."""
+    """Return what could not be read or written, why, and what to do about it, in sentences."""
     what = f"{failure.filename or 'standard output'}: {failure.strerror or failure}."
-    cure = _CURES.get(failure.errno or 0)
-    return f"{what} {cure}" if cure else what
+    return what + _CURES.get(failure.errno or 0, "")

@@ -1,12 +1,27 @@
-"""The commands."""
+"""List of the commands."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, doctor, evaluate, runs, train
-from dpmac_cli.cli.command import Command
+from dpmac_cli.config.resolve import OTHER_NAMES
+
+
+class Command(TyperCommand):
+    """A command that names its own option when the user types another library's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments; exit with a usage error if one is another library's name."""
+        ours = {name for parameter in self.params for name in parameter.opts}
+        for typed in (arg.partition("=")[0] for arg in args):
+            known = f"--{OTHER_NAMES.get(typed.removeprefix('--').replace('_', '-'))}"
+            if typed.startswith("--") and known in ours:
+                ctx.fail(f"No such option: {typed}. Here it is called {known}.")
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     name="dpmac",
@@ -35,5 +50,5 @@ def callback(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options before a command."""
+    """Parse the options before a command."""
     del version

@@ -1,10 +1,10 @@
-"""Words on the terminal: results, errors and notes. Loads no torch."""
+"""Output on the terminal: results, errors and notes. Loads no torch."""
 
 import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -16,26 +16,22 @@ from dpmac_cli.errors import InputError, explain_os_error
 #: For what should not be overlooked. In many terminals yellow, green and cyan are too faint on
 #: white, and blue is on black.
 ATTENTION = "magenta"
-#: rich's own style that is.
+#: Replaces a style of rich's that uses one of these colors.
 THEME = Theme({"progress.remaining": "dim"})
 
 
 class _Console(Console):
-    """A console that leaves a broken pipe to its caller: rich would end the process."""
+    """A console that raises BrokenPipeError, where rich's would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise  # noqa: PLE0704  (rich calls this while it handles the error)
 
 
 class Expendable:
-    """A text stream for what is shown by the way: lost, it costs nothing but itself.
-
-    A pager that was closed or a log on a full disk must not end hours of training. The first
-    failure points the stream's descriptor at nowhere, so that what is buffered can go there too.
+    """A text stream that ignores failures: a closed pager must not end hours of training.
 
     Attributes:
-        stream: written to.
-        lost: why it can no longer be; None while it can.
+        lost: the first failure, after which all output is discarded; None before.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -43,72 +39,64 @@ class Expendable:
         self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
-        """As of any text stream; never fails."""
-        try:
-            return self.stream.write(text)
-        except OSError as failure:
-            self._lose(failure)
-            return len(text)
+        """Write a text, or discard it."""
+        self._attempt(lambda: self.stream.write(text))
+        return len(text)
 
     def flush(self) -> None:
-        """As of any text stream; never fails."""
-        try:
-            self.stream.flush()
-        except OSError as failure:
-            self._lose(failure)
+        """Flush the stream, or discard what it holds."""
+        self._attempt(self.stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         """Return any other attribute of the stream."""
         return getattr(self.stream, name)
 
-    def _lose(self, failure: OSError) -> None:
-        if self.lost is None:
-            self.lost = failure
-            discard_output(self.stream)
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as failure:
+            if self.lost is None:
+                self.lost = failure
+                if self.stream is sys.stdout:
+                    _failures.append(failure)
+                discard_output(self.stream)
 
 
 def discard_output(stream: TextIO) -> None:
-    """Send what a stream still holds, and all that follows, nowhere."""
+    """Redirect a stream, with what it still holds, to the null device."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
-#: What this command has shown on standard output by the way.
-_displays: list[Expendable] = []
+#: Failures of this command's expendable output on standard output.
+_failures: list[OSError] = []
 
 
 def begin() -> None:
-    """Before a command: have the standard streams escape what they cannot encode, as file names."""
-    _displays.clear()
+    """Prepare the standard streams for a command: what they cannot encode is escaped."""
+    _failures.clear()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def stdout() -> Console:
-    """The console for results. Plain text when not a terminal; NO_COLOR is honoured."""
+    """Return the console for results. Plain text when not a terminal; honors NO_COLOR."""
     return _console(sys.stdout)
 
 
 def expendable(stream: TextIO) -> Console:
-    """A console for what may be lost; see :class:`Expendable`."""
-    display = Expendable(stream)
-    if stream is sys.stdout:
-        _displays.append(display)
-    return _console(display)
+    """Return a console whose output may be lost; see :class:`Expendable`."""
+    return _console(Expendable(stream))
 
 
 def check_kept() -> None:
-    """Refuse that what was to be on standard output is not, unless its reader had seen enough.
-
-    Raises:
-        InputError: it could not be written.
-    """
-    for display in _displays:
-        if display.lost and not isinstance(display.lost, BrokenPipeError):
+    """Raise InputError if expendable output was lost on stdout, unless its reader closed it."""
+    for failure in _failures:
+        if not isinstance(failure, BrokenPipeError):
             raise InputError(
-                f"{explain_os_error(display.lost)} What was to be shown is lost; what was to be "
+                f"{explain_os_error(failure)} What was to be shown is lost; what was to be "
                 "written is written."
             )
 
@@ -119,24 +107,22 @@ def _console(file: TextIO | Expendable) -> Console:
 
 
 def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
-    """Keeps what a network of a person's own prints off stdout, where that is for a program."""
+    """Keep what a user-supplied model prints off stdout, if that is for JSON."""
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
 def print_result(text: str) -> None:
-    """A result for a program, at once: a full disk must not go unnoticed. Raises OSError."""
+    """Print a result for a program and flush it. Raises OSError."""
     print(text, end="", flush=True)  # noqa: T201
 
 
-def print_errors(errors: Iterable[str], label: str = "error") -> None:
-    """Each fault once, in full sentences, on stderr."""
+def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold red") -> None:
+    """Print messages on stderr, one per line."""
     console = expendable(sys.stderr)
     for error in errors:
-        console.print(Text.assemble((f"{label}: ", "bold red"), error))
+        console.print(Text.assemble((f"{label}: ", style), error))
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """What is legal but probably not meant, on stderr."""
-    console = expendable(sys.stderr)
-    for note in notes:
-        console.print(Text.assemble(("note: ", ATTENTION), note))
+    """Print notes on stderr: what is legal but probably not meant."""
+    print_errors(notes, "note", ATTENTION)

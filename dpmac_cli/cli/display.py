@@ -2,9 +2,8 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -14,8 +13,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting import statements
 from dpmac_cli.cli.console import ATTENTION, expendable, print_errors
-from dpmac_cli.cli.failures import INTERRUPTED
-from dpmac_cli.errors import DivergedError, InputError, RunError, explain_os_error
+from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.report import AUDIT_RUN
@@ -25,77 +23,71 @@ from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 
 #: Columns from which on the bar has room for the speed.
 WIDE = 100
+#: Files of a run that are named at its end, those for readers first.
+SHOWN = (
+    *(folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS),
+    *(folder.AUDIT, folder.DIAGNOSTICS, folder.CURVES, folder.EVENTS),
+)
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
 
 def format_epsilon(epsilon: float | None) -> str:
-    """Rounded up; dots while it is still being worked out."""
+    """Return epsilon rounded up; dots while it is still being computed."""
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
-class Display:
-    """Shows a training run as it happens; by itself nothing."""
-
-    def show(self, event: RunEvent) -> None:
-        """Show what has happened."""
-
-    def stopping(self) -> None:
-        """Confirm a request to stop."""
-
-    def close(self) -> None:
-        """Stop showing anything, whether or not the run is finished."""
-
-
-class Lines(Display):
+class Lines:
     """One line per evaluation: for files, pipes and logs, and above the bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._computing: str | None = None
+        self._computing = ""
         self._scored: evaluation.Evaluation | None = None
 
     def show(self, event: RunEvent) -> None:
         """Print what has happened, if it is worth a line."""
+        for line in self._lines(event):
+            self.console.print(line)
+
+    def _lines(self, event: RunEvent) -> Iterator[Text]:
         match event:
             case Computing():
-                heading = _computing(event)
-                if heading != self._computing:
-                    self._computing = heading
-                    self.console.print(Text(heading, style="dim"))
+                before, self._computing = self._computing, _computing(event)
+                if self._computing != before:
+                    yield Text(self._computing, style="dim")
             case Started():
-                self._print(_heading(event))
+                yield from _heading(event)
             case Update(event=loop.Evaluated() as evaluated):
                 self._scored = evaluated.result
-                self.console.print(_evaluated(evaluated, event.epsilon))
+                yield _evaluated(evaluated, event.epsilon)
                 if event.not_private is not None:
-                    self.console.print(_diagnosed(event.not_private))
+                    yield _diagnosed(event.not_private)
             case Reduced():
-                self.console.print(
+                yield Text(
                     f"memory ran out in step {event.step}: continuing with {event.chunk} samples "
                     "at a time",
                     style=ATTENTION,
                 )
             case Finished():
-                found = () if self._scored is None else doubts(self._scored)
-                self._print(Text(f"note: {doubt}", style="red") for doubt in found)
-                self._print(_summary(event))
-
-    def _print(self, lines: Iterable[Text]) -> None:
-        for line in lines:
-            self.console.print(line)
+                if self._scored is not None:
+                    yield from (Text(f"note: {doubt}", "red") for doubt in doubts(self._scored))
+                yield from _summary(event)
 
     def stopping(self) -> None:
-        """Say what will happen now."""
+        """Confirm a request to stop."""
         self.console.print("stopping after this step; once more to stop at once", style=ATTENTION)
+
+    def close(self) -> None:
+        """Stop showing anything, whether or not the run is finished."""
 
 
 class LiveBar(Lines):
-    """Lines, with a live bar below them."""
+    """Lines, with a live bar below them: of records while features are computed, then of steps."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         columns: list[ProgressColumn] = [
-            TextColumn("epoch {task.fields[epoch]}"),
+            TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
@@ -105,72 +97,58 @@ class LiveBar(Lines):
             columns.append(TextColumn("{task.fields[speed]}", style="dim"))
         columns.append(TimeRemainingColumn(compact=True))
         self._bar = Progress(*columns, console=console, transient=True, expand=True)
-        counts = TextColumn("{task.completed:,.0f}/{task.total:,.0f} records")
-        parts = (BarColumn(bar_width=None), counts, TimeRemainingColumn(compact=True))
-        self._features = Progress(*parts, console=console, transient=True, expand=True)
 
     def show(self, event: RunEvent) -> None:
-        """Move the bars, and print a line above them if it is worth one."""
-        if isinstance(event, Started):
-            self._features.stop()
+        """Move the bar, and print a line above it if it is worth one."""
+        if isinstance(event, Computing):
+            if not self._bar.tasks:
+                self._begin("features", event.records, 0)
+            self._bar.update(self._task, completed=event.done)
         elif isinstance(event, Update):
             self._move(event)
-        elif isinstance(event, Finished):
+        elif isinstance(event, (Started, Finished)):
             self.close()
         super().show(event)
         if isinstance(event, Started):
-            self._begin(event)
-        elif isinstance(event, Computing):
-            if not self._features.tasks:
-                self._features.add_task("", total=event.records)
-                self._features.start()
-            self._features.update(self._features.tasks[0].id, completed=event.done)
+            config = event.config
+            self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
+            self._private = not config.no_dp
+            self._begin(f"epoch {event.done // self._per_epoch + 1}", event.steps, event.done)
 
-    def _begin(self, event: Started) -> None:
-        config = event.config
-        self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
-        self._private = not config.no_dp
-        epoch = str(event.done // self._per_epoch + 1)
-        fields: dict[str, Any] = {"epoch": epoch, "epsilon": "", "accuracy": "", "speed": ""}
-        self._task = self._bar.add_task("", total=event.steps, completed=event.done, **fields)
+    def _begin(self, what: str, total: int, done: int) -> None:
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._task = self._bar.add_task(
+            what, total=total, completed=done, epsilon="", accuracy="", speed=""
+        )
         self._bar.start()
 
     def _move(self, event: Update) -> None:
-        step = event.event.step
+        step, seconds = event.event.step, event.event.seconds
+        # The drawn batch size is private, the expected one is not.
+        speed = step * self._batch / seconds if seconds > 0 else 0.0
+        # An upper bound: between points of the schedule, the next point's epsilon is shown.
+        spent = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
         self._bar.update(
             self._task,
             completed=step,
-            epoch=str(math.ceil(step / self._per_epoch)),
-            epsilon=self._budget(event),
-            speed=self._speed(event),
+            description=f"epoch {math.ceil(step / self._per_epoch)}",
+            epsilon=spent if self._private else "no privacy",
+            speed=f"{speed:,.0f} samples/s",
         )
         if isinstance(event.event, loop.Evaluated):
             self._bar.update(self._task, accuracy=f"test {event.event.result.accuracy:.2%}")
 
     def close(self) -> None:
-        """Remove the bars."""
-        self._features.stop()
+        """Remove the bar."""
         self._bar.stop()
 
-    def _budget(self, event: Update) -> str:
-        if not self._private:
-            return "no privacy"
-        # At most: between the schedule's points the next one's price is shown.
-        return f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
 
-    def _speed(self, event: Update) -> str:
-        """Steps per second times the expected batch: the drawn batch size is private."""
-        seconds = event.event.seconds
-        speed = event.event.step * self._batch / seconds if seconds > 0 else 0.0
-        return f"{speed:,.0f} samples/s"
-
-
-def choose_display(quiet: bool, json: bool) -> Display:
-    """Nothing when quiet; on stderr when stdout is for JSON; a bar on a terminal only."""
-    if quiet:
-        return Display()
+def choose_display(quiet: bool, json: bool) -> Lines:
+    """Return a bar on a terminal, else lines; on stderr if stdout is for JSON."""
     console = expendable(sys.stderr if json else sys.stdout)
-    return LiveBar(console) if console.is_terminal else Lines(console)
+    console.quiet = quiet
+    return LiveBar(console) if console.is_terminal and not quiet else Lines(console)
 
 
 def _computing(event: Computing) -> str:
@@ -216,14 +194,10 @@ def _heading(event: Started) -> Iterator[Text]:
 
 
 def _evaluated(event: loop.Evaluated, epsilon: float | None) -> Text:
-    price = (
-        ("no privacy", "red")
-        if epsilon is not None and math.isinf(epsilon)
-        else (f"epsilon {format_epsilon(epsilon)}", "")
-    )
+    private = epsilon is None or not math.isinf(epsilon)
     return Text.assemble(
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
-        price,
+        f"epsilon {format_epsilon(epsilon)}" if private else ("no privacy", "red"),
         "  test accuracy ",
         (f"{event.result.accuracy:.2%}", "bold"),
     )
@@ -242,41 +216,34 @@ def _diagnosed(seen: Diagnosis) -> Text:
 
 
 def _summary(event: Finished) -> Iterator[Text]:
-    report = event.report
-    test, price = report["test"], report["privacy"]
-    spent = math.inf if price["epsilon"] is None else price["epsilon"]
+    report, where = event.report, event.folder
+    test, privacy = report["test"], report["privacy"]
     accuracy = (f"{test['accuracy']:.2%}", "bold")
     yield Text.assemble("test accuracy ", accuracy, f" on {test['samples']:,} samples")
-    if price["private"]:
+    if privacy["private"]:
+        spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
         yield Text.assemble(
             "privacy ",
             (f"epsilon {format_epsilon(spent)}", "bold"),
-            f" at delta {price['delta']:g} ({price['adjacency']}, {price['sampler']} sampling)",
+            f" at delta {privacy['delta']:g} "
+            f"({privacy['adjacency']}, {privacy['sampler']} sampling)",
         )
+        if privacy["seed_policy"]["given"]:
+            yield Text("with --seed: no privacy against anyone who knows the seed", ATTENTION)
     else:
         yield Text(NO_PRIVACY, style="bold red")
-    if price["seed_policy"]["given"] and price["private"]:
-        yield Text("with --seed: no privacy against anyone who knows the seed", style=ATTENTION)
-    names = [folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS]
     if report["audit"]:
         yield Text(AUDIT_RUN, style="bold red")
         if event.state != "interrupted":
-            names.append(folder.AUDIT)
-            yield Text(f"what the attack found: dpmac eval {event.folder} --audit")
-    if report["diagnostics"]:
-        names.append(f"{folder.DIAGNOSTICS} (do not publish)")
-    if (event.folder / folder.CURVES).exists():
-        names.append(folder.CURVES)
-    if (event.folder / folder.EVENTS).is_dir():
-        names.append(f"{folder.EVENTS}/")
-        yield Text(f"its curves: tensorboard --logdir {event.folder}")
-    yield Text(f"{event.folder}: {', '.join(names)}")
+            yield Text(f"what the attack found: dpmac eval {where} --audit")
+    if (where / folder.EVENTS).is_dir():
+        yield Text(f"its curves: tensorboard --logdir {where}")
+    yield Text(f"{where}: {', '.join(name for name in SHOWN if (where / name).exists())}")
 
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:
-    """What must be said beside an accuracy."""
-    lost = int(result.unanswered.sum())
-    if lost:
+    """Yield what must be said beside an accuracy."""
+    if lost := int(result.unanswered.sum()):
         yield (
             f"for {lost:,} of {result.samples:,} test samples the network's output is not a number "
             "(NaN), which counts as wrong. Look at what its forward divides by, or takes the "
@@ -285,9 +252,8 @@ def doubts(result: evaluation.Evaluation) -> Iterator[str]:
 
 
 def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table:
-    """Confusion matrix with per-class accuracy: a row per true class."""
-    table = Table(title="rows: true class, columns: predicted", title_justify="left")
-    table.add_column("")
+    """Return a confusion matrix with per-class accuracy: one row per true class."""
+    table = Table("", title="rows: true class, columns: predicted", title_justify="left")
     for name in classes:
         table.add_column(name, justify="right")
     table.add_column("accuracy", justify="right", style="bold")
@@ -299,17 +265,12 @@ def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table
     return table
 
 
-def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool]) -> Finished:
-    """Show a run to its end. If it fails on the way, say what is left of it.
-
-    Args:
-        events: of :func:`dpmac_cli.runs.train.train` or :func:`dpmac_cli.runs.train.resume`.
-        display: for the person who watches.
-        stop: whether they have asked the run to stop.
+def follow(events: Iterator[RunEvent], display: Lines, stop: Callable[[], bool]) -> Finished:
+    """Show a run to its end; ``stop`` says whether the user has asked it to stop.
 
     Raises:
-        typer.Exit: it was broken off, and the person knows how to go on.
-        DpmacError: it could not go on; the message says why, and how to.
+        typer.Exit: it was interrupted at once; how to resume it was printed.
+        DpmacError: it failed; the message says why and how to resume it.
     """
     where, told = None, False
     try:

@@ -3,20 +3,20 @@
 import inspect
 import math
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
-from dpmac_cli.cli.failures import MISFIT, explained
+from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.config.resolve import parse
 from dpmac_cli.config.settings import OWN_DATA
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import MISFIT, InputError
 from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
+from dpmac_cli.runs.folder import CARD
 from dpmac_cli.storage.files import to_json
 
 HELP = """Score every test sample with a trained model, or an attack on a run's guarantee.
@@ -27,6 +27,9 @@ Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit
 audit shows a claim to be false.
 """
 
+WHAT = (
+    f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. [default: what it was trained on]"
+)
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
     "more."
@@ -46,14 +49,7 @@ BROKEN = (
         kind=Path,
         default=inspect.Parameter.empty,
     ),
-    option(
-        "dataset",
-        f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. "
-        "[default: what it was trained on]",
-        "Task",
-        "NAME|PATH",
-        one_of(DATASETS),
-    ),
+    option("dataset", WHAT, "Task", "NAME|PATH", one_of(DATASETS)),
     option(
         "network",
         "Where a network of your own is. What a model file names is never imported.",
@@ -63,11 +59,7 @@ BROKEN = (
     ),
     option("data_dir", "Where data sets lie (or DPMAC_DATA_DIR).", "Run", "PATH"),
     option("device", "auto, cpu, cuda or cuda:N. [default: auto]", "Run", "STR", default="auto"),
-    switch(
-        "audit",
-        "Of a run with --canaries: what the attack proves, beside what the run claims.",
-        "Task",
-    ),
+    switch("audit", "Of a run with --canaries: what the attack proves, what it claims.", "Task"),
     path_option("plot", "Draw the confusion matrix (.png or .svg).", "Output", "FILE"),
     JSON,
     DEBUG,
@@ -86,19 +78,17 @@ def evaluate(
     """Load a model, score the test set, print the result."""
     if audit:  # reads what its run has written, and nothing else
         others = {"dataset": dataset, "data-dir": data_dir, "plot": plot}
-        if useless := [name for name, value in others.items() if value is not None]:
-            what = "--audit scores guesses, not test samples: leave out"
-            raise InputError([f"{what} --{name}." for name in useless])
+        what = "--audit scores guesses, not test samples: leave out"
+        if errors := [f"{what} --{name}." for name, given in others.items() if given is not None]:
+            raise InputError(errors)
         _judge(read_audit(model), model, json)
         return
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
-    if plot is not None:
-        from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415  (loads prices)
+    from dpmac_cli import plots  # noqa: PLC0415  (loads prices)
 
-        if errors := list(faults_of_picture(plot)):
-            raise InputError(errors)
+    if plot is not None and (errors := list(plots.faults_of_picture(plot))):
+        raise InputError(errors)
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.runs.folder import CARD  # noqa: PLC0415
     from dpmac_cli.runs.scoring import score  # noqa: PLC0415
 
     with console.kept_clear(json):
@@ -106,23 +96,19 @@ def evaluate(
     result, card = scored.result, scored.path.with_name(CARD)
     console.print_notes(display.doubts(result))
     if plot is not None:
-        from dpmac_cli.plots import draw_confusion  # noqa: PLC0415  (loads matplotlib)
-
         title = f"{scored.path.parent.name} on {scored.dataset}: accuracy {result.accuracy:.2%}"
-        draw_confusion(result.confusion.tolist(), scored.classes, title, plot)
+        plots.draw_confusion(result.confusion.tolist(), scored.classes, title, plot)
         console.print_notes([f"drew {plot}"])
     if json:
-        body: dict[str, Any] = {
+        shares = [None if math.isnan(share) else share for share in result.per_class]
+        body = {
             "model": str(scored.path),
             "card": str(card) if card.is_file() else None,
             "dataset": scored.dataset,
             "accuracy": result.accuracy,
             "loss": result.loss if math.isfinite(result.loss) else None,
             "samples": result.samples,
-            "per_class": {
-                name: None if math.isnan(share) else share
-                for name, share in zip(scored.classes, result.per_class, strict=True)
-            },
+            "per_class": dict(zip(scored.classes, shares, strict=True)),
             "confusion": result.confusion.tolist(),
         }
         console.print_result(to_json(body))
@@ -142,17 +128,13 @@ def _judge(found: Audit, run: Path, json: bool) -> None:
     if json:
         console.print_result(to_json({"run": str(run), **found.verdict()}))
     else:
-        out = console.stdout()
         claimed = math.inf if found.claimed is None else found.claimed
-        out.print(f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}")
-        out.print(
+        console.stdout().print(
+            f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}\n"
             f"attack: {found.right:,} of {found.guesses:,} guesses right, "
-            f"{len(found.coins):,} canaries ({found.kind})"
-        )
-        out.print(
+            f"{len(found.coins):,} canaries ({found.kind})\n"
             f"proven: epsilon at least {found.lower_bound:.3f} (lower bound at "
-            f"{CONFIDENCE:.0%} confidence)"
+            f"{CONFIDENCE:.0%} confidence)\n{HOLDS if found.holds else BROKEN}"
         )
-        out.print(HOLDS if found.holds else BROKEN)
     if not found.holds:
         raise typer.Exit(MISFIT)

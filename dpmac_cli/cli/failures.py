@@ -1,4 +1,4 @@
-"""From a failure to a message and an exit code. No traceback unless asked for."""
+"""Error messages and exit codes of failed commands. No traceback without --debug."""
 
 import functools
 import signal
@@ -12,16 +12,16 @@ from typing import Any
 
 import typer
 
+from dpmac_cli import errors
 from dpmac_cli.cli import console
-from dpmac_cli.errors import BudgetError, InputError, ModelError, RunError, explain_os_error
 
-BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
+USAGE, MISFIT, INTERRUPTED = errors.USAGE, errors.MISFIT, errors.INTERRUPTED
 
 
 def explained(command: Callable[..., None]) -> Callable[..., None]:
     """Turn what a command raises into a message on stderr and the documented exit code.
 
-    The command that is returned takes ``debug`` beside its flags, to show tracebacks.
+    The returned command takes ``debug`` beside its flags, to show tracebacks.
     """
 
     @functools.wraps(command)
@@ -34,38 +34,34 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except KeyboardInterrupt:
             console.print_errors(["interrupted."])
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # whoever read our output has seen enough, as in dpmac eval | head
+            raise typer.Exit(errors.INTERRUPTED) from None
+        except BrokenPipeError:  # the reader has seen enough, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001
             if debug:
                 traceback.print_exc()
-            messages, code = _explanation(failure)
-            console.print_errors(messages)
-            raise typer.Exit(code) from None
+            known = _known(failure)
+            console.print_errors(known.errors)
+            raise typer.Exit(known.exit_code) from None
 
     return run
 
 
-def _explanation(failure: Exception) -> tuple[tuple[str, ...], int]:
-    match failure:
-        case InputError():
-            return failure.errors, USAGE
-        case BudgetError():
-            return (str(failure),), BUDGET
-        case ModelError() | RunError():
-            return (str(failure),), MISFIT
-        case OSError():
-            return (explain_os_error(failure),), USAGE
-    return (
+def _known(failure: Exception) -> errors.DpmacError:
+    """Return the failure itself, or a DpmacError that explains it."""
+    if isinstance(failure, errors.DpmacError):
+        return failure
+    if isinstance(failure, OSError):
+        return errors.InputError(errors.explain_os_error(failure))
+    return errors.DpmacError(
         f"dpmac failed where it should not have ({type(failure).__name__}: {failure}). "
-        "Please report it with the output of the same command and --debug.",
-    ), BUG
+        "Please report it with the output of the same command and --debug."
+    )
 
 
 @contextmanager
 def stop_request() -> Iterator[Callable[[], bool]]:
-    """A question to ask between steps: has Ctrl-C or SIGTERM come? A second one ends at once."""
+    """Handle Ctrl-C and SIGTERM: yield whether one came. A second one interrupts at once."""
     asked = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:

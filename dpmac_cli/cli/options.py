@@ -1,5 +1,6 @@
 """Options of commands as data, from which typer makes flags, help and completion."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +26,9 @@ def option(
     """Return a keyword parameter that becomes an option.
 
     Args:
-        name: of the parameter. text: its help. panel: its group in the help.
-        metavar: what its value is called.
+        text: its help, shown in the group ``panel``.
         names: completes its value.
-        kind: its type. default: its value if it is not given.
-        flag: None for the name of the parameter with hyphens.
+        flag: default: the parameter's name with hyphens.
     """
     shown = typer.Option(
         flag or f"--{flag_name(name)}",
@@ -40,11 +39,6 @@ def option(
         autocompletion=names,
     )
     return _parameter(name, Annotated[kind, shown], default)
-
-
-def switch(name: str, text: str, panel: str | None = None) -> inspect.Parameter:
-    """Return a parameter that becomes an option without a value, off by default."""
-    return option(name, text, panel, kind=bool, default=False)
 
 
 def path_option(
@@ -87,5 +81,7 @@ def with_options(
     return sign
 
 
+#: Returns a parameter that becomes an option without a value, off by default.
+switch = functools.partial(option, kind=bool, default=False)
 JSON = switch("json", "Print JSON.", "Output")
 DEBUG = switch("debug", "Show tracebacks.", "Output")

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,9 +20,10 @@ from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, switch, with_options
 from dpmac_cli.config.resolve import near
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import listing
-from dpmac_cli.runs.listing import CUT_OFF, DAMAGED, DIVERGED, ORDERS, RUNNING, Entry
 from dpmac_cli.storage.files import to_json
+
+if TYPE_CHECKING:
+    from dpmac_cli.runs.listing import Entry
 
 HELP = """List runs: what was trained, what it cost, how good it is and how it ended.
 
@@ -32,21 +34,32 @@ Examples: dpmac runs, dpmac runs --sort accuracy, dpmac runs runs/compare
 Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 """
 
-#: Where there is no report, figures are as of the last epoch that was scored.
-UNREPORTED = (RUNNING, DIVERGED, CUT_OFF)
-STYLES = {"finished": "", RUNNING: "bold", DIVERGED: "red", CUT_OFF: "red", DAMAGED: "red"}
+#: States without a report: figures are as of the last epoch that was scored.
+UNREPORTED = ("running", "diverged", "cut-off")
+STYLES = {"finished": "", "running": "bold"} | dict.fromkeys(
+    ("diverged", "cut-off", "damaged"), "red"
+)
 SEEDED, AUDITED = "*", "!"
 #: Units of time in seconds, the largest first.
-UNITS = (
-    ("years", 31_556_952),
-    ("months", 2_629_746),
-    ("days", 86_400),
-    ("h", 3600),
-    ("min", 60),
-    ("s", 1),
-)
+UNITS = {"years": 31_556_952, "months": 2_629_746, "days": 86_400, "h": 3600, "min": 60, "s": 1}
 #: Wider than any run's line: where no terminal limits it, a run is a line.
 UNLIMITED = 10_000
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Return a sort key that puts run-2 before run-10."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+#: Sort keys; None for what is not known.
+ORDERS: Mapping[str, Callable[["Entry"], Any]] = {
+    "age": lambda entry: -entry.changed,
+    "name": lambda entry: _natural(entry.folder),
+    "optimizer": lambda entry: entry.optimizer,
+    "epsilon": lambda entry: entry.epsilon,
+    "accuracy": lambda entry: None if entry.accuracy is None else -entry.accuracy,
+}
 
 
 @with_options(
@@ -64,14 +77,14 @@ UNLIMITED = 10_000
 )
 @explained
 def runs(folders: list[Path] | None, sort: str, reverse: bool, json: bool) -> None:
-    """Find, sort, print."""
+    """Find, sort and print runs."""
+    from dpmac_cli.runs.listing import find_runs  # noqa: PLC0415  (loads pydantic)
+
     _check(folders or (), sort)
     roots = folders or [DEFAULT_ROOT]
-    found = listing.find_runs(roots)
-    entries = listing.ordered(found.entries, sort, reverse=reverse)
+    entries = _ordered(find_runs(roots), sort, reverse)
     if json:
-        values = [_values(entry) for entry in entries]
-        console.print_result(to_json({"runs": values, "left_out": found.foreign}))
+        console.print_result(to_json({"runs": [_values(entry) for entry in entries]}))
     elif entries:
         _print(console.stdout(), entries, roots)
     else:
@@ -79,21 +92,14 @@ def runs(folders: list[Path] | None, sort: str, reverse: bool, json: bool) -> No
         console.stdout().print(
             Text(f"There are no runs in {where} yet. To make one: dpmac train --dataset digits")
         )
-    if found.foreign:
-        console.print_notes(
-            [
-                f"left out {found.foreign} folder{'s' if found.foreign > 1 else ''} whose "
-                "report.json or model.safetensors is not a run's, or cannot be read."
-            ]
-        )
 
 
-def _check(roots: Sequence[Path], sort: str) -> None:
-    errors = [f"{root} is a file. Name a folder." for root in roots if root.is_file()]
-    errors += [
-        f"{root} does not exist. Name a folder of runs, or none for {DEFAULT_ROOT}/."
+def _check(roots: Iterable[Path], sort: str) -> None:
+    errors = [
+        f"{root} {'is a file' if root.exists() else 'does not exist'}. Name a folder of runs, or "
+        f"none for {DEFAULT_ROOT}/."
         for root in roots
-        if not root.exists()
+        if not root.is_dir()
     ]
     if sort not in ORDERS:
         errors.append(
@@ -103,33 +109,39 @@ def _check(roots: Sequence[Path], sort: str) -> None:
         raise InputError(errors)
 
 
-def _values(entry: Entry) -> dict[str, Any]:
-    """An entry as JSON values: infinity is null, and ``private`` tells it from the unknown."""
-    values = {
-        **vars(entry),
-        "folder": str(entry.folder),
-        "changed": datetime.fromtimestamp(entry.changed, UTC).isoformat(timespec="seconds"),
-    }
-    if entry.epsilon == math.inf:
-        values["epsilon"] = None
-    return values
+def _ordered(entries: Iterable["Entry"], by: str, reverse: bool) -> list["Entry"]:
+    """Return runs sorted by a key of :data:`ORDERS`, then by name; unknown values come last."""
+    key = ORDERS[by]
+    named = sorted(entries, key=lambda entry: _natural(entry.folder))
+    known = [entry for entry in named if key(entry) is not None]
+    unknown = [entry for entry in named if key(entry) is None]
+    return [*sorted(known, key=key, reverse=reverse), *unknown]
 
 
-def _print(out: Console, entries: Sequence[Entry], roots: Sequence[Path]) -> None:
-    # Below a single root its name is said once. It is left whole where a run is the root itself.
+def _values(entry: "Entry") -> dict[str, Any]:
+    """Return JSON values; an infinite epsilon is null, and then ``private`` is false."""
+    changed = datetime.fromtimestamp(entry.changed, UTC).isoformat(timespec="seconds")
+    epsilon = None if entry.epsilon == math.inf else entry.epsilon
+    return {**vars(entry), "folder": str(entry.folder), "changed": changed, "epsilon": epsilon}
+
+
+def _print(out: Console, entries: Sequence["Entry"], roots: Sequence[Path]) -> None:
+    from dpmac_cli.runs.listing import varied_settings  # noqa: PLC0415  (loads pydantic)
+
+    # The name of a single root is printed once, in the header.
     root = roots[0] if len(roots) == 1 else None
     if any(entry.folder == root for entry in entries):
         root = None
+    varied = [
+        ", ".join(itertools.starmap(_setting, settings.items()))
+        for settings in varied_settings(entries)
+    ]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run" if root is None else f"{root}/", overflow="fold")
     table.add_column("data set", overflow="fold")
     table.add_column("optimizer", no_wrap=True)
-    varied = [
-        ", ".join(itertools.starmap(_setting, settings.items()))
-        for settings in listing.told_apart(entries)
-    ]
-    for title in ("epsilon", "accuracy"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("epsilon", justify="right", no_wrap=True)
+    table.add_column("accuracy", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
     if any(varied):
@@ -159,7 +171,7 @@ def _setting(name: str, value: object) -> str:
     return f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
 
 
-def _epsilon(entry: Entry) -> Text:
+def _epsilon(entry: "Entry") -> Text:
     if entry.private is False:
         return Text("no privacy", style="red")
     if entry.epsilon is None:
@@ -168,20 +180,20 @@ def _epsilon(entry: Entry) -> Text:
     return Text(format_epsilon(entry.epsilon) + marks)
 
 
-def _remarks(entries: Sequence[Entry]) -> Iterator[str]:
-    """What must be said of the figures above."""
-    promises = {(entry.delta, entry.adjacency) for entry in entries if entry.private}
+def _remarks(entries: Sequence["Entry"]) -> Iterator[str]:
+    """Yield what qualifies the figures above."""
+    private = [entry for entry in entries if entry.private]
+    promises = {(entry.delta, entry.adjacency) for entry in private}
     if len(promises) == 1:
         ((delta, adjacency),) = promises
         yield f"epsilon at delta {delta:g}, {adjacency} adjacency"
     elif promises:
         yield "epsilons of different deltas or adjacencies do not compare; --json has each"
-    if any(entry.seeded and entry.private for entry in entries):
+    if any(entry.seeded for entry in private):
         yield f"{SEEDED} with --seed: no privacy against anyone who knows the seed"
-    if any(entry.audit and entry.private for entry in entries):
+    if any(entry.audit for entry in private):
         yield f"{AUDITED} an audit run: the model is unfit for release"
-    states = [name for name in UNREPORTED if any(entry.state == name for entry in entries)]
-    if states:
+    if states := [name for name in UNREPORTED if any(entry.state == name for entry in entries)]:
         yield (
             f"{', '.join(states)}: as of the last epoch that was scored; whether with --seed is "
             "not known"
@@ -189,7 +201,7 @@ def _remarks(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def age(seconds: float) -> str:
-    """A stretch of time in its largest unit, rounded down."""
-    unit, size = next((u for u in UNITS if seconds >= u[1]), UNITS[-1])
+    """Return a duration in its largest unit, rounded down."""
+    unit, size = next((pair for pair in UNITS.items() if seconds >= pair[1]), ("s", 1))
     count = int(max(seconds, 0) / size)
     return f"1 {unit.removesuffix('s')}" if count == 1 and size > 3600 else f"{count} {unit}"

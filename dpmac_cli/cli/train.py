@@ -10,11 +10,11 @@ import typer
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
-from dpmac_cli.cli.failures import BUDGET, INTERRUPTED, explained, stop_request
+from dpmac_cli.cli.failures import explained, stop_request
 from dpmac_cli.cli.options import option, path_option, switch, with_options
 from dpmac_cli.config.resolve import parse, resolve
 from dpmac_cli.config.settings import KINDS, SETTINGS, Setting, TrainConfig
-from dpmac_cli.errors import DpmacError, InputError, RunError
+from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.folder import check_run_folder, resume_command
 from dpmac_cli.storage.files import to_json
 
@@ -41,10 +41,9 @@ ENDED_EARLY = {
 
 
 def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
-    """Return the flag of a field. Values stay text: one parser checks flags and YAML alike.
+    """Return the flag of a setting. Values stay text: one parser checks flags and YAML alike.
 
     Args:
-        name: of the field. setting: of it.
         several: whether it takes several values, with commas between.
     """
     if KINDS[name] is bool:
@@ -55,18 +54,14 @@ def text_option(name: str, setting: Setting, *, several: bool = False) -> inspec
 
 
 def _help(name: str, setting: Setting) -> str:
-    """What it is, what it may be, and what it is when not given."""
-    parts = [setting.help]
+    """Return a setting's help with its choices and default."""
+    text, bracket, default = setting.help.partition(" [default")
+    if getattr(TrainConfig, name) is not None:
+        text, bracket, default = setting.help, " [default", f": {getattr(TrainConfig, name)}]"
     if setting.choices:
         more = f"; or {setting.besides[1]}" if setting.besides else ""
-        parts.append(f"One of {', '.join(setting.choices)}{more}.")
-    default = getattr(TrainConfig, name)
-    if default is not None:
-        parts.append(f"[default: {default}]")
-    elif "[default" in setting.help:
-        what, default = setting.help.split(" [", 1)
-        parts = [what, *parts[1:], f"[{default}"]
-    return " ".join(parts)
+        text += f" One of {', '.join(setting.choices)}{more}."
+    return text + bracket + default
 
 
 @with_options(
@@ -131,7 +126,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
-    """Be one of the others. Rank 0 is asked to stop, and prints; this one says when it fails."""
+    """Run as a rank other than 0. Only rank 0 is asked to stop, and prints."""
     from dpmac_cli.runs.assist import assist  # noqa: PLC0415
 
     with stop_request():
@@ -142,11 +137,11 @@ def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
 
 
 def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:
-    """--resume takes its settings from the run."""
+    """Reject settings that ``--resume`` takes from the run. Raises InputError."""
     errors = [
         f"--resume continues in the run's own folder with its own settings: leave out --{name}."
-        for name, given in (("config", file), ("out", flags["out"]), ("force", flags["force"]))
-        if given
+        for name, given in {**flags, "config": file}.items()
+        if name in ("config", "out", "force") and given
     ]
     if errors:
         raise InputError(errors)

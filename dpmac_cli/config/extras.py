@@ -1,9 +1,9 @@
-"""What can be installed beside dpmac. Loads nothing."""
+"""Optional dependencies. Loads none of them."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
 
-#: By the name of the extra: its package, which is a module of that name, and what it is for.
+#: Package, which is a module of the same name, and use of each extra.
 EXTRAS: Mapping[str, tuple[str, str]] = {
     "ray": ("ray", "dpmac compare --executor ray"),
     "slurm": ("submitit", "dpmac compare --executor slurm"),
@@ -12,7 +12,7 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
 
 
 def fault_of_extra(extra: str, flag: str) -> Iterator[str]:
-    """Why a flag cannot be given that needs an extra; nothing where that is installed."""
+    """Yield an error if the extra that a flag needs is not installed."""
     package, _ = EXTRAS[extra]
     if importlib.util.find_spec(package) is None:
         yield f"{flag} needs {package}, which is not installed: pip install 'dpmac[{extra}]'"

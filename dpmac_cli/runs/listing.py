@@ -1,52 +1,47 @@
-"""Which runs there are and how they went, read from public files alone. Loads no torch."""
+"""List runs and how they ended, from their public files alone. Loads no torch."""
 
 import contextlib
-import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import AliasPath, BaseModel, Field
 
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.data.schema import name_of
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 
-#: States that no report tells: a process holds the run; it diverged; it ended without a word;
-#: its files cannot be read, or are not as they were written.
+#: States that no report has: a process holds the run; it diverged; it ended without a report; its
+#: files cannot be read or were changed.
 RUNNING, DIVERGED, CUT_OFF, DAMAGED = "running", "diverged", "cut-off", "damaged"
-#: What reading a file leads to that is not as dpmac writes it.
-BROKEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
-BROKEN_YAML = (OSError, yaml.YAMLError, *BROKEN)
-#: Settings that are columns of their own, or change nothing about what is computed.
+#: Exceptions raised while reading a damaged file. Includes pydantic's ValidationError.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
+#: Settings with a column of their own, and settings that do not change the result.
 NOT_TOLD = (
     *("dataset", "optimizer", "delta", "no-dp"),
     *("device", "physical-batch", "compile", "diagnostics", "tensorboard", "plot"),
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A run. What is not known is None.
+    """A run. Unknown values are None.
 
     Attributes:
-        folder: of the run.
-        state: as in its report, or one of those above.
-        changed: when it last wrote a public file, in seconds since 1970.
-        dataset, optimizer: names.
-        private: whether it has a guarantee.
-        epsilon: of the whole run, ``inf`` without a guarantee; as far as it was shown, where there
-            is no report.
-        delta, adjacency: of that epsilon.
+        state: as in its report, or one of the states above.
+        changed: time of the last write to a public file, in seconds since 1970.
+        private: False for a run with ``--no-dp``.
+        epsilon: of the whole run, ``inf`` without privacy; of the last evaluated epoch if there is
+            no report.
         accuracy: on the test set, 0 to 1.
-        seeded: whether a person chose a seed; known by reports alone.
-        audit: whether canaries were trained on.
-        settings: all that config.yaml keeps; empty where there is none that can be read.
+        seeded: whether the user chose a seed; only a report tells.
+        audit: whether it trained on canaries.
+        settings: contents of config.yaml; empty if it cannot be read.
     """
 
     folder: Path
@@ -64,157 +59,141 @@ class Entry:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Listing:
-    """What was found.
+class _Report(BaseModel):
+    """Fields of report.json, named as those of :class:`Entry`."""
 
-    Attributes:
-        entries: the runs.
-        foreign: folders with a file that is called as one of a run's, and is not.
+    state: str
+    optimizer: str
+    dataset: str = Field(validation_alias=AliasPath("dataset", "name"))
+    private: bool = Field(validation_alias=AliasPath("privacy", "private"))
+    epsilon: float | None = Field(validation_alias=AliasPath("privacy", "epsilon"))
+    delta: float | None = Field(validation_alias=AliasPath("privacy", "delta"))
+    adjacency: str | None = Field(validation_alias=AliasPath("privacy", "adjacency"))
+    accuracy: float = Field(validation_alias=AliasPath("test", "accuracy"))
+    seeded: bool = Field(validation_alias=AliasPath("privacy", "seed_policy", "given"))
+    audit: Any = None
+
+
+class _Config(BaseModel):
+    """Fields of config.yaml."""
+
+    dataset: str
+    optimizer: str
+    sampler: str
+    delta: float | None = None
+    no_dp: bool = Field(False, alias="no-dp")
+
+
+class _Line(BaseModel):
+    """Fields of a line of metrics.jsonl."""
+
+    epsilon: float | None = None
+    test_accuracy: float | None = None
+    diverged: bool = False
+
+
+def find_runs(roots: Iterable[Path]) -> list[Entry]:
+    """Return every run in some folders and below them.
+
+    Folders within a run, hidden folders and links to folders that are not runs are skipped, as are
+    folders that do not exist or cannot be read.
     """
-
-    entries: tuple[Entry, ...]
-    foreign: int
-
-
-def find_runs(roots: Iterable[Path]) -> Listing:
-    """Every run in some folders, and in the folders below them.
-
-    Folders within a run, hidden ones and links to folders that are no runs are not looked into.
-    A folder that is not there, or cannot be read, holds nothing.
-    """
-    entries: dict[Path, Entry] = {}
-    foreign: set[Path] = set()
-    for root in roots:
-        for where, is_run in _folders(root):
-            if is_run:
-                entries[where.resolve()] = _entry(where)
-            elif any((where / name).is_file() for name in (folder.REPORT, folder.MODEL)):
-                foreign.add(where.resolve())
-    return Listing(tuple(entries.values()), len(foreign))
+    found = {where.resolve(): where for root in roots for where in _runs_below(root)}
+    return [_entry(where) for where in found.values()]
 
 
-def _folders(root: Path) -> Iterator[tuple[Path, bool]]:
-    """Folders from a root on down, and whether each is a run's; those in a run are left out."""
-    is_run = _is_run(root)
-    yield root, is_run
-    if is_run:
+def _runs_below(root: Path) -> Iterator[Path]:
+    if _is_run(root):
+        yield root
         return
-    try:
-        below = sorted(Path(entry.path) for entry in os.scandir(root) if entry.is_dir())
-    except OSError:
-        return
-    for path in below:
-        if path.is_symlink() and not _is_run(path):
-            continue
-        if not path.name.startswith("."):
-            yield from _folders(path)
+    with contextlib.suppress(OSError):
+        for path in sorted(Path(entry.path) for entry in os.scandir(root) if entry.is_dir()):
+            if not path.name.startswith(".") and (not path.is_symlink() or _is_run(path)):
+                yield from _runs_below(path)
 
 
 def _is_run(where: Path) -> bool:
-    """Whether a folder is a run's, whole or damaged."""
-    return (
-        folder.is_configured(where)
-        or _reported(where) is not None
-        or ((where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file())
-    )
+    """Return whether a folder is a run's, whole or damaged."""
+    if folder.is_configured(where):
+        return True
+    if (where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file():
+        return True
+    with contextlib.suppress(*DAMAGE):
+        return bool(_reported(where))
+    return False
 
 
 def _entry(where: Path) -> Entry:
-    changed = max(map(_changed, (where / folder.CONFIG, where / folder.METRICS)))
+    public = (folder.CONFIG, folder.METRICS, folder.REPORT)
+    changed = max(_changed(where / name) for name in public) or _changed(where)
     try:
-        return _read(where, max(changed, _changed(where / folder.REPORT)))
-    except BROKEN_YAML:
+        return Entry(folder=where, changed=changed, **_read(where))
+    except DAMAGE:
         state = RUNNING if folder.in_use(where) else DAMAGED
-        return Entry(where, state, changed or _changed(where))
+        return Entry(folder=where, changed=changed, state=state)
 
 
 def _changed(path: Path) -> float:
-    """When a file was last written; 0 where there is none."""
+    """Return the time of a file's last change; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def _read(where: Path, changed: float) -> Entry:
-    """Raises what is in BROKEN_YAML where a file is damaged."""
+def _read(where: Path) -> dict[str, Any]:
+    """Return what is known of a run, as fields of :class:`Entry`. Raises ``DAMAGE``."""
     if folder.in_use(where):
-        return _unreported(where, RUNNING, changed)
-    told = folder.vouched(where, folder.REPORT)
-    # While a run goes on, and if it is then killed, its report is of the time before: without a
-    # checksum among those that are there.
-    if told is None and ((where / folder.SUMS).exists() or not (where / folder.REPORT).exists()):
-        return _unreported(where, CUT_OFF, changed)
+        return _unreported(where, RUNNING)
+    intact = folder.vouched(where, folder.REPORT)
+    # A resumed run that was killed has an old report, which is not among its checksums.
+    if intact is None and ((where / folder.SUMS).exists() or not (where / folder.REPORT).exists()):
+        return _unreported(where, CUT_OFF)
+    if intact is False:
+        raise ValueError(f"{folder.REPORT} does not match its checksum")
     found = _reported(where)
-    if told is False or found is None:
-        raise ValueError(f"{folder.REPORT} is not as it was written")
-    settings: Mapping[str, Any] = {}
-    if folder.vouched(where, folder.CONFIG) is not False:
-        with contextlib.suppress(*BROKEN_YAML):
-            settings = _settings(where)
-    return Entry(where, changed=changed, settings=settings, **found)
+    with contextlib.suppress(*DAMAGE):
+        found["settings"] = _settings(where)
+    return found
 
 
-def _settings(where: Path) -> Mapping[str, Any]:
-    """Return what config.yaml keeps. Raises what is in BROKEN_YAML."""
+def _reported(where: Path) -> dict[str, Any]:
+    """Return a report's values as fields of :class:`Entry`. Raises ``DAMAGE``."""
+    report = _Report.model_validate_json((where / folder.REPORT).read_bytes())
+    epsilon = math.inf if report.epsilon is None else report.epsilon
+    return {**dict(report), "epsilon": epsilon, "audit": report.audit is not None}
+
+
+def _settings(where: Path) -> dict[str, Any]:
+    """Return the contents of config.yaml. Raises ``DAMAGE``."""
+    if folder.vouched(where, folder.CONFIG) is False:
+        raise ValueError(f"{folder.CONFIG} does not match its checksum")
     return dict(yaml.safe_load((where / folder.CONFIG).read_bytes()))
 
 
-def _reported(where: Path) -> Mapping[str, Any] | None:
-    """What a report says of the fields of an entry; None if there is none of ours."""
-    try:
-        report = json.loads((where / folder.REPORT).read_bytes())
-        price = report["privacy"]
-        private = bool(price["private"])
-        return {
-            "state": str(report["state"]),
-            "dataset": str(report["dataset"]["name"]),
-            "optimizer": str(report["optimizer"]),
-            "private": private,
-            "epsilon": math.inf if price["epsilon"] is None else float(price["epsilon"]),
-            "delta": float(price["delta"]) if private else None,
-            "adjacency": str(price["adjacency"]) if private else None,
-            "accuracy": float(report["test"]["accuracy"]),
-            "seeded": bool(price["seed_policy"]["given"]),
-            "audit": report.get("audit") is not None,
-        }
-    except (OSError, *BROKEN):
-        return None
-
-
-def _unreported(where: Path, state: str, changed: float) -> Entry:
-    """A run without a report of all it did, by its settings and the epochs that it has shown.
-
-    Raises what is in BROKEN_YAML where its settings are damaged.
-    """
-    if folder.vouched(where, folder.CONFIG) is False:
-        raise ValueError(f"{folder.CONFIG} is not as it was written")
+def _unreported(where: Path, state: str) -> dict[str, Any]:
+    """Return what settings and metrics say of a run without a report. Raises ``DAMAGE``."""
     settings = _settings(where)
-    private = not settings.get("no-dp", False)
-    shown = files.read_lines(where / folder.METRICS)
-    scored = [line for line in shown if "test_accuracy" in line]
-    last = scored[-1] if scored else {}
-    if state == CUT_OFF and shown and shown[-1].get("diverged"):
-        state = DIVERGED
-    return Entry(
-        where,
-        state,
-        changed,
-        name_of(str(settings["dataset"])),
-        str(settings["optimizer"]),
-        private,
-        last.get("epsilon") if private else math.inf,
-        float(settings["delta"]) if private else None,
-        SAMPLERS[settings["sampler"]].adjacency if private else None,
-        last.get("test_accuracy"),
-        audit="canaries" in settings,
-        settings=settings,
-    )
+    config = _Config.model_validate(settings)
+    shown = [_Line.model_validate(line) for line in files.read_lines(where / folder.METRICS)]
+    last = next((line for line in reversed(shown) if line.test_accuracy is not None), _Line())
+    diverged = state == CUT_OFF and bool(shown) and shown[-1].diverged
+    return {
+        "state": DIVERGED if diverged else state,
+        "dataset": name_of(config.dataset),
+        "optimizer": config.optimizer,
+        "private": not config.no_dp,
+        "epsilon": math.inf if config.no_dp else last.epsilon,
+        "delta": None if config.no_dp else config.delta,
+        "adjacency": None if config.no_dp else SAMPLERS[config.sampler].adjacency,
+        "accuracy": last.test_accuracy,
+        "audit": "canaries" in settings,
+        "settings": settings,
+    }
 
 
-def told_apart(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Of each run the settings in which those of its data set and optimizer differ."""
+def varied_settings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Return, for each run, the settings in which runs of its dataset and optimizer differ."""
     kinds: dict[tuple[str | None, str | None], list[Mapping[str, Any]]] = {}
     for entry in entries:
         kind = kinds.setdefault((entry.dataset, entry.optimizer), [])
@@ -227,32 +206,7 @@ def told_apart(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def _varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of those that differ, the order of the first that has each."""
+    """Return the names of settings that differ, in order of appearance."""
     names = dict.fromkeys(name for each in settings for name in each if name not in NOT_TOLD)
-    # A switch that has nothing to do with a run is not recorded: it is off.
+    # A switch that does not apply to a run is not recorded: it is off.
     return [name for name in names if len({str(s.get(name, False)) for s in settings}) > 1]
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts run-2 before run-10."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-
-
-#: What runs may be sorted by, each so that what one looks for first comes first.
-ORDERS: Mapping[str, Callable[[Entry], Any]] = {
-    "age": lambda entry: -entry.changed,
-    "name": lambda entry: _natural(entry.folder),
-    "optimizer": lambda entry: entry.optimizer,
-    "epsilon": lambda entry: entry.epsilon,
-    "accuracy": lambda entry: None if entry.accuracy is None else -entry.accuracy,
-}
-
-
-def ordered(entries: Iterable[Entry], by: str, *, reverse: bool = False) -> list[Entry]:
-    """Sorted by a key of :data:`ORDERS`, ties by name; where it is not known always last."""
-    key = ORDERS[by]
-    named = sorted(entries, key=lambda entry: _natural(entry.folder))
-    known = [entry for entry in named if key(entry) is not None]
-    unknown = [entry for entry in named if key(entry) is None]
-    return [*sorted(known, key=key, reverse=reverse), *unknown]

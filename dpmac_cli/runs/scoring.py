@@ -1,4 +1,4 @@
-"""A published model and a data set -> how well it does on the test split."""
+"""Scoring of a published model on a test split."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +19,10 @@ from dpmac_cli.training.evaluation import Evaluation, evaluate
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's result.
+    """A model's result on every test sample.
 
     Attributes:
-        result: on every test sample.
-        dataset: name. classes: names, in the order of the confusion matrix.
+        classes: names, in the order of the confusion matrix.
         path: of the model file.
     """
 
@@ -44,24 +43,22 @@ def score(
 
     Args:
         path: a run folder or a model file.
-        dataset: a name, or the path of a person's own data; None for what it was trained on.
+        dataset: a name, or the path of your own data; None for what it was trained on.
         data_dir: where data sets lie; None for the environment's or the cache.
         device: as in ``--device``.
-        factory: where a network of a person's own is.
+        factory: where a user-supplied model is, as FILE.py:FACTORY.
 
     Raises:
         InputError: a file is missing or damaged.
         ModelError: the model does not fit the data set.
     """
     where = choose_device(device)
-    path = Path(path)
-    file, facts = read_facts(path)
+    file, facts = read_facts(Path(path))
     config = _chosen(file, facts, dataset)
     own = None if config.source is None else config.facts
-    released = load_model(path, config.dataset_name, where, own=own, factory=factory)
-    there = data_folder(None if data_dir is None else Path(data_dir))
-    data = load_data(config.data, there, where, facts=config.facts)
-    data = data.prepared_by(facts["input"])
+    released = load_model(Path(path), config.dataset_name, where, own=own, factory=factory)
+    folder = data_folder(Path(data_dir) if data_dir else None)
+    data = load_data(config.data, folder, where, facts=config.facts).prepared_by(facts["input"])
     if own is not None and own.classes != tuple(facts["classes"]):
         raise ModelError(
             f"{config.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "
@@ -72,7 +69,7 @@ def score(
 
 
 def _chosen(file: Path, facts: Mapping[str, Any], dataset: str | None) -> TrainConfig:
-    """What to score on, as a configuration. Raises InputError."""
+    """Return the configuration of the data to score on. Raises InputError and ModelError."""
     beside = file.parent / CONFIG
     if dataset is None and not facts["dataset"]["own"]:
         name = facts["dataset"]["name"]
@@ -80,7 +77,7 @@ def _chosen(file: Path, facts: Mapping[str, Any], dataset: str | None) -> TrainC
             raise ModelError(f"{file} was trained on {name}, which this version does not know.")
         return resolve({"dataset": name}).config
     if facts["dataset"]["own"] and beside.is_file():
-        # How a run's own data was read and split stands in its config.yaml.
+        # A run's config.yaml says how your own data was read and split.
         return data_settings(beside, dataset)
     if dataset is None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Tensors by their bytes: whether any changed, and a checksum over them and JSON beside them."""
+"""Checksums and comparison of tensors by their bytes."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def digest(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> str:
-    """SHA-256 over a JSON record and the names, dtypes, shapes and bytes of tensors on the CPU."""
+    """Return the SHA-256 of a JSON record and names, dtypes, shapes and bytes of CPU tensors."""
     found = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -19,7 +19,7 @@ def digest(tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> str:
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors on one device are the same to the bit, NaN and all."""
+    """Return whether tensors on one device are bitwise equal, so that NaN equals NaN."""
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return alike and torch.equal(_bytes(a), _bytes(b))
 

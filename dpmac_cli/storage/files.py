@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and lines of JSON."""
+"""Atomic writes, JSON lines and CSV."""
 
 import contextlib
 import csv
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: How the name of a file ends that is being written.
+#: Suffix of a file that is being written.
 PART = ".part"
 
 PUBLIC_MODE = 0o644
@@ -20,7 +20,7 @@ PRIVATE_FOLDER = 0o700
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError say which file it is about: a full disk, for one, does not."""
+    """Add a file's name to an OSError that lacks it, such as that of a full disk."""
     try:
         yield
     except OSError as failure:
@@ -29,16 +29,16 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
-    """Write a file whole, or leave what was there. Raises OSError, naming the file."""
+    """Write a whole file, or leave the old one. Raises OSError, naming the file."""
     with written_atomically(path, mode) as partial:
         partial.write_bytes(content)
 
 
 @contextlib.contextmanager
 def written_atomically(path: Path, mode: int) -> Iterator[Path]:
-    """A file to write to that takes a path's place when it is whole, or is not kept.
+    """Yield a temporary file that replaces ``path`` at the end, or is removed after an error.
 
-    Until then its owner alone can read it. Raises OSError, naming the file.
+    Until then only its owner can read it. Raises OSError, naming the file.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
@@ -57,8 +57,7 @@ def written_atomically(path: Path, mode: int) -> Iterator[Path]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Have a folder's entries survive a loss of power, on file systems that can."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not every file system can
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -67,7 +66,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def to_json(value: Any) -> str:
-    """JSON as people and programs read it: indented, and without NaN or Infinity."""
+    """Return indented JSON. Raises ValueError on NaN and Infinity, which JSON does not have."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
@@ -77,7 +76,10 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) -> None:
-    """Append one line of JSON, and have it on the disk. Raises OSError, naming the file."""
+    """Append one line of JSON and sync it to the disk. Raises OSError, naming the file.
+
+    A line before it that was cut short by a kill is ended first.
+    """
     line = to_line(record)
     with naming(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
@@ -90,7 +92,7 @@ def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) 
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of lines, without those that were cut short or are damaged."""
+    """Return the records of a file of JSON lines, without lines that are damaged or cut short."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):

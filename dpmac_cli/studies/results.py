@@ -239,7 +239,7 @@ def _beside(grid: Grid) -> Iterator[Entry]:
     """Yield other runs in the study's folder on data of the same name; damaged ones count."""
     first = grid.runs[0]
     own = {run.folder.resolve() for run in grid.runs}
-    for entry in find_runs([first.folder.parent]).entries:
+    for entry in find_runs([first.folder.parent]):
         same = entry.dataset in (None, first.config.dataset_name)
         if same and entry.folder.resolve() not in own:
             yield entry

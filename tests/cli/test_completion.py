@@ -34,7 +34,7 @@ def offered(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("dpmac ", ["train", "account", "compare", "eval", "runs", "doctor"]),
+        ("dpmac ", [str(command.name) for command in app.registered_commands]),
         ("dpmac train --optimizer ", list(OPTIMIZERS)),
         ("dpmac train --optimizer dp-ad", ["dp-adam", "dp-adambc"]),
         ("dpmac train --optimizer dp-sgd,dp-ad", []),
@@ -69,31 +69,6 @@ def runs() -> None:
         Path(name, "config.yaml").write_text(HEADER)
     Path("runs/a-file").touch()
     Path("other").mkdir()
-
-
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (["--optimizer", "=", "dp-s"], ["dp-sgd"]),
-        (["--optimizer", "="], sorted(OPTIMIZERS)),
-        (["--lr", "=", "1", "--kappa", "=", "t"], ["tracked"]),
-        (["--lr", "=", "1", "--kappa", ""], ["exact", "paper", "tracked"]),
-    ],
-    ids=" ".join,
-)
-def test_a_value_behind_an_equals_sign_is_completed(words: list[str], names: list[str]) -> None:
-    """bash hands over the sign as a word of its own, and words in lines."""
-    script = "import sys; from dpmac_cli.__main__ import main; sys.argv = ['dpmac']; main()"
-    asked_for = ["dpmac", "train", *words]
-    variables = {"COMP_WORDS": "\n".join(asked_for), "COMP_CWORD": str(len(asked_for) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**ENVIRONMENT, **variables, "_DPMAC_COMPLETE": "complete_bash"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert sorted(done.stdout.split()) == names
 
 
 @pytest.mark.usefixtures("runs")

@@ -116,7 +116,7 @@ def test_a_table_for_people(study: Path) -> None:
 
 @pytest.mark.privacy
 def test_an_epsilon_is_rounded_up() -> None:
-    entry = Entry(Path("runs/a"), "finished", 0.0, "mnist", "dp-adam", True, 1.00011, 1e-5, "zero")
+    entry = replace(LONGEST, epsilon=1.00011, seeded=False, audit=False)
     assert " 1.001 " in shown([entry], 80)
 
 
@@ -148,7 +148,7 @@ def test_bad_usage_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = dpmac("runs", "file", "--sort", "acuracy")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "file is a file. Name a folder." in result.stderr
+    assert "file is a file. Name a folder of runs, or none for runs/." in result.stderr
     assert "there is no order 'acuracy'. Did you mean accuracy?" in result.stderr
 
 
@@ -232,17 +232,14 @@ def test_a_damaged_run_is_shown_as_such(damage: Callable[[Path], None]) -> None:
     assert "damaged" in dpmac("runs").stdout
 
 
-def test_what_is_no_run_is_left_out_and_counted(study: Path) -> None:
+def test_what_is_no_run_is_left_out(study: Path) -> None:
     for name in ("thesis/report.json", "weights/model.safetensors", "odd/report.json"):
         Path("runs", name).parent.mkdir(parents=True)
         Path("runs", name).write_bytes(b'{"privacy": 3}' if "odd" in name else b"\x00\xff")
     Path("runs/other").mkdir()
     Path("runs/other/config.yaml").write_text("lr: 3\n")
     Path("runs/mine").symlink_to(study / "run-2")
-    result = dpmac("runs", "--json")
-    body = json.loads(result.stdout)
-    assert (result.exit_code, len(body["runs"]), body["left_out"]) == (0, 1, 3)
-    assert "left out 3 folders" in result.stderr
+    assert [entry["folder"] for entry in listed()] == ["runs/mine"]
 
 
 def test_a_folder_that_may_not_be_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,16 +331,16 @@ def test_a_run_that_runs_still_shuts_others_out(tmp_path: Path) -> None:
 # How it looks
 
 LONGEST = Entry(
-    Path("runs/fashion-mnist-dp-macadambc-0123456789ab"),
-    "budget-spent",
-    0.0,
-    "fashion-mnist",
-    "dp-macadambc",
-    True,
-    0.123456,
-    1e-5,
-    "add-or-remove-one",
-    1.0,
+    folder=Path("runs/fashion-mnist-dp-macadambc-0123456789ab"),
+    state="budget-spent",
+    changed=0.0,
+    dataset="fashion-mnist",
+    optimizer="dp-macadambc",
+    private=True,
+    epsilon=0.123456,
+    delta=1e-5,
+    adjacency="add-or-remove-one",
+    accuracy=1.0,
     seeded=True,
     audit=True,
 )
@@ -429,7 +426,7 @@ def test_what_varied_fits_80_columns() -> None:
 
 
 def test_deltas_that_differ_are_said_to() -> None:
-    other = Entry(Path("runs/b"), "finished", 0.0, "mnist", "dp-sgd", True, 1.0, 1e-6, "zero-out")
+    other = replace(LONGEST, delta=1e-6, adjacency="zero-out")
     assert "do not compare" in shown([LONGEST, other], 80)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmac_cli.cli.app import app
 from tests.typed import hooked, loading
 
 SLOW = ("torch", "torchvision", "sklearn", "scipy.stats")
@@ -16,8 +17,7 @@ SLOW = ("torch", "torchvision", "sklearn", "scipy.stats")
     [
         (["--help"], 0),
         (["--version"], 0),
-        (["train", "--help"], 0),
-        (["eval", "--help"], 0),
+        *(([str(command.name), "--help"], 0) for command in app.registered_commands),
         (["train", "--sigma", "-1"], 2),
         (["train", "--config", "nowhere.yaml"], 2),
         (["eval", "nowhere", "--dataset", "mnits"], 2),
