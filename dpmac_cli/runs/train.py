@@ -31,7 +31,15 @@ from dpmac_cli.runs.environment import (
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.model_card import model_card
 from dpmac_cli.runs.publish import save_model
-from dpmac_cli.runs.report import Bill, Outcome, State, build_report, metrics_line, public_facts
+from dpmac_cli.runs.report import (
+    Bill,
+    Network,
+    Outcome,
+    State,
+    build_report,
+    metrics_line,
+    public_facts,
+)
 from dpmac_cli.runs.setup import Task, make_task, make_trainer
 from dpmac_cli.runs.tensorboard import EventLog
 from dpmac_cli.storage import files
@@ -563,18 +571,24 @@ def _publish(session: _Session, total_seconds: float) -> Finished:
     if trainer.state.step < session.steps:
         state = "interrupted"
     outcome = Outcome(
-        state,
-        session.history,
-        trainer.public_values(),
-        session.seconds,
-        total_seconds,
-        device_name(trainer.state.theta.device),
-        trainer.state.chunk,
+        state=state,
+        history=session.history,
+        post_noise=trainer.public_values(),
+        seconds=session.seconds,
+        total_seconds=total_seconds,
+        device=device_name(trainer.state.theta.device),
+        chunk=trainer.state.chunk,
     )
-    bill, task = session.bill(), session.task
-    model, pretrained = task.model, task.fingerprints.get("pretrained")
-    sizes = sum(p.numel() for p in model.parameters()), trainer.state.theta.numel()
-    facts = public_facts(config, bill, *sizes, pretrained, task.built_by, task.independence)
+    task = session.task
+    model = task.model
+    network = Network(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=trainer.state.theta.numel(),
+        independence=task.independence,
+        built_by=task.built_by,
+        pretrained=task.fingerprints.get("pretrained"),
+    )
+    facts = public_facts(config, session.bill(), network)
     with trainer.published():
         save_model(where / folder.MODEL, model, facts)
     report = build_report(config, facts, trainer.state.step, outcome)
