@@ -489,7 +489,7 @@ def _drive(session: _Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a session to its end and write its files."""
     began = time.perf_counter()
     if session.config.tensorboard:
-        session.events = EventLog.begin(session.where)
+        session.events = EventLog(session.where)
         session.events.follow(session.history)
     counts = (session.trainer.state.theta.numel(), session.trainer.state.step, session.steps)
     cut_short = session.steps < session.config.total_steps
