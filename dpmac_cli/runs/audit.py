@@ -34,17 +34,14 @@ def lower_bound(
         delta: of the guarantee.
         confidence: probability that the true epsilon is above.
     """
-    risk = 1 - confidence
-    if chance(0.0, canaries, guesses, right, delta) > risk:
+    from scipy.optimize import bisect  # noqa: PLC0415  (a second to import)
+
+    def too_likely(epsilon: float) -> float:
+        return chance(epsilon, canaries, guesses, right, delta) - (1 - confidence)
+
+    if too_likely(0.0) > 0:
         return 0.0
-    low, high = 0.0, MOST
-    while high - low > PRECISION:
-        middle = (low + high) / 2
-        if chance(middle, canaries, guesses, right, delta) <= risk:
-            low = middle
-        else:
-            high = middle
-    return low
+    return max(0.0, float(bisect(too_likely, 0.0, MOST, xtol=PRECISION)) - PRECISION)
 
 
 def chance(epsilon: float, canaries: int, guesses: int, right: int, delta: float) -> float:

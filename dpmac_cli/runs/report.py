@@ -86,11 +86,9 @@ class Outcome:
     """Outcome of a run.
 
     Attributes:
-        state: how it ended.
         history: lines of metrics.jsonl, at least one.
         post_noise: see :meth:`dpmac_cli.training.trainer.Trainer.public_values`, at the end.
         seconds: of training; ``total_seconds`` since the run was last started.
-        device: name of the device.
         chunk: physical batch at the end.
     """
 
@@ -176,6 +174,12 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
 def public_facts(config: TrainConfig, bill: Bill, network: Network) -> dict[str, Any]:
     """Return the facts to publish with the weights, in the model file's header."""
     facts, inferred = config.facts, config.found.inferred
+    audit = {
+        "canaries": config.canaries,
+        "kind": config.canary_kind,
+        "guesses": config.guesses,
+        "statement": AUDIT_RUN,
+    }
     return {
         "schema_version": SCHEMA_VERSION,
         "optimizer": config.optimizer,
@@ -210,14 +214,7 @@ def public_facts(config: TrainConfig, bill: Bill, network: Network) -> dict[str,
         },
         "classes": list(facts.classes),
         "privacy": privacy(config, bill),
-        "audit": None
-        if config.canaries is None
-        else {
-            "canaries": config.canaries,
-            "kind": config.canary_kind,
-            "guesses": config.guesses,
-            "statement": AUDIT_RUN,
-        },
+        "audit": audit if config.canaries is not None else None,
     }
 
 
@@ -226,11 +223,9 @@ def _public_part(config: TrainConfig, network: Network) -> dict[str, Any]:
     if config.features is None and config.pretrained is None:
         return {}
     file = None if config.pretrained is None else Path(config.pretrained).name
-    said = [
-        SCATTERED.format(about=FEATURES[config.features].about) if config.features else "",
-        PRETRAINED.format(file=file) if file else "",
-        FROZEN if file and config.head_only else "",
-    ]
+    said = [SCATTERED.format(about=FEATURES[config.features].about)] if config.features else []
+    if file is not None:
+        said += [PRETRAINED.format(file=file), *([FROZEN] if config.head_only else [])]
     part = {
         "features": config.features,
         "feature_groups": config.feature_groups,
@@ -238,7 +233,7 @@ def _public_part(config: TrainConfig, network: Network) -> dict[str, Any]:
         "sha256": network.pretrained,
         "train": config.train,
         "trained_parameters": network.trained,
-        "statement": " ".join(filter(None, said)),
+        "statement": " ".join(said),
     }
     return {"public_part": part}
 

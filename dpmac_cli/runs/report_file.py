@@ -17,6 +17,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
@@ -160,18 +161,20 @@ def parse(kind: type[T], text: str | bytes, file: Path, what: str, remedy: str) 
         if version <= SCHEMA_VERSION:
             return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as failure:
-        found = [
-            ": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"])))
-            for fault in failure.errors()
-        ]
-        more = [f"{len(found) - NAMED} more"] * (len(found) > NAMED)
+        faults = list(map(_described, failure.errors()))
+        more = [f"{len(faults) - NAMED} more"] * (len(faults) > NAMED)
         raise InputError(
-            f"{file} is not {what} ({'; '.join(found[:NAMED] + more)}). {remedy}"
+            f"{file} is not {what} ({'; '.join(faults[:NAMED] + more)}). {remedy}"
         ) from failure
     raise InputError(
         f"{file} was written by a newer dpmac (format {version}; this one knows "
         f"{SCHEMA_VERSION}). Upgrade dpmac."
     )
+
+
+def _described(fault: ErrorDetails) -> str:
+    place, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
 
 
 def read_report(path: Path) -> Report:
