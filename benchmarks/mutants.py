@@ -96,7 +96,8 @@ class Mutant:
             raise ValueError(f"its old text occurs {count} times in {self.file}")
         mutated = source.replace(self.old, self.new)
         try:
-            compile(mutated, self.file, "exec")
+            if self.file.endswith(".py"):
+                compile(mutated, self.file, "exec")
         except SyntaxError as failure:
             raise ValueError(f"{self.file} would not compile ({failure})") from failure
         return mutated

@@ -149,8 +149,7 @@ Change = Callable[[dict[str, Any]], object]
 BROKEN: tuple[Change, ...] = (
     lambda values: values.clear(),
     lambda values: values.pop("scores"),
-    lambda values: values.update(schema_version=2),
-    lambda values: values.update(canaries=7),
+    lambda values: values.update(schema_version="1"),
     lambda values: values.update(guesses=0),
     lambda values: values.update(guesses=9),
     lambda values: values.update(guesses=2.5),
@@ -172,6 +171,11 @@ def test_an_audit_that_is_not_as_written_is_refused(change: Change) -> None:
     change(values)
     with pytest.raises(InputError, match=r"audit\.json is not an audit as dpmac writes it"):
         read_audit(write(values))
+
+
+def test_an_audit_of_a_newer_version_is_refused() -> None:
+    with pytest.raises(InputError, match=r"newer dpmac \(format 2; this one knows 1\)"):
+        read_audit(write({**an_audit().as_json(), "schema_version": 2}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", "[" * 100_000])

@@ -23,7 +23,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.model_card import model_card
 from dpmac_cli.runs.publish import load_model, save_model
-from dpmac_cli.runs.report import public_facts, sampling_error
+from dpmac_cli.runs.report import Network, public_facts, sampling_error
 from dpmac_cli.runs.train import Finished
 from tests.digits_runs import SEED, digits_config, train_digits, train_events
 from tests.test_report import bill
@@ -87,7 +87,7 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     config = resolve({"dataset": dataset, "model": model}).config
     torch.manual_seed(0)
     network = build_model(BuiltIn(model), config.facts, seed=1).eval()
-    facts = public_facts(config, bill(steps=1), 0)
+    facts = public_facts(config, bill(steps=1), Network(parameters=0, trained=0))
     pixels = torch.randint(0, 256, (20, *config.facts.shape), dtype=torch.uint8)
     x = load_data("digits", tmp_path, CPU).prepared_by(facts["input"]).standardised(pixels)
     with torch.no_grad():  # untrained, it would call everything the same

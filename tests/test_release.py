@@ -335,17 +335,16 @@ def unsealed(run: Path, file: Path) -> None:
 
 
 NOT_WHOLE = "is not a whole safetensors file: it is damaged, or of another kind"
-NOT_OURS = "was not written by dpmac train: its header lacks"
-NOT_QUITE = "was not written by dpmac train as it is: "
-NO_IMAGES = f"{NOT_QUITE}no images have the shape, levels, mean and std"
+NOT_OURS = "is not a model as dpmac train writes it ("
+CHANNELS = "input.mean and input.std must have one number per channel"
 
 
 def other_input(key: str, value: object) -> tuple[Callable[[Path, Path], None], str]:
-    return edited(lambda t, f: f["input"].update({key: value})), NO_IMAGES
+    return edited(lambda t, f: f["input"].update({key: value})), f"{NOT_OURS}input.{key}"
 
 
 def other_bias(bias: torch.Tensor, said: str) -> tuple[Callable[[Path, Path], None], str]:
-    return edited(lambda t, f: t.update({"3.bias": bias})), f"{NOT_QUITE}3.bias holds {said}"
+    return edited(lambda t, f: t.update({"3.bias": bias})), f"{NOT_OURS}3.bias holds {said}"
 
 
 DAMAGED: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
@@ -375,13 +374,13 @@ DAMAGED: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
         "was written by a newer dpmac (format 99; this one knows 1). Upgrade dpmac.",
     ),
     "version in words": (edited(lambda t, f: f.update(schema_version="one")), NOT_OURS),
-    "no input": (edited(lambda t, f: f.__delitem__("input")), NO_IMAGES),
+    "no input": (edited(lambda t, f: f.__delitem__("input")), f"{NOT_OURS}input.shape: "),
     "flat images": other_input("shape", [8, 8]),
     "negative height": other_input("shape", [1, -8, 8]),
     "levels of zero": other_input("levels", 0),
     "levels in words": other_input("levels", "16"),
-    "no mean": other_input("mean", []),
-    "two means": other_input("mean", [0.3, 0.3]),
+    "no mean": (edited(lambda t, f: f["input"].update(mean=[])), CHANNELS),
+    "two means": (edited(lambda t, f: f["input"].update(mean=[0.3, 0.3])), CHANNELS),
     "infinite mean": other_input("mean", [float("inf")]),
     "huge mean": other_input("mean", [10**400]),
     "std of zero": other_input("std", [0.0]),

@@ -13,7 +13,8 @@ from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.runs.report import INDEPENDENCE, SCHEMA_VERSION, Bill, privacy
+from dpmac_cli.runs.report import INDEPENDENCE, Bill, privacy
+from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from tests.digits_runs import RATE, SIGMA, train_digits
 
 #: As the specification lists them.

@@ -1,59 +1,51 @@
-"""A lower bound on epsilon from guesses about canaries: what an attack proves of a claim.
+"""Lower bounds on epsilon from guesses about canaries.
 
 Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846): one training run, in which each of m canaries
-is included by a fair coin of its own. Whoever sees the outcome guesses r of the coins; if training
-is (epsilon, delta)-differentially private, few guesses are right. Nothing here imports torch.
+is included with probability 1/2, independently. An attacker who sees the outcome guesses r of the
+coins; if training is (epsilon, delta)-differentially private, few guesses are right.
 """
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from dpmac_cli.config.settings import CANARY_KINDS
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 
-#: That the true epsilon is no lower than the bound.
+#: Confidence of the lower bound.
 CONFIDENCE = 0.95
 SCHEMA_VERSION = 1
-#: The largest bound that is looked for, and how far from the largest that holds it may end.
+#: The largest bound to look for, and the precision of the search.
 MOST, PRECISION = 50.0, 1e-9
-#: What reading a file leads to that is not as dpmac writes it.
-UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 def lower_bound(
     canaries: int, guesses: int, right: int, delta: float, confidence: float = CONFIDENCE
 ) -> float:
-    """The largest epsilon that so many right guesses rule out, or 0.
+    """Return the largest epsilon that the number of right guesses rules out, or 0.
 
     Args:
         canaries: m, all of them, guessed or not.
         guesses: r, chosen before the run, in [0, m].
-        right: v, how many of them were right, in [0, r].
-        delta: of the guarantee that is looked at.
-        confidence: that the true epsilon is above.
+        right: v, number of right guesses, in [0, r].
+        delta: of the guarantee.
+        confidence: probability that the true epsilon is above.
     """
-    risk = 1 - confidence
-    if chance(0.0, canaries, guesses, right, delta) > risk:
+    from scipy.optimize import bisect  # noqa: PLC0415  (a second to import)
+
+    def too_likely(epsilon: float) -> float:
+        return chance(epsilon, canaries, guesses, right, delta) - (1 - confidence)
+
+    if too_likely(0.0) > 0:
         return 0.0
-    low, high = 0.0, MOST
-    while high - low > PRECISION:
-        middle = (low + high) / 2
-        if chance(middle, canaries, guesses, right, delta) <= risk:
-            low = middle
-        else:
-            high = middle
-    return low
+    return max(0.0, float(bisect(too_likely, 0.0, MOST, xtol=PRECISION)) - PRECISION)
 
 
 def chance(epsilon: float, canaries: int, guesses: int, right: int, delta: float) -> float:
-    """At least the probability of so many right guesses, or more, under (epsilon, delta)-DP.
+    """Return an upper bound on the probability of v right guesses or more, if (epsilon, delta)-DP.
 
     P[V >= v] <= beta + 2 m delta alpha, with beta = P[Bin(r, p) >= v], p = 1 / (1 + e^-epsilon),
     and alpha the largest P[v > Bin(r, p) >= v - i] / i over i = 1, ..., v.
@@ -72,27 +64,38 @@ def chance(epsilon: float, canaries: int, guesses: int, right: int, delta: float
 
 @dataclass(frozen=True)
 class Audit:
-    """What an attack on a run's guarantee had to go by, and how it was.
+    """Audit of a run, as audit.json keeps it.
 
     Attributes:
-        claimed: the run's epsilon, an upper bound; None if it has none that is finite.
-        delta: of both.
+        claimed: epsilon of the run, an upper bound; None if it is not finite.
+        delta: of the claim and of the lower bound.
         kind: of the canaries.
         guesses: r, chosen before the run.
-        scores: of every canary; the higher, the likelier was it in.
-        coins: which were in.
+        scores: of every canary; a higher one makes its inclusion likelier.
+        coins: whether each canary was included.
+
+    Raises:
+        ValueError: a number is out of range, or scores and coins differ in number.
     """
+
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
 
     claimed: float | None
     delta: float
-    kind: str
+    kind: Literal["gradients", "images"]
     guesses: int
     scores: tuple[float, ...]
     coins: tuple[bool, ...]
 
+    def __post_init__(self) -> None:
+        if self.claimed is not None and self.claimed < 0:
+            raise ValueError("claimed is negative")
+        if not (0 < self.delta < 1 and 0 < self.guesses <= len(self.coins) == len(self.scores)):
+            raise ValueError("delta, guesses, scores and coins do not go together")
+
     @property
     def right(self) -> int:
-        """How many guesses are: the highest half of r is guessed in, the lowest out."""
+        """Number of right guesses: the highest half of r is guessed in, the lowest out."""
         order = np.argsort(self.scores, kind="stable")
         lowest, highest = self.guesses // 2, self.guesses - self.guesses // 2
         coins = np.asarray(self.coins)[order]
@@ -100,20 +103,20 @@ class Audit:
 
     @property
     def lower_bound(self) -> float:
-        """What the guesses prove epsilon to be at least."""
+        """Lower bound on epsilon that the guesses prove."""
         return lower_bound(len(self.coins), self.guesses, self.right, self.delta)
 
     @property
     def holds(self) -> bool:
-        """Whether the claim survives."""
+        """Whether the claim is at least the lower bound."""
         return self.claimed is None or self.lower_bound <= self.claimed
 
     def as_json(self) -> dict[str, Any]:
-        """As audit.json keeps it."""
+        """Return the contents of audit.json."""
         return {"schema_version": SCHEMA_VERSION, "canaries": len(self.coins), **vars(self)}
 
     def verdict(self) -> dict[str, Any]:
-        """What comes of it, as JSON values."""
+        """Return the result as JSON values."""
         return {
             "claimed_epsilon": self.claimed,
             "delta": self.delta,
@@ -128,14 +131,13 @@ class Audit:
 
 
 def read_audit(run: Path) -> Audit:
-    """The audit of a finished run.
-
-    Args:
-        run: its folder.
+    """Read the audit of a finished run from its folder.
 
     Raises:
         InputError: there is none, or it is damaged.
     """
+    from dpmac_cli.runs.report_file import parse  # noqa: PLC0415  (loads pydantic)
+
     file = run / folder.AUDIT
     try:
         text = file.read_bytes()
@@ -143,10 +145,7 @@ def read_audit(run: Path) -> Audit:
         raise InputError(_no_audit(run)) from failure
     except OSError as failure:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
-    try:
-        found = _parsed(json.loads(text))
-    except UNREADABLE as failure:
-        raise InputError(f"{file} is not an audit as dpmac writes it ({failure}).") from failure
+    found = parse(Audit, text, file, "an audit as dpmac writes it", "Audit again.")
     if folder.vouched(run, folder.AUDIT) is False:
         raise InputError(
             f"{file} is damaged: it does not match its checksum in {folder.SUMS}. Audit again."
@@ -161,30 +160,3 @@ def _no_audit(run: Path) -> str:
         f"{run} holds no {folder.AUDIT}: it is no audit run, or has not ended. Start one with "
         f"dpmac train --canaries 1000, or go on: {folder.resume_command(run)}"
     )
-
-
-def _parsed(values: Mapping[str, Any]) -> Audit:
-    """Raises what is in UNREADABLE if anything is not as it is written."""
-    if values["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"format {values['schema_version']}, and this one knows {SCHEMA_VERSION}")
-    found = Audit(
-        None if values["claimed"] is None else float(values["claimed"]),
-        float(values["delta"]),
-        str(values["kind"]),
-        values["guesses"],
-        tuple(map(float, values["scores"])),
-        tuple(values["coins"]),
-    )
-    usable = (
-        found.kind in CANARY_KINDS
-        and 0 < found.delta < 1
-        and (found.claimed is None or found.claimed >= 0)
-        and len(found.scores) == len(found.coins) == values["canaries"]
-        and all(coin is True or coin is False for coin in found.coins)
-        and all(map(math.isfinite, found.scores))
-        and type(found.guesses) is int
-        and 0 < found.guesses <= len(found.coins)
-    )
-    if not usable:
-        raise ValueError("its values do not go together")
-    return found

@@ -1,4 +1,4 @@
-"""Devices, and what must be equal for a resumed run to compute the same bits."""
+"""Devices, and the software and hardware on which the bits of a resumed run depend."""
 
 import functools
 import hashlib
@@ -18,12 +18,25 @@ from dpmac_cli.config.settings import DEVICE
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
 
+#: Prefixes of the environment variables by which libraries choose other kernels.
+KERNEL_VARIABLES = (
+    *("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "GOMP_", "ATEN_", "TORCH_", "PYTORCH_", "NPY_"),
+    *("TORCHINDUCTOR_", "OPENBLAS_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES"),
+)
+#: Variables that choose none; scikit-learn, torch and dpmac set them after the start.
+UNRELATED = (
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
+    "TORCH_CPP_LOG_LEVEL",
+)
+#: Lines of /proc/cpuinfo that tell processors apart.
+PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+
 
 def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is one, and a GPU of its own for each rank.
+    """Return the device of a name; "auto" is CUDA if available. Each rank has a GPU of its own.
 
     Raises:
-        InputError: it is not there.
+        InputError: there is no such device.
     """
     pattern, meaning = DEVICE
     if not re.fullmatch(pattern, name):
@@ -41,23 +54,18 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
     return device
 
 
-#: Prefixes of the environment variables by which libraries choose other kernels.
-KERNEL_VARIABLES = (
-    *("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "GOMP_", "ATEN_", "TORCH_", "PYTORCH_", "NPY_"),
-    *("TORCHINDUCTOR_", "OPENBLAS_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES"),
-)
-#: Those that choose none; scikit-learn, torch and dpmac set them after the start.
-UNRELATED = (
-    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
-    "TORCH_CPP_LOG_LEVEL",
-)
-#: Lines of /proc/cpuinfo that tell processors apart.
-PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, for reports."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def repeatable(device: torch.device) -> bool:
+    """Return whether repeating a step gives the same bits; GPUs add in any order."""
+    return device.type == "cpu"
 
 
 def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Return what must be the same for a resumed run to compute the same bits, at every rank."""
-    variables = {name: os.environ[name] for name in os.environ if name.startswith(KERNEL_VARIABLES)}
+    """Return what must be equal for a resumed run to compute the same bits, at every rank."""
     return {
         **({} if ranks is None else {"ranks": ranks.posted()}),
         "torch": torch.__version__,
@@ -69,44 +77,39 @@ def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, A
         "threads": torch.get_num_threads(),
         "inter-op threads": torch.get_num_interop_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "build of torch": _sum(torch.__config__.show()),
-        "parallel libraries": _sum(torch.__config__.parallel_info()),
-        **{name: value for name, value in variables.items() if name not in UNRELATED},
+        "build of torch": _sum(torch.__config__.show().encode()),
+        "parallel libraries": _sum(torch.__config__.parallel_info().encode()),
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(KERNEL_VARIABLES) and name not in UNRELATED
+        },
     }
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    """Return the names of what two environments differ in."""
+    """Return the keys in which two environments differ."""
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-
-
-def repeatable(device: torch.device) -> bool:
-    """Whether a step done again on a device gives the same bits: GPUs add in any order."""
-    return device.type == "cpu"
 
 
 @functools.cache
 def _processor() -> str:
-    """Digest of the processor's model and features."""
+    """Return a digest of the processor's model and features."""
     if platform.system() == "Darwin":
         asked = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
         return _sum(subprocess.run(asked, capture_output=True, check=False).stdout)  # noqa: S603
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    return _sum("\n".join(sorted({line for line in lines if line.startswith(PROCESSOR_LINES)})))
+    lines = set(Path("/proc/cpuinfo").read_bytes().splitlines())
+    starts = tuple(map(str.encode, PROCESSOR_LINES))
+    return _sum(b"\n".join(sorted(line for line in lines if line.startswith(starts))))
 
 
 @functools.cache
 def _source() -> str:
-    """Digest of dpmac's own source files."""
+    """Return a digest of dpmac's own source files."""
     root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
     return _sum(b"".join(bytes(file.relative_to(root)) + file.read_bytes() for file in files))
 
 
-def _sum(content: str | bytes) -> str:
-    return hashlib.sha256(content if isinstance(content, bytes) else content.encode()).hexdigest()
-
-
-def device_name(device: torch.device) -> str:
-    """What the device is called, for reports."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

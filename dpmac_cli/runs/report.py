@@ -1,4 +1,4 @@
-"""What a run says of itself, as versioned JSON. Holds public and post-noise values only."""
+"""The report of a run, as versioned JSON. Holds public and post-noise values only."""
 
 import math
 import platform
@@ -16,10 +16,10 @@ from dpmac_cli.config.settings import RECIPE_DEFAULTS, TrainConfig
 from dpmac_cli.data.schema import listed
 from dpmac_cli.models.registry import FEATURES
 from dpmac_cli.models.validation import Independence
+from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.training.loop import Evaluated
 
-SCHEMA_VERSION = 1
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 State = Literal["finished", "interrupted", "budget-spent"]
@@ -81,17 +81,15 @@ INDEPENDENCE: Mapping[Independence, str] = {
 NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run went.
+    """Outcome of a run.
 
     Attributes:
-        state: how it ended.
-        history: the lines of metrics.jsonl, at least one.
+        history: lines of metrics.jsonl, at least one.
         post_noise: see :meth:`dpmac_cli.training.trainer.Trainer.public_values`, at the end.
-        seconds: of training; ``total_seconds`` of everything since it was last started.
-        device: it ran on.
-        chunk: samples worked on at a time, at the end.
+        seconds: of training; ``total_seconds`` since the run was last started.
+        chunk: physical batch at the end.
     """
 
     state: State
@@ -105,12 +103,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Bill:
-    """What was done with the records, and by how secret a hand.
+    """Events of a run, and the randomness that they used.
 
     Attributes:
-        events: what every branch took, the last one being the published model's own.
-        planned: the last event as it was meant to be.
-        seeded: whether any draw came from a seed that a person chose.
+        events: of every branch; the last one trained the published model.
+        planned: the last event as planned.
+        seeded: whether any branch used a chosen seed.
         secure: whether every branch ran with --secure.
         abandoned: events of attempts that the run replaces in a study; not part of its epsilon.
     """
@@ -122,8 +120,26 @@ class Bill:
     abandoned: tuple[TrainingEvent, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Public facts of a network that the configuration does not hold.
+
+    Attributes:
+        parameters: how many; ``trained`` of them are trained.
+        independence: evidence that samples are independent.
+        built_by: code that constructs a user-supplied network.
+        pretrained: SHA-256 of the file of public weights.
+    """
+
+    parameters: int
+    trained: int
+    independence: Independence = "built in"
+    built_by: str | None = None
+    pretrained: str | None = None
+
+
 def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
-    """The guarantee of a run, all its branches counted; without one, the same keys are null.
+    """Return the guarantee of a run, all branches counted; without one, the same keys are null.
 
     ``steps``, ``noise_multiplier`` and ``sampling_rate`` are those of all branches together, the
     latter two null where branches differ; ``events`` holds each.
@@ -155,27 +171,15 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
     }
 
 
-def public_facts(
-    config: TrainConfig,
-    bill: Bill,
-    parameters: int,
-    trained: int | None = None,
-    pretrained: str | None = None,
-    built_by: str | None = None,
-    independence: Independence = "built in",
-) -> dict[str, Any]:
-    """What is published with the weights, in the model file's header.
-
-    Args:
-        config: of the run.
-        bill: what was done with the records.
-        parameters: of the network.
-        trained: how many of them were; None for all.
-        pretrained: SHA-256 of the file of public weights.
-        built_by: how a user-supplied network was constructed.
-        independence: how it is known that the network keeps samples apart.
-    """
+def public_facts(config: TrainConfig, bill: Bill, network: Network) -> dict[str, Any]:
+    """Return the facts to publish with the weights, in the model file's header."""
     facts, inferred = config.facts, config.found.inferred
+    audit = {
+        "canaries": config.canaries,
+        "kind": config.canary_kind,
+        "guesses": config.guesses,
+        "statement": AUDIT_RUN,
+    }
     return {
         "schema_version": SCHEMA_VERSION,
         "optimizer": config.optimizer,
@@ -192,12 +196,15 @@ def public_facts(
         },
         "model": {
             "name": config.model_name,
-            "parameters": parameters,
+            "parameters": network.parameters,
             "fix_norm": config.fix_norm,
             "to_float32": config.to_float32,
-            "built_by": built_by,
-            "independence": {"kind": independence, "statement": INDEPENDENCE[independence]},
-            **_public_part(config, parameters if trained is None else trained, pretrained),
+            "built_by": network.built_by,
+            "independence": {
+                "kind": network.independence,
+                "statement": INDEPENDENCE[network.independence],
+            },
+            **_public_part(config, network),
         },
         "input": {
             "shape": list(facts.shape),
@@ -207,47 +214,40 @@ def public_facts(
         },
         "classes": list(facts.classes),
         "privacy": privacy(config, bill),
-        "audit": None
-        if config.canaries is None
-        else {
-            "canaries": config.canaries,
-            "kind": config.canary_kind,
-            "guesses": config.guesses,
-            "statement": AUDIT_RUN,
-        },
+        "audit": audit if config.canaries is not None else None,
     }
 
 
-def _public_part(config: TrainConfig, trained: int, pretrained: str | None) -> dict[str, Any]:
-    """What of a network was public before its training; nothing for most."""
-    said = []
-    if config.features is not None:
-        said.append(SCATTERED.format(about=FEATURES[config.features].about))
-    if config.pretrained is not None:
-        said.append(PRETRAINED.format(file=Path(config.pretrained).name))
-        said += [FROZEN] if config.head_only else []
+def _public_part(config: TrainConfig, network: Network) -> dict[str, Any]:
+    """Return the part of a network that was public before its training; nothing for most."""
+    if config.features is None and config.pretrained is None:
+        return {}
+    file = None if config.pretrained is None else Path(config.pretrained).name
+    said = [SCATTERED.format(about=FEATURES[config.features].about)] if config.features else []
+    if file is not None:
+        said += [PRETRAINED.format(file=file), *([FROZEN] if config.head_only else [])]
     part = {
         "features": config.features,
         "feature_groups": config.feature_groups,
-        "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
-        "sha256": pretrained,
+        "pretrained": file,
+        "sha256": network.pretrained,
         "train": config.train,
-        "trained_parameters": trained,
+        "trained_parameters": network.trained,
         "statement": " ".join(said),
     }
-    return {"public_part": part} if said else {}
+    return {"public_part": part}
 
 
 def build_report(
     config: TrainConfig, facts: Mapping[str, Any], steps: int, outcome: Outcome
 ) -> dict[str, Any]:
-    """The whole report, :func:`public_facts` included. Scripts rely on its keys.
+    """Return the whole report, as in docs/report.schema.json.
 
     Args:
         config: of the run.
-        facts: see :func:`public_facts`.
-        steps: that the published model took from its first.
-        outcome: how it went.
+        facts: see :func:`public_facts`; part of the report.
+        steps: number of steps that the published model was trained for.
+        outcome: of the run.
     """
     last = outcome.history[-1]
     best = max(outcome.history, key=lambda line: float(line["test_accuracy"]))
@@ -293,7 +293,7 @@ def build_report(
 
 
 def sampling_error(accuracy: float, samples: int) -> list[float]:
-    """Wilson's 95% interval for the accuracy on records like these, from so many of them."""
+    """Return Wilson's 95% interval for the accuracy on a population, from a sample of it."""
     z = NormalDist().inv_cdf(0.975)
     scale = 1 + z**2 / samples
     middle = (accuracy + z**2 / (2 * samples)) / scale
@@ -302,7 +302,7 @@ def sampling_error(accuracy: float, samples: int) -> list[float]:
 
 
 def metrics_line(evaluated: Evaluated, epsilon: float, config: TrainConfig) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,

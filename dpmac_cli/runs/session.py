@@ -21,6 +21,7 @@ from dpmac_cli.runs.model_card import model_card
 from dpmac_cli.runs.publish import save_model
 from dpmac_cli.runs.report import (
     Bill,
+    Network,
     Outcome,
     State,
     build_report,
@@ -181,7 +182,7 @@ class Session:
         """Train to the end and write the files."""
         began = time.perf_counter()
         if self.plan.tensorboard:
-            self.events = EventLog.begin(self.where)
+            self.events = EventLog(self.where)
             self.events.follow(self.history)
         yield Started(
             plan=self.plan,
@@ -272,23 +273,22 @@ class Session:
         if trainer.state.step < self.steps:
             state = "interrupted"
         outcome = Outcome(
-            state,
-            self.history,
-            trainer.public_values(),
-            self.seconds,
-            total_seconds,
-            device_name(trainer.state.theta.device),
-            trainer.state.chunk,
+            state=state,
+            history=self.history,
+            post_noise=trainer.public_values(),
+            seconds=self.seconds,
+            total_seconds=total_seconds,
+            device=device_name(trainer.state.theta.device),
+            chunk=trainer.state.chunk,
         )
-        facts = public_facts(
-            plan,
-            self.bill(),
-            sum(p.numel() for p in task.model.parameters()),
-            trainer.state.theta.numel(),
-            task.fingerprints.get("pretrained"),
-            task.built_by or None,
-            task.independence,
+        network = Network(
+            parameters=sum(p.numel() for p in task.model.parameters()),
+            trained=trainer.state.theta.numel(),
+            independence=task.independence,
+            built_by=task.built_by or None,
+            pretrained=task.fingerprints.get("pretrained"),
         )
+        facts = public_facts(plan, self.bill(), network)
         with trainer.published():
             save_model(where / folder.MODEL, task.model, facts)
         report = build_report(plan, facts, trainer.state.step, outcome)

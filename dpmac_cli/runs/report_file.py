@@ -1,0 +1,201 @@
+"""Pydantic models of the JSON files that dpmac reads back: reports, model headers, audits.
+
+They name the keys that are read. Other keys are ignored, and keys that files of earlier versions
+lack have defaults. Strict: numbers are finite, and no value is converted to another type.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting.calibration import MOST_STEPS
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.settings import COUNT
+from dpmac_cli.errors import InputError
+from dpmac_cli.runs import folder
+
+SCHEMA_VERSION = 1
+#: Number of faults to name in a message.
+NAMED = 3
+T = TypeVar("T")
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("control characters, which a terminal would obey")
+    return text
+
+
+def _at(*keys: str, **limits: Any) -> Any:
+    """Return a field that lies deeper in the file."""
+    return Field(validation_alias=AliasPath(*keys), **limits)
+
+
+Name = Annotated[str, AfterValidator(_printable)]
+Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Probability = Annotated[float, Field(gt=0, lt=1)]
+Noise = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+STRICT = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Event(BaseModel):
+    """A :class:`~dpmac_cli.accounting.events.TrainingEvent` that every accountant can price.
+
+    Other keys are refused: one may change the privacy cost.
+    """
+
+    model_config = STRICT | ConfigDict(extra="forbid")
+
+    sampling_rate: float = Field(ge=1 / COUNT.high, le=1)
+    noise_multiplier: Noise
+    steps: Steps
+    sampler: Literal[tuple(SAMPLERS)] = "poisson"  # type: ignore[valid-type]
+    steps_per_epoch: Count = 1
+
+
+class Report(BaseModel):
+    """The keys of report.json that dpmac reads.
+
+    ``epsilon`` is None if it is infinite, ``delta`` if no noise was added, ``audit`` if there were
+    no canaries.
+    """
+
+    model_config = STRICT
+
+    state: Name
+    optimizer: Name
+    dataset: Name = _at("dataset", "name")
+    train_size: Count = _at("dataset", "train_size")
+    private: bool = _at("privacy", "private")
+    epsilon: float | None = _at("privacy", "epsilon", ge=0)
+    delta: Probability | None = _at("privacy", "delta")
+    adjacency: Name | None = _at("privacy", "adjacency")
+    seeded: bool = _at("privacy", "seed_policy", "given")
+    events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
+    abandoned: tuple[Event, ...] = _at("privacy", "abandoned", default=())
+    accuracy: float = _at("test", "accuracy", ge=0, le=1)
+    steps: Steps = _at("hyperparameters", "steps")
+    training_seconds: float = _at("timings", "training_seconds", ge=0)
+    audit: object = None
+
+    @model_validator(mode="after")
+    def _check_noise(self) -> "Report":
+        noisy = all(event.noise_multiplier for event in self.events)
+        if not noisy == self.private == (self.delta is not None):
+            raise ValueError("private and delta contradict the noise of the events")
+        return self
+
+    def training_events(self, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
+        """Return the events of all branches; with ``attempts``, first those the run replaced."""
+        listed = (*self.abandoned, *self.events) if attempts else self.events
+        return tuple(TrainingEvent(**dict(event)) for event in listed)
+
+
+class Facts(BaseModel):
+    """The keys of a model file's header that dpmac reads.
+
+    Images are prepared as ``(pixels / levels - mean) / std``, per channel. ``trained_part``,
+    ``features`` and ``feature_groups`` are None in networks without a public part.
+    """
+
+    model_config = STRICT
+
+    checksum: str
+    dataset: Name = _at("dataset", "name")
+    own: bool = _at("dataset", "own", default=False)
+    model: Name = _at("model", "name")
+    fix_norm: bool = _at("model", "fix_norm", default=False)
+    to_float32: bool = _at("model", "to_float32", default=False)
+    trained_part: Name | None = _at("model", "public_part", "train", default=None)
+    features: Name | None = _at("model", "public_part", "features", default=None)
+    feature_groups: int | None = _at("model", "public_part", "feature_groups", default=None, ge=0)
+    classes: tuple[Name, ...]
+    shape: tuple[Count, Count, Count] = _at("input", "shape")
+    levels: Count = _at("input", "levels")
+    mean: tuple[float, ...] = _at("input", "mean")
+    std: tuple[Annotated[float, Field(gt=0)], ...] = _at("input", "std")
+
+    @model_validator(mode="after")
+    def _check_channels(self) -> "Facts":
+        if not len(self.mean) == len(self.std) == self.shape[0]:
+            raise ValueError("input.mean and input.std must have one number per channel")
+        return self
+
+
+class _Versioned(BaseModel):
+    model_config = STRICT
+
+    schema_version: int
+
+
+def parse(kind: type[T], text: str | bytes, file: Path, what: str, remedy: str) -> T:
+    """Return the JSON text of a file as a model.
+
+    Args:
+        kind: a model above, or a dataclass.
+        text: contents, or a part of them.
+        file: to name in messages.
+        what: kind of file that was expected, such as "an audit".
+        remedy: last sentence of the message.
+
+    Raises:
+        InputError: a key is missing or has a value that dpmac does not write, or a newer version
+            wrote it.
+    """
+    try:
+        version = _Versioned.model_validate_json(text).schema_version
+        if version <= SCHEMA_VERSION:
+            return TypeAdapter(kind).validate_json(text, strict=True)
+    except ValidationError as failure:
+        faults = list(map(_described, failure.errors()))
+        more = [f"{len(faults) - NAMED} more"] * (len(faults) > NAMED)
+        raise InputError(
+            f"{file} is not {what} ({'; '.join(faults[:NAMED] + more)}). {remedy}"
+        ) from failure
+    raise InputError(
+        f"{file} was written by a newer dpmac (format {version}; this one knows "
+        f"{SCHEMA_VERSION}). Upgrade dpmac."
+    )
+
+
+def _described(fault: ErrorDetails) -> str:
+    place, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
+
+
+def read_report(path: Path) -> Report:
+    """Read the report of a run from its folder or from the file itself.
+
+    Raises:
+        InputError: it is missing, cannot be read, or is not a report of this version.
+    """
+    if path.suffix == ".safetensors":
+        raise InputError(
+            f"{path} is a model, which does not say what was done with the records. Name its run's "
+            f"folder, or the {folder.REPORT} in it."
+        )
+    file = path / folder.REPORT if path.is_dir() else path
+    try:
+        text = file.read_bytes()
+    except FileNotFoundError as failure:
+        cut_off = (path / folder.CONFIG).exists()
+        hint = f" The run was cut off before it wrote one. Go on: {folder.resume_command(path)}"
+        raise InputError(f"{file} does not exist.{hint * cut_off}") from failure
+    except OSError as failure:
+        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
+    remedy = f"Name a run folder of dpmac train, or the {folder.REPORT} in it."
+    return parse(Report, text, file, "a report of dpmac, or not a whole one", remedy)

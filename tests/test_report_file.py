@@ -1,0 +1,109 @@
+"""Reports as dpmac reads them back: whole, in range, or refused with the key that is wrong."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.errors import InputError
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.report_file import read_report
+from tests.digits_runs import RATE, SIGMA, train_digits
+
+EVENT = TrainingEvent(RATE, SIGMA, 3, "poisson", 12)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_digits(out=tmp_path_factory.mktemp("report") / "run").folder
+
+
+def altered(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a report with a change."""
+    values = copy.deepcopy(json.loads((run / folder.REPORT).read_bytes()))
+    change(values)
+    Path("report.json").write_text(json.dumps(values))
+    return Path("report.json")
+
+
+@pytest.mark.parametrize("name", [".", folder.REPORT])
+def test_a_run_and_its_report_are_read_alike(run: Path, name: str) -> None:
+    found, written = read_report(run / name), json.loads((run / folder.REPORT).read_bytes())
+    assert found.training_events() == found.training_events(attempts=True) == (EVENT,)
+    assert (found.state, found.dataset, found.train_size) == ("finished", "digits", 1437)
+    assert (found.epsilon, found.delta) == (written["privacy"]["epsilon"], 1e-5)
+    assert (found.accuracy, found.steps) == (written["test"]["accuracy"], 3)
+    assert (found.private, found.seeded, found.audit) == (True, False, None)
+
+
+def test_keys_that_are_not_known_or_not_yet_there_do_no_harm(run: Path) -> None:
+    def change(values: dict[str, Any]) -> None:
+        values["more"] = values["privacy"]["more"] = 1
+        del values["audit"], values["privacy"]["abandoned"]
+
+    assert read_report(altered(run, change)) == read_report(run)
+
+
+@pytest.mark.privacy
+def test_attempts_come_first(run: Path) -> None:
+    before = {**vars(EVENT), "steps": 2}
+    found = read_report(altered(run, lambda v: v["privacy"]["abandoned"].append(before)))
+    assert [event.steps for event in found.training_events(attempts=True)] == [2, 3]
+    assert [event.steps for event in found.training_events()] == [3]
+
+
+WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "control characters": ("state: control", lambda v: v.update(state="\x1b[31m")),
+    "no dataset": ("dataset.name: Field required", lambda v: v.pop("dataset")),
+    "accuracy above 1": ("test.accuracy: ", lambda v: v["test"].update(accuracy=61.0)),
+    "epsilon below 0": ("privacy.epsilon: ", lambda v: v["privacy"].update(epsilon=-1.0)),
+    "delta of 1": ("privacy.delta: ", lambda v: v["privacy"].update(delta=1)),
+    "private without delta": ("contradict", lambda v: v["privacy"].update(delta=None)),
+    "private without noise": (
+        "contradict",
+        lambda v: v["privacy"]["events"][0].update(noise_multiplier=0),
+    ),
+    "no events": ("privacy.events: ", lambda v: v["privacy"].update(events=[])),
+    "steps of truth": (
+        "privacy.events.0.steps: ",
+        lambda v: v["privacy"]["events"][0].update(steps=True),
+    ),
+    "unknown sampler": (
+        "privacy.events.0.sampler: ",
+        lambda v: v["privacy"]["events"][0].update(sampler="dice"),
+    ),
+    "event with another key": (
+        "privacy.events.0.batch: Extra",
+        lambda v: v["privacy"]["events"][0].update(batch=3),
+    ),
+    "newer": ("newer dpmac (format 2; this one knows 1)", lambda v: v.update(schema_version=2)),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("said", "change"), WRONG.values(), ids=WRONG)
+def test_a_report_that_dpmac_does_not_write_is_refused(
+    run: Path, said: str, change: Callable[[dict[str, Any]], object]
+) -> None:
+    with pytest.raises(InputError) as caught:
+        read_report(altered(run, change))
+    assert str(caught.value).startswith("report.json ")
+    assert said in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_what_is_no_report_says_what_to_name() -> None:
+    with pytest.raises(InputError, match=r"report\.json does not exist\.$"):
+        read_report(Path())
+    Path("config.yaml").write_text("")
+    with pytest.raises(InputError, match=r"cut off before it wrote one\. Go on: dpmac train"):
+        read_report(Path())
+    with pytest.raises(InputError, match="is a model, which does not say"):
+        read_report(Path("model.safetensors"))
+    Path("report.json").write_text("[" * 99_999)
+    with pytest.raises(InputError, match=r"not a whole one \(Invalid JSON: .* Name a run folder"):
+        read_report(Path())
