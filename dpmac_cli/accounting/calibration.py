@@ -41,9 +41,8 @@ def calibrate_noise(
 
     Args:
         event: the run; its own noise multiplier does not matter.
-        delta: in (0, 1).
+        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
         target: epsilon > 0.
-        accountant: see :func:`dpmac_cli.accounting.accountants.total_epsilon`.
 
     Raises:
         BudgetError: no noise multiplier up to 10,000 meets the target, or none has a price.
@@ -116,9 +115,8 @@ def longest_run(
 
     Args:
         event: one step of the run, or any number.
-        delta: in (0, 1).
+        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
         budget: epsilon > 0.
-        accountant: see :func:`dpmac_cli.accounting.accountants.total_epsilon`.
 
     Raises:
         BudgetError: the first step costs more.
@@ -160,9 +158,8 @@ def largest_batch(
     Args:
         event_of: the run with a given batch size.
         dataset_size: n.
-        delta: in (0, 1).
+        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
         budget: epsilon > 0.
-        accountant: see :func:`dpmac_cli.accounting.accountants.total_epsilon`.
 
     Raises:
         BudgetError: even a batch of one record costs more.
@@ -184,11 +181,10 @@ def largest_batch(
 
     if math.isinf(cost(dataset_size)):
         check_within_reach(cost(1), delta)
-    few = min(FEW, dataset_size)
-    k = next((k for k in range(1, few) if fits(k)), 0)
+    limits = range(min(FEW, dataset_size), dataset_size + 1)
+    k = next((k for k in range(1, limits[0]) if fits(k)), 0)
     if not k:
-        guess = min(64, dataset_size)
-        k = _smallest(bound, budget, guess, 2, range(few, dataset_size + 1))
+        k = _smallest(bound, budget, min(64, dataset_size), 2, limits)
         while k < dataset_size and not fits(k):
             k += 1
     first = smallest_batch(k)

@@ -4,27 +4,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, SIGMA_MAX, SIGMA_MIN
-from dpmac_cli.accounting.calibration import (
-    MOST_STEPS,
-    calibrate_noise,
-    largest_batch,
-    least_delta,
-    longest_run,
-)
+from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import Row, best_of, price
 from dpmac_cli.accounting.samplers import SAMPLERS
@@ -48,50 +34,38 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "accountant": (*ACCOUNTANTS, "all"),
     "solve": tuple(NEEDS),
 }
-
-
-def _check_gap(sigma: float) -> float:
-    if 0 < sigma < SIGMA_MIN:
-        raise ValueError("too little noise to be priced")
-    return sigma
-
-
-Sigma = Annotated[float, Field(ge=0, le=SIGMA_MAX), AfterValidator(_check_gap)]
+#: Bounds of numbers in words.
+BOUNDS: Mapping[str, str] = {
+    "sigma": f"at least 0 and at most {SIGMA_MAX:g} (0 for no noise, or at least {SIGMA_MIN:g})",
+    **dict.fromkeys(("epochs", "steps"), f"at least 0 and at most {MOST_STEPS:,}"),
+    **dict.fromkeys(("dataset-size", "batch-size"), "at least 1 and at most 1,000,000,000"),
+    "epsilon": "above 0",
+    "delta": "above 0 and below 1",
+    "runs": "at least 2 and at most 10,000",
+}
+Several = BeforeValidator(lambda text: text.split(","))
+Sigma = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)] | Annotated[float, Field(ge=0, le=0)]
 Length = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Positive = Annotated[float, Field(gt=0)]
-Several = BeforeValidator(lambda text: text.split(","))
-_UP_TO_MOST_STEPS = f"at least 0 and at most {MOST_STEPS:,}"
-_COUNT = "at least 1 and at most 1,000,000,000"
 
 
 class Flags(BaseModel):
-    """Flags of ``dpmac account``, each checked by itself; descriptions say what is valid."""
+    """Flags of ``dpmac account``, each checked by itself."""
 
     model_config = ConfigDict(alias_generator=flag_name, allow_inf_nan=False, frozen=True)
 
-    dataset: str = DEFAULT_DATASET
-    sampler: str = "poisson"
-    accountant: str | None = None
-    solve: str | None = None
-    sigma: Annotated[tuple[Sigma, ...], Several] = Field(
-        (),
-        description=f"at least 0 and at most {SIGMA_MAX:g} (0 for no noise, or at least "
-        f"{SIGMA_MIN:g})",
-    )
-    epochs: Annotated[tuple[Length, ...], Several] = Field((), description=_UP_TO_MOST_STEPS)
-    steps: Annotated[tuple[Length, ...], Several] = Field((), description=_UP_TO_MOST_STEPS)
-    epsilon: Annotated[tuple[Positive, ...], Several] = Field((), description="above 0")
-    delta: float = Field(DEFAULT_DELTA, gt=0, lt=1, description="above 0 and below 1")
-    dataset_size: int = Field(0, ge=1, le=10**9, description=_COUNT)
-    batch_size: int = Field(0, ge=1, le=10**9, description=_COUNT)
-    runs: int = Field(1, ge=2, le=10_000, description="at least 2 and at most 10,000")
-
-    @field_validator(*CHOICES)
-    @classmethod
-    def _check_choice(cls, text: str, info: ValidationInfo) -> str:
-        if text not in CHOICES[info.field_name or ""]:
-            raise ValueError("unknown")
-        return text
+    dataset: Literal[tuple(DATASETS)] = DEFAULT_DATASET  # type: ignore[valid-type]
+    sampler: Literal[tuple(SAMPLERS)] = "poisson"  # type: ignore[valid-type]
+    accountant: Literal[(*ACCOUNTANTS, "all")] | None = None  # type: ignore[valid-type]
+    solve: Literal[tuple(NEEDS)] | None = None  # type: ignore[valid-type]
+    sigma: Annotated[tuple[Sigma, ...], Several] = ()
+    epochs: Annotated[tuple[Length, ...], Several] = ()
+    steps: Annotated[tuple[Length, ...], Several] = ()
+    epsilon: Annotated[tuple[Positive, ...], Several] = ()
+    delta: float = Field(DEFAULT_DELTA, gt=0, lt=1)
+    dataset_size: int = Field(0, ge=1, le=10**9)
+    batch_size: int = Field(0, ge=1, le=10**9)
+    runs: int = Field(1, ge=2, le=10_000)
 
 
 def parse(given: Mapping[str, str], errors: list[str]) -> Flags:
@@ -100,41 +74,30 @@ def parse(given: Mapping[str, str], errors: list[str]) -> Flags:
         return Flags.model_validate(given)
     except ValidationError as failure:
         faults = failure.errors()
-    errors += [_message(str(fault["loc"][0]), fault["type"], fault["input"]) for fault in faults]
-    faulty = {fault["loc"][0] for fault in faults}
-    return Flags.model_validate({name: given[name] for name in given.keys() - faulty})
+    named = [(str(fault["loc"][0]), fault) for fault in faults]
+    errors += dict.fromkeys(_message(name, fault["type"], fault["input"]) for name, fault in named)
+    return Flags.model_validate({name: given[name] for name in given.keys() - dict(named).keys()})
 
 
 def _message(name: str, fault: str, text: str) -> str:
     """Return what is wrong with a value, from the type of pydantic's error."""
     if name in CHOICES:
-        known = CHOICES[name]
-        hint = near(text, known)
-        return f"--{name}: there is no {name} '{text}'.{hint} Known: {', '.join(known)}."
-    if fault.startswith(("greater", "less", "value")):
-        return f"--{name} must be {_FIELDS[name].description}, not {text}."
-    kind = "a whole number" if fault.startswith("int") else "a number"
-    return f"--{name}: '{text}' is not {kind}."
-
-
-_FIELDS = {flag_name(name): field for name, field in Flags.model_fields.items()}
+        hint, known = near(text, CHOICES[name]), ", ".join(CHOICES[name])
+        return f"--{name}: there is no {name} '{text}'.{hint} Known: {known}."
+    if fault.startswith(("greater", "less")):
+        return f"--{name} must be {BOUNDS[name]}, not {text}."
+    return f"--{name}: '{text}' is not {'a whole' if fault.startswith('int') else 'a'} number."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A cost to compute, or a setting to work out for a target.
+    """A cost to compute, or a setting to work out for a target; that setting is 0 or empty.
 
     Attributes:
-        dataset_size: n.
-        batch_size: B; 0 when it is asked for.
-        sigmas: noise multipliers; empty when they are asked for.
-        lengths: of training, ("epochs", 5) or ("steps", 1000); empty when asked for.
-        epsilons: targets; empty when they are asked for.
-        delta: 0 when it is asked for.
-        solve: what is asked for, a key of :data:`NEEDS`; None for epsilon.
-        sampler: how batches are drawn.
-        accountants: that answer.
-        runs: how many trainings the published one is the best of.
+        dataset_size, batch_size: n, B. sigmas: noise multipliers. epsilons: targets.
+        lengths: of training, ("epochs", 5) or ("steps", 1000).
+        solve: the setting, a key of :data:`NEEDS`; None for epsilon.
+        accountants: that answer. runs: trainings of which the best is published.
     """
 
     dataset_size: int
@@ -287,14 +250,18 @@ def _solved(
 
     batch, delta, known = question.batch_size, question.delta, None
     if question.solve == "batch-size":
-        batch = largest_batch(event_of, question.dataset_size, delta, target, accountant)
+        batch = calibration.largest_batch(
+            event_of, question.dataset_size, delta, target, accountant
+        )
     event = event_of(batch)
     if question.solve == "sigma":
-        event = replace(event, noise_multiplier=calibrate_noise(event, delta, target, accountant))
+        event = replace(
+            event, noise_multiplier=calibration.calibrate_noise(event, delta, target, accountant)
+        )
     elif question.solve == "steps":
-        event = replace(event, steps=longest_run(event, delta, target, accountant))
+        event = replace(event, steps=calibration.longest_run(event, delta, target, accountant))
     elif question.solve == "delta":
-        delta, known = least_delta((event,), target, accountant), target
+        delta, known = calibration.least_delta((event,), target, accountant), target
     row = price((event,), delta, accountant, known)
     return replace(row, dataset_size=question.dataset_size, batch_size=batch, solved=question.solve)
 

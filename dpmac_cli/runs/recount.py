@@ -4,9 +4,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import (
+    AliasPath,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.calibration import MOST_STEPS
@@ -35,29 +43,30 @@ class _Event(BaseModel):
     noise_multiplier: Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
     steps: int = Field(ge=0, le=MOST_STEPS)
     sampler: Literal[tuple(SAMPLERS)] = "poisson"  # type: ignore[valid-type]
-    steps_per_epoch: PositiveInt = 1
+    steps_per_epoch: int = Field(1, ge=1)
 
 
-class _Privacy(BaseModel):
-    """Events of a run, and of attempts that it replaced; None for no finite epsilon, no delta."""
-
-    model_config = STRICT
-
-    events: list[_Event] = Field(min_length=1)
-    abandoned: list[_Event] = []
-    epsilon: NonNegativeFloat | None
-    delta: Annotated[float, Field(gt=0, lt=1)] | None
-
-
-class _Dataset(BaseModel):
-    train_size: PositiveInt
+def _at(*keys: str, **limits: Any) -> Any:
+    return Field(validation_alias=AliasPath(*keys), **limits)
 
 
 class _Report(BaseModel):
-    """Keys of report.json that say what was done with the records."""
+    """What a report says was done with the records; epsilon is None where it is infinite."""
 
-    privacy: _Privacy
-    dataset: _Dataset
+    model_config = STRICT
+
+    train_size: int = _at("dataset", "train_size", ge=1)
+    events: list[_Event] = _at("privacy", "events", min_length=1)
+    abandoned: list[_Event] = _at("privacy", "abandoned", default=[])
+    epsilon: Annotated[float, Field(ge=0)] | None = _at("privacy", "epsilon")
+    delta: float = _at("privacy", "delta", gt=0, lt=1)
+
+    @field_validator("delta", mode="before")
+    @classmethod
+    def _fill_in(cls, delta: Any, info: ValidationInfo) -> Any:
+        """Use the default without noise, where a report has no delta."""
+        noisy = all(event.noise_multiplier for event in info.data.get("events", ()))
+        return delta if noisy else question.DEFAULT_DELTA
 
 
 @dataclass(frozen=True)
@@ -91,34 +100,24 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
         InputError: there is no report of ours, or a flag contradicts it.
     """
     given = {name: text for name, text in flags.items() if text is not None}
-    errors = [
-        *found,
-        *(
-            f"--{name} contradicts {path}, which says what was done: leave it out."
-            for name in given
-            if name not in BESIDE_A_RUN
-        ),
-    ]
-    beside = {name: text for name, text in given.items() if name in BESIDE_A_RUN}
-    typed = question.parse(beside, errors)
+    errors = list(found)
+    for name in given.keys() - set(BESIDE_A_RUN):
+        errors.append(f"--{name} contradicts {path}, which says what was done: leave it out.")
+    typed = question.parse({n: given[n] for n in BESIDE_A_RUN if n in given}, errors)
     if errors:
         raise InputError(errors)
     report = _read_report(path)
-    stored, events = report.privacy.epsilon, _events(report.privacy.events)
+    events = _events(report.events)
     accountants = question.accountants_for(events[-1].sampler, typed.accountant, errors)
     if errors:
         raise InputError(errors)
-    own_delta = report.privacy.delta or question.DEFAULT_DELTA
-    delta = typed.delta if "delta" in given else own_delta
+    delta = typed.delta if "delta" in given else report.delta
     rows = [
-        replace(price(events, delta, accountant), dataset_size=report.dataset.train_size)
+        replace(price(events, delta, accountant), dataset_size=report.train_size)
         for accountant in accountants
     ]
-    return Recount(
-        list(best_of(rows, typed.runs)),
-        math.inf if stored is None else stored,
-        total_epsilon(events, own_delta),
-    )
+    stored = math.inf if report.epsilon is None else report.epsilon
+    return Recount(list(best_of(rows, typed.runs)), stored, total_epsilon(events, report.delta))
 
 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
@@ -134,8 +133,8 @@ def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]
         # The report is damaged, or from before the run was resumed.
         events, abandoned = (*found.earlier, found.event), found.abandoned
     else:
-        privacy = _read_report(run).privacy
-        events, abandoned = _events(privacy.events), _events(privacy.abandoned)
+        report = _read_report(run)
+        events, abandoned = _events(report.events), _events(report.abandoned)
     return (*abandoned, *events) if attempts else events
 
 
@@ -144,7 +143,7 @@ def _events(listed: Sequence[_Event]) -> tuple[TrainingEvent, ...]:
 
 
 def _read_report(path: Path) -> _Report:
-    """Return what a report says; a run in which noise was added has a delta."""
+    """Return the checked report of a run. Raises InputError."""
     if path.suffix == ".safetensors":
         raise InputError(
             f"{path} is a model, which does not say what was done with the records. Name its run's "
@@ -152,9 +151,7 @@ def _read_report(path: Path) -> _Report:
         )
     file = path / REPORT if path.is_dir() else path
     try:
-        report = _Report.model_validate_json(file.read_text(encoding="utf-8"))
-        if report.privacy.delta is None and all(e.noise_multiplier for e in report.privacy.events):
-            raise ValueError("privacy.delta: missing")
+        return _Report.model_validate_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError as failure:
         hint = ""
         if (path / CONFIG).exists():
@@ -171,4 +168,3 @@ def _read_report(path: Path) -> _Report:
             f"{file} is not a report of dpmac, or not a whole one: what was done with the records "
             f"cannot be read from it ({why})."
         ) from failure
-    return report
