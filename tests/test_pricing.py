@@ -149,8 +149,7 @@ def test_every_fault_of_a_question_is_named_at_once(refused: Refused) -> None:
 
 
 def test_a_data_set_fills_in_what_is_not_given() -> None:
-    flags = {"sigma": "1", "epochs": None, "delta": None}
-    assert ask(flags) == Question(
+    assert ask(typed("--sigma 1")) == Question(
         dataset_size=60_000,
         batch_size=256,
         sigmas=(1.0,),

@@ -44,8 +44,6 @@ Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilo
 COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement", "events")]
 
 TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
-
-
 WORK_OUT = "What to work out for --epsilon:"
 
 
@@ -79,7 +77,7 @@ def _choice(
 def account(run: Path | None, plot: Path | None, **given: Any) -> None:
     """Answer the question, print the rows, and draw them if asked to."""
     json, csv = given.pop("json"), given.pop("csv")
-    flags: dict[str, str | None] = {flag_name(name): value for name, value in given.items()}
+    flags = {flag_name(name): text for name, text in given.items() if text is not None}
     errors = ["--json and --csv contradict each other: give one."] if json and csv else []
     if plot is not None:
         from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415

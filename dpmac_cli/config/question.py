@@ -52,7 +52,7 @@ Positive = Annotated[float, Field(gt=0)]
 class Flags(BaseModel):
     """Flags of ``dpmac account``, each checked by itself."""
 
-    model_config = ConfigDict(alias_generator=flag_name, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(alias_generator=flag_name, allow_inf_nan=False, defer_build=True)
 
     dataset: Literal[tuple(DATASETS)] = DEFAULT_DATASET  # type: ignore[valid-type]
     sampler: Literal[tuple(SAMPLERS)] = "poisson"  # type: ignore[valid-type]
@@ -112,17 +112,16 @@ class Question:
     runs: int = 1
 
 
-def ask(flags: Mapping[str, str | None], found: Sequence[str] = ()) -> Question:
+def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
     """Turn what was typed into one checked question.
 
     Args:
-        flags: text by flag name ("batch-size"); None where not given.
+        given: text by flag name ("batch-size").
         found: faults that were found before.
 
     Raises:
         InputError: with every fault found.
     """
-    given = {name: text for name, text in flags.items() if text is not None}
     errors = list(found)
     typed = parse(given, errors)
     solve = given.get("solve")
@@ -140,7 +139,11 @@ def ask(flags: Mapping[str, str | None], found: Sequence[str] = ()) -> Question:
             lengths = [("epochs", facts.defaults.epochs)]
     if size and batch:
         errors += _misfits(size, batch, typed.epochs)
-    accountants = accountants_for(typed.sampler, typed.accountant, errors)
+    accountants = accountants_for(typed.sampler, typed.accountant)
+    offered = SAMPLERS[typed.sampler].accountants
+    if not {*accountants} <= {*offered}:
+        able = f"cannot price {typed.sampler} sampling; {' or '.join(offered)} can."
+        errors.append(f"--accountant {typed.accountant} {able}")
     several = (typed.sigma, lengths, typed.epsilon, accountants)
     rows = math.prod(len(values) for values in several if values)
     if rows > MOST_ROWS:
@@ -203,16 +206,10 @@ def _misfits(size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
             )
 
 
-def accountants_for(sampler: str, wanted: str | None, errors: list[str]) -> tuple[str, ...]:
-    """Return the accountants that answer; faults join ``errors``."""
+def accountants_for(sampler: str, wanted: str | None) -> tuple[str, ...]:
+    """Return the accountants that answer, given the one that is wanted, or "all"."""
     offered = SAMPLERS[sampler].accountants
-    if wanted == "all":
-        return offered
-    if wanted is not None and wanted not in offered:
-        errors.append(
-            f"--accountant {wanted} cannot price {sampler} sampling; {' or '.join(offered)} can."
-        )
-    return (wanted or offered[0],)
+    return offered if wanted == "all" else (wanted or offered[0],)
 
 
 def answer(question: Question) -> Iterator[Row]:

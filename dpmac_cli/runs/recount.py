@@ -31,7 +31,7 @@ TOLERANCE = 1e-3
 BESIDE_A_RUN = ("delta", "accountant", "runs")
 
 
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class _Event(BaseModel):
@@ -88,18 +88,17 @@ class Recount:
         return math.isclose(self.again, self.stored, rel_tol=TOLERANCE, abs_tol=1e-9)
 
 
-def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = ()) -> Recount:
+def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> Recount:
     """Price a run again from its report.
 
     Args:
         path: a run folder, or a report.
-        flags: as for :func:`dpmac_cli.config.question.ask`; only :data:`BESIDE_A_RUN` may be given.
+        given: as for :func:`dpmac_cli.config.question.ask`; only :data:`BESIDE_A_RUN` may be given.
         found: faults that were found before.
 
     Raises:
-        InputError: there is no report of ours, or a flag contradicts it.
+        InputError: there is no report of ours, or a flag does not fit it.
     """
-    given = {name: text for name, text in flags.items() if text is not None}
     errors = list(found)
     for name in given.keys() - set(BESIDE_A_RUN):
         errors.append(f"--{name} contradicts {path}, which says what was done: leave it out.")
@@ -108,13 +107,10 @@ def recount(path: Path, flags: Mapping[str, str | None], found: Sequence[str] = 
         raise InputError(errors)
     report = _read_report(path)
     events = _events(report.events)
-    accountants = question.accountants_for(events[-1].sampler, typed.accountant, errors)
-    if errors:
-        raise InputError(errors)
     delta = typed.delta if "delta" in given else report.delta
     rows = [
         replace(price(events, delta, accountant), dataset_size=report.train_size)
-        for accountant in accountants
+        for accountant in question.accountants_for(events[-1].sampler, typed.accountant)
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
     return Recount(list(best_of(rows, typed.runs)), stored, total_epsilon(events, report.delta))
