@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,12 +17,12 @@ from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
-from dpmac_cli.cli.failures import USAGE, explained
+from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import BudgetError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.runs.recount import Recount, recount
 from dpmac_cli.storage.files import to_csv, to_json
 
@@ -114,18 +113,14 @@ def account(run: Path | None, plot: Path | None, **given: Any) -> None:
 
 
 def _judge(report: Recount) -> None:
-    """Say whether a report's epsilon is right."""
+    """Say that a report's epsilon is right. Raises InputError if it is wrong."""
     stored, again = format_epsilon(report.stored), format_epsilon(report.again)
-    if report.right:
-        console.print_notes([f"the report's epsilon, {stored}, is right"])
-        return
-    console.print_errors(
-        [
+    if not report.right:
+        raise InputError(
             f"The report's epsilon is wrong: it says {stored}, but what it says was done costs "
             f"{again}. Do not rely on it."
-        ]
-    )
-    raise typer.Exit(USAGE)
+        )
+    console.print_notes([f"the report's epsilon, {stored}, is right"])
 
 
 def _values(row: Row) -> dict[str, Any]:

@@ -6,15 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AliasPath,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.calibration import MOST_STEPS
@@ -29,8 +21,6 @@ from dpmac_cli.runs.folder import CONFIG, REPORT, SUMS, resume_command, vouched
 TOLERANCE = 1e-3
 #: Flags that make sense beside a run, which brings everything else.
 BESIDE_A_RUN = ("delta", "accountant", "runs")
-
-
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)
 
 
@@ -59,14 +49,18 @@ class _Report(BaseModel):
     events: list[_Event] = _at("privacy", "events", min_length=1)
     abandoned: list[_Event] = _at("privacy", "abandoned", default=[])
     epsilon: Annotated[float, Field(ge=0)] | None = _at("privacy", "epsilon")
-    delta: float = _at("privacy", "delta", gt=0, lt=1)
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = _at("privacy", "delta")
 
-    @field_validator("delta", mode="before")
-    @classmethod
-    def _fill_in(cls, delta: Any, info: ValidationInfo) -> Any:
-        """Use the default without noise, where a report has no delta."""
-        noisy = all(event.noise_multiplier for event in info.data.get("events", ()))
-        return delta if noisy else question.DEFAULT_DELTA
+    @model_validator(mode="after")
+    def _check_delta(self) -> "_Report":
+        if self.delta is None and all(event.noise_multiplier for event in self.events):
+            raise ValueError("no delta, though noise was added")
+        return self
+
+    def training_events(self, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
+        """Return the events of all branches; with ``attempts``, first those the run replaced."""
+        listed = (*self.abandoned, *self.events) if attempts else self.events
+        return tuple(TrainingEvent(**dict(event)) for event in listed)
 
 
 @dataclass(frozen=True)
@@ -99,21 +93,23 @@ def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> 
     Raises:
         InputError: there is no report of ours, or a flag does not fit it.
     """
+    foreign = [name for name in given if name not in BESIDE_A_RUN]
     errors = list(found)
-    for name in given.keys() - set(BESIDE_A_RUN):
-        errors.append(f"--{name} contradicts {path}, which says what was done: leave it out.")
-    typed = question.parse({n: given[n] for n in BESIDE_A_RUN if n in given}, errors)
+    errors += [
+        f"--{n} contradicts {path}, which says what was done: leave it out." for n in foreign
+    ]
+    typed = question.parse({n: given[n] for n in given if n not in foreign}, errors)
     if errors:
         raise InputError(errors)
     report = _read_report(path)
-    events = _events(report.events)
-    delta = typed.delta if "delta" in given else report.delta
+    events, own_delta = report.training_events(), report.delta or question.DEFAULT_DELTA
+    delta = typed.delta if "delta" in given else own_delta
     rows = [
         replace(price(events, delta, accountant), dataset_size=report.train_size)
         for accountant in question.accountants_for(events[-1].sampler, typed.accountant)
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
-    return Recount(list(best_of(rows, typed.runs)), stored, total_epsilon(events, report.delta))
+    return Recount(list(best_of(rows, typed.runs)), stored, total_epsilon(events, own_delta))
 
 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
@@ -127,15 +123,8 @@ def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]
     found = ledger.read(run)
     if found is not None and (run / SUMS).exists() and not vouched(run, REPORT):
         # The report is damaged, or from before the run was resumed.
-        events, abandoned = (*found.earlier, found.event), found.abandoned
-    else:
-        report = _read_report(run)
-        events, abandoned = _events(report.events), _events(report.abandoned)
-    return (*abandoned, *events) if attempts else events
-
-
-def _events(listed: Sequence[_Event]) -> tuple[TrainingEvent, ...]:
-    return tuple(TrainingEvent(**dict(event)) for event in listed)
+        return (*(found.abandoned if attempts else ()), *found.earlier, found.event)
+    return _read_report(run).training_events(attempts=attempts)
 
 
 def _read_report(path: Path) -> _Report:
