@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.question import CHOICES, NUMBERS
+from dpmac_cli.config.question import CHOICES, Flags
 from dpmac_cli.config.settings import KINDS, SETTINGS, flag_name
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.dataset import Data
@@ -617,7 +617,7 @@ PRICED: Mapping[str, Sequence[str]] = {
     "sampler": CHOICES["sampler"],
     "accountant": CHOICES["accountant"],
 }
-assert PRICED.keys() == {*NUMBERS, *CHOICES}
+assert PRICED.keys() == set(map(flag_name, Flags.model_fields))
 
 
 @st.composite

@@ -25,7 +25,7 @@ from dpmac_cli.plots import MOST_LINES, draw_prices, faults_of_picture, line_sty
 
 DELTA = 1e-5
 #: 40 records, and noise that is cheap to price.
-SMALL = Question(40, 8, (6.0,), (("steps", 20),), (), DELTA, None, "poisson", ("pld",), 1)
+SMALL = Question(dataset_size=40, batch_size=8, sigmas=(6.0,), lengths=(("steps", 20),))
 WITHOUT_NOISE = replace(SMALL, sigmas=(0.0,))
 
 

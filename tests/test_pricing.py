@@ -20,7 +20,7 @@ from dpmac_cli.errors import BudgetError, InputError
 
 DELTA = 1e-5
 #: 40 records, and noise that is cheap to price.
-SMALL = Question(40, 8, (6.0,), (("epochs", 2),), (), DELTA, None, "poisson", ("pld",), 1)
+SMALL = Question(dataset_size=40, batch_size=8, sigmas=(6.0,), lengths=(("epochs", 2),))
 
 
 def typed(line: str) -> Mapping[str, str]:
@@ -149,9 +149,17 @@ def test_every_fault_of_a_question_is_named_at_once(refused: Refused) -> None:
 
 
 def test_a_data_set_fills_in_what_is_not_given() -> None:
-    flags = {"sigma": "1", "epochs": None, "delta": None}
-    assert ask(flags) == Question(
-        60_000, 256, (1.0,), (("epochs", 5),), (), DELTA, None, "poisson", ("pld",), 1
+    assert ask(typed("--sigma 1")) == Question(
+        dataset_size=60_000,
+        batch_size=256,
+        sigmas=(1.0,),
+        lengths=(("epochs", 5),),
+        epsilons=(),
+        delta=DELTA,
+        solve=None,
+        sampler="poisson",
+        accountants=("pld",),
+        runs=1,
     )
     digits = ask(typed("--dataset digits --epsilon 2,3 --batch-size 9"))
     assert (digits.dataset_size, digits.batch_size, digits.lengths) == (1437, 9, (("epochs", 20),))

@@ -1,21 +1,20 @@
-"""What happened to the records, as a privacy event, and what it costs.
+"""Accountants: the privacy cost of training events, by privacy loss distributions or by RDP.
 
-An event says how records were sampled and what noise was added; an accountant of dp-accounting
-prices it: ``pld``, privacy loss distributions with the Connect-the-Dots discretisation
-(Doroshenko et al. 2022), or ``rdp``, Renyi differential privacy (Mironov 2017). Both are rigorous
-upper bounds, and each is for the adjacency that belongs to the sampler. Nothing here imports torch,
-and dp-accounting, which takes a second to import, is loaded when the first price is asked for.
+``pld`` composes privacy loss distributions with the Connect-the-Dots discretisation (Doroshenko et
+al. 2022), ``rdp`` Renyi differential privacy (Mironov 2017). Both are rigorous upper bounds, under
+the adjacency of the events' sampler. dp-accounting, which takes a second to import, is loaded with
+the first cost.
 """
 
 import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.samplers import ADD_OR_REMOVE, REPLACE, SAMPLERS, ZERO_OUT
 from dpmac_cli.errors import InputError
 
@@ -24,7 +23,7 @@ ACCOUNTANTS: Mapping[str, str] = {
     "pld": f"pld (Connect-the-Dots, dp-accounting {version('dp-accounting')})",
     "rdp": f"rdp (Renyi orders up to 1024, dp-accounting {version('dp-accounting')})",
 }
-#: Below, the price is astronomical and its computation overflows; above, noise is all there is.
+#: Bounds of noise multipliers: below, the computation overflows; above, noise drowns everything.
 SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
 
 # Widths of the grid on which privacy loss is rounded up: every width gives an upper bound. The
@@ -43,7 +42,7 @@ def total_epsilon(
     accountant: str | None = None,
     widest: float = FINE,
 ) -> float:
-    """The price of several trainings on the same records, one after another or as branches.
+    """Return epsilon of several trainings on the same records, in sequence or as branches.
 
     Args:
         events: under one adjacency.
@@ -54,37 +53,33 @@ def total_epsilon(
     Raises:
         InputError: the accountant cannot price them.
     """
-    merged = _merged(events)
-    if not merged:
-        return 0.0
-    if any(event.noise_multiplier == 0 for event in merged):
-        return math.inf
-    if choose_accountant(merged, accountant) == "pld":
-        return _read_epsilon(_compose(tuple(merged), _width(merged, widest)), delta)
-    return float(_rdp(merged).get_epsilon(delta))
+    parts = merged(events)
+    if not parts or _noiseless(parts):
+        return math.inf if parts else 0.0
+    if choose_accountant(parts, accountant) == "pld":
+        return _read_epsilon(_compose(parts, _width(parts, widest)), delta)
+    return float(_rdp(parts).get_epsilon(delta))
 
 
 @functools.lru_cache(maxsize=64)
 def total_delta(
     events: tuple[TrainingEvent, ...], epsilon: float, accountant: str | None = None
 ) -> float:
-    """The least delta shown to hold at an epsilon; 1 without noise. As :func:`total_epsilon`."""
-    merged = _merged(events)
-    if not merged:
-        return 0.0
-    if any(event.noise_multiplier == 0 for event in merged):
-        return 1.0
-    if choose_accountant(merged, accountant) == "pld":
-        delta = _compose(tuple(merged), _width(merged)).get_delta_for_epsilon(epsilon)
+    """Return the least delta shown to hold at an epsilon; see :func:`total_epsilon`."""
+    parts = merged(events)
+    if not parts or _noiseless(parts):
+        return 1.0 if parts else 0.0
+    if choose_accountant(parts, accountant) == "pld":
+        delta = _compose(parts, _width(parts)).get_delta_for_epsilon(epsilon)
     else:
-        delta = _rdp_delta(merged, epsilon)
+        delta = _rdp_delta(parts, epsilon)
     return min(1.0, float(delta))
 
 
 def repeat_and_select(events: tuple[TrainingEvent, ...], delta: float, mean: float) -> float:
-    """Epsilon of the best of a random number of like trainings, by RDP.
+    """Return epsilon of the best of a random number of such trainings, by RDP.
 
-    The number of trainings is Poisson with the given mean, and only the best is ever seen
+    The number of trainings is Poisson with the given mean, and only the best is published
     (Papernot and Steinke 2022, arXiv 2110.03620).
 
     Raises:
@@ -92,20 +87,18 @@ def repeat_and_select(events: tuple[TrainingEvent, ...], delta: float, mean: flo
     """
     from dp_accounting import dp_event  # noqa: PLC0415
 
-    merged = _merged(events)
-    if not merged:
-        return 0.0
-    if any(event.noise_multiplier == 0 for event in merged):
-        return math.inf
-    choose_accountant(merged, "rdp")
-    accountant = rdp_accountant(merged[0].sampling.adjacency)
-    once = dp_event.ComposedDpEvent([event.dp_event() for event in merged])
+    parts = merged(events)
+    if not parts or _noiseless(parts):
+        return math.inf if parts else 0.0
+    choose_accountant(parts, "rdp")
+    accountant = rdp_accountant(parts[0].sampling.adjacency)
+    once = dp_event.ComposedDpEvent([event.dp_event() for event in parts])
     accountant.compose(dp_event.RepeatAndSelectDpEvent(once, mean, math.inf))
     return float(accountant.get_epsilon(delta))
 
 
 def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None) -> str:
-    """The accountant asked for, or the samplers' default.
+    """Return the accountant asked for, or the samplers' default.
 
     Raises:
         InputError: it cannot price these events, or no accountant can price them together.
@@ -131,50 +124,46 @@ def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None
     return wanted or offered[0]
 
 
-def _merged(events: Iterable[TrainingEvent], unit: str = "compositions") -> list[TrainingEvent]:
-    """Add up the compositions (or steps) of equal mechanisms; each sum becomes an event's steps."""
-    counts: dict[TrainingEvent, int] = {}
-    for event in events:
-        kind = replace(event, steps=0, steps_per_epoch=1)
-        counts[kind] = counts.get(kind, 0) + getattr(event, unit)
-    return [replace(kind, steps=count) for kind, count in counts.items() if count]
+def _noiseless(events: Sequence[TrainingEvent]) -> bool:
+    return any(event.noise_multiplier == 0 for event in events)
 
 
 @functools.lru_cache(maxsize=2)
-def _compose(merged: tuple[TrainingEvent, ...], width: float) -> Any:
-    plds = [
-        _repeated(_sampled_gaussian(event.rate, event.noise_multiplier, width), event.steps)
-        for event in merged
-    ]
-    return functools.reduce(lambda a, b: a.compose(b), plds)
+def _compose(parts: tuple[TrainingEvent, ...], width: float) -> Any:
+    """Return the privacy loss distribution of merged events, on a grid of a width."""
+    return functools.reduce(lambda a, b: a.compose(b), [_part(event, width) for event in parts])
 
 
-def _repeated(pld: Any, times: int) -> Any:
-    """Composed with itself; very often by way of blocks, for the library goes step by step."""
-    if times < BLOCK**2:
-        return pld.self_compose(times)
-    blocks, rest = divmod(times, BLOCK)
-    most = pld.self_compose(BLOCK).self_compose(blocks)
-    return most.compose(pld.self_compose(rest)) if rest else most
+@functools.lru_cache(maxsize=8)
+def _part(event: TrainingEvent, width: float) -> Any:
+    one = _sampled_gaussian(event.rate, event.noise_multiplier, width)
+    return _repeated(one, event.steps)
 
 
-def _width(merged: Sequence[TrainingEvent], widest: float = FINE) -> float:
-    """One grid for all: wide enough for the largest losses, else fine enough for the smallest.
+def _read_epsilon(pld: Any, delta: float) -> float:
+    import numpy as np  # noqa: PLC0415
+
+    with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
+        return float(pld.get_epsilon_for_delta(delta))
+
+
+def _width(parts: Sequence[TrainingEvent], widest: float = FINE) -> float:
+    """Return one grid width for all: wide enough for the largest losses, else fine enough.
 
     Rounding a composition's loss, about q/sigma, by a tenth of it adds 0.1% to epsilon; a coarse
     grid may round by three tenths, which adds 1%.
     """
-    least_noise = min(event.noise_multiplier for event in merged)
+    least_noise = min(event.noise_multiplier for event in parts)
     if least_noise < FINE_FROM_SIGMA:
         return COARSE * (FINE_FROM_SIGMA / least_noise) ** 2
     share = 0.1 * math.sqrt(widest / FINE)
-    small = min(share * event.rate / event.noise_multiplier for event in merged)
-    large = max(map(_largest_loss, merged))
+    small = min(share * event.rate / event.noise_multiplier for event in parts)
+    large = max(map(_largest_loss, parts))
     return min(widest, max(large / POINTS, small))
 
 
 def _largest_loss(event: TrainingEvent) -> float:
-    """Of one composition, with its noise 10 standard deviations out; sigma is not small here."""
+    """Return the loss of one composition at 10 standard deviations; sigma is not small here."""
     sigma = event.noise_multiplier
     return math.log1p(event.rate * math.expm1(10 / sigma + 0.5 / sigma**2))
 
@@ -188,30 +177,31 @@ def _sampled_gaussian(sampling_rate: float, noise_multiplier: float, width: floa
     )
 
 
-def _read_epsilon(pld: Any, delta: float) -> float:
-    import numpy as np  # noqa: PLC0415
+def _repeated(pld: Any, times: int) -> Any:
+    """Compose with itself, very often in blocks: the library composes step by step."""
+    if times < BLOCK**2:
+        return pld.self_compose(times)
+    blocks, rest = divmod(times, BLOCK)
+    most = pld.self_compose(BLOCK).self_compose(blocks)
+    return most.compose(pld.self_compose(rest)) if rest else most
 
-    with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
-        return float(pld.get_epsilon_for_delta(delta))
 
-
-def _rdp_delta(merged: Sequence[TrainingEvent], epsilon: float) -> float:
+def _rdp_delta(parts: Sequence[TrainingEvent], epsilon: float) -> float:
     try:
-        return float(_rdp(merged).get_delta(epsilon))
+        return float(_rdp(parts).get_delta(epsilon))
     except ValueError:  # divergences below 1e-16 end in a logarithm of 0: more steps cost more
-        return _rdp_delta([replace(event, steps=1000 * event.steps) for event in merged], epsilon)
+        return _rdp_delta([replace(event, steps=1000 * event.steps) for event in parts], epsilon)
 
 
-def _rdp(merged: Sequence[TrainingEvent]) -> Any:
-    """An RDP accountant that has seen the events."""
-    accountant = rdp_accountant(merged[0].sampling.adjacency)
-    for event in merged:
+def _rdp(parts: Sequence[TrainingEvent]) -> Any:
+    accountant = rdp_accountant(parts[0].sampling.adjacency)
+    for event in parts:
         accountant.compose(event.dp_event())
     return accountant
 
 
 def rdp_accountant(adjacency: str) -> Any:
-    """Return a fresh RDP accountant under an adjacency."""
+    """Return an RDP accountant of dp-accounting under an adjacency."""
     from dp_accounting import NeighboringRelation  # noqa: PLC0415
     from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415
 

@@ -1,27 +1,27 @@
 """Privacy events: what a training run did to its records."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from dpmac_cli.accounting.samplers import SAMPLERS, Sampling
 
-#: Below, the arithmetic of privacy losses gives out: smaller rates are priced as this one, which
-#: costs more.
+#: Smaller rates are priced as this one, which costs more: the arithmetic of privacy losses fails.
 LEAST_RATE = 1e-6
 
 
 @dataclass(frozen=True)
 class TrainingEvent:
-    """What a training run did to its data: ``steps`` Gaussian mechanisms on sampled batches.
+    """Gaussian mechanisms on sampled batches.
 
     Attributes:
         sampling_rate: q = B/n, in (0, 1].
         noise_multiplier: sigma, standard deviation of the noise over the clipping norm, >= 0.
         steps: T, how many steps saw data (an empty batch counts), >= 0.
         sampler: a key of :data:`SAMPLERS`.
-        steps_per_epoch: ceil(n/B); matters where the sampler goes by epochs.
+        steps_per_epoch: ceil(n/B); matters where a record is in one batch of each epoch.
     """
 
     sampling_rate: float
@@ -37,18 +37,18 @@ class TrainingEvent:
 
     @property
     def compositions(self) -> int:
-        """How many mechanisms on all records it is priced as: steps, or epochs begun."""
+        """Number of mechanisms on all records: steps, or epochs begun."""
         if self.sampling.once_an_epoch:
             return math.ceil(self.steps / self.steps_per_epoch)
         return self.steps
 
     @property
     def rate(self) -> float:
-        """The chance, as it is priced, that a record is in one of the compositions."""
+        """Probability, as it is priced, that a record is in one of the compositions."""
         return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
 
     def dp_event(self) -> Any:
-        """Return the same as a dp-accounting event, for any accountant of that library."""
+        """Return the event in the terms of dp-accounting, for any accountant of that library."""
         import dp_accounting  # noqa: PLC0415
 
         one: Any = dp_accounting.GaussianDpEvent(self.noise_multiplier / self.sampling.sensitivity)
@@ -60,3 +60,14 @@ class TrainingEvent:
         elif not self.sampling.once_an_epoch:
             one = dp_accounting.PoissonSampledDpEvent(self.rate, one)
         return dp_accounting.SelfComposedDpEvent(one, self.compositions)
+
+
+def merged(
+    events: Iterable[TrainingEvent], unit: str = "compositions"
+) -> tuple[TrainingEvent, ...]:
+    """Add up the compositions (or steps) of equal mechanisms; each sum becomes an event's steps."""
+    counts: dict[TrainingEvent, int] = {}
+    for event in events:
+        kind = replace(event, steps=0, steps_per_epoch=1)
+        counts[kind] = counts.get(kind, 0) + getattr(event, unit)
+    return tuple(replace(kind, steps=count) for kind, count in counts.items() if count)

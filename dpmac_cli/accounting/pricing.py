@@ -1,35 +1,27 @@
-"""What ``dpmac account`` answers: a checked question becomes rows, rendered elsewhere.
-
-Loads neither torch nor, before the first price, dp-accounting.
-"""
+"""Rows of a privacy cost and all it depends on, and curves of it, before they are rendered."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from dpmac_cli.accounting import accountants as accounting
-from dpmac_cli.accounting import schedule, statements
-from dpmac_cli.accounting.accountants import choose_accountant, total_epsilon
+from dpmac_cli.accounting.accountants import choose_accountant, repeat_and_select, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.accounting.schedule import epsilon_schedule
+from dpmac_cli.accounting.statements import common, format_epsilon, statement
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """A privacy cost and all it depends on. Of branches that differ, what differs is None.
+    """A privacy cost and all it depends on; None for what differs between branches.
 
     Attributes:
-        statement: what it protects, in plain sentences.
-        events: what happened, one a branch.
-        epsilon, delta: of the guarantee.
-        noise_multiplier, batch_size, dataset_size, sampling_rate: sigma, B, n, q.
-        steps, epochs: of training.
-        sampler, accountant, adjacency: what the price is for and from.
-        compositions: mechanisms on all records that it is priced as.
-        runs: trainings that it covers.
+        statement: the guarantee in plain sentences. events: what happened, one per branch.
+        noise_multiplier, sampling_rate, dataset_size, batch_size: sigma, q, n, B.
+        compositions: mechanisms on all records. runs: trainings that the cost covers.
         selection: how they were counted: "none" for one, "composition" for a fixed number,
             "repeat-and-select" for a random one.
-        solved: what was worked out, as in :attr:`Question.solve`; None for epsilon.
+        solved: the setting that was worked out; None for epsilon.
     """
 
     statement: str
@@ -57,7 +49,7 @@ def price(
     accountant: str | None = None,
     epsilon: float | None = None,
 ) -> Row:
-    """Compute what some trainings on the same records cost together.
+    """Return what some trainings on the same records cost together.
 
     Args:
         events: at least one.
@@ -68,61 +60,58 @@ def price(
     if epsilon is None:
         epsilon = total_epsilon(events, delta, accountant)
     last = events[-1]
-    sampler = last.sampling
-    rate = statements.common(event.sampling_rate for event in events)
+    rate = common(event.sampling_rate for event in events)
     steps = sum(event.steps for event in events)
     noisy = [event for event in events if event.noise_multiplier > 0]
-    name = choose_accountant(noisy, accountant) if noisy else accountant or sampler.accountants[0]
+    default = accountant or last.sampling.accountants[0]
     return Row(
-        statements.statement(epsilon, delta, events),
-        events,
-        epsilon,
-        delta,
-        statements.common(event.noise_multiplier for event in events),
-        rate,
-        steps,
-        None if rate is None else steps / last.steps_per_epoch,
-        last.sampler,
-        name,
-        sampler.adjacency,
-        sum(event.compositions for event in events),
-    )
-
-
-def composition(row: Row, runs: int) -> Row:
-    """What it costs to train a number of times fixed beforehand, and publish the best."""
-    epsilon = total_epsilon(row.events * runs, row.delta, row.accountant)
-    return replace(
-        row,
+        statement=statement(epsilon, delta, events),
+        events=events,
         epsilon=epsilon,
-        steps=row.steps * runs,
-        epochs=None if row.epochs is None else row.epochs * runs,
-        compositions=row.compositions * runs,
-        runs=runs,
-        selection="composition",
-        statement=_bill(epsilon, row, f"the best of {runs} such runs"),
+        delta=delta,
+        noise_multiplier=common(event.noise_multiplier for event in events),
+        sampling_rate=rate,
+        steps=steps,
+        epochs=None if rate is None else steps / last.steps_per_epoch,
+        sampler=last.sampler,
+        accountant=choose_accountant(noisy, accountant) if noisy else default,
+        adjacency=last.sampling.adjacency,
+        compositions=sum(event.compositions for event in events),
     )
 
 
-def selection(row: Row, runs: int) -> Row:
-    """The same for a random number, Poisson with mean ``runs``, of which only the best is seen."""
-    epsilon = accounting.repeat_and_select(row.events, row.delta, runs)
-    what = f"the best of a random number of such runs (Poisson, mean {runs})"
-    return replace(
-        row,
-        epsilon=epsilon,
-        accountant="rdp",
-        runs=runs,
-        selection="repeat-and-select",
-        statement=_bill(epsilon, row, what),
-    )
+def best_of(rows: Sequence[Row], runs: int) -> Iterator[Row]:
+    """Yield each row, and what it costs to publish the best of ``runs`` such trainings.
+
+    A number of trainings fixed beforehand costs their composition. A random number, Poisson with
+    mean ``runs``, is priced once, by RDP.
+
+    Args:
+        rows: of one training, by different accountants.
+        runs: 1 for no more than the rows.
+    """
+    for row in rows:
+        yield row
+        if runs > 1:
+            epsilon = total_epsilon(row.events * runs, row.delta, row.accountant)
+            counts = {"steps": row.steps * runs, "compositions": row.compositions * runs}
+            epochs = None if row.epochs is None else row.epochs * runs
+            what = f"the best of {runs} such runs"
+            yield _best(row, epsilon, runs, what, selection="composition", epochs=epochs, **counts)
+    if runs > 1 and rows:
+        epsilon = repeat_and_select(rows[-1].events, rows[-1].delta, runs)
+        what = f"the best of a random number of such runs (Poisson, mean {runs})"
+        yield _best(rows[-1], epsilon, runs, what, selection="repeat-and-select", accountant="rdp")
 
 
-def _bill(epsilon: float, row: Row, what: str) -> str:
+def _best(row: Row, epsilon: float, runs: int, what: str, **changes: Any) -> Row:
+    cost = f"({format_epsilon(epsilon)}, {format_epsilon(row.delta)})"
+    says = f"is {cost}-differentially private under {row.adjacency} adjacency."
     if math.isinf(epsilon):
-        return f"Publishing {what} has no finite epsilon either."
-    price = f"({format_epsilon(epsilon)}, {format_epsilon(row.delta)})"
-    return f"Publishing {what} is {price}-differentially private under {row.adjacency} adjacency."
+        says = "has no finite epsilon either."
+    return replace(
+        row, epsilon=epsilon, runs=runs, statement=f"Publishing {what} {says}", **changes
+    )
 
 
 #: Pairs of a step or a delta, and epsilon.
@@ -130,17 +119,14 @@ Curve = Sequence[tuple[float, float]]
 
 
 def epsilon_by_steps(row: Row) -> Curve:
-    """(step, epsilon) from the first step of the last branch to the end of training."""
+    """Return (step, epsilon) from the first step of the last branch to the end of training."""
     event, earlier = row.events[-1], row.events[:-1]
-    prices = schedule.epsilon_schedule(
-        event, row.delta, event.steps_per_epoch, earlier, row.accountant
-    )
+    schedule = epsilon_schedule(event, row.delta, event.steps_per_epoch, earlier, row.accountant)
     first = total_epsilon((*earlier, replace(event, steps=1)), row.delta, row.accountant)
     before = row.steps - event.steps
-    points = [(1, first), *prices.points]
-    return [(float(before + step), epsilon) for step, epsilon in points]
+    return [(float(before + step), epsilon) for step, epsilon in ((1, first), *schedule.points)]
 
 
 def epsilon_by_delta(row: Row, deltas: Sequence[float]) -> Curve:
-    """(delta, epsilon) at the end of training."""
+    """Return (delta, epsilon) at the end of training."""
     return [(delta, total_epsilon(row.events, delta, row.accountant)) for delta in deltas]

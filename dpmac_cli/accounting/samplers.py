@@ -12,7 +12,7 @@ NEIGHBOURS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
     """A way to draw batches, and how it is priced.
 
@@ -21,10 +21,9 @@ class Sampling:
         summary: one line for help.
         done: what its steps are called.
         accountants: that support it, the default first.
-        once_an_epoch: whether a record is in one batch of each epoch. A batch's sum is then all
-            that an epoch says of it: one Gaussian, with no amplification.
-        sensitivity: how far one change between neighbours moves the sum of a batch, in clipping
-            norms.
+        once_an_epoch: whether a record is in one batch of each epoch, which is then priced as one
+            Gaussian mechanism without amplification.
+        sensitivity: distance that the sum of a batch moves between neighbours, in clipping norms.
     """
 
     adjacency: str
@@ -37,28 +36,28 @@ class Sampling:
 
 SAMPLERS: Mapping[str, Sampling] = {
     "poisson": Sampling(
-        ADD_OR_REMOVE,
-        "each record is in each step independently with probability B/n",
-        "Poisson-sampled",
+        adjacency=ADD_OR_REMOVE,
+        summary="each record is in each step independently with probability B/n",
+        done="Poisson-sampled",
     ),
     "balls-in-bins": Sampling(
-        ADD_OR_REMOVE,
-        "each record goes to one of an epoch's batches, independently",
-        "balls-in-bins",
+        adjacency=ADD_OR_REMOVE,
+        summary="each record goes to one of an epoch's batches, independently",
+        done="balls-in-bins",
         once_an_epoch=True,
     ),
-    # Taking out a record would shift the others to other batches: fixed slots need zero-out.
+    # Removing a record would move the others to other batches: fixed slots need zero-out.
     "shuffle": Sampling(
-        ZERO_OUT,
-        "each epoch deals all records out in random order",
-        "shuffled",
+        adjacency=ZERO_OUT,
+        summary="each epoch deals all records out in random order",
+        done="shuffled",
         once_an_epoch=True,
     ),
     # Replacing one sample by another moves the sum by 2.
     "fixed-size": Sampling(
-        REPLACE,
-        "each step takes B different records",
-        "fixed-size",
+        adjacency=REPLACE,
+        summary="each step takes B different records",
+        done="fixed-size",
         accountants=("rdp",),
         sensitivity=2,
     ),

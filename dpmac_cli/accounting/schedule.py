@@ -1,33 +1,22 @@
-"""Epsilon at several steps of a run, composed once."""
+"""Epsilon at several steps of a run, known before it starts."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from dpmac_cli.accounting.accountants import (
-    COARSE,
-    _compose,
-    _merged,
-    _read_epsilon,
-    _width,
-    choose_accountant,
-    total_epsilon,
-)
+from dpmac_cli.accounting.accountants import COARSE, total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 
 
 @dataclass(frozen=True)
 class EpsilonSchedule:
-    """Epsilon at a few steps of a run, composed once.
-
-    Attributes:
-        points: ``(step, epsilon)`` pairs, both increasing, the last one at the planned end.
-    """
+    """``(step, epsilon)`` pairs, both increasing, the last one at the planned end."""
 
     points: tuple[tuple[int, float], ...]
 
     def at(self, step: int) -> float:
-        """An upper bound on epsilon after ``step`` steps: the next computed point's value."""
+        """Return an upper bound on epsilon after ``step`` steps: the next point's epsilon."""
         if step <= 0:
             return 0.0
         for point, epsilon in self.points:
@@ -43,10 +32,9 @@ def epsilon_schedule(
     earlier: Sequence[TrainingEvent] = (),
     accountant: str | None = None,
 ) -> EpsilonSchedule:
-    """Price the run at some 20 to 100 evenly spaced steps, by one coarse convolution each.
+    """Price a run at some 20 to 100 evenly spaced steps, on a coarse grid.
 
-    The last point is exactly ``total_epsilon((*earlier, event), delta)``, and no point lies above
-    it.
+    The last point is exactly ``total_epsilon((*earlier, event), delta)``; no other is above it.
 
     Args:
         event: the whole run, from its first step or from where it branched off.
@@ -55,35 +43,20 @@ def epsilon_schedule(
         earlier: what else was done with the records before or beside.
         accountant: see :func:`total_epsilon`.
     """
-    if event.steps == 0:
-        return EpsilonSchedule(((0, total_epsilon(tuple(earlier), delta, accountant)),))
     end = total_epsilon((*earlier, event), delta, accountant)
-    if math.isinf(end):
+    if event.steps == 0 or math.isinf(end):
         return EpsilonSchedule(((event.steps, end),))
     steps = range(stride := _stride(event, epoch), event.steps, stride)
-    if choose_accountant((*earlier, event), accountant) == "pld":
-        prices = _pld_prices(event, delta, steps, _merged(earlier))
-    else:
-        parts = (replace(event, steps=step) for step in steps)
-        prices = (total_epsilon((*earlier, part), delta, "rdp") for part in parts)
-    points = [(step, min(end, price)) for step, price in zip(steps, prices, strict=True)]
+    parts = (replace(event, steps=step) for step in steps)
+    costs = (total_epsilon((*earlier, part), delta, accountant, COARSE) for part in parts)
+    points = [
+        (step, min(end, cost)) for step, cost in zip(steps, accumulate(costs, max), strict=True)
+    ]
     return EpsilonSchedule((*points, (event.steps, end)))
 
 
-def _pld_prices(
-    event: TrainingEvent, delta: float, steps: range, before: Sequence[TrainingEvent]
-) -> Iterable[float]:
-    """The price at each of evenly spaced steps, on a coarse grid."""
-    width = _width([*before, event], COARSE)
-    block = _compose(tuple(_merged([replace(event, steps=steps.step)])), width)
-    pld = _compose(tuple(before), width) if before else None
-    for _ in steps:
-        pld = block if pld is None else pld.compose(block)
-        yield _read_epsilon(pld, delta)
-
-
 def _stride(event: TrainingEvent, epoch: int, points: int = 100) -> int:
-    """Steps between points: some epochs, or a whole fraction of one where it has one."""
+    """Return steps between points: whole epochs, or a whole fraction of one."""
     least = max(1, math.ceil(event.steps / points))
     if event.sampling.once_an_epoch or epoch <= least:
         return math.ceil(least / epoch) * epoch

@@ -3,26 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from dpmac_cli.accounting.accountants import _merged
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.samplers import NEIGHBOURS
-
-
-def common(values: Iterable[float]) -> float | None:
-    """The value that all have, or None."""
-    distinct = set(values)
-    return distinct.pop() if len(distinct) == 1 else None
-
-
-def format_epsilon(epsilon: float) -> str:
-    """Four digits, rounded up: a price is never shown smaller than it is."""
-    if epsilon == 0 or not math.isfinite(epsilon):
-        return "0" if epsilon == 0 else "infinite"
-    if epsilon < 1e-300:  # where the scale would overflow
-        return "1e-300"
-    scale = 10.0 ** (3 - math.floor(math.log10(epsilon)))
-    return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
-
 
 PLD_ENDS = (
     "Privacy loss distributions end near a delta of 1e-14: ask for a larger delta, or price by "
@@ -31,8 +13,24 @@ PLD_ENDS = (
 NO_PRIVACY = "No privacy: no noise was added."
 
 
+def common(values: Iterable[float]) -> float | None:
+    """Return the value that all have, or None."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
+
+
+def format_epsilon(epsilon: float) -> str:
+    """Return four digits, rounded up: a cost is never shown smaller than it is."""
+    if epsilon == 0 or not math.isfinite(epsilon):
+        return "0" if epsilon == 0 else "infinite"
+    if epsilon < 1e-300:  # where the scale would overflow
+        return "1e-300"
+    scale = 10.0 ** (3 - math.floor(math.log10(epsilon)))
+    return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
+
+
 def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> str:
-    """What the guarantee says, in plain sentences."""
+    """Return what a guarantee says, and what it does not cover."""
     if any(event.noise_multiplier == 0 for event in events):
         return NO_PRIVACY
     if not math.isfinite(epsilon):
@@ -40,10 +38,8 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
             f"No finite epsilon could be shown at delta {delta:g}: gradients were clipped and "
             f"noise was added, but nothing can be promised. {PLD_ENDS}"
         )
-    price = format_epsilon(epsilon)
-    adjacency = events[0].sampling.adjacency
-    promise = meaning(adjacency, price, format_epsilon(delta))
-    done = " and ".join(map(_done, _merged(events, "steps"))) or "no step"
+    promise = meaning(events[0].sampling.adjacency, format_epsilon(epsilon), format_epsilon(delta))
+    done = " and ".join(map(_done, merged(events, "steps"))) or "no step"
     return (
         f"{promise} This is for {done}. The number of training records is public. Test records are "
         "not protected, and measured times not covered. Publishing the best of several runs costs "
@@ -52,7 +48,7 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
 
 
 def meaning(adjacency: str, epsilon: str, delta: str) -> str:
-    """What (epsilon, delta)-differential privacy under an adjacency promises."""
+    """Return what (epsilon, delta)-differential privacy under an adjacency promises."""
     return (
         f"{NEIGHBOURS[adjacency]} changes the probability of whatever the model and its report may "
         f"show by a factor of at most e^{epsilon}, but for a probability of {delta}: "

@@ -1,12 +1,12 @@
-"""dpmac account."""
+"""dpmac account: the privacy cost of training, and settings that meet a target."""
 
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,13 +17,12 @@ from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
-from dpmac_cli.cli.failures import USAGE, explained
+from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.config import question
-from dpmac_cli.config.question import Question
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import BudgetError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.runs.recount import Recount, recount
 from dpmac_cli.storage.files import to_csv, to_json
 
@@ -41,13 +40,16 @@ Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilo
 """
 
 #: Columns of --csv, and keys of a row of --json, in this order.
-COLUMNS = [name for name in Row.__dataclass_fields__ if name not in ("statement", "events")]
+COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement", "events")]
 
 TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
+WORK_OUT = "What to work out for --epsilon:"
 
 
-def _choice(name: str, known: Iterable[str], default: str, panel: str) -> inspect.Parameter:
-    text = f"One of {', '.join(known)}. [default: {default}]"
+def _choice(
+    name: str, known: Iterable[str], default: str, panel: str, what: str = "One of"
+) -> inspect.Parameter:
+    text = f"{what} {', '.join(known)}. [default: {default}]"
     return option(name, text, panel, "NAME", one_of(known))
 
 
@@ -60,14 +62,7 @@ def _choice(name: str, known: Iterable[str], default: str, panel: str) -> inspec
     option("steps", "Steps, instead of epochs.", TRAINING, "INT,..."),
     option("sigma", "Noise multiplier.", TRAINING, "FLOAT,..."),
     option("epsilon", "The budget: work out a setting for it.", QUESTION, "FLOAT,..."),
-    option(
-        "solve",
-        f"What to work out for --epsilon: {', '.join(question.SOLVABLE)}. "
-        "[default: sigma, or steps if --sigma is given]",
-        QUESTION,
-        "NAME",
-        one_of(question.SOLVABLE),
-    ),
+    _choice("solve", question.NEEDS, "sigma, or steps if --sigma is given", QUESTION, WORK_OUT),
     option("delta", "Delta of (epsilon, delta). [default: 1e-5]", QUESTION, "FLOAT"),
     option("runs", "Also price this many runs of which the best is published.", QUESTION, "INT"),
     _choice("sampler", SAMPLERS, "poisson", METHOD),
@@ -81,16 +76,24 @@ def _choice(name: str, known: Iterable[str], default: str, panel: str) -> inspec
 def account(run: Path | None, plot: Path | None, **given: Any) -> None:
     """Answer the question, print the rows, and draw them if asked to."""
     json, csv = given.pop("json"), given.pop("csv")
-    flags: dict[str, str | None] = {flag_name(name): value for name, value in given.items()}
+    flags = {flag_name(name): text for name, text in given.items() if text is not None}
     errors = ["--json and --csv contradict each other: give one."] if json and csv else []
     if plot is not None:
         from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415
 
         errors += faults_of_picture(plot)
-    again = None if run is None else recount(run, flags, errors)
-    rows, out_of_reach = (
-        _answers(question.ask(flags, errors)) if again is None else (again.rows, None)
-    )
+    rows: list[Row] = []
+    report = out_of_reach = None
+    if run is not None:
+        report = recount(run, flags, errors)
+        rows = report.rows
+    else:
+        try:
+            rows.extend(question.answer(question.ask(flags, errors)))
+        except BudgetError as failure:
+            if not rows:
+                raise
+            out_of_reach = failure
     console.print_notes(question.notes(rows))
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
@@ -103,53 +106,32 @@ def account(run: Path | None, plot: Path | None, **given: Any) -> None:
 
         draw_prices(rows, plot)
         console.print_notes([f"drew {plot}"])
-    if again is not None:
-        _judge(again)
+    if report is not None:
+        _judge(report)
     if out_of_reach is not None:
         raise out_of_reach
 
 
-def _answers(asked: Question) -> tuple[list[Row], BudgetError | None]:
-    """What can be answered, and what is out of reach beside it. Raises what leaves no answer."""
-    rows: list[Row] = []
-    try:
-        for row in question.answer(asked):
-            rows.append(row)
-    except BudgetError as failure:
-        if not rows:
-            raise
-        return rows, failure
-    return rows, None
-
-
-def _judge(found: Recount) -> None:
-    """Say whether a report's figure holds."""
-    stored, again = format_epsilon(found.stored), format_epsilon(found.again)
-    if found.right:
-        console.print_notes([f"the report's epsilon, {stored}, is right"])
-        return
-    console.print_errors(
-        [
+def _judge(report: Recount) -> None:
+    """Say that a report's epsilon is right. Raises InputError if it is wrong."""
+    stored, again = format_epsilon(report.stored), format_epsilon(report.again)
+    if not report.right:
+        raise InputError(
             f"The report's epsilon is wrong: it says {stored}, but what it says was done costs "
             f"{again}. Do not rely on it."
-        ]
-    )
-    raise typer.Exit(USAGE)
+        )
+    console.print_notes([f"the report's epsilon, {stored}, is right"])
 
 
 def _values(row: Row) -> dict[str, Any]:
-    """A row as JSON values: infinity is null."""
+    """Return a row as JSON values: infinity is null."""
+    epsilon = row.epsilon if math.isfinite(row.epsilon) else None
     values = {name: getattr(row, name) for name in COLUMNS}
-    if math.isinf(row.epsilon):
-        values["epsilon"] = None
-    return {**values, "statement": row.statement}
+    return {**values, "epsilon": epsilon, "statement": row.statement}
 
 
 def _print(out: Console, rows: Sequence[Row]) -> None:
-    if len(rows) == 1:
-        _print_one(out, rows[0])
-    else:
-        _print_table(out, rows)
+    (_print_table if len(rows) > 1 else _print_one)(out, rows)
     if len({row.epsilon for row in rows if row.selection == "none"}) == 1:
         out.print(Text(rows[0].statement))
     else:
@@ -161,15 +143,16 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
             out.print(Text(row.statement))
 
 
-def _print_one(out: Console, row: Row) -> None:
+SOLVED = {"sigma": "noise multiplier", "steps": "training", "batch-size": "batch"}
+
+
+def _print_one(out: Console, rows: Sequence[Row]) -> None:
+    (row,) = rows
     epsilon, delta = format_epsilon(row.epsilon), format_epsilon(row.delta)
     out.print(Text.assemble((f"epsilon {epsilon}", "bold"), f" at delta {delta}"))
     for name, value in _facts(row):
         style = "bold" if name == SOLVED.get(row.solved or "") else ""
         out.print(Text.assemble(f"  {name:<17} ", (value, style)))
-
-
-SOLVED = {"sigma": "noise multiplier", "steps": "training", "batch-size": "batch", "delta": "delta"}
 
 
 def _facts(row: Row) -> Iterator[tuple[str, str]]:
@@ -180,21 +163,34 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
         yield "batch", f"{row.batch_size:,} of {row.dataset_size:,} records"
     if row.sampling_rate is not None:
         yield "sampling rate", f"{row.sampling_rate:.6g}"
-    epochs = "" if row.epochs is None else f" ({_plural(row.epochs, 'epoch')})"
-    yield "training", f"{_plural(row.steps, 'step')}{epochs}"
+    epochs = "" if row.epochs is None else f" ({_plural(f'{row.epochs:,.4g}', 'epoch')})"
+    yield "training", f"{_plural(f'{row.steps:,}', 'step')}{epochs}"
     yield "sampler", row.sampler
     yield "adjacency", row.adjacency
     yield "accountant", ACCOUNTANTS[row.accountant]
     yield "compositions", f"{row.compositions:,}"
 
 
-def _plural(count: float, noun: str) -> str:
-    number = f"{count:,}" if isinstance(count, int) else f"{count:,.4g}"
-    return f"{number} {noun}{'' if count == 1 else 's'}"
+def _plural(number: str, noun: str) -> str:
+    return f"{number} {noun}{'' if number == '1' else 's'}"
+
+
+#: Columns of a table by name: their cells, empty where a row has no such thing.
+CELLS: Mapping[str, Callable[[Row], str]] = {
+    "epsilon": lambda row: format_epsilon(row.epsilon),
+    "delta": lambda row: format_epsilon(row.delta),
+    "sigma": lambda row: "" if row.noise_multiplier is None else f"{row.noise_multiplier:.10g}",
+    "batch": lambda row: f"{row.batch_size:,}" if row.batch_size else "",
+    "epochs": lambda row: "" if row.epochs is None else f"{row.epochs:.4g}",
+    "steps": lambda row: f"{row.steps:,}",
+    "runs": lambda row: f"{row.runs}",
+    "counted by": lambda row: "" if row.selection == "none" else row.selection,
+    "accountant": lambda row: row.accountant,
+}
 
 
 def _print_table(out: Console, rows: Sequence[Row]) -> None:
-    """What varies in columns; what does not in a line below."""
+    """Print what varies in columns, and what does not in a line below."""
     table = Table(box=None, pad_edge=False)
     columns, shared = [], []
     for name, show in CELLS.items():
@@ -207,20 +203,5 @@ def _print_table(out: Console, rows: Sequence[Row]) -> None:
     for row in zip(*columns, strict=True):
         table.add_row(*row)
     out.print(table)
-    first = rows[0]
-    shared += [f"{first.sampler} sampling", f"{first.adjacency} adjacency"]
+    shared += [f"{rows[0].sampler} sampling", f"{rows[0].adjacency} adjacency"]
     out.print(Text(", ".join(shared)))
-
-
-#: A table's columns, empty where a row has no such thing.
-CELLS: Mapping[str, Callable[[Row], str]] = {
-    "epsilon": lambda row: format_epsilon(row.epsilon),
-    "delta": lambda row: format_epsilon(row.delta),
-    "sigma": lambda row: "" if row.noise_multiplier is None else f"{row.noise_multiplier:.10g}",
-    "batch": lambda row: f"{row.batch_size:,}" if row.batch_size else "",
-    "epochs": lambda row: "" if row.epochs is None else f"{row.epochs:.4g}",
-    "steps": lambda row: f"{row.steps:,}",
-    "runs": lambda row: f"{row.runs}",
-    "counted by": lambda row: "" if row.selection == "none" else row.selection,
-    "accountant": lambda row: row.accountant,
-}

@@ -1,270 +1,234 @@
-"""The checked question of ``dpmac account``, and the rows that answer it."""
+"""Questions to ``dpmac account``: its flags checked, and the rows that answer them."""
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Literal
 
-from dpmac_cli.accounting.accountants import (
-    ACCOUNTANTS,
-    SIGMA_MAX,
-    SIGMA_MIN,
-)
-from dpmac_cli.accounting.calibration import (
-    MOST_STEPS,
-    calibrate_noise,
-    largest_batch,
-    least_delta,
-    longest_run,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from dpmac_cli.accounting import calibration
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.pricing import Row, composition, price, selection
+from dpmac_cli.accounting.pricing import Row, best_of, price
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.resolve import delta_note, near
-from dpmac_cli.config.settings import COUNT, POSITIVE, PROBABILITY, Bounds
+from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError
 
 DEFAULT_DATASET, DEFAULT_DELTA = "mnist", 1e-5
 MOST_ROWS = 1000
-SOLVABLE = ("sigma", "steps", "batch-size", "delta")
-#: How a number is read, its bounds, and whether several may be given with commas between.
-NUMBERS: Mapping[str, tuple[type, Bounds, bool]] = {
-    "sigma": (float, Bounds(0, SIGMA_MAX), True),
-    "epochs": (int, Bounds(0, MOST_STEPS), True),
-    "steps": (int, Bounds(0, MOST_STEPS), True),
-    "epsilon": (float, POSITIVE, True),
-    "delta": (float, PROBABILITY, False),
-    "dataset-size": (int, COUNT, False),
-    "batch-size": (int, COUNT, False),
-    "runs": (int, Bounds(2, 10_000), False),
+#: Flags that each answer is worked out from, and those that must be left out for it.
+NEEDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "sigma": (("epsilon",), ("sigma",)),
+    "steps": (("sigma", "epsilon"), ("epochs", "steps")),
+    "batch-size": (("sigma", "epsilon"), ("batch-size",)),
+    "delta": (("sigma", "epsilon"), ("delta",)),
 }
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dataset": tuple(DATASETS),
     "sampler": tuple(SAMPLERS),
     "accountant": (*ACCOUNTANTS, "all"),
-    "solve": SOLVABLE,
+    "solve": tuple(NEEDS),
 }
+#: Bounds of numbers in words.
+BOUNDS: Mapping[str, str] = {
+    "sigma": f"at least 0 and at most {SIGMA_MAX:g} (0 for no noise, or at least {SIGMA_MIN:g})",
+    **dict.fromkeys(("epochs", "steps"), f"at least 0 and at most {MOST_STEPS:,}"),
+    **dict.fromkeys(("dataset-size", "batch-size"), "at least 1 and at most 1,000,000,000"),
+    "epsilon": "above 0",
+    "delta": "above 0 and below 1",
+    "runs": "at least 2 and at most 10,000",
+}
+Several = BeforeValidator(lambda text: text.split(","))
+Sigma = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)] | Annotated[float, Field(ge=0, le=0)]
+Length = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Positive = Annotated[float, Field(gt=0)]
 
 
-@dataclass(frozen=True)
+class Flags(BaseModel):
+    """Flags of ``dpmac account``, each checked by itself."""
+
+    model_config = ConfigDict(alias_generator=flag_name, allow_inf_nan=False, defer_build=True)
+
+    dataset: Literal[tuple(DATASETS)] = DEFAULT_DATASET  # type: ignore[valid-type]
+    sampler: Literal[tuple(SAMPLERS)] = "poisson"  # type: ignore[valid-type]
+    accountant: Literal[(*ACCOUNTANTS, "all")] | None = None  # type: ignore[valid-type]
+    solve: Literal[tuple(NEEDS)] | None = None  # type: ignore[valid-type]
+    sigma: Annotated[tuple[Sigma, ...], Several] = ()
+    epochs: Annotated[tuple[Length, ...], Several] = ()
+    steps: Annotated[tuple[Length, ...], Several] = ()
+    epsilon: Annotated[tuple[Positive, ...], Several] = ()
+    delta: float = Field(DEFAULT_DELTA, gt=0, lt=1)
+    dataset_size: int = Field(0, ge=1, le=10**9)
+    batch_size: int = Field(0, ge=1, le=10**9)
+    runs: int = Field(1, ge=2, le=10_000)
+
+
+def parse(given: Mapping[str, str], errors: list[str]) -> Flags:
+    """Return the flags that are valid; what is wrong with the others joins ``errors``."""
+    try:
+        return Flags.model_validate(given)
+    except ValidationError as failure:
+        faults = failure.errors()
+    named = [(str(fault["loc"][0]), fault) for fault in faults]
+    errors += dict.fromkeys(_message(name, fault["type"], fault["input"]) for name, fault in named)
+    return Flags.model_validate({name: given[name] for name in given.keys() - dict(named).keys()})
+
+
+def _message(name: str, fault: str, text: str) -> str:
+    """Return what is wrong with a value, from the type of pydantic's error."""
+    if name in CHOICES:
+        hint, known = near(text, CHOICES[name]), ", ".join(CHOICES[name])
+        return f"--{name}: there is no {name} '{text}'.{hint} Known: {known}."
+    if fault.startswith(("greater", "less")):
+        return f"--{name} must be {BOUNDS[name]}, not {text}."
+    return f"--{name}: '{text}' is not {'a whole' if fault.startswith('int') else 'a'} number."
+
+
+@dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be priced, or worked out.
+    """A cost to compute, or a setting to work out for a target; that setting is 0 or empty.
 
     Attributes:
-        dataset_size: n.
-        batch_size: B; 0 when it is what is asked for.
-        sigmas: noise multipliers; empty when they are what is asked for.
-        lengths: of training, ("epochs", 5) or ("steps", 1000); empty when asked for.
-        epsilons: targets; empty when they are what is asked for.
-        delta: 0 when it is what is asked for.
-        solve: what is asked for, one of :data:`SOLVABLE`; None for epsilon.
-        sampler: how batches are drawn.
-        accountants: that answer.
-        runs: how many trainings the published one is the best of; 1 for none but it.
+        dataset_size, batch_size: n, B. sigmas: noise multipliers. epsilons: targets.
+        lengths: of training, ("epochs", 5) or ("steps", 1000).
+        solve: the setting, a key of :data:`NEEDS`; None for epsilon.
+        accountants: that answer. runs: trainings of which the best is published.
     """
 
     dataset_size: int
     batch_size: int
-    sigmas: tuple[float, ...]
-    lengths: tuple[tuple[str, int], ...]
-    epsilons: tuple[float, ...]
-    delta: float
-    solve: str | None
-    sampler: str
-    accountants: tuple[str, ...]
-    runs: int
+    sigmas: tuple[float, ...] = ()
+    lengths: tuple[tuple[str, int], ...] = ()
+    epsilons: tuple[float, ...] = ()
+    delta: float = DEFAULT_DELTA
+    solve: str | None = None
+    sampler: str = "poisson"
+    accountants: tuple[str, ...] = ("pld",)
+    runs: int = 1
 
 
-def ask(flags: Mapping[str, str | None], found: Sequence[str] = ()) -> Question:
+def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
     """Turn what was typed into one checked question.
 
     Args:
-        flags: text by flag name ("batch-size"); None where not given.
+        given: text by flag name ("batch-size").
         found: faults that were found before.
 
     Raises:
         InputError: with every fault found.
     """
     errors = list(found)
-    values = parse(flags, errors)
-    solve = _what_to_solve(values, errors)
-    named: str = values.get("dataset", "" if "dataset-size" in values else DEFAULT_DATASET)
-    facts = DATASETS.get(named)
-    missing = _missing(values, solve, named=bool(named))
-    if missing:
-        them = "it" if len(missing) == 1 else "them"
-        errors.append(f"Add {', and '.join(missing)}: without {them} there is no answer.")
-    sizes = values.get("dataset-size", ())
-    batches = values.get("batch-size", ())
-    lengths = [(unit, count) for unit in ("epochs", "steps") for count in values.get(unit, ())]
+    typed = parse(given, errors)
+    solve = given.get("solve")
+    if solve is None and "epsilon" in given:
+        solve = "steps" if "sigma" in given else "sigma"
+    errors += _faults_of_solving(given, solve)
+    size, batch = typed.dataset_size, typed.batch_size
+    lengths = [("epochs", n) for n in typed.epochs] + [("steps", n) for n in typed.steps]
+    facts = DATASETS.get(given.get("dataset", "" if "dataset-size" in given else DEFAULT_DATASET))
     if facts is not None:
-        sizes = (facts.train_size,)
-        if not batches and solve != "batch-size":
-            batches = (facts.defaults.batch_size,)
+        size = facts.train_size
+        if not batch and solve != "batch-size":
+            batch = facts.defaults.batch_size
         if not lengths and solve != "steps":
             lengths = [("epochs", facts.defaults.epochs)]
-    errors += _misfits(sizes, batches, values.get("epochs", ()))
-    sampler = values.get("sampler", "poisson")
-    accountants = accountants_for(sampler, values.get("accountant"), errors)
-    several = (values.get("sigma"), lengths, values.get("epsilon"), accountants)
-    rows = math.prod(len(given) for given in several if given)
+    if size and batch:
+        errors += _misfits(size, batch, typed.epochs)
+    accountants = accountants_for(typed.sampler, typed.accountant)
+    offered = SAMPLERS[typed.sampler].accountants
+    if not {*accountants} <= {*offered}:
+        able = f"cannot price {typed.sampler} sampling; {' or '.join(offered)} can."
+        errors.append(f"--accountant {typed.accountant} {able}")
+    several = (typed.sigma, lengths, typed.epsilon, accountants)
+    rows = math.prod(len(values) for values in several if values)
     if rows > MOST_ROWS:
         errors.append(f"{rows:,} prices; a table has at most {MOST_ROWS:,}. Give fewer values.")
     if errors:
         raise InputError(errors)
-    (delta,) = values.get("delta", (0.0 if solve == "delta" else DEFAULT_DELTA,))
-    (runs,) = values.get("runs", (1,))
     return Question(
-        sizes[0],
-        batches[0] if batches else 0,
-        values.get("sigma", ()),
-        tuple(lengths),
-        values.get("epsilon", ()),
-        delta,
-        solve,
-        sampler,
-        accountants,
-        runs,
+        dataset_size=size,
+        batch_size=batch,
+        sigmas=typed.sigma,
+        lengths=tuple(lengths),
+        epsilons=typed.epsilon,
+        delta=0.0 if solve == "delta" else typed.delta,
+        solve=solve,
+        sampler=typed.sampler,
+        accountants=accountants,
+        runs=typed.runs,
     )
 
 
-def parse(flags: Mapping[str, str | None], errors: list[str]) -> dict[str, Any]:
-    """Names as text, and numbers as tuples, of what was given; faults are added to ``errors``."""
-    return {
-        name: _chosen(name, text, errors) if name in CHOICES else _numbers(name, text, errors)
-        for name, text in flags.items()
-        if text is not None
-    }
-
-
-def _chosen(name: str, text: str, errors: list[str]) -> str:
-    if text not in CHOICES[name]:
-        errors.append(
-            f"--{name}: there is no {name} '{text}'.{near(text, CHOICES[name])} "
-            f"Known: {', '.join(CHOICES[name])}."
-        )
-    return text
-
-
-def _numbers(name: str, text: str, errors: list[str]) -> tuple[Any, ...]:
-    kind, bounds, several = NUMBERS[name]
-    parts = text.split(",") if several else [text]
-    values = []
-    for part in parts:
-        try:
-            value = kind(part)
-            finite = math.isfinite(value)
-        except (ValueError, OverflowError):
-            value, finite = None, False
-        if not finite:
-            what = "a whole number" if kind is int else "a number"
-            errors.append(f"--{name}: '{part}' is not {what}.")
-        elif not bounds.holds(value) or (name == "sigma" and 0 < value < SIGMA_MIN):
-            low = f" (0 for no noise, or at least {SIGMA_MIN:g})" if name == "sigma" else ""
-            errors.append(f"--{name} must be {bounds}{low}, not {part}.")
-        else:
-            values.append(value)
-    return tuple(values)
-
-
-#: What each answer is worked out from, and what must be left open for it.
-NEEDS: Mapping[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    None: (("sigma",), ("epsilon",)),
-    "sigma": (("epsilon",), ("sigma",)),
-    "steps": (("sigma", "epsilon"), ("epochs", "steps")),
-    "batch-size": (("sigma", "epsilon"), ("batch-size",)),
-    "delta": (("sigma", "epsilon"), ("delta",)),
-}
-
-
-def _what_to_solve(values: Mapping[str, Any], errors: list[str]) -> str | None:
-    """What is asked for: said with --solve, or else the one thing that is left open."""
+def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
+    """Yield what contradicts the answer that is asked for, and what is missing for it."""
     for one, other in (("epochs", "steps"), ("dataset", "dataset-size")):
-        if one in values and other in values:
-            errors.append(f"--{one} and --{other} contradict each other: give one.")
-    solve: str | None = values.get("solve")
-    if solve is None and "epsilon" in values:
-        solve = "steps" if "sigma" in values else "sigma"
-        length = next((name for name in NEEDS["steps"][1] if name in values), None)
-        if solve == "steps" and length:
-            errors.append(
-                f"--sigma, --epsilon and --{length} together leave nothing open: leave one out, "
+        if one in given and other in given:
+            yield f"--{one} and --{other} contradict each other: give one."
+    if solve not in (None, *NEEDS):
+        return
+    needed, left_open = NEEDS[solve] if solve else (("sigma",), ())
+    for name in left_open:
+        if name in given and "solve" in given:
+            yield f"--{name} leaves nothing open for --solve {solve}: leave it out."
+        elif name in given:
+            yield (
+                f"--sigma, --epsilon and --{name} together leave nothing open: leave one out, "
                 "or add --solve delta or --solve batch-size."
             )
-            return None
-    for name in NEEDS[solve][1] if solve in NEEDS else ():
-        if name in values:
-            errors.append(f"--{name} leaves nothing open for --solve {solve}: leave it out.")
-    return solve
-
-
-def _missing(values: Mapping[str, Any], solve: str | None, *, named: bool) -> list[str]:
-    """Flags without which there is no answer. A ``named`` data set brings sizes and epochs."""
-    if solve not in NEEDS:
-        return []
-    missing = [f"--{name}" for name in NEEDS[solve][0] if name not in values]
+    missing = [f"--{name}" for name in needed if name not in given]
     if solve is None and missing:
         missing = ["--sigma (to price it) or --epsilon (to work out the noise for it)"]
-    if not named and "batch-size" not in values and solve != "batch-size":
-        missing.append("--batch-size")
-    if not named and not {"epochs", "steps"} & set(values) and solve != "steps":
-        missing.append("--epochs or --steps")
-    return missing
+    if "dataset-size" in given and "dataset" not in given:  # a data set brings these
+        if "batch-size" not in given and solve != "batch-size":
+            missing.append("--batch-size")
+        if not {"epochs", "steps"} & given.keys() and solve != "steps":
+            missing.append("--epochs or --steps")
+    if missing:
+        them = "it" if len(missing) == 1 else "them"
+        yield f"Add {', and '.join(missing)}: without {them} there is no answer."
 
 
-def _misfits(sizes: Sequence[int], batches: Sequence[int], lengths: Sequence[int]) -> Iterator[str]:
-    """What is wrong between the data set's size, a batch size, and epochs."""
-    for size, batch in itertools.product(sizes, batches):
-        if batch > size:
-            yield f"--batch-size ({batch}) must not be above the data set's size, {size}."
-        for epochs in lengths:
-            steps = epochs * math.ceil(size / batch)
-            if steps > MOST_STEPS:
-                yield (
-                    f"--epochs {epochs} is {steps:,} steps in all; a run takes at most "
-                    f"{MOST_STEPS:,}. Choose fewer epochs or larger batches."
-                )
+def _misfits(size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
+    """Yield what is wrong between the data set's size, a batch size, and epochs."""
+    if batch > size:
+        yield f"--batch-size ({batch}) must not be above the data set's size, {size}."
+    for epochs in lengths:
+        steps = epochs * math.ceil(size / batch)
+        if steps > MOST_STEPS:
+            yield (
+                f"--epochs {epochs} is {steps:,} steps in all; a run takes at most "
+                f"{MOST_STEPS:,}. Choose fewer epochs or larger batches."
+            )
 
 
-def accountants_for(sampler: str, wanted: str | None, errors: list[str]) -> tuple[str, ...]:
-    """The accountants that answer; faults are added to ``errors``."""
-    if sampler not in SAMPLERS:
-        return ()
+def accountants_for(sampler: str, wanted: str | None) -> tuple[str, ...]:
+    """Return the accountants that answer, given the one that is wanted, or "all"."""
     offered = SAMPLERS[sampler].accountants
-    if wanted == "all":
-        return offered
-    if wanted in ACCOUNTANTS and wanted not in offered:
-        errors.append(
-            f"--accountant {wanted} cannot price {sampler} sampling; {' or '.join(offered)} can."
-        )
-    return (wanted or offered[0],)
+    return offered if wanted == "all" else (wanted or offered[0],)
 
 
 def answer(question: Question) -> Iterator[Row]:
-    """The rows that answer a question, one for each combination of its values.
+    """Yield the rows that answer a question, one for each combination of its values.
 
     Raises:
-        BudgetError: when all that can be answered is, if some targets are out of reach.
+        BudgetError: after all that can be answered, if some targets are out of reach.
     """
     out_of_reach: dict[str, None] = {}
-    for sigma, length, target, accountant in itertools.product(
-        question.sigmas or (0.0,),
-        question.lengths or (("steps", 1),),
-        question.epsilons or (0.0,),
-        question.accountants,
+    for sigma, length, target in itertools.product(
+        question.sigmas or (0.0,), question.lengths or (("steps", 1),), question.epsilons or (0.0,)
     ):
-        try:
-            row = _solved(question, sigma, length, target, accountant)
-        except BudgetError as failure:
-            out_of_reach[str(failure)] = None
-            continue
-        yield row
-        if question.runs > 1:
-            yield composition(row, question.runs)
-            if accountant == question.accountants[-1]:  # by RDP, whichever accountant prices one
-                yield selection(row, question.runs)
+        rows = []
+        for accountant in question.accountants:
+            try:
+                rows.append(_solved(question, sigma, length, target, accountant))
+            except BudgetError as failure:
+                out_of_reach[str(failure)] = None
+        yield from best_of(rows, question.runs)
     if out_of_reach:
         raise BudgetError("\n".join(out_of_reach))
 
@@ -272,7 +236,7 @@ def answer(question: Question) -> Iterator[Row]:
 def _solved(
     question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
 ) -> Row:
-    """One row: work out what is asked for, and price it forward."""
+    """Work out what is asked for, and price it forward."""
 
     def event_of(batch: int) -> TrainingEvent:
         unit, count = length
@@ -281,24 +245,26 @@ def _solved(
         rate = batch / question.dataset_size
         return TrainingEvent(rate, sigma, steps, question.sampler, per_epoch)
 
-    batch, delta = question.batch_size, question.delta
+    batch, delta, known = question.batch_size, question.delta, None
     if question.solve == "batch-size":
-        batch = largest_batch(event_of, question.dataset_size, delta, target, accountant)
+        batch = calibration.largest_batch(
+            event_of, question.dataset_size, delta, target, accountant
+        )
     event = event_of(batch)
     if question.solve == "sigma":
-        sigma = calibrate_noise(event, delta, target, accountant)
-        event = replace(event, noise_multiplier=sigma)
-    if question.solve == "steps":
-        event = replace(event, steps=longest_run(event, delta, target, accountant))
-    if question.solve == "delta":
-        row = price((event,), least_delta((event,), target, accountant), accountant, target)
-    else:
-        row = price((event,), delta, accountant)
+        event = replace(
+            event, noise_multiplier=calibration.calibrate_noise(event, delta, target, accountant)
+        )
+    elif question.solve == "steps":
+        event = replace(event, steps=calibration.longest_run(event, delta, target, accountant))
+    elif question.solve == "delta":
+        delta, known = calibration.least_delta((event,), target, accountant), target
+    row = price((event,), delta, accountant, known)
     return replace(row, dataset_size=question.dataset_size, batch_size=batch, solved=question.solve)
 
 
 def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """What is legal, but probably not what was meant."""
+    """Yield what is legal, but probably not what was meant."""
     for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
         if size is not None:
             yield from delta_note(delta, size)
