@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.clipping.clipped_sum import Metric
 from dpmac_cli.dp.clipping.forms import OuterProducts
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.randomness.noise import noise_source, stream_seeds
 from dpmac_cli.randomness.sampling import make_sampler
@@ -74,7 +74,7 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     """About 0, line 20 with the true standard deviation of the gradient's coordinates."""
     data = trainer.data
     x = data.standardised(data.train.images[:RECORDS])
-    _, forms = trainer._clipped_sum._gradients(x, data.train.labels[:RECORDS])
+    _, forms = trainer._clipped_sum._per_sample(x, data.train.labels[:RECORDS])
     squares = []
     for form in forms:
         assert isinstance(form, OuterProducts)

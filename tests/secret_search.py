@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
+from dpmac_cli.dp.clipping.isolation import Isolated
+from dpmac_cli.dp.clipping.recorder import Recorder
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.randomness.noise import Normals, stream_seeds
 from dpmac_cli.runs import checkpoint, folder
@@ -205,12 +207,17 @@ def _leaves(state: Any) -> Iterator[Any]:
 
 def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed from the records before noise is added."""
-    gradients, weights = per_sample.ClippedSum._gradients, per_sample.clip_weights
+    weights = per_sample.clip_weights
 
-    def watched(clipped_sum: Any, x: Tensor, y: Tensor) -> Any:
-        losses, forms = gradients(clipped_sum, x, y)
-        aggregates(losses.detach(), "losses")
-        return losses, forms
+    def watch(kind: Any) -> None:
+        gradients = kind.__call__
+
+        def watched(of: Any, x: Tensor, y: Tensor) -> Any:
+            losses, forms = gradients(of, x, y)
+            aggregates(losses.detach(), "losses")
+            return losses, forms
+
+        monkeypatch.setattr(kind, "__call__", watched)
 
     def aggregates(values: Tensor, what: str) -> None:
         if not secrets.training:
@@ -234,7 +241,8 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
         secrets.scalar(float(clipped.norm()), "the norm of an un-noised sum")
         return release(mechanism, clipped, region, _Overheard(noise, secrets))
 
-    monkeypatch.setattr(per_sample.ClippedSum, "_gradients", watched)
+    watch(Recorder)
+    watch(Isolated)
     monkeypatch.setattr(per_sample, "clip_weights", clip_weights)
     monkeypatch.setattr(GaussianMechanism, "release", released)
 

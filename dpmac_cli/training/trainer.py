@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
 from dpmac_cli.dp.clipping.forms import total_squared_norms
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.fused import compile_norms, compile_terms, compile_update
 from dpmac_cli.dp.geometry import AdaClip, Ball, Geometry, Kappa, MacAdam, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.clipped_sum import (
     CANCELLATION_LIMIT,
-    Metric,
     cancellation_limit,
     clip_limit,
     clip_weights,
@@ -23,15 +22,16 @@ from dpmac_cli.dp.clipping.clipped_sum import (
 from dpmac_cli.dp.clipping.forms import (
     InPieces,
     Instantiated,
+    Norms,
     OuterProducts,
     PerSampleGradients,
-    SquaredNorms,
-    Use,
     total_squared_norms,
 )
+from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.modules import StandardisedConv2d
-from dpmac_cli.dp.fused import Norms
+from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.recorder import Recorder
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
 from tests.helpers import Batches, in_chunks_of, make_trainer
@@ -479,7 +479,7 @@ def test_conv2d_of_any_shape(
     x = torch.randn(samples, groups * inputs, *size, dtype=torch.float64)
     y = torch.randint(model(x).shape[1], (samples,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpmac_cli.dp.clipping.forms.UNFOLDED", unfolded)
+        patch.setattr("dpmac_cli.dp.clipping.layer_rules.UNFOLDED", unfolded)
         assert_matches_oracle(prepare(model), x, y, kind)
 
 
@@ -1055,6 +1055,7 @@ def test_tensors_by_name_are_refused(use: Callable[..., Tensor]) -> None:
 
 
 def test_closing_takes_the_hooks_off() -> None:
-    subject = prepare(Pair(lambda pair, x: pair.second(pair.first(x))))
-    subject.clipped_sum.close()
-    assert not any(module._forward_hooks for module in subject.model.modules())
+    model = Pair(lambda pair, x: pair.second(pair.first(x)))
+    recorder = Recorder(model, find_layers(model))
+    recorder.close()
+    assert not any(module._forward_hooks for module in model.modules())

@@ -22,14 +22,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.forms import (
-    RULES,
-    Instantiated,
-    PerSampleGradients,
-    Use,
-    hold,
-    instantiate,
-)
+from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients, choose_form
+from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
@@ -102,7 +96,7 @@ class Isolated:
         held: dict[str, PerSampleGradients] = {n: Instantiated(g) for n, g in written.items()}
         for layer in self._layers:
             if layer.name in uses:
-                held[layer.name] = hold(layer, uses[layer.name], self._views)
+                held[layer.name] = choose_form(layer, uses[layer.name], self._views)
         return losses, [held[layer.name] for layer in self._layers]
 
     def _loss(self, network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,190 @@
+"""Per-sample gradients of a batch, from layers' inputs and output gradients recorded by hooks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli.dp.clipping.forms import PerSampleGradients, choose_form
+from dpmac_cli.dp.clipping.layer_rules import TENSOR, Call, Use
+from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.errors import ModelError
+
+#: Types of a layer's arguments other than tensors; their values are the same for every sample.
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One use of a layer: its inputs, their version counters, and the edge of its output."""
+
+    call: Call
+    inputs: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    edge: GradientEdge
+
+
+class Recorder:
+    """Per-sample losses and gradients of a network that is run on a whole chunk at once.
+
+    Args:
+        model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
+        layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
+        views: augmented views of each sample, public. Its loss is the mean over them.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[Layer], views: int = 1) -> None:
+        self._model, self._layers, self._views = model, layers, views
+        self._records: dict[str, list[_Record]] | None = None
+        self._hooks = [
+            layer.module.register_forward_hook(self._hook(layer.name), with_kwargs=True)
+            for layer in layers
+        ]
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
+        """Return per-sample losses, shape (samples,), and every layer's per-sample gradients.
+
+        Args:
+            x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
+            y: labels, shape (samples,).
+
+        Raises:
+            ModelError: the model did not use a layer, or not row by row, or changed a layer's
+                input in place.
+        """
+        losses, uses = self.uses(x, y)
+        pairs = zip(self._layers, uses, strict=True)
+        return losses, [choose_form(layer, used, self._views) for layer, used in pairs]
+
+    def uses(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use]]]:
+        """Return per-sample losses, shape (samples,), and each layer's uses. Raises ModelError."""
+        rows = x if self._views == 1 else x.flatten(0, 1)
+        records: dict[str, list[_Record]] = {layer.name: [] for layer in self._layers}
+        self._records = records
+        try:
+            with torch.enable_grad():
+                logits = self._model(rows)
+                by_view = cross_entropy(logits, y.repeat_interleave(self._views), reduction="none")
+                losses = by_view.view(-1, self._views).mean(1)
+                total = losses.sum()
+            edges = [record.edge for uses in records.values() for record in uses]
+            nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
+            reached = edges and total.requires_grad
+            # Do not record layers that torch.utils.checkpoint runs again in the backward pass.
+            self._records = {layer.name: [] for layer in self._layers}
+            found = torch.autograd.grad(total, edges, allow_unused=True) if reached else nothing
+        finally:
+            self._records = None
+        deltas = iter(found)
+        by_layer = [(la, [(r, next(deltas)) for r in records[la.name]]) for la in self._layers]
+        return losses, [_checked_uses(layer, used, len(rows)) for layer, used in by_layer]
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, name: str) -> Callable[..., Any]:
+        # A function, which copies of the model share; a partial would be copied with its recorder.
+        return lambda *called: self._record(name, *called)
+
+    def _record(
+        self, name: str, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
+    ) -> Any:
+        """Note the inputs of a layer and start the graph at its outputs: a forward hook."""
+        if self._records is None or not torch.is_grad_enabled():
+            return None
+        several = type(output) is tuple
+        outputs = list(output) if several else [output]
+        others = [x for x in (*inputs, *named.values()) if not isinstance(x, Tensor)]
+        tensors = tuple(x for x in inputs if isinstance(x, Tensor))
+        odd = [key for key, value in named.items() if isinstance(value, Tensor)]
+        if odd or not tensors or not all(isinstance(x, PLAIN) for x in others):
+            raise ModelError(
+                f"The layer {name} must be given tensors by place, with one row per sample, and "
+                f"otherwise only plain values; it got {', '.join(odd) or 'others'}. Keep a "
+                "mask as a buffer, in a module around this one that makes the call itself."
+            )
+        _check_outputs(name, outputs, several, len(tensors[0]))
+        started = [_start(output) for output in outputs]
+        if several:  # one may be computed from another: views tell their later uses apart
+            started = [o if o is None else o.view_as(o) for o in started]
+        positional = tuple(TENSOR if isinstance(x, Tensor) else x for x in inputs)
+        read = tuple(x.detach() for x in tensors)
+        versions = tuple(x._version for x in read)
+        for number, start in enumerate(started):
+            if start is not None and start.requires_grad:
+                call = Call(positional, named, number if several else None)
+                record = _Record(call, read, versions, get_gradient_edge(start))
+                self._records[name].append(record)
+        return tuple(started) if several else started[0]
+
+
+def _check_outputs(name: str, outputs: list[Any], several: bool, samples: int) -> None:
+    """Reject outputs other than tensors with one row per sample; name no size, which is private."""
+    for output in outputs:
+        if output is None and several:
+            continue
+        if not isinstance(output, Tensor):
+            raise ModelError(
+                f"The layer {name} must map tensors to one tensor, or to a tuple of them; it gave "
+                f"a {type(output).__name__}{' in a tuple' if several else ''}."
+            )
+        if output.is_floating_point() and (output.ndim == 0 or len(output) != samples):
+            raise ModelError(
+                f"The layer {name} gives a tensor whose first dimension is not the samples, one "
+                "row each, as nn.GRU does with its last state. This is not supported; use other "
+                "layers instead."
+            )
+
+
+class _Started(torch.autograd.Function):
+    """Starts the graph at a layer's output without copying; in-place operations may follow."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        del anchor
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _start(output: Tensor | None) -> Tensor | None:
+    """Return a layer's output with a place in the graph."""
+    if output is None or not output.is_floating_point() or output.requires_grad:
+        return output
+    anchor = torch.zeros((), dtype=output.dtype, device=output.device)
+    started: Tensor = _Started.apply(output, anchor.requires_grad_())
+    return started
+
+
+def _checked_uses(
+    layer: Layer, found: Sequence[tuple[_Record, Tensor | None]], batch: int
+) -> list[Use]:
+    """Return a layer's uses that reach the loss, if their rows are those of the batch."""
+    if any(r.versions != tuple(x._version for x in r.inputs) for r, _ in found):
+        raise ModelError(
+            f"The input of layer {layer.name} was changed in place after the layer read it. "
+            "Use the out-of-place operation (x = x + y instead of x += y)."
+        )
+    uses = [Use(record.inputs, delta, record.call) for record, delta in found if delta is not None]
+    if not uses:
+        raise ModelError(
+            f"The layer {layer.name} has trainable parameters, but no call of it took part in the "
+            "model's output (using its weights without calling it does not count: that cannot be "
+            "clipped). Call it, remove it, or freeze it with requires_grad_(False)."
+        )
+    rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
+    if rows != {batch}:
+        raise ModelError(
+            f"The layer {layer.name} sees {sorted(rows)} rows in a batch of {batch}: its first "
+            "dimension must be the samples, one row each. Keep other dimensions behind it."
+        )
+    return uses
