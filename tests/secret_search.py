@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.isolation import Isolated
-from dpmac_cli.dp.clipping.recorder import Recorder
+from dpmac_cli.dp.clipping.recorder import recorded_gradients
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.randomness.noise import Normals, stream_seeds
 from dpmac_cli.runs import checkpoint, folder
@@ -209,15 +209,13 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed from the records before noise is added."""
     weights = per_sample.clip_weights
 
-    def watch(kind: Any) -> None:
-        gradients = kind.__call__
-
-        def watched(of: Any, x: Tensor, y: Tensor) -> Any:
-            losses, forms = gradients(of, x, y)
+    def watched(gradients: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            losses, forms = gradients(*args, **kwargs)
             aggregates(losses.detach(), "losses")
             return losses, forms
 
-        monkeypatch.setattr(kind, "__call__", watched)
+        return watch
 
     def aggregates(values: Tensor, what: str) -> None:
         if not secrets.training:
@@ -241,8 +239,8 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
         secrets.scalar(float(clipped.norm()), "the norm of an un-noised sum")
         return release(mechanism, clipped, region, _Overheard(noise, secrets))
 
-    watch(Recorder)
-    watch(Isolated)
+    monkeypatch.setattr(per_sample, "recorded_gradients", watched(recorded_gradients))
+    monkeypatch.setattr(Isolated, "__call__", watched(Isolated.__call__))
     monkeypatch.setattr(per_sample, "clip_weights", clip_weights)
     monkeypatch.setattr(GaussianMechanism, "release", released)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.recorder import Recorder
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.models.dependence import (
     _ALONG,
     _BY_ROW,
@@ -68,14 +68,10 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
     y = torch.arange(SAMPLES) % classes
     layers = find_layers(model)
     flatten_parameters(layers)
-    recorder = Recorder(model, layers)
     dependence = Dependence()
     dependence.mark(x)
-    try:
-        with _no_hooks(), sdpa_kernel(SDPBackend.MATH), dependence:
-            losses, uses = recorder.uses(x, y)
-    finally:
-        recorder.close()
+    with _no_hooks(), sdpa_kernel(SDPBackend.MATH), dependence:
+        losses, uses = record_uses(model, layers, x, y)
     _check_backward(losses)
     calls = [(layer.name, use) for layer, used in zip(layers, uses, strict=True) for use in used]
     for name, use in calls:

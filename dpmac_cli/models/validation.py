@@ -28,7 +28,7 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.forms import choose_form
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.clipping.recorder import Recorder
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.dependence import UnprovenError
@@ -419,17 +419,15 @@ def _check_gradients(model: nn.Module, x: Tensor, y: Tensor) -> None:
     x = x.to(torch.float64)
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    recorder = Recorder(model, layers)
-    clipped = ClippedSum(model, layers, len(x), per_sample=recorder)
     total = torch.empty_like(theta)
-    clipped.of(x, y, Metric(ball(1.0, theta)), total)
-    _, together = recorder.uses(x, y)
+    ClippedSum(model, layers, len(x)).of(x, y, Metric(ball(1.0, theta)), total)
+    _, together = record_uses(model, layers, x, y)
     for layer, used in zip(layers, together, strict=True):
         part = total[layer.start : layer.stop]
         choose_form(layer, used).weighted_sum(x.new_ones(len(x)), None, part)
     for sample in range(2):
         row = slice(sample, sample + 1)
-        _, alone = recorder.uses(x[row], y[row])
+        _, alone = record_uses(model, layers, x[row], y[row])
         for layer, many, one in zip(layers, together, alone, strict=True):
             for use, by_itself in zip(many, one, strict=True):
                 if not _alike(use.delta[row], by_itself.delta):
@@ -440,7 +438,6 @@ def _check_gradients(model: nn.Module, x: Tensor, y: Tensor) -> None:
                         "mixes samples backwards. Make every operation, and its gradient, work on "
                         f"one sample alone. {ALONE}"
                     )
-    recorder.close()
     _check_whole(model, layers, total, x, y)
 
 

@@ -1,6 +1,7 @@
 """Clipped sums against the float64 oracle, sample by sample."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,7 +32,7 @@ from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.modules import StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
-from dpmac_cli.dp.clipping.recorder import Recorder
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
 from tests.helpers import Batches, in_chunks_of, make_trainer
@@ -1054,8 +1055,10 @@ def test_tensors_by_name_are_refused(use: Callable[..., Tensor]) -> None:
         add_anything(BothOf(use))
 
 
-def test_closing_takes_the_hooks_off() -> None:
-    model = Pair(lambda pair, x: pair.second(pair.first(x)))
-    recorder = Recorder(model, find_layers(model))
-    recorder.close()
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_hooks_are_left_behind(fails: bool) -> None:
+    model = Pair(lambda pair, x: pair.second(pair.first(x)).view(-1, 7 if fails else 3))
+    x, y = torch.randn(SAMPLES, 4), torch.zeros(SAMPLES, dtype=torch.long)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        record_uses(model, find_layers(model), x, y)
     assert not any(module._forward_hooks for module in model.modules())

@@ -1,11 +1,11 @@
-"""Sums of clipped, centred gradients: from a chunk of samples to what the noise is added to.
+"""Sums of clipped, centred per-sample gradients, with margins for rounding.
 
 Rounding is a privacy matter: a norm that is computed too small lets a sample contribute more than
-1. So every norm comes with a bound on its error, and samples are clipped by their sum; where terms
-cancel too much, those rows are computed again in float64.
+1. Samples are clipped by norm plus error bound, computed in float64 where terms cancel too much.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from dpmac_cli.dp.clipping.forms import Norms, PerSampleGradients, total_squared_norms
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
-from dpmac_cli.dp.clipping.recorder import Recorder
+from dpmac_cli.dp.clipping.recorder import recorded_gradients
 from dpmac_cli.dp.clipping.spikes import Spikes
 from dpmac_cli.torch_errors import code_of_network
 
 #: Samples that a step may add up before the margin for rounding grows.
 FEW = 1024
-#: The margin: 2.5 times the largest rounding of such a sum found by a search over adversarial
-#: batches.
+#: The margin: 2.5 times the largest rounding that a search over adversarial batches found.
 ROOM = 4e-4
 #: Rows whose rounding bound exceeds this share of their squared norm are computed in float64.
 SLACK_SHARE = 0.01
@@ -37,19 +36,17 @@ class ClippedSum:
     """Turns a chunk of samples into the sum of their clipped, centred gradients.
 
     Args:
-        model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples,
-            unless ``per_sample`` runs it on each alone.
-        layers: of the model, as ``per_sample`` takes them; by default
-            :func:`~dpmac_cli.dp.clipping.layers.find_layers`.
+        model: maps a batch (samples, ...) to logits (samples, classes).
+        layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model, or the layers that
+            ``per_sample`` was given.
         capacity: the largest number of samples in a call of :meth:`of`; public.
         norms: :func:`~dpmac_cli.dp.clipping.forms.total_squared_norms`, or its compiled version.
-        views: augmented views of each sample, public. Its loss is the mean over them, and so is
-            its gradient, which is clipped once.
-        batch: B, the expected number of samples in a step, in one chunk or in several. None: at
-            most the capacity, in one.
+        views: augmented views of each sample, public. Its gradient, the mean over them, is
+            clipped once.
+        batch: B, the expected number of samples in a step; by default one chunk.
         per_sample: computes the gradients, such as
-            :class:`~dpmac_cli.dp.clipping.isolation.Isolated`; None for a
-            :class:`~dpmac_cli.dp.clipping.recorder.Recorder`.
+            :class:`~dpmac_cli.dp.clipping.isolation.Isolated`; by default
+            :func:`~dpmac_cli.dp.clipping.recorder.recorded_gradients`.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class ClippedSum:
         batch: float | None = None,
         per_sample: PerSample | None = None,
     ) -> None:
-        self._per_sample = per_sample or Recorder(model, layers, views)
+        self._per_sample = per_sample or partial(recorded_gradients, model, layers, views=views)
         self._norms, self._layers, self._views = norms, layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
@@ -75,8 +72,7 @@ class ClippedSum:
         A sample whose gradient or norm is not finite adds exactly zero.
 
         Args:
-            x: inputs, shape (samples, ...), or (samples, views, ...) if there are several;
-                samples >= 1.
+            x: at least one input, shape (samples, ...), or (samples, views, ...) if several views.
             y: labels, shape (samples,).
             metric: of the ellipsoid to clip to.
             out: shape (d,).
@@ -84,8 +80,7 @@ class ClippedSum:
                 are not private: only diagnostics may pass one.
 
         Raises:
-            ModelError: the model did not use a layer, or not row by row, or changed a layer's
-                input in place.
+            ModelError: see :func:`~dpmac_cli.dp.clipping.recorder.recorded_gradients`.
             ValueError: more samples than the capacity, or another number of views than ``views``.
         """
         if len(x) > self._capacity:

@@ -19,10 +19,9 @@ from dpmac_cli.dp.clipping.layer_rules import Use, instantiate, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, SquaredNorms, roundoff, row_sums
 
-#: Numbers to instantiate at a time on a CPU, except for convolutions. They fit in its cache; with
-#: many times as many, everything takes several times as long.
+#: Numbers to instantiate at a time, so that they fit in a CPU's cache.
 PIECE = 1 << 20
-#: The same on other devices, where starting an operation takes longer than this many numbers.
+#: The same on CUDA, where starting an operation takes longer than this many numbers.
 DEVICE_PIECE = 1 << 24
 #: Terms of a Linear layer's gradient up to which their pairs cost less than instantiating it.
 PAIRED = 8
@@ -32,7 +31,7 @@ Rows = Tensor | slice
 
 
 class PerSampleGradients(Protocol):
-    """One layer's gradients for each sample of a chunk."""
+    """One layer's gradients for each sample of a chunk: the interface of a form."""
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Return ||(g_i - m)/b||^2 over this layer."""
@@ -70,23 +69,19 @@ def total_squared_norms(
 class OuterProducts:
     """Gradients of a Linear layer, g_i = sum_t delta_it a_it^T (sum_t delta_it for its bias).
 
-    With one term and A = 1/b^2
+    With one term and A = 1/b^2, a norm takes two matrix products for the whole batch, or none for
+    a ball. With several terms, S1_i is a sum over their pairs and S2_i over the terms:
 
         ||(g_i - m)/b||^2 = S1_i - 2 S2_i + S3,     S1_i = sum_jk delta_ij^2 a_ik^2 A_jk,
                                                     S2_i = sum_jk delta_ij a_ik (m A)_jk,
-                                                    S3   = sum_jk m_jk^2 A_jk:
+                                                    S3   = sum_jk m_jk^2 A_jk.
 
-    two matrix products for the whole batch and a constant; a ball needs none. With several terms,
-    S1_i is a sum over their pairs and S2_i over the terms.
-
-    Attributes:
-        delta: gradients of the loss by the layer's outputs, shape (samples, terms, out).
-        a: the layer's inputs, shape (samples, terms, in).
-        bias: True if the bias is trainable.
+    ``delta`` are gradients of the loss by the layer's outputs, ``a`` are its inputs. ``bias`` is
+    True if the bias is trainable.
     """
 
-    delta: Tensor
-    a: Tensor
+    delta: Tensor  # (samples, terms, out)
+    a: Tensor  # (samples, terms, in)
     bias: bool
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
@@ -114,10 +109,9 @@ class OuterProducts:
         return SquaredNorms(value.div_(metric.factor), slack.div_(metric.factor))
 
     def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
-        """Compute (c delta)^T a, one more matrix product.
+        """Compute (c delta)^T a, one matrix product; in float64 where terms of a sample may cancel.
 
-        Several terms may cancel within a sample, which must not grow the rounding of the others'
-        sum: they are added up in float64.
+        That must not grow the rounding of the others' sum.
         """
         terms = self.a.shape[1]
         if terms > 1:
@@ -155,9 +149,8 @@ class OuterProducts:
     def _underflow(self, a_squared: Tensor, delta_squared: Tensor, metric: LayerMetric) -> Tensor:
         """Bound what S1 - 2 S2 loses where products are too small for their dtype.
 
-        Each product loses at most the smallest normal number. That of a small delta and a large
-        input may matter, and then the row is computed again in float64. The bound of a pair of
-        terms is at most the mean of theirs.
+        Each product loses at most the smallest normal number; the bound of a pair of terms is at
+        most the mean of theirs.
         """
         ins, outs = self.a.shape[2] + self.bias, self.delta.shape[2]
         largest, tiny = metric.largest.double(), torch.finfo(self.a.dtype).tiny
@@ -180,21 +173,14 @@ class OuterProducts:
 
 @dataclass(frozen=True)
 class Instantiated:
-    """Gradients written out, for layers with few parameters.
+    """Gradients written out, for layers with few parameters."""
 
-    Attributes:
-        g: shape (samples, d_layer).
-    """
-
-    g: Tensor
+    g: Tensor  # (samples, d_layer)
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly; nothing cancels."""
-        if metric.centre is None:
-            value = row_sums(self.g.square().mul_(metric.inverse))
-        else:
-            value = row_sums((self.g - metric.centre).square_().mul_(metric.inverse))
-        value.div_(metric.factor)
+        squares = self.g.square() if metric.centre is None else (self.g - metric.centre).square_()
+        value = row_sums(squares.mul_(metric.inverse)).div_(metric.factor)
         return SquaredNorms(value, roundoff(ROW, self.g.dtype) * value)
 
     def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
@@ -211,12 +197,7 @@ class InPieces:
     """Gradients too large to hold, instantiated for a few samples at a time.
 
     Norms and sum instantiate the same samples in the same pieces, so both read the same floats.
-
-    Attributes:
-        layer: the layer.
-        uses: each use of it in the forward pass.
-        views: rows per sample in each use.
-        chosen: the samples selected, in float64; None for all, in their own dtype.
+    ``chosen`` samples are in float64; None is all of them, in their own dtype.
     """
 
     layer: Layer

@@ -1,8 +1,4 @@
-"""Rules that instantiate per-sample gradients, by layer type; torch.func.vmap for other layers.
-
-A sample's gradient is a sum over its augmented views and over the uses of the layer in one
-forward pass.
-"""
+"""Rules that instantiate per-sample gradients, by layer type; torch.func.vmap for other layers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +68,7 @@ class Use:
 
 
 def instantiate(layer: Layer, uses: Sequence[Use], views: int = 1) -> Tensor:
-    """Return gradients summed over uses, in theta's order, shape (samples, d_layer)."""
+    """Return gradients summed over uses and views, in theta's order, (samples, d_layer)."""
     first, *others = uses
     g = _instantiate(layer, first, views)
     for use in others:

@@ -14,21 +14,16 @@ ROW = 256
 #: Number of a layer's parameters from which compiling its metric is worthwhile.
 COMPILED = 1 << 17
 
-#: Computes m A (in place), the sum of m^2 A and the largest A; :func:`dpmac_cli.dp.fused.terms`.
+#: :func:`dpmac_cli.dp.fused.terms`.
 Terms = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """Squared whitened norms and a bound on their rounding error.
+    """||(g_i - m)/b||^2 as computed, and an upper bound on their rounding error, in float64."""
 
-    Attributes:
-        value: ||(g_i - m)/b||^2 as computed, float64, shape (samples,).
-        slack: upper bound on the error of ``value``, float64, shape (samples,).
-    """
-
-    value: Tensor
-    slack: Tensor
+    value: Tensor  # (samples,)
+    slack: Tensor  # (samples,)
 
     def __add__(self, other: "SquaredNorms") -> "SquaredNorms":
         return SquaredNorms(self.value + other.value, self.slack + other.slack)
@@ -36,23 +31,17 @@ class SquaredNorms:
 
 @dataclass(frozen=True)
 class LayerMetric:
-    """The whitened metric of one layer, times a factor that all layers share.
+    """The whitened metric of one layer; norms by A are to be divided by ``factor``.
 
-    Attributes:
-        inverse: A = ``factor`` / b^2, shape (d_layer,), or () for a ball.
-        centre_inverse: m A, shape (d_layer,); None for a ball, whose m is 0.
-        centre: m, shape (d_layer,); None for a ball.
-        s3: sum of m^2 A over the layer, float64, shape ().
-        largest: the largest A, shape ().
-        factor: divides squared norms computed with A, float64, shape ().
+    A ball has one A for all coordinates and no centre.
     """
 
-    inverse: Tensor
-    centre_inverse: Tensor | None
-    centre: Tensor | None
-    s3: Tensor
-    largest: Tensor
-    factor: Tensor
+    inverse: Tensor  # A = factor / b^2, (d_layer,), or () for a ball
+    centre_inverse: Tensor | None  # m A, (d_layer,)
+    centre: Tensor | None  # m, (d_layer,)
+    s3: Tensor  # sum of m^2 A, float64, ()
+    largest: Tensor  # the largest A, ()
+    factor: Tensor  # float64, ()
 
 
 class Metric:

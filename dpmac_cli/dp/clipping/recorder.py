@@ -28,75 +28,62 @@ class _Record:
     edge: GradientEdge
 
 
-class Recorder:
-    """Per-sample losses and gradients of a network that is run on a whole chunk at once.
+def recorded_gradients(
+    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1
+) -> tuple[Tensor, list[PerSampleGradients]]:
+    """Run a model on a whole chunk; return losses and every layer's per-sample gradients.
 
     Args:
         model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
         layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
+        x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
+        y: labels, shape (samples,).
         views: augmented views of each sample, public. Its loss is the mean over them.
+
+    Raises:
+        ModelError: the model did not use a layer, or not row by row, or changed a layer's input in
+            place.
     """
+    losses, uses = record_uses(model, layers, x, y, views)
+    pairs = zip(layers, uses, strict=True)
+    return losses, [choose_form(layer, used, views) for layer, used in pairs]
 
-    def __init__(self, model: nn.Module, layers: list[Layer], views: int = 1) -> None:
-        self._model, self._layers, self._views = model, layers, views
-        self._records: dict[str, list[_Record]] | None = None
-        self._hooks = [
-            layer.module.register_forward_hook(self._hook(layer.name), with_kwargs=True)
-            for layer in layers
-        ]
 
-    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
-        """Return per-sample losses, shape (samples,), and every layer's per-sample gradients.
-
-        Args:
-            x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
-            y: labels, shape (samples,).
-
-        Raises:
-            ModelError: the model did not use a layer, or not row by row, or changed a layer's
-                input in place.
-        """
-        losses, uses = self.uses(x, y)
-        pairs = zip(self._layers, uses, strict=True)
-        return losses, [choose_form(layer, used, self._views) for layer, used in pairs]
-
-    def uses(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use]]]:
-        """Return per-sample losses, shape (samples,), and each layer's uses. Raises ModelError."""
-        rows = x if self._views == 1 else x.flatten(0, 1)
-        records: dict[str, list[_Record]] = {layer.name: [] for layer in self._layers}
-        self._records = records
-        try:
-            with torch.enable_grad():
-                logits = self._model(rows)
-                by_view = cross_entropy(logits, y.repeat_interleave(self._views), reduction="none")
-                losses = by_view.view(-1, self._views).mean(1)
-                total = losses.sum()
-            edges = [record.edge for uses in records.values() for record in uses]
-            nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
-            reached = edges and total.requires_grad
-            # Do not record layers that torch.utils.checkpoint runs again in the backward pass.
-            self._records = {layer.name: [] for layer in self._layers}
-            found = torch.autograd.grad(total, edges, allow_unused=True) if reached else nothing
-        finally:
-            self._records = None
-        deltas = iter(found)
-        by_layer = [(la, [(r, next(deltas)) for r in records[la.name]]) for la in self._layers]
-        return losses, [_checked_uses(layer, used, len(rows)) for layer, used in by_layer]
-
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        for hook in self._hooks:
+def record_uses(
+    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1
+) -> tuple[Tensor, list[list[Use]]]:
+    """Return losses, shape (samples,), and each layer's uses; see :func:`recorded_gradients`."""
+    rows = x if views == 1 else x.flatten(0, 1)
+    hooked: list[list[_Record]] = [[] for _ in layers]
+    hooks = [
+        layer.module.register_forward_hook(_recording(layer.name, records), with_kwargs=True)
+        for layer, records in zip(layers, hooked, strict=True)
+    ]
+    try:
+        with torch.enable_grad():
+            by_view = cross_entropy(model(rows), y.repeat_interleave(views), reduction="none")
+            losses = by_view.view(-1, views).mean(1)
+            total = losses.sum()
+        # Layers that torch.utils.checkpoint runs again in the backward pass are not uses.
+        recorded = [list(records) for records in hooked]
+        edges = [record.edge for records in recorded for record in records]
+        nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
+        reached = edges and total.requires_grad
+        found = torch.autograd.grad(total, edges, allow_unused=True) if reached else nothing
+    finally:
+        for hook in hooks:
             hook.remove()
+    deltas = iter(found)
+    by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
+    pairs = zip(layers, by_layer, strict=True)
+    return losses, [_checked_uses(layer, used, len(rows)) for layer, used in pairs]
 
-    def _hook(self, name: str) -> Callable[..., Any]:
-        # A function, which copies of the model share; a partial would be copied with its recorder.
-        return lambda *called: self._record(name, *called)
 
-    def _record(
-        self, name: str, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
-    ) -> Any:
-        """Note the inputs of a layer and start the graph at its outputs: a forward hook."""
-        if self._records is None or not torch.is_grad_enabled():
+def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
+    """Return a forward hook that records uses of a layer and starts the graph at its outputs."""
+
+    def record(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        if not torch.is_grad_enabled():
             return None
         several = type(output) is tuple
         outputs = list(output) if several else [output]
@@ -119,9 +106,10 @@ class Recorder:
         for number, start in enumerate(started):
             if start is not None and start.requires_grad:
                 call = Call(positional, named, number if several else None)
-                record = _Record(call, read, versions, get_gradient_edge(start))
-                self._records[name].append(record)
+                records.append(_Record(call, read, versions, get_gradient_edge(start)))
         return tuple(started) if several else started[0]
+
+    return record
 
 
 def _check_outputs(name: str, outputs: list[Any], several: bool, samples: int) -> None:
