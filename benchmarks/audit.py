@@ -20,7 +20,8 @@ import torch
 from sittings import Setting, main
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.dp.clipping.clipped_sum import SquaredNorms, clip_weights
+from dpmac_cli.dp.clipping.clipped_sum import clip_weights
+from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.runs import train as run

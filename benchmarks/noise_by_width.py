@@ -26,8 +26,8 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.algorithm import build_algorithm
-from dpmac_cli.dp.clipping.clipped_sum import Metric
 from dpmac_cli.dp.clipping.forms import OuterProducts
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
@@ -79,7 +79,7 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     """About 0, line 20 with the true standard deviation of the gradient's coordinates."""
     data = trainer.data
     x = data.standardised(data.train.images[:RECORDS])
-    _, forms = trainer._sums.clipped_sum._gradients(x, data.train.labels[:RECORDS])
+    _, forms = trainer._sums.clipped_sum._per_sample(x, data.train.labels[:RECORDS])
     squares = []
     for form in forms:
         assert isinstance(form, OuterProducts)

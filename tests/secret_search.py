@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
+from dpmac_cli.dp.clipping.isolation import Isolated
+from dpmac_cli.dp.clipping.recorder import recorded_gradients
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys, seed_of
 from dpmac_cli.randomness.noise import Normals
@@ -194,12 +196,15 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed from the records before noise is added."""
-    gradients, weights = per_sample.ClippedSum._gradients, per_sample.clip_weights
+    weights = per_sample.clip_weights
 
-    def watched(clipped_sum: Any, x: Tensor, y: Tensor) -> Any:
-        losses, forms = gradients(clipped_sum, x, y)
-        aggregates(losses.detach(), "losses")
-        return losses, forms
+    def watched(gradients: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            losses, forms = gradients(*args, **kwargs)
+            aggregates(losses.detach(), "losses")
+            return losses, forms
+
+        return watch
 
     def aggregates(values: Tensor, what: str) -> None:
         if not secrets.training:
@@ -223,7 +228,8 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
         secrets.scalar(float(clipped.norm()), "the norm of an un-noised sum")
         return release(mechanism, clipped, region, _Overheard(noise, secrets))
 
-    monkeypatch.setattr(per_sample.ClippedSum, "_gradients", watched)
+    monkeypatch.setattr(per_sample, "recorded_gradients", watched(recorded_gradients))
+    monkeypatch.setattr(Isolated, "__call__", watched(Isolated.__call__))
     monkeypatch.setattr(per_sample, "clip_weights", clip_weights)
     monkeypatch.setattr(GaussianMechanism, "release", released)
 

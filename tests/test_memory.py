@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import GaussianMechanism, ball
 from dpmac_cli.errors import RunError
 from dpmac_cli.training.hooks import Hook

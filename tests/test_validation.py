@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.validation import check_model, independence

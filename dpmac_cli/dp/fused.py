@@ -13,11 +13,11 @@ from torch import Tensor
 from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.forms import (
     InPieces,
-    LayerMetric,
+    Norms,
     PerSampleGradients,
-    SquaredNorms,
     total_squared_norms,
 )
+from dpmac_cli.dp.clipping.norms import LayerMetric, SquaredNorms, Terms
 from dpmac_cli.dp.geometry import Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
@@ -111,9 +111,6 @@ def compile_update(mechanism: GaussianMechanism, algorithm: Algorithm) -> Update
     return call
 
 
-Terms = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
 def terms(centre: Tensor, inverse: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
     """What a norm needs of an ellipsoid: m A into ``times``, the sum of m^2 A, and the largest A.
 
@@ -126,9 +123,6 @@ def terms(centre: Tensor, inverse: Tensor, times: Tensor) -> tuple[Tensor, Tenso
 def compile_terms() -> Terms:
     """:func:`terms` as one loop."""
     return _compile(terms, dynamic=False)
-
-
-Norms = Callable[[Sequence[PerSampleGradients], Sequence[LayerMetric]], SquaredNorms]
 
 
 def compile_norms() -> Norms:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.models.dependence import (
     _ALONG,
     _BY_ROW,
@@ -68,12 +68,8 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
     x, y = torch.randn(SAMPLES, *shape), torch.arange(SAMPLES) % classes
     layers = find_layers(model)
     flatten_parameters(layers)
-    clipped = ClippedSum(model, layers, SAMPLES)
-    try:
-        with _following(x) as dependence:
-            losses, uses = clipped.uses(x, y)
-    finally:
-        clipped.close()
+    with _following(x) as dependence:
+        losses, uses = record_uses(model, layers, x, y)
     _check_backward(losses)
     dependence.check_rows("the loss", losses)
     for layer, used in zip(layers, uses, strict=True):

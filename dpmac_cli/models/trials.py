@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric
-from dpmac_cli.dp.clipping.forms import hold
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.forms import choose_form
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.state import first_change
@@ -172,15 +174,14 @@ def check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> No
     x, y = made_up(FEW, shape), torch.arange(FEW) % classes
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    clipped = ClippedSum(model, layers, len(x))
     total = torch.empty_like(theta)
-    clipped.of(x, y, Metric(ball(1.0, theta)), total)
-    _, together = clipped.uses(x, y)
+    ClippedSum(model, layers, len(x)).of(x, y, Metric(ball(1.0, theta)), total)
+    _, together = record_uses(model, layers, x, y)
     for layer, used in zip(layers, together, strict=True):
         part = total[layer.start : layer.stop]
-        hold(layer, used).weighted_sum(x.new_ones(len(x)), None, part)
+        choose_form(layer, used).weighted_sum(x.new_ones(len(x)), None, part)
     for row in (slice(0, 1), slice(1, 2)):
-        _, alone = clipped.uses(x[row], y[row])
+        _, alone = record_uses(model, layers, x[row], y[row])
         for layer, many, one in zip(layers, together, alone, strict=True):
             pairs = zip(many, one, strict=True)
             if not all(_close(a.delta[row], b.delta, 1e-6, least=0.0) for a, b in pairs):
@@ -190,7 +191,6 @@ def check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> No
                     "the backward of a torch.autograd.Function): the model mixes samples "
                     "backwards. Make every operation, and its gradient, work on one sample alone."
                 )
-    clipped.close()
     _check_whole(model, layers, total, x, y)
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.spikes import Spikes
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.errors import ModelError

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.forms import total_squared_norms
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.fused import compile_norms
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.randomness.layers import LayerDraws

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.randomness.sampling import Batch
 

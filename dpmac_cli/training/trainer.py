@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.algorithm import Algorithm
-from dpmac_cli.dp.clipping.clipped_sum import Metric, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.fused import compile_terms, compile_update
 from dpmac_cli.dp.geometry import pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean

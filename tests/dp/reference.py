@@ -8,10 +8,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric, Observer, clip_limit, clip_weights
-from dpmac_cli.dp.clipping.forms import PerSampleGradients, SquaredNorms, total_squared_norms
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Observer, clip_limit, clip_weights
+from dpmac_cli.dp.clipping.forms import Norms, PerSampleGradients, total_squared_norms
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.fused import Norms
+from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
 from dpmac_cli.dp.mechanism import Ellipsoid
 
 
@@ -73,7 +73,7 @@ class Subject:
 
     def forms(self, x: Tensor, y: Tensor) -> list[PerSampleGradients]:
         """The layers' per-sample gradients as the program stores them."""
-        return self.clipped_sum._gradients(x, y)[1]
+        return self.clipped_sum._per_sample(x, y)[1]
 
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp import fused
-from dpmac_cli.dp.clipping import clipped_sum as per_sample
-from dpmac_cli.dp.clipping import layers
-from dpmac_cli.dp.clipping.clipped_sum import Metric
+from dpmac_cli.dp.clipping import layers, norms
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import ModelError
@@ -75,7 +74,7 @@ def _all_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The eager path, too, draws for all coordinates at once: then the draws are the same."""
     monkeypatch.setattr(layers, "BLOCK", 10**9)
     monkeypatch.setattr(noise, "NOISE_PAIRS", 10**9)
-    monkeypatch.setattr(per_sample, "COMPILED", 1)
+    monkeypatch.setattr(norms, "COMPILED", 1)
     yield
     torch.compiler.reset()
 

@@ -13,11 +13,12 @@ from torch.nn.functional import cross_entropy, layer_norm
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Metric, clip_limit
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
 from dpmac_cli.dp.clipping.forms import Instantiated, OuterProducts
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.modules import StandardisedConv2d
+from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.trainer import Trainer

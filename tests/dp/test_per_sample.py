@@ -1,6 +1,7 @@
 """Clipped sums against the float64 oracle, sample by sample."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.clipped_sum import (
     CANCELLATION_LIMIT,
-    Metric,
     cancellation_limit,
     clip_limit,
     clip_weights,
@@ -23,15 +23,16 @@ from dpmac_cli.dp.clipping.clipped_sum import (
 from dpmac_cli.dp.clipping.forms import (
     InPieces,
     Instantiated,
+    Norms,
     OuterProducts,
     PerSampleGradients,
-    SquaredNorms,
-    Use,
     total_squared_norms,
 )
+from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.modules import StandardisedConv2d
-from dpmac_cli.dp.fused import Norms
+from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.errors import ModelError
 from tests.helpers import Batches, in_chunks_of, make_trainer
@@ -479,7 +480,7 @@ def test_conv2d_of_any_shape(
     x = torch.randn(samples, groups * inputs, *size, dtype=torch.float64)
     y = torch.randint(model(x).shape[1], (samples,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpmac_cli.dp.clipping.forms.UNFOLDED", unfolded)
+        patch.setattr("dpmac_cli.dp.clipping.layer_rules.UNFOLDED", unfolded)
         assert_matches_oracle(prepare(model), x, y, kind)
 
 
@@ -1054,7 +1055,10 @@ def test_tensors_by_name_are_refused(use: Callable[..., Tensor]) -> None:
         add_anything(BothOf(use))
 
 
-def test_closing_takes_the_hooks_off() -> None:
-    subject = prepare(Pair(lambda pair, x: pair.second(pair.first(x))))
-    subject.clipped_sum.close()
-    assert not any(module._forward_hooks for module in subject.model.modules())
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_hooks_are_left_behind(fails: bool) -> None:
+    model = Pair(lambda pair, x: pair.second(pair.first(x)).view(-1, 7 if fails else 3))
+    x, y = torch.randn(SAMPLES, 4), torch.zeros(SAMPLES, dtype=torch.long)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        record_uses(model, find_layers(model), x, y)
+    assert not any(module._forward_hooks for module in model.modules())

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
-from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, Metric, _sum_rounded_up, clip_weights
-from dpmac_cli.dp.clipping.forms import OuterProducts, SquaredNorms, total_squared_norms
+from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_weights
+from dpmac_cli.dp.clipping.forms import Norms, OuterProducts, total_squared_norms
 from dpmac_cli.dp.clipping.layers import find_layers
-from dpmac_cli.dp.fused import Norms
+from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms, sum_rounded_up
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.randomness.noise import Normals
 from tests.helpers import Batches, in_chunks_of, make_trainer
@@ -205,7 +205,7 @@ def test_the_third_term_is_never_too_small(count: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         terms = torch.rand(count, generator=generator).pow(4)
-        exact, found = terms.double().sum(), _sum_rounded_up(terms)
+        exact, found = terms.double().sum(), sum_rounded_up(terms)
         assert exact <= found <= exact * (1 + 5e-5)
 
 

@@ -1,12 +1,8 @@
-"""Per-sample gradients of a network that is run on each sample alone.
+"""Per-sample gradients of a network that is run on each sample alone, by vmap or in a loop.
 
-No operation of the network sees two samples, so none can mix them, whatever the network computes.
-Every run is made by a fresh copy of the module tree: nothing is carried over in parameters, buffers
-or other attributes. What a network keeps elsewhere, in globals, class attributes or closures, is
-not copied and cannot be isolated.
-
-Chunks are run by :func:`torch.func.vmap` where it can run the network, else in a loop. The choice
-is made once, on made-up data: it depends on the network alone.
+No operation of the network sees two samples, so none can mix them. Every run uses a fresh copy of
+the module tree: nothing is carried over in parameters, buffers or other attributes. State in
+globals, class attributes or closures is not copied and cannot be isolated.
 """
 
 import copy
@@ -22,44 +18,39 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.forms import (
-    RULES,
-    Instantiated,
-    PerSampleGradients,
-    Use,
-    hold,
-    instantiate,
-)
+from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients, choose_form
+from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 
-#: Numbers of instantiated gradients that a chunk may hold, 16 MiB of float32. On a CPU, 2^20 and
-#: 2^24 take up to 1.4 times as long.
+#: Numbers of instantiated gradients per chunk: 16 MiB of float32. On a CPU, 2^20 and 2^24 take up
+#: to 1.4 times as long.
 WRITTEN_OUT = 1 << 22
 
 
 class Isolated:
     """Per-sample losses and gradients of a network that sees one sample at a time.
 
-    Every parameter that autograd can differentiate by is supported. A weight that is used outside
-    of its layer, or shared with another, gets its full gradient.
+    Weights that are used outside of their layer, or shared with another, get their full gradient.
+    Whether vmap can run the network is tried once, on random data.
 
     Args:
         model: maps (1, ...), or the views of one sample (views, ...), to logits (rows, classes).
             Its parameters must not be flattened yet.
         layers: :func:`~dpmac_cli.dp.clipping.layers.split_by_module` of the model.
-        shape: of a sample: (...), or (views, ...) if there are several views.
+        shape: of a sample: (...), or (views, ...) if there are several augmented views.
         views: augmented views of each sample, public. They may be mixed with each other.
 
     Attributes:
-        vmapped: whether vmap runs the chunks.
-        recorded: names of the layers whose inputs and output gradients are recorded, to hold their
-            gradients in the cheapest form. Those of the others are instantiated by autograd.
-        most: samples whose instantiated gradients keep to :data:`WRITTEN_OUT`; public.
+        vmapped: True if vmap runs the chunks, False for a loop.
+        recorded: names of the layers whose inputs and output gradients are recorded, so that
+            :func:`~dpmac_cli.dp.clipping.forms.choose_form` applies. The others' gradients are
+            instantiated by autograd.
+        most: samples whose instantiated gradients fit in :data:`WRITTEN_OUT`; public.
 
     Raises:
-        ModelError: the network fails on a made-up sample.
+        ModelError: the network fails on a random sample.
     """
 
     def __init__(
@@ -78,7 +69,7 @@ class Isolated:
             y = torch.zeros(2, dtype=torch.long, device=x.device)
             with code_of_network(x):
                 probe = copy.deepcopy(model).double()
-                for p in probe.parameters():  # those that begin at zero would hide others
+                for p in probe.parameters():  # zeros would hide uses of other weights
                     p.add_(torch.randn_like(p), alpha=0.1)
                 self._looped(probe, x, y)
             self.vmapped = self._try_vmap(probe, x, y)
@@ -88,30 +79,26 @@ class Isolated:
         self.most = max(1, WRITTEN_OUT // size) if size else sys.maxsize
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
-        """Per-sample losses, shape (samples,), and every layer's per-sample gradients.
-
-        Args:
-            x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
-            y: labels, shape (samples,).
-        """
+        """Return losses and per-sample gradients of a chunk, as ``recorded_gradients`` does."""
         if not self.vmapped:
             losses, g = self._looped(self._model, x, y)
             return losses, [Instantiated(g[:, la.start : la.stop]) for la in self._layers]
         loose = [name for name in self._names if name not in self.recorded]
         losses, uses, written = self._vmapped(self._model, x, y, loose)
-        held: dict[str, PerSampleGradients] = {n: Instantiated(g) for n, g in written.items()}
-        for layer in self._layers:
-            if layer.name in uses:
-                held[layer.name] = hold(layer, uses[layer.name], self._views)
-        return losses, [held[layer.name] for layer in self._layers]
+        return losses, [
+            choose_form(layer, uses[layer.name], self._views)
+            if layer.name in uses
+            else Instantiated(written[layer.name])
+            for layer in self._layers
+        ]
 
     def _loss(self, network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """The loss of one sample, the mean over its views."""
+        """Return the loss of one sample, the mean over its views."""
         rows = x if self._views > 1 else x.unsqueeze(0)
         return cross_entropy(network(rows), y.expand(len(rows)))
 
     def _looped(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses and gradients, (samples, d), each by autograd on a copy, with its own seed."""
+        """Return losses and gradients, (samples, d), each by a copy of the model and a new seed."""
         losses = []
         rows = x.new_empty(len(x), self._layers[-1].stop)
         seeds = torch.randint(2**62, (len(x),)).tolist()
@@ -132,7 +119,7 @@ class Isolated:
     def _vmapped(
         self, model: nn.Module, x: Tensor, y: Tensor, loose: Collection[str]
     ) -> tuple[Tensor, dict[str, list[Use]], dict[str, Tensor]]:
-        """Losses, uses of the recorded layers, and gradients of the loose ones, (samples, d_layer).
+        """Return losses, the recorded layers' uses, and the others' gradients, (samples, d_layer).
 
         The gradient by a layer's output is that by a tap, a zero that is added to it.
         """
@@ -181,8 +168,8 @@ class Isolated:
     def _try_vmap(self, probe: nn.Module, x: Tensor, y: Tensor) -> bool:
         """Find the layers to record, and return whether vmap agrees with the loop.
 
-        A layer is recorded if it has a rule and no hooks, if its rows are a sample's views, and if
-        autograd finds no other gradient: no weight of it is used elsewhere.
+        A layer is recorded if it has a rule and no hooks, its rows are a sample's views, and none
+        of its weights is used elsewhere: autograd finds the same gradient.
         """
         layers = [
             layer

@@ -1,21 +1,22 @@
-"""Where each layer's parameters lie in theta, the one flat vector of all of them."""
+"""Layers of a model, and the slices of theta, the flat vector of all parameters, that they fill."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
 from dpmac_cli.errors import ModelError
 
-#: Coordinates that a CPU works on at a time: less, and starting the operations costs more than the
-#: cache saves (measured from 2^15 to 2^20 coordinates).
+#: Coordinates that a CPU works on at a time. With fewer, starting the operations costs more than
+#: the cache saves (measured from 2^15 to 2^20 coordinates).
 BLOCK = 400_000
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module whose parameters are handled together: one slice of theta.
+    """A module whose parameters are handled together.
 
     Attributes:
         name: the module's name in the model.
@@ -32,14 +33,9 @@ class Layer:
 
 
 def blocks(size: int, device: torch.device, about: int | None = None) -> list[slice]:
-    """Slices that cover 0 to ``size``, on a CPU of about so many coordinates; elsewhere one.
+    """Split 0 to ``size`` into slices that fit in a CPU's cache; other devices get one slice.
 
-    What is done to one block of several vectors after another finds them in the cache.
-
-    Args:
-        size: of the vectors.
-        device: that they are on.
-        about: coordinates of a block; None for :data:`BLOCK`.
+    Their length is near ``about``, by default :data:`BLOCK`.
     """
     count = max(1, round(size / (about or BLOCK))) if device.type == "cpu" else 1
     step = -(-size // count)
@@ -89,8 +85,8 @@ def _side_by_side(
     start = 0
     for name, module, held in owners:
         parameters = {key: p for key, p in held if p.requires_grad}
+        stop = start + sum(p.numel() for p in parameters.values())
         if parameters:
-            stop = start + sum(p.numel() for p in parameters.values())
             layers.append(Layer(name, module, parameters, start, stop))
             start = stop
     if not layers:
@@ -99,7 +95,7 @@ def _side_by_side(
 
 
 def _owners(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold parameters themselves; what lies inside one belongs to it."""
+    """Modules that hold parameters themselves, without the modules inside them."""
     if any(True for _ in module.parameters(recurse=False)):
         yield name, module
         return
@@ -110,14 +106,11 @@ def _owners(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def flatten_parameters(layers: list[Layer]) -> Tensor:
     """Move all parameters into one vector theta, shape (d,), and make each a view of it.
 
-    Updating theta in place updates the model. Gradients are switched off: autograd computes
-    output gradients only, and the clipped sums do the rest.
+    Updating theta in place updates the model. Gradients by the parameters are switched off.
     """
     parameters = [p for layer in layers for p in layer.parameters.values()]
     theta = torch.cat([p.detach().reshape(-1) for p in parameters])
-    offset = 0
+    vector_to_parameters(theta, parameters)
     for p in parameters:
-        p.data = theta[offset : offset + p.numel()].view_as(p)
         p.requires_grad_(False)
-        offset += p.numel()
     return theta

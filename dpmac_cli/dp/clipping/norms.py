@@ -1,0 +1,119 @@
+"""Squared whitened norms with bounds on their rounding error, and the metric they are taken in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpmac_cli.dp.clipping.layers import Layer, blocks
+from dpmac_cli.dp.mechanism import Ellipsoid
+
+#: Terms of a sum that are added up in float32 before it continues in float64.
+ROW = 256
+#: Number of a layer's parameters from which compiling its metric is worthwhile.
+COMPILED = 1 << 17
+
+#: :func:`dpmac_cli.dp.fused.terms`.
+Terms = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class SquaredNorms:
+    """||(g_i - m)/b||^2 as computed, and an upper bound on their rounding error, in float64."""
+
+    value: Tensor  # (samples,)
+    slack: Tensor  # (samples,)
+
+    def __add__(self, other: "SquaredNorms") -> "SquaredNorms":
+        return SquaredNorms(self.value + other.value, self.slack + other.slack)
+
+
+@dataclass(frozen=True)
+class LayerMetric:
+    """The whitened metric of one layer; norms by A are to be divided by ``factor``.
+
+    A ball has one A for all coordinates and no centre.
+    """
+
+    inverse: Tensor  # A = factor / b^2, (d_layer,), or () for a ball
+    centre_inverse: Tensor | None  # m A, (d_layer,)
+    centre: Tensor | None  # m, (d_layer,)
+    s3: Tensor  # sum of m^2 A, float64, ()
+    largest: Tensor  # the largest A, ()
+    factor: Tensor  # float64, ()
+
+
+class Metric:
+    """The metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
+
+    Args:
+        region: the ellipsoid.
+        dtype: by default that of the ellipsoid; float64 to recompute rows more precisely.
+        compiled: :func:`dpmac_cli.dp.fused.compile_terms`, for large layers; None not to compile.
+    """
+
+    def __init__(
+        self, region: Ellipsoid, dtype: torch.dtype | None = None, compiled: Terms | None = None
+    ) -> None:
+        dtype = dtype or region.inverse.dtype
+        self.region = region
+        self._centre, self._inverse = region.centre.to(dtype), region.inverse.to(dtype)
+        self._centre_inverse = torch.empty_like(self._centre)
+        self._layers: dict[str, LayerMetric] = {}
+        self._compiled = compiled
+
+    def refresh(self) -> None:
+        """Read the ellipsoid again after it has changed in place."""
+        self._layers.clear()
+
+    def of(self, layer: Layer) -> LayerMetric:
+        """Return the metric of one layer."""
+        if layer.name not in self._layers:
+            self._layers[layer.name] = self._part(slice(layer.start, layer.stop))
+        return self._layers[layer.name]
+
+    def centre_norm(self, layers: list[Layer]) -> Tensor:
+        """Return ||m/b||, float64, shape ()."""
+        s3 = torch.stack([self.of(layer).s3 for layer in layers]).sum()
+        return (s3 / self.region.factor.double()).sqrt_()
+
+    def _part(self, part: slice) -> LayerMetric:
+        factor = self.region.factor.double()
+        if self.region.is_ball:
+            zero = torch.zeros_like(self._inverse, dtype=torch.float64)
+            return LayerMetric(self._inverse, None, None, zero, self._inverse, factor)
+        inverse, centre, times = self._inverse[part], self._centre[part], self._centre_inverse[part]
+        if self._compiled is not None and len(centre) >= COMPILED:
+            s3_whole, top = self._compiled(centre, inverse, times)
+            return LayerMetric(inverse, times, centre, s3_whole, top, factor)
+        s3, largest = [], []
+        product = torch.empty(0, dtype=centre.dtype, device=centre.device)
+        for block in blocks(len(centre), centre.device):
+            torch.mul(centre[block], inverse[block], out=times[block])
+            product = torch.mul(centre[block], times[block], out=product.resize_(0))
+            s3.append(sum_rounded_up(product))
+            largest.append(inverse[block].max())
+        total, top = torch.stack(s3).sum(), torch.stack(largest).max()
+        return LayerMetric(inverse, times, centre, total, top, factor)
+
+
+def row_sums(numbers: Tensor) -> Tensor:
+    """Return sums of rows, float64, shape (rows,).
+
+    Groups of :data:`ROW` numbers are added up in their own dtype first, which is much faster.
+    """
+    whole = numbers.shape[1] // ROW * ROW
+    parts = numbers[:, :whole].view(len(numbers), whole // ROW, ROW).sum(2)
+    return parts.sum(1, dtype=torch.float64).add_(numbers[:, whole:].sum(1))
+
+
+def sum_rounded_up(terms: Tensor) -> Tensor:
+    """Return an upper bound on the exact sum of non-negative terms; float64, shape ()."""
+    total = row_sums(terms.unsqueeze(0)).squeeze(0)
+    return total.mul_(1 + ROW * torch.finfo(terms.dtype).eps)
+
+
+def roundoff(terms: int, dtype: torch.dtype) -> float:
+    """Return u, a bound on the relative error of the sums behind one squared norm."""
+    return (terms + 10) * torch.finfo(dtype).eps / 2

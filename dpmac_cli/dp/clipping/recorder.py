@@ -1,0 +1,178 @@
+"""Per-sample gradients of a batch, from layers' inputs and output gradients recorded by hooks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli.dp.clipping.forms import PerSampleGradients, choose_form
+from dpmac_cli.dp.clipping.layer_rules import TENSOR, Call, Use
+from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.errors import ModelError
+
+#: Types of a layer's arguments other than tensors; their values are the same for every sample.
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One use of a layer: its inputs, their version counters, and the edge of its output."""
+
+    call: Call
+    inputs: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    edge: GradientEdge
+
+
+def recorded_gradients(
+    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1
+) -> tuple[Tensor, list[PerSampleGradients]]:
+    """Run a model on a whole chunk; return losses and every layer's per-sample gradients.
+
+    Args:
+        model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
+        layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
+        x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
+        y: labels, shape (samples,).
+        views: augmented views of each sample, public. Its loss is the mean over them.
+
+    Raises:
+        ModelError: the model did not use a layer, or not row by row, or changed a layer's input in
+            place.
+    """
+    losses, uses = record_uses(model, layers, x, y, views)
+    pairs = zip(layers, uses, strict=True)
+    return losses, [choose_form(layer, used, views) for layer, used in pairs]
+
+
+def record_uses(
+    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1
+) -> tuple[Tensor, list[list[Use]]]:
+    """Return losses, shape (samples,), and each layer's uses; see :func:`recorded_gradients`."""
+    rows = x if views == 1 else x.flatten(0, 1)
+    hooked: list[list[_Record]] = [[] for _ in layers]
+    hooks = [
+        layer.module.register_forward_hook(_recording(layer.name, records), with_kwargs=True)
+        for layer, records in zip(layers, hooked, strict=True)
+    ]
+    try:
+        with torch.enable_grad():
+            by_view = cross_entropy(model(rows), y.repeat_interleave(views), reduction="none")
+            losses = by_view.view(-1, views).mean(1)
+            total = losses.sum()
+        # Layers that torch.utils.checkpoint runs again in the backward pass are not uses.
+        recorded = [list(records) for records in hooked]
+        edges = [record.edge for records in recorded for record in records]
+        nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
+        reached = edges and total.requires_grad
+        found = torch.autograd.grad(total, edges, allow_unused=True) if reached else nothing
+    finally:
+        for hook in hooks:
+            hook.remove()
+    deltas = iter(found)
+    by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
+    pairs = zip(layers, by_layer, strict=True)
+    return losses, [_checked_uses(layer, used, len(rows)) for layer, used in pairs]
+
+
+def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
+    """Return a forward hook that records uses of a layer and starts the graph at its outputs."""
+
+    def record(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        several = type(output) is tuple
+        outputs = list(output) if several else [output]
+        others = [x for x in (*inputs, *named.values()) if not isinstance(x, Tensor)]
+        tensors = tuple(x for x in inputs if isinstance(x, Tensor))
+        odd = [key for key, value in named.items() if isinstance(value, Tensor)]
+        if odd or not tensors or not all(isinstance(x, PLAIN) for x in others):
+            raise ModelError(
+                f"The layer {name} must be given tensors by place, with one row per sample, and "
+                f"otherwise only plain values; it got {', '.join(odd) or 'others'}. Keep a "
+                "mask as a buffer, in a module around this one that makes the call itself."
+            )
+        _check_outputs(name, outputs, several, len(tensors[0]))
+        started = [_start(output) for output in outputs]
+        if several:  # one may be computed from another: views tell their later uses apart
+            started = [o if o is None else o.view_as(o) for o in started]
+        positional = tuple(TENSOR if isinstance(x, Tensor) else x for x in inputs)
+        read = tuple(x.detach() for x in tensors)
+        versions = tuple(x._version for x in read)
+        for number, start in enumerate(started):
+            if start is not None and start.requires_grad:
+                call = Call(positional, named, number if several else None)
+                records.append(_Record(call, read, versions, get_gradient_edge(start)))
+        return tuple(started) if several else started[0]
+
+    return record
+
+
+def _check_outputs(name: str, outputs: list[Any], several: bool, samples: int) -> None:
+    """Reject outputs other than tensors with one row per sample; name no size, which is private."""
+    for output in outputs:
+        if output is None and several:
+            continue
+        if not isinstance(output, Tensor):
+            raise ModelError(
+                f"The layer {name} must map tensors to one tensor, or to a tuple of them; it gave "
+                f"a {type(output).__name__}{' in a tuple' if several else ''}."
+            )
+        if output.is_floating_point() and (output.ndim == 0 or len(output) != samples):
+            raise ModelError(
+                f"The layer {name} gives a tensor whose first dimension is not the samples, one "
+                "row each, as nn.GRU does with its last state. This is not supported; use other "
+                "layers instead."
+            )
+
+
+class _Started(torch.autograd.Function):
+    """Starts the graph at a layer's output without copying; in-place operations may follow."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        del anchor
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _start(output: Tensor | None) -> Tensor | None:
+    """Return a layer's output with a place in the graph."""
+    if output is None or not output.is_floating_point() or output.requires_grad:
+        return output
+    anchor = torch.zeros((), dtype=output.dtype, device=output.device)
+    started: Tensor = _Started.apply(output, anchor.requires_grad_())
+    return started
+
+
+def _checked_uses(
+    layer: Layer, found: Sequence[tuple[_Record, Tensor | None]], batch: int
+) -> list[Use]:
+    """Return a layer's uses that reach the loss, if their rows are those of the batch."""
+    if any(r.versions != tuple(x._version for x in r.inputs) for r, _ in found):
+        raise ModelError(
+            f"The input of layer {layer.name} was changed in place after the layer read it. "
+            "Use the out-of-place operation (x = x + y instead of x += y)."
+        )
+    uses = [Use(record.inputs, delta, record.call) for record, delta in found if delta is not None]
+    if not uses:
+        raise ModelError(
+            f"The layer {layer.name} has trainable parameters, but no call of it took part in the "
+            "model's output (using its weights without calling it does not count: that cannot be "
+            "clipped). Call it, remove it, or freeze it with requires_grad_(False)."
+        )
+    rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
+    if rows != {batch}:
+        raise ModelError(
+            f"The layer {layer.name} sees {sorted(rows)} rows in a batch of {batch}: its first "
+            "dimension must be the samples, one row each. Keep other dimensions behind it."
+        )
+    return uses
