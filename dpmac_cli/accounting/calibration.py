@@ -209,7 +209,7 @@ def _smallest(cost: Cost, target: float, guess: int, factor: float, limits: rang
         low, high = high, min(math.ceil(high * factor), end)
     while cost(low) <= target and low > limits[0]:
         high, low = low, max(math.floor(low / factor), limits[0])
-    return low if cost(low) <= target else _last_within(cost, target, high, low)
+    return _last_within(cost, target, high, low)
 
 
 def _last_within(cost: Cost, target: float, good: int, bad: int) -> int:
