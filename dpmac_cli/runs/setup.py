@@ -212,17 +212,14 @@ def make_trainer(
         config: of the run. Its noise is worked out, if that is not yet done.
         steps: T; None for all that the configuration asks for.
         device: None for the configuration's.
-        keys: those of the run that is resumed exactly; None for those of the configuration's seed,
-            or fresh ones. Ranks other than the first use that of the layers alone.
+        keys: None for those of the configuration's seed, or fresh ones.
         task: of :func:`make_task`, with the same keys; None to make it of ``data``.
         ranks: the processes of the run.
-        model: a network that is at hand, in place of the one that the configuration names. It is
-            trained as it is, in place.
+        model: a network to train in place of the one that the configuration names.
         rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
 
     Raises:
-        InputError: data or device cannot be used, or the configuration freezes a part of a network
-            that it does not build.
+        InputError: data or device cannot be used, or the settings do not go with a given model.
         BudgetError: no noise meets the configuration's epsilon.
         ModelError: the model is no torch module, or mixes samples.
     """
@@ -236,43 +233,48 @@ def make_trainer(
         task = _task_of(model, config, device, data)
     task = task or outcome(make_task(config, device, keys, data))
     model, data = task.trained, task.data
-    if len(data.train) != config.facts.train_size:  # which the sampling rate, so epsilon, is for
-        raise InputError(
-            f"data has {len(data.train):,} training records, but epsilon was computed for the "
-            f"{config.facts.train_size:,} of {config.dataset_name}. Save your records as an .npz "
-            "and name that as the dataset."
-        )
+    _check_size(config, data)
     hooks: list[Hook] = [] if diagnostics is None else [diagnostics]
     if canaries := _canaries(config, model, data, keys):
         hooks.append(canaries)
     if isinstance(canaries, ImageCanaries):
         data = canaries.data
     kind = SecureMechanism if config.secure else GaussianMechanism
-    mechanism = kind(config.sigma or 0.0, config.batch_size)
-    recipe = config.recipe
+    hyper, decay = hyperparameters(config), config.recipe.weight_decay
+    isolated = task.independence == "isolated" and not config.head_only
     return Trainer(
         model=model,
         data=data,
         algorithm=build_algorithm(
-            config.method,
-            hyperparameters(config),
-            private=not config.no_dp,
-            decay=recipe.weight_decay,
-            rule=rule,
+            config.method, hyper, private=not config.no_dp, decay=decay, rule=rule
         ),
-        mechanism=mechanism,
-        plan=Plan(
-            steps=config.total_steps if steps is None else steps,
-            steps_per_epoch=config.steps_per_epoch,
-            physical_batch=config.physical_batch,
-            private=not config.no_dp,
-            compiled=config.compile,
-            recipe=recipe,
-            isolated=task.independence == "isolated" and not config.head_only,
-        ),
+        mechanism=kind(config.sigma or 0.0, config.batch_size),
+        plan=_plan(config, steps, isolated=isolated),
         randomness=_randomness(config, keys, 0 if ranks is None else ranks.rank, drawing=drawing),
         hooks=hooks,
         ranks=ranks,
+    )
+
+
+def _check_size(config: TrainConfig, data: Data) -> None:
+    """Raise InputError if the sampling rate, so epsilon, is for another number of records."""
+    if len(data.train) != config.facts.train_size:
+        raise InputError(
+            f"data has {len(data.train):,} training records, but epsilon was computed for the "
+            f"{config.facts.train_size:,} of {config.dataset_name}. Save your records as an .npz "
+            "and name that as the dataset."
+        )
+
+
+def _plan(config: TrainConfig, steps: int | None, *, isolated: bool) -> Plan:
+    return Plan(
+        steps=config.total_steps if steps is None else steps,
+        steps_per_epoch=config.steps_per_epoch,
+        physical_batch=config.physical_batch,
+        private=not config.no_dp,
+        compiled=config.compile,
+        recipe=config.recipe,
+        isolated=isolated,
     )
 
 
