@@ -17,7 +17,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, Se
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Bits, Noise, NoiseSource, Normals
+from dpmac_cli.randomness.noise import Noise, Normals, SeededNormals
 from dpmac_cli.randomness.sampling import Sampler, make_sampler
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.hooks import Hook
@@ -85,23 +85,23 @@ class Batches:
         return np.asarray(next(self._batches), dtype=np.int64)
 
 
-class KeptNoise:
+class KeptNoise(Noise):
     """Seeded noise that keeps what it drew."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._source = Noise(a_key(seed))
+        super().__init__(a_key(seed))
         self.drawn: list[Tensor] = []
 
-    def at(self, step: int) -> "KeptNoise":
-        self._normals = self._source.at(step)
-        return self
+    def at(self, step: int) -> SeededNormals:
+        normals = super().at(step)
+        standard_normal = normals.standard_normal
 
-    def standard_normal(self, like: Tensor) -> Tensor:
-        self.drawn.append(self._normals.standard_normal(like))
-        return self.drawn[-1].clone()
+        def kept(like: Tensor) -> Tensor:
+            self.drawn.append(standard_normal(like))
+            return self.drawn[-1].clone()
 
-    def bits(self, like: Tensor) -> Bits:
-        return self._normals.bits(like)
+        normals.standard_normal = kept  # type: ignore[method-assign]
+        return normals
 
 
 def copied(region: Ellipsoid) -> Ellipsoid:
@@ -157,7 +157,7 @@ def make_trainer(
     data: Data | None = None,
     model: nn.Module | None = None,
     sampler: Sampler | None = None,
-    noise: NoiseSource | None = None,
+    noise: Noise | None = None,
     hooks: Sequence[Hook] = (),
     ranks: Ranks | None = None,
     **hyper: Any,

@@ -22,7 +22,7 @@ from dpmac_cli.dp.geometry import Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import ModelError
-from dpmac_cli.randomness.noise import Bits, StepNoise
+from dpmac_cli.randomness.noise import Bits, SeededNormals
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +59,7 @@ class Vectors(Protocol):
 
 
 #: From the clipped sum, eta, the vectors and the noise to the sum of line 20.
-Update = Callable[[Tensor, float, Vectors, StepNoise], Tensor]
+Update = Callable[[Tensor, float, Vectors, SeededNormals], Tensor]
 
 
 def compile_update(mechanism: GaussianMechanism, algorithm: Algorithm) -> Update:
@@ -90,7 +90,7 @@ def compile_update(mechanism: GaussianMechanism, algorithm: Algorithm) -> Update
 
     compiled = _compile(update, dynamic=False)
 
-    def call(clipped: Tensor, lr: float, state: Vectors, noise: StepNoise) -> Tensor:
+    def call(clipped: Tensor, lr: float, state: Vectors, noise: SeededNormals) -> Tensor:
         theta, moments, region, spread = state.theta, state.moments, state.region, state.spread
         drawn = clipped if mechanism.noise_multiplier > 0 else clipped[:0]
         bits = noise.bits(torch.empty_like(drawn, dtype=theta.dtype))

@@ -6,7 +6,7 @@ A ball of radius C is an ellipsoid with centre 0 and scale C, so every optimizer
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 Kappa = Literal["paper", "exact", "tracked"]
@@ -45,7 +45,7 @@ class Hyperparameters:
     phi: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Optimizer:
     """A row of the table.
 
@@ -61,7 +61,8 @@ class Optimizer:
     geometry: str
     rule: str
     summary: str
-    lr: float
+    _: KW_ONLY
+    lr: float = 1e-3
     lr_on: Mapping[str, float] = field(default_factory=dict)
     extra: frozenset[str] = frozenset()
 
@@ -81,46 +82,22 @@ class Optimizer:
 
 
 #: Learning rates are those of the DP-MacAdam paper, and tuned ones for digits.
-OPTIMIZERS: dict[str, Optimizer] = {
+OPTIMIZERS: Mapping[str, Optimizer] = {
     "dp-sgd": Optimizer(
-        geometry="ball",
-        rule="sgd",
-        summary="fixed clipping norm, gradient descent",
-        lr=0.1,
-        lr_on={"digits": 0.5},
+        "ball", "sgd", "fixed clipping norm, gradient descent", lr=0.1, lr_on={"digits": 0.5}
     ),
     "adaclip": Optimizer(
-        geometry="adaclip",
-        rule="sgd",
-        summary="coordinate-wise clipping, gradient descent",
-        lr=1e-3,
-        lr_on={"digits": 0.5},
+        "adaclip", "sgd", "coordinate-wise clipping, gradient descent", lr_on={"digits": 0.5}
     ),
-    "dp-adam": Optimizer(
-        geometry="ball",
-        rule="adam",
-        summary="fixed clipping norm, Adam",
-        lr=1e-3,
-        lr_on={"digits": 0.005},
-    ),
-    "dp-adambc": Optimizer(
-        geometry="ball",
-        rule="adam_bc",
-        summary="fixed clipping norm, Adam less the noise's bias",
-        lr=1e-3,
-    ),
+    "dp-adam": Optimizer("ball", "adam", "fixed clipping norm, Adam", lr_on={"digits": 0.005}),
+    "dp-adambc": Optimizer("ball", "adam_bc", "fixed clipping norm, Adam less the noise's bias"),
     "dp-macadam": Optimizer(
-        geometry="macadam",
-        rule="adam",
-        summary="coordinate-wise clipping, Adam",
-        lr=1e-3,
-        lr_on={"digits": 0.005},
+        "macadam", "adam", "coordinate-wise clipping, Adam", lr_on={"digits": 0.005}
     ),
     "dp-macadambc": Optimizer(
-        geometry="macadam",
-        rule="adam_bc",
-        summary="coordinate-wise clipping, Adam less the noise's bias",
-        lr=1e-3,
+        "macadam",
+        "adam_bc",
+        "coordinate-wise clipping, Adam less the noise's bias",
         lr_on={"digits": 0.0005},
         extra=frozenset({"phi"}),
     ),

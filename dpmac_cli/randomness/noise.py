@@ -25,22 +25,6 @@ class Normals(Protocol):
         ...
 
 
-class StepNoise(Normals, Protocol):
-    """Standard normal draws of one step, none of which is handed out twice."""
-
-    def bits(self, like: Tensor) -> "Bits":
-        """Return what the next draws are made from, for operations that are compiled."""
-        ...
-
-
-class NoiseSource(Protocol):
-    """Standard normal draws of a run, step by step."""
-
-    def at(self, step: int) -> StepNoise:
-        """Return the draws of a step."""
-        ...
-
-
 class Noise:
     """Standard normal draws, a function of the key, the step and the place within the step.
 
@@ -54,7 +38,7 @@ class Noise:
         self._workspace = _Workspace(0, torch.float32)
         self._last = -1
 
-    def at(self, step: int) -> StepNoise:
+    def at(self, step: int) -> "SeededNormals":
         """Return the draws of a step.
 
         Raises:
@@ -64,8 +48,8 @@ class Noise:
         if step <= self._last:
             raise ValueError(f"the noise of step {step} follows that of step {self._last}")
         self._last = step
-        normals = SeededNormals(self._keys.at(step), self._workspace)
-        return SecureNormals(normals) if self._secure else normals
+        kind = SecureNormals if self._secure else SeededNormals
+        return kind(self._keys.at(step), self._workspace)
 
 
 class _Workspace:
@@ -85,7 +69,7 @@ class _Workspace:
 
 
 class SeededNormals:
-    """Box and Muller's normals from the key stream of a step.
+    """Box and Muller's normals from the key stream of a step, none of which is handed out twice.
 
     A radius sqrt(-2 log u) and an angle make two normals. u has 53 bits, so that the normals end at
     8.57 standard deviations; torch's own, on the CPU in float32, end at 5.77, and its generator
@@ -102,7 +86,7 @@ class SeededNormals:
     def standard_normal(self, like: Tensor) -> Tensor:
         """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``."""
         if like.is_cuda:  # where the arithmetic costs nothing
-            return self.bits(like).standard_normal(like).view(like.shape)
+            return SeededNormals.bits(self, like).standard_normal(like).view(like.shape)
         pairs = (like.numel() + 1) // 2
         self._workspace.make_room(min(pairs, NOISE_PAIRS), like.dtype)
         normals = torch.empty(2 * pairs, dtype=like.dtype)
@@ -155,26 +139,20 @@ class Bits:
         return torch.cat([angle.cos() * radius, angle.sin() * radius])[: like.numel()]
 
 
-class SecureNormals:
+class SecureNormals(SeededNormals):
     """Half the sum of four normals, each from other key stream, in float64.
 
     One normal gives away, by its last bits, what it was made from. A sum of four takes a search
     over all that three of them may be made from (Holohan and Braghin 2021, arXiv 2107.10138). The
     two normals of a pair are never in one sum: they go to different coordinates.
-
-    Args:
-        source: of the normals.
     """
-
-    def __init__(self, source: SeededNormals) -> None:
-        self._source = source
 
     def standard_normal(self, like: Tensor) -> Tensor:
         """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``."""
         wide = torch.empty_like(like, dtype=torch.float64)
-        total = self._source.standard_normal(wide)
+        total = super().standard_normal(wide)
         for _ in range(SUMMANDS - 1):
-            total.add_(self._source.standard_normal(wide))
+            total.add_(super().standard_normal(wide))
         return total.mul_(SUMMANDS**-0.5).to(like.dtype)
 
     def bits(self, like: Tensor) -> Bits:

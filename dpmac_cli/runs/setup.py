@@ -76,26 +76,30 @@ def make_trainer(
         model is not None or isinstance(plan.model, UserModel) or plan.recipe.augment is not None
     )
     observers: tuple[Hook | None, ...] = (diagnostics, canaries)
-    recipe = plan.recipe
+    isolated = task.independence == "isolated" and not plan.start.head_only
     return Trainer(
         model=task.trained,
         data=canaries.data if isinstance(canaries, ImageCanaries) else task.data,
         algorithm=build_algorithm(
-            plan.method, plan.hyper, private=plan.private, decay=recipe.weight_decay, rule=rule
+            plan.method, plan.hyper, private=plan.private, decay=plan.recipe.weight_decay, rule=rule
         ),
         mechanism=_mechanism(plan),
-        plan=Plan(
-            steps=plan.steps if steps is None else steps,
-            steps_per_epoch=plan.steps_per_epoch,
-            physical_batch=plan.physical_batch,
-            private=plan.private,
-            compiled=plan.compile,
-            recipe=recipe,
-            isolated=task.independence == "isolated" and not plan.start.head_only,
-        ),
+        plan=_schedule(plan, steps, isolated=isolated),
         randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, drawing=drawing),
         hooks=[hook for hook in observers if hook is not None],
         ranks=ranks,
+    )
+
+
+def _schedule(plan: TrainPlan, steps: int | None, *, isolated: bool) -> Plan:
+    return Plan(
+        steps=plan.steps if steps is None else steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        physical_batch=plan.physical_batch,
+        private=plan.private,
+        compiled=plan.compile,
+        recipe=plan.recipe,
+        isolated=isolated,
     )
 
 

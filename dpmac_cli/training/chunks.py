@@ -1,13 +1,11 @@
 """Clipped sum of a batch, in chunks of as many samples as fit into memory."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Observer
 from dpmac_cli.dp.clipping.forms import total_squared_norms
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
@@ -18,8 +16,6 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.torch_errors import out_of_memory
 from dpmac_cli.training.schedules import Plan
-
-Observer = Callable[[Tensor, Tensor], None]
 
 
 class ChunkedSum:

@@ -12,7 +12,7 @@ from dpmac_cli.dp.moments import Moments
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import NoiseSource
+from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Sampler
 
 
@@ -28,7 +28,7 @@ class Randomness:
 
     keys: Keys
     sampler: Sampler | None
-    noise: NoiseSource | None
+    noise: Noise | None
     layers: LayerDraws | None = None
 
 

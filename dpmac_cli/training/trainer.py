@@ -17,7 +17,7 @@ from dpmac_cli.dp.fused import compile_terms, compile_update
 from dpmac_cli.dp.geometry import pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.errors import DivergedError, ModelError
-from dpmac_cli.randomness.noise import StepNoise
+from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.storage.digest import identical
 from dpmac_cli.training.canaries import Canaries
@@ -127,7 +127,7 @@ class Trainer:
         for hook in self.hooks:
             hook.observe(losses, norms)
 
-    def _begin(self) -> StepNoise | None:
+    def _begin(self) -> SeededNormals | None:
         """Advance everything that is no vector to step t; return the noise of that step."""
         state, source = self.state, self.randomness.noise
         state.step += 1
@@ -135,7 +135,7 @@ class Trainer:
         self.algorithm.geometry.begin(state.step, state.spread)
         return None if source is None else source.at(state.step)
 
-    def _release(self, clipped: Tensor, block: slice, noise: StepNoise | None) -> PrivateMean:
+    def _release(self, clipped: Tensor, block: slice, noise: SeededNormals | None) -> PrivateMean:
         """Return the private mean of some coordinates, from the rank with the noise: 9 to 11."""
         region = self.state.region.part(block)
         if noise is not None:

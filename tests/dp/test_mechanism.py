@@ -101,7 +101,7 @@ def test_noise_variance_is_that_of_the_value(shape: str) -> None:
 def test_no_data_and_no_noise_give_the_centre(shape: str) -> None:
     region = REGIONS[shape]
     nothing = torch.zeros(DIMENSION, dtype=torch.float64)
-    private = GaussianMechanism(0.0, 8).release(nothing, region, KeptNoise())
+    private = GaussianMechanism(0.0, 8).release(nothing, region, KeptNoise().at(1))
     assert torch.equal(private.value, region.centre.expand(DIMENSION))
     assert (private.noise_variance == 0).all()
 
