@@ -23,10 +23,9 @@ class FrozenFeatures(nn.Module):
         stored: dtype that features are rounded to, in training, which reads them from a cache, and
             in evaluation, which does not.
 
-    Attributes:
-        isolated: whether the features of the records are computed one record at a time.
     """
 
+    #: Whether the features of the records are computed one record at a time.
     isolated = False
 
     def __init__(self, frozen: nn.Module, head: nn.Module, stored: torch.dtype) -> None:
@@ -84,8 +83,8 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
     The frozen part is in evaluation mode: batch norms in it are public constants.
 
     Args:
-        network: maps images of a shape to logits.
-        shape: (channels, height, width).
+        network: maps images to logits.
+        shape: (channels, height, width) of an image.
 
     Raises:
         ModelError: it does not end in a linear layer of its own.
