@@ -60,7 +60,7 @@ FACTORIES = {
 
 
 class UnprovenError(Exception):
-    """Keeping samples apart could not be proven; the message says why."""
+    """Independence across samples could not be proven; the message says why."""
 
 
 class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -1,4 +1,4 @@
-"""Proof, operation by operation, that a network keeps the samples of a batch apart.
+"""Proofs, operation by operation, that a network is independent across samples.
 
 Two parts, both on made-up data. :func:`check_uniform` exports the network with a symbolic batch
 size: the same operations then run for every batch, whatever its size and its values.
@@ -41,7 +41,7 @@ _SHAPING = {
 
 
 def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
-    """Prove that a network keeps samples apart in training, forwards and backwards.
+    """Prove that a network is independent across samples in training, forwards and backwards.
 
     Args:
         model: in the mode in which it is trained, its dropout layers being identities.
@@ -72,7 +72,7 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
 
 
 def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Prove that the output of a network that is not trained keeps samples apart.
+    """Prove that the output of a network that is not trained is independent across samples.
 
     Raises:
         UnprovenError: as :func:`check_independent`.

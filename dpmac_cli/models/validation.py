@@ -24,7 +24,7 @@ from dpmac_cli.models.state import first_opaque
 from dpmac_cli.models.tracing import check_hooks, check_independent, check_independent_forward
 from dpmac_cli.torch_errors import what_failed
 
-#: How it is known that a network keeps samples apart, from the surest to the least sure.
+#: How a network is known to be independent across samples, from the surest to the least sure.
 Independence = Literal["built in", "isolated", "traced", "probed"]
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
@@ -79,7 +79,7 @@ def check_model(
 def independence(
     model: nn.Module, shape: tuple[int, ...], classes: int, frozen: nn.Module | None = None
 ) -> tuple[Independence, str]:
-    """Prove that a user-supplied network keeps samples apart, or find that it must be isolated.
+    """Prove that a user-supplied network is independent across samples, or return why not.
 
     Args:
         model: of :func:`check_model`, which it has passed.
