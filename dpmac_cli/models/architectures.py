@@ -69,10 +69,7 @@ class _Block(nn.Module):
 def wide_resnet(dataset: Dataset, depth: int, width: int) -> nn.Module:
     """Return WRN-depth-width (Zagoruyko and Komodakis 2016) as in De et al. 2022, arXiv 2204.13650.
 
-    Args:
-        dataset: gives channels and the number of classes.
-        depth: 6 n + 4, with n blocks in each of three stages.
-        width: factor on 16, 32 and 64 channels.
+    Each of three stages has (depth - 4) / 6 blocks, of 16, 32 and 64 times ``width`` channels.
     """
     layers: list[nn.Module] = [StandardisedConv2d(dataset.shape[0], 16, 3, padding=1)]
     channels = 16

@@ -14,14 +14,14 @@ SAMPLES = 4
 
 # How the outputs of an operation depend on its inputs. In-place forms belong to the same list, and
 # what torch itself tags as pointwise need not be listed.
-_POINTWISE = {
+POINTWISE = {
     *("_to_copy", "copy", "fill", "zero", "masked_fill", "clamp_min", "hardswish", "hardsigmoid"),
     *("hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward"),
     *("hardswish_backward", "hardsigmoid_backward", "_prelu_kernel", "_prelu_kernel_backward"),
     *("log_sigmoid_forward", "log_sigmoid_backward", "clamp_max", "mish_backward"),
 }
 #: On all inputs along ``dim`` or the last dimensions of ``normalized_shape``; else on all of them.
-_ALONG = {
+ALONG = {
     *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean", "prod"),
     *("argmax", "argmin", "any", "all", "logsumexp", "linalg_vector_norm", "norm", "aminmax"),
     *("cumsum", "cumprod", "sort", "topk", "median", "_safe_softmax", "glu", "glu_backward"),
@@ -29,7 +29,7 @@ _ALONG = {
     *("native_layer_norm", "native_layer_norm_backward"),
 }
 #: Row by row on the inputs of these names; the other inputs must come from no sample.
-_BY_ROW = {
+BY_ROW = {
     *("convolution", "convolution_backward", "native_group_norm", "native_group_norm_backward"),
     *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d"),
     *("avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
@@ -38,29 +38,29 @@ _BY_ROW = {
     *("upsample_bilinear2d_backward", "reflection_pad2d", "reflection_pad2d_backward"),
     *("nll_loss_forward", "nll_loss_backward", "pixel_shuffle", "pixel_unshuffle"),
 }
-_ROWS = {"input", "self", "grad_output", "grad_out", "mean", "rstd", "indices", "target"}
+ROWS = {"input", "self", "grad_output", "grad_out", "mean", "rstd", "indices", "target"}
 #: On a row of the first factor and a column of the second.
-_PRODUCTS = {
+PRODUCTS = {
     "mm": ("self", "mat2"),
     "bmm": ("self", "mat2"),
     "addmm": ("mat1", "mat2"),
     "baddbmm": ("batch1", "batch2"),
 }
 #: On the numbers that are moved there, by places that must come from no sample.
-_MOVING = {
+MOVING = {
     *("cat", "stack", "index_select", "gather", "constant_pad_nd", "repeat", "flip", "roll"),
     *("index", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "tril"),
     *("triu", "diagonal_backward"),
 }
-_PLACES = {"index", "indices"}
-_FACTORIES = {
+PLACES = {"index", "indices"}
+FACTORIES = {
     *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones"),
     *("new_empty", "new_full", "new_empty_strided", "empty_strided"),
 }
 
 
 class UnprovenError(Exception):
-    """Keeping samples apart could not be proven; the message says why."""
+    """Independence across samples could not be proven; the message says why."""
 
 
 class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -87,7 +87,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             raise UnprovenError(f"In {what} a row depends on more than its own sample.")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note from which samples its outputs were computed."""
+        """Run an operation and note from which samples its outputs were computed."""
         names = [argument.name for argument in func._schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         told = {name for name, value in named.items() if self._holds_samples(value)}
@@ -97,7 +97,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         return result
 
     def _of(self, tensor: Tensor) -> Tensor:
-        """The planes of a tensor, bool, shape (SAMPLES, *shape); writing to them changes them."""
+        """Return a view of the planes of a tensor, bool, shape (SAMPLES, *shape)."""
         size, place = tensor.untyped_storage().nbytes() // tensor.itemsize, _place(tensor)
         shadow = self._shadows.get(place)
         if shadow is None or place == 0:
@@ -111,30 +111,30 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         )
 
     def _holds_samples(self, value: Any) -> bool:
-        return any(bool(self._of(tensor).any()) for tensor in _tensors(value))
+        return any(bool(self._of(tensor).any()) for tensor in tensors_in(value))
 
     def _note(self, func: Any, named: Mapping[str, Any], told: set[str], result: Any) -> None:
-        """Note it for an operation, given the names of the inputs that hold samples."""
-        name, outputs = _name(func), _tensors(result)
+        """Set the planes of outputs, given the names of the inputs that hold samples."""
+        name, outputs = name_of(func), tensors_in(result)
         if not outputs:
             raise UnprovenError(f"{name} reads a number that was computed from samples.")
-        read = {_place(tensor) for tensor in _tensors(list(named.values()))}
+        read = {_place(tensor) for tensor in tensors_in(list(named.values()))}
         view = not func._schema.is_mutable and {_place(out) for out in outputs} <= read
-        if view or torch.Tag.inplace_view in func.tags or name in _FACTORIES:
+        if view or torch.Tag.inplace_view in func.tags or name in FACTORIES:
             return
-        given = [self._of(t) for key in sorted(told) for t in _tensors(named[key])]
-        if torch.Tag.pointwise in func.tags or name in _POINTWISE:
+        given = [self._of(t) for key in sorted(told) for t in tensors_in(named[key])]
+        if torch.Tag.pointwise in func.tags or name in POINTWISE:
             found = [_merged(given, out.shape) for out in outputs]
-        elif name in _ALONG:
-            found = _along(given, _dims(func, named), outputs)
-        elif told <= _ROWS and (name in _BY_ROW or named.get("training") is False):
+        elif name in ALONG:
+            found = _along(given, dims_of(func, named), outputs)
+        elif told <= ROWS and (name in BY_ROW or named.get("training") is False):
             found = _row_by_row(given, outputs)
-        elif name in _PRODUCTS:
-            left, right = (self._of(named[factor]) for factor in _PRODUCTS[name])
-            added = [self._of(named["self"])] if "self" not in _PRODUCTS[name] else []
+        elif name in PRODUCTS:
+            left, right = (self._of(named[factor]) for factor in PRODUCTS[name])
+            added = [self._of(named["self"])] if "self" not in PRODUCTS[name] else []
             reached = [left.any(-1, keepdim=True), right.any(-2, keepdim=True), *added]
             found = [_merged(reached, outputs[0].shape)]
-        elif name in _MOVING and not told & _PLACES:
+        elif name in MOVING and not told & PLACES:
             found = self._moved(func, named)
         elif name == "embedding" and told == {"indices"}:
             found = [given[0].unsqueeze(-1)]
@@ -144,21 +144,21 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             self._of(out).copy_(planes.expand(SAMPLES, *out.shape))
 
     def _moved(self, func: Any, named: Mapping[str, Any]) -> list[Tensor]:
-        """Where an operation that moves numbers takes those of each sample."""
+        """Return the planes of the outputs of an operation that moves numbers."""
         found = []
         for sample in range(SAMPLES):
 
             def shadow(value: Any, sample: int = sample) -> Any:
                 return self._of(value)[sample].double() if isinstance(value, Tensor) else value
 
-            given = {n: v if n in _PLACES else tree_map(shadow, v) for n, v in named.items()}
+            given = {n: v if n in PLACES else tree_map(shadow, v) for n, v in named.items()}
             given.pop("value", None)  # what is put around them
-            found.append(_tensors(func(**given)))
+            found.append(tensors_in(func(**given)))
         return [torch.stack(planes) > 0 for planes in zip(*found, strict=True)]
 
 
-def _name(func: Any) -> str:
-    """The name of an operation, the same for its in-place form."""
+def name_of(func: Any) -> str:
+    """Return the name of an operation, the same for its in-place form."""
     packet = getattr(func, "overloadpacket", func)
     return str(getattr(packet, "__name__", packet)).removesuffix("_")
 
@@ -167,12 +167,13 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an argument or a result."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _dims(func: Any, named: Mapping[str, Any]) -> list[int]:
-    """The dimensions that an operation works along; none for all of them."""
+def dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:
+    """Return the dimensions that an operation works along; none for all of them."""
     if "normalized_shape" in named:
         return list(range(-len(named["normalized_shape"]), 0))
     defaults = {a.name: a.default_value for a in func._schema.arguments}
@@ -181,7 +182,7 @@ def _dims(func: Any, named: Mapping[str, Any]) -> list[int]:
 
 
 def _merged(given: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The union of planes, broadcast to (SAMPLES, *shape)."""
+    """Return the union of planes, broadcast to (SAMPLES, *shape)."""
     total = torch.zeros(SAMPLES, *shape, dtype=torch.bool)
     for planes in given:
         lacking = len(shape) - (planes.ndim - 1)
@@ -190,23 +191,22 @@ def _merged(given: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Planes of outputs that depend on all inputs along some dimensions."""
+    """Return planes of outputs that depend on all inputs along some dimensions."""
     whole = max(given, key=Tensor.numel)[0]
     places = [1 + dim % whole.ndim for dim in dims or range(whole.ndim)]
     kept = [planes.any(places, keepdim=True) if places else planes for planes in given]
     shape = np.broadcast_shapes(*(tuple(planes.shape[1:]) for planes in kept))
     joined = _merged(kept, shape)
-    gone = joined.squeeze(places)
-    return [joined if out.ndim == whole.ndim else gone for out in outputs]
+    return [joined if out.ndim == whole.ndim else joined.squeeze(places) for out in outputs]
 
 
 def _by_row(planes: Tensor) -> Tensor:
-    """From which samples each row was computed, shape (SAMPLES, rows)."""
+    """Return from which samples each row was computed, shape (SAMPLES, rows)."""
     return planes.flatten(2).any(2) if planes.ndim > 2 else planes
 
 
 def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Planes of outputs whose rows depend on the same rows of inputs."""
+    """Return planes of outputs whose rows depend on the same rows of inputs."""
     if len({planes.shape[1] for planes in given}) > 1:
         raise UnprovenError("Its rows are not those of the samples.")
     rows = torch.stack([_by_row(planes) for planes in given]).any(0)

@@ -64,17 +64,17 @@ def featured(
         data: images.
         settings: what defines them beside weights and records, as JSON values.
         folder: where they are kept.
-        stop: asked between batches.
-
-    Raises:
-        KeyboardInterrupt: ``stop`` returned True.
+        stop: asked between batches; KeyboardInterrupt is raised when it returns True.
     """
     key, tensors, notes = _key(parts, data, settings), None, []
     path = folder / f"{key}.safetensors"
     # Only an flock ends with its process: a file system without one keeps no features.
     lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
     try:
-        _make_private(folder)
+        folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid():
+            raise PermissionError("the folder is another user's")
+        folder.chmod(PRIVATE_FOLDER)
         kept = _load(path, key)
         while kept is None:
             try:
@@ -90,7 +90,8 @@ def featured(
                             safetensors.torch.save_file(tensors, partial, header)
                         kept = _load(path, key) or (tensors, found)  # processes share its pages
             except Timeout:
-                _check(stop)
+                if stop():
+                    raise KeyboardInterrupt from None
                 yield Computing(0, len(data.train) + len(data.test), folder, elsewhere=True)
     except (OSError, safetensors.SafetensorError) as failure:
         tensors = tensors or (yield from _computed(parts, data, folder, stop))
@@ -133,8 +134,8 @@ def _computed(
     for name, split in (("train", data.train), ("test", data.test)):
         size = 1 if parts.isolated else EVALUATION_BATCH
         for begin in range(0, len(split), size):
-            if begin % EVALUATION_BATCH == 0:  # as often whether or not samples run alone
-                _check(stop)
+            if begin % EVALUATION_BATCH == 0 and stop():  # as often where samples run alone
+                raise KeyboardInterrupt
             rows = slice(begin, begin + size)
             batch = parts.features(data.standardised(split.images[rows]))
             if begin == 0:
@@ -145,11 +146,6 @@ def _computed(
     return found
 
 
-def _check(stop: Callable[[], bool]) -> None:
-    if stop():
-        raise KeyboardInterrupt
-
-
 def _as_data(found: Mapping[str, Tensor], images: Data) -> Data:
     device = images.gain.device
     return Data(
@@ -158,16 +154,6 @@ def _as_data(found: Mapping[str, Tensor], images: Data) -> Data:
         torch.ones(1, 1, 1, device=device),
         torch.zeros(1, 1, 1, device=device),
     )
-
-
-def _make_private(folder: Path) -> None:
-    """Make a folder, or change an existing one, for its owner alone. Raises OSError."""
-    folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-    about = folder.stat()
-    if about.st_uid != os.geteuid():
-        raise PermissionError("the folder is another user's")
-    if about.st_mode & 0o777 & ~PRIVATE_FOLDER:
-        folder.chmod(PRIVATE_FOLDER)
 
 
 def _load(path: Path, key: str) -> tuple[dict[str, Tensor], str] | None:

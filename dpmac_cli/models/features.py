@@ -5,7 +5,8 @@ images. The whole network is published, which takes images. A record's features 
 record alone, so they change nothing about the guarantee.
 """
 
-import contextlib
+import copy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,9 @@ class FrozenFeatures(nn.Module):
         stored: dtype that features are rounded to, in training, which reads them from a cache, and
             in evaluation, which does not.
 
-    Attributes:
-        isolated: whether the features of the records are computed one record at a time.
     """
 
+    #: Whether the features of the records are computed one record at a time.
     isolated = False
 
     def __init__(self, frozen: nn.Module, head: nn.Module, stored: torch.dtype) -> None:
@@ -84,8 +84,8 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
     The frozen part is in evaluation mode: batch norms in it are public constants.
 
     Args:
-        network: maps images of a shape to logits.
-        shape: (channels, height, width).
+        network: maps images to logits.
+        shape: (channels, height, width) of an image.
 
     Raises:
         ModelError: it does not end in a linear layer of its own.
@@ -107,28 +107,25 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
 def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
     """Return the name of the linear layer whose output is the logits; None if there is none.
 
-    It must be called once, on one row per sample, and share no parameter. The network is run.
+    It must be called once, on one row per sample, and share no parameter. A copy is run.
     """
-    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
-    training = {module: module.training for module in network.modules()}
+    calls: list[tuple[str, Tensor, Tensor]] = []
+
+    def note(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        calls.append((name, given[0], out))
+
+    network = copy.deepcopy(network).eval()
+    for name, module in network.named_modules():
+        if type(module) is nn.Linear:
+            module.register_forward_hook(partial(note, name))
     weight = next(network.parameters(), torch.empty(0))
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(weight)
-    try:
-        with contextlib.ExitStack() as hooks:
-            for module in network.modules():
-                if type(module) is nn.Linear:
-                    note = module.register_forward_hook(lambda m, i, o: calls.append((m, i[0], o)))
-                    hooks.enter_context(note)
-            logits = network.eval()(x)
-    finally:
-        for module, before in training.items():
-            module.training = before
+    logits = network(x)
     if not calls:
         return None
     head, given, out = calls[-1]
     once = [called for called, *_ in calls].count(head) == 1
     fits = given.ndim == 2 and len(given) == len(x) and torch.equal(out, logits)
     owners = [id(p) for _, p in network.named_parameters(remove_duplicate=False)]
-    own = all(owners.count(id(p)) == 1 for p in head.parameters())
-    names = {module: name for name, module in network.named_modules()}
-    return names[head] if once and fits and own else None
+    own = all(owners.count(id(p)) == 1 for p in network.get_submodule(head).parameters())
+    return head if once and fits and own else None

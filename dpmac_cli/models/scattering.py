@@ -6,6 +6,7 @@ that are trained end to end privately (Tramer and Boneh 2021, arXiv 2011.11660).
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+Array = NDArray[Any]
+
 ANGLES, SCALE = 8, 4
 #: Features per channel: an average, 8 angles of 2 octaves, and 64 pairs of angles.
 CHANNELS = 1 + 2 * ANGLES + ANGLES**2
-#: Copies on each side from which a filter is wrapped round; beyond, it is 0 to rounding.
+#: Copies of a filter's spectrum on each side that sampling folds; beyond, it is 0 to rounding.
 COPIES = 2
 #: Images of one channel that are worked on at a time: few enough to stay in the cache.
 PLANES = 16
@@ -43,7 +46,7 @@ class Scattering(nn.Module):
             for axis, size in enumerate(shape):
                 self._keep(f"average_{octave}_{axis}", _averaging(size, 2**octave), dtype)
 
-    def _keep(self, name: str, values: NDArray[np.float64], dtype: torch.dtype) -> None:
+    def _keep(self, name: str, values: Array, dtype: torch.dtype) -> None:
         self.register_buffer(name, torch.from_numpy(values).to(dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,44 +89,42 @@ class Scattering(nn.Module):
         return smooth
 
 
-def _averaging(size: int, factor: int) -> NDArray[np.float64]:
+def _averaging(size: int, factor: int) -> Array:
     """Return the matrix that smooths, along one axis, a signal of every ``factor``-th value.
 
     The signal holds frequencies up to half of its size. Shape (size / 4 - 2, size / factor).
     """
     deviation = 0.8 * SCALE / 2
-    places = np.arange(-COPIES * size, (COPIES + 1) * size)
-    envelope = np.exp(-(places**2) / (2 * deviation**2)) / (math.sqrt(2 * math.pi) * deviation)
-    spectrum = np.fft.fft(envelope.reshape(-1, size).sum(0)).real
+    spectrum = np.exp(-((deviation * _frequencies(size)) ** 2) / 2).reshape(-1, size).sum(0)
     half = size // factor // 2
     kept = spectrum.take([*range(half), *range(size - half, size)])
     smoothed = np.fft.ifft(np.fft.fft(np.eye(len(kept))) * kept).real.T
-    matrix: NDArray[np.float64] = smoothed[:: SCALE // factor][1:-1]
+    matrix: Array = smoothed[:: SCALE // factor][1:-1]
     return matrix
 
 
-def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> NDArray[np.float64]:
-    """Return the real spectrum of a Gabor filter minus enough of its envelope for mean zero."""
-    wave = _in_space(shape, octave, tilt, 0.75 * math.pi / 2**octave)
-    envelope = _in_space(shape, octave, tilt, 0.0)
-    spectrum: NDArray[np.float64] = np.fft.fft2(wave - wave.sum() / envelope.sum() * envelope).real
-    return spectrum
+def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Array:
+    """Return the spectrum of a wave in a Gaussian envelope, minus as much of it for mean zero.
+
+    The deviation is 0.8 * 2^octave pixels along the wave and twice that across.
+    """
+    down, right = np.meshgrid(*map(_frequencies, shape), indexing="ij")
+    along = down * math.cos(tilt) + right * math.sin(tilt)
+    across = -down * math.sin(tilt) + right * math.cos(tilt)
+    deviation, copies = 0.8 * 2**octave, 2 * COPIES + 1
+
+    def gaussian(centre: float) -> Array:
+        exponent = -(deviation**2) * ((along - centre) ** 2 + (across * ANGLES / 4) ** 2) / 2
+        folded = np.exp(exponent).reshape(copies, shape[0], copies, shape[1])
+        wrapped: Array = folded.sum((0, 2))
+        return wrapped
+
+    wave, envelope = gaussian(0.75 * math.pi / 2**octave), gaussian(0.0)
+    morlet: Array = wave - wave[0, 0] / envelope[0, 0] * envelope
+    return morlet
 
 
-def _in_space(
-    shape: tuple[int, int], octave: int, tilt: float, frequency: float
-) -> NDArray[np.complex128]:
-    """Return a Gaussian of 0.8 * 2^octave pixels, twice that across, times a wave, wrapped."""
-    deviation, slant = 0.8 * 2**octave, 4.0 / ANGLES
-    height, width = shape
-    rows = np.arange(-COPIES * height, (COPIES + 1) * height)
-    columns = np.arange(-COPIES * width, (COPIES + 1) * width)
-    y, x = np.meshgrid(columns, rows)  # x runs down the rows, as the tilt is counted
-    along = x * math.cos(tilt) + y * math.sin(tilt)
-    across = -x * math.sin(tilt) + y * math.cos(tilt)
-    exponent = -(along**2 + (slant * across) ** 2) / (2 * deviation**2)
-    wave = np.exp(exponent + 1j * frequency * along)
-    copies = 2 * COPIES + 1
-    wrapped: NDArray[np.complex128] = wave.reshape(copies, height, copies, width).sum((0, 2))
-    wrapped *= slant / (2 * math.pi * deviation**2)
-    return wrapped
+def _frequencies(size: int) -> Array:
+    """Return the frequencies of an axis, radians per pixel, and those that sampling folds."""
+    places: Array = np.arange(-COPIES * size, (COPIES + 1) * size)
+    return places * 2 * math.pi / size

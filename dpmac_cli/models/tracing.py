@@ -1,4 +1,4 @@
-"""Proof, operation by operation, that a network keeps the samples of a batch apart.
+"""Proofs, operation by operation, that a network is independent across samples.
 
 Two parts, both on made-up data. :func:`check_uniform` exports the network with a symbolic batch
 size: the same operations then run for every batch, whatever its size and its values.
@@ -19,20 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
-from dpmac_cli.models.dependence import (
-    _ALONG,
-    _BY_ROW,
-    _FACTORIES,
-    _MOVING,
-    _POINTWISE,
-    _PRODUCTS,
-    SAMPLES,
-    Dependence,
-    UnprovenError,
-    _dims,
-    _name,
-    _tensors,
-)
+from dpmac_cli.models import dependence as ops
+from dpmac_cli.models.dependence import SAMPLES, Dependence, UnprovenError
 from dpmac_cli.torch_errors import what_failed
 
 #: Largest batch for which the operations must be the same.
@@ -42,7 +30,7 @@ _RESHAPING = {
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze"),
     *("squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "alias", "getitem"),
     *("sym_size", "repeat", "detach"),
-    *_FACTORIES,
+    *ops.FACTORIES,
 }
 #: What may be told the number of samples: it only gives tensors their shape.
 _SHAPING = {
@@ -53,7 +41,7 @@ _SHAPING = {
 
 
 def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
-    """Prove that a network keeps samples apart in training, forwards and backwards.
+    """Prove that a network is independent across samples in training, forwards and backwards.
 
     Args:
         model: in the mode in which it is trained, its dropout layers being identities.
@@ -80,7 +68,7 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
 
 
 def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Prove that the output of a network that is not trained keeps samples apart.
+    """Prove that the output of a network that is not trained is independent across samples.
 
     Raises:
         UnprovenError: as :func:`check_independent`.
@@ -176,31 +164,31 @@ def _check_node(node: torch.fx.Node) -> None:
     """Reject an operation of a graph that tells the size of the batch, or places in it."""
     target: Any = node.target
     arguments: Any = node.args
-    name = _name(target)
+    name = ops.name_of(target)
     given = [of.meta.get("val") for of in node.all_input_nodes]
-    outputs = _tensors(node.meta.get("val"))
+    outputs = ops.tensors_in(node.meta.get("val"))
     counted = any(isinstance(value, torch.SymInt) for value in given)
     filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
     if filled or (counted and (name not in _SHAPING or (name == "mul" and outputs))):
         raise UnprovenError(f"{name} computes with the size of the batch.")
-    batched = [t for t in _tensors(given) if _batch_dim(t) is not None]
+    batched = [t for t in ops.tensors_in(given) if _batch_dim(t) is not None]
     made = [(_batch_dim(out), out) for out in outputs]
     if not batched or not outputs:
         return
     if any(dim is None and 0 not in out.shape for dim, out in made):
         raise UnprovenError(f"{name} reduces over the samples of a batch.")
     place, known = _batch_dim(batched[0]), getattr(target, "tags", ())
-    if torch.Tag.pointwise in known or name in (_POINTWISE | _RESHAPING | _PRODUCTS.keys()):
+    if torch.Tag.pointwise in known or name in (ops.POINTWISE | _RESHAPING | ops.PRODUCTS.keys()):
         return
     named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
-    dims = [dim % batched[0].ndim for dim in _dims(target, {**named, **node.kwargs})]
-    if name in _BY_ROW or "batch_norm" in name:
+    dims = [dim % batched[0].ndim for dim in ops.dims_of(target, {**named, **node.kwargs})]
+    if name in ops.BY_ROW or "batch_norm" in name:
         along = place != 0
     elif name in ("tril", "triu"):
         along = place is not None and place >= batched[0].ndim - 2
     elif name == "index":
         along = place is not None and arguments[1][place : place + 1] not in ([], [None])
-    elif name in _ALONG or name in _MOVING:
+    elif name in ops.ALONG or name in ops.MOVING:
         along = place in dims or (name == "roll" and not dims)
     elif name == "embedding":
         along = False
@@ -211,10 +199,9 @@ def _check_node(node: torch.fx.Node) -> None:
 
 
 def _batch_dim(tensor: Tensor) -> int | None:
-    """The dimension of a traced tensor that has a symbolic size; None if there is none.
+    """Return the dimension of a traced tensor that has a symbolic size; None if there is none.
 
-    Raises:
-        UnprovenError: there are several, or its size is not a multiple of the batch's.
+    Raises UnprovenError if there are several, or its size is not a multiple of the batch's.
     """
     shape: Any = tensor.shape
     symbolic = [d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)]
@@ -229,7 +216,7 @@ def _batch_dim(tensor: Tensor) -> int | None:
 
 
 def _why(failure: Exception) -> str:
-    """Why torch.export could not trace a network, as a sentence."""
+    """Return why torch.export could not trace a network, as a sentence."""
     kind = type(failure).__name__
     if "Constraints violated" in str(failure):
         return "What it does depends on the size of the batch (len(x) counts as that)."

@@ -1,4 +1,4 @@
-"""Trials of a network on made-up batches: it must treat each sample as it does alone."""
+"""Trials of a network on made-up batches: each sample as it is alone, in 32 bits or more."""
 
 import contextlib
 import copy
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.forms import choose_form
@@ -19,12 +21,17 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
+from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.models.state import first_change
 
 #: Layers whose random draws training deals with: they depend on no sample.
 DROPOUT = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+#: Why 32 bits are needed.
+ROUNDING = (
+    "In fewer than 32 bits, rounding moves the clipped sum by more than the noise is scaled for."
 )
 #: Samples of most trials, and sizes of batches that networks were seen to treat in another way.
 FEW, SIZES = 5, (1, 2, 8, 16, 17)
@@ -35,12 +42,8 @@ def prepared(model: nn.Module, frozen: bool) -> nn.Module:
     model = model.train(not frozen)
     for module in model.modules():
         if type(module) in DROPOUT:
-            module.forward = _identity  # still in training mode, which other code may look at
+            module.forward = lambda x: x  # still in training mode, which other code may look at
     return model
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
 
 
 def made_up(samples: int, shape: tuple[int, ...]) -> Tensor:
@@ -211,3 +214,35 @@ def _check_whole(
                 "its parameters are also used without calling it (for example F.linear(x, "
                 f"self.{layer.name}.weight)). Only call it."
             )
+
+
+class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Rejects any operation whose result has fewer than 32 bits, as under autocast."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < 4:
+                raise ModelError(
+                    f"The model computes {func.overloadpacket.__name__} in {value.dtype}, as under "
+                    f"torch.autocast. {ROUNDING} Leave out autocast and casts to half."
+                )
+        return result
+
+
+@torch.enable_grad()
+def check_precision(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Run a network on one sample of a shape, on its device; reject operations below 32 bits.
+
+    The network is not changed. Raises ModelError, naming the operation.
+    """
+    x = made_up(1, shape).float()
+    x = x.to(next(model.parameters(), x).device)
+    if isinstance(model, FrozenFeatures):  # which may round: they are computed once
+        x, model = model.features(x).to(x.dtype), model.head
+    network = copy.deepcopy(model).train()
+    trained = [p for p in network.parameters() if p.requires_grad]
+    with torch.random.fork_rng(), _FullPrecision():  # type: ignore[no-untyped-call]
+        loss = cross_entropy(network(x), torch.zeros(1, dtype=torch.long, device=x.device))
+        if loss.requires_grad and trained:
+            torch.autograd.grad(loss, trained, allow_unused=True)

@@ -1,10 +1,11 @@
 """User-supplied networks: import their factories, call them, and replace batch norm."""
 
 import hashlib
-import importlib.util
+import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,12 +102,11 @@ def _imported(model: UserModel) -> ModuleType:
     try:
         if not place.endswith(".py"):
             return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(_module_name(place), place)
-        assert spec is not None  # noqa: S101  (its name ends in .py)
-        assert spec.loader is not None  # noqa: S101
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where dataclasses look their module up
-        spec.loader.exec_module(module)
+        loader = SourceFileLoader(_module_name(place), place)
+        module = ModuleType(loader.name)
+        module.__file__ = place
+        sys.modules[loader.name] = module  # where dataclasses look their module up
+        loader.exec_module(module)
     except (Exception, SystemExit) as failure:
         raise InputError(
             f"--model {model}: {place} cannot be imported: {what_failed(failure)}"

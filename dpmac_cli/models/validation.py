@@ -18,22 +18,13 @@ from torch.nn.parameter import is_lazy
 
 from dpmac_cli.dp.clipping.layers import find_layers
 from dpmac_cli.errors import DpmacError, ModelError
+from dpmac_cli.models import trials
 from dpmac_cli.models.dependence import UnprovenError
-from dpmac_cli.models.precision import ROUNDING, check_precision
 from dpmac_cli.models.state import first_opaque
 from dpmac_cli.models.tracing import check_hooks, check_independent, check_independent_forward
-from dpmac_cli.models.trials import (
-    DROPOUT,
-    FEW,
-    batches,
-    check_backward,
-    check_forward,
-    made_up,
-    prepared,
-)
 from dpmac_cli.torch_errors import what_failed
 
-#: How it is known that a network keeps samples apart, from the surest to the least sure.
+#: How a network is known to be independent across samples, from the surest to the least sure.
 Independence = Literal["built in", "isolated", "traced", "probed"]
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
@@ -70,25 +61,25 @@ def check_model(
     _check_values(model, frozen)
     probe = _copied(model)
     with _explained(shape):
-        single, probe = copy.deepcopy(probe), prepared(probe, frozen).double()
+        single, probe = copy.deepcopy(probe), trials.prepared(probe, frozen).double()
         scored = copy.deepcopy(probe).eval()
         with torch.no_grad():
-            _check_output(probe, made_up(1 if isolated else FEW, shape), classes)
-            _check_output(scored, made_up(FEW, shape), classes, scored=True)
+            _check_output(probe, trials.made_up(1 if isolated else trials.FEW, shape), classes)
+            _check_output(scored, trials.made_up(trials.FEW, shape), classes, scored=True)
         if not frozen and not built_in:
-            check_precision(single, shape)
+            trials.check_precision(single, shape)
         if not isolated:
             with _remedied():
-                trials = itertools.islice(batches(shape, physical_batch), 1 if built_in else None)
-                check_forward(probe, shape, trials)
+                batches = trials.batches(shape, physical_batch)
+                trials.check_forward(probe, shape, [next(batches)] if built_in else batches)
                 if not frozen and not built_in:
-                    check_backward(probe, shape, classes)
+                    trials.check_backward(probe, shape, classes)
 
 
 def independence(
     model: nn.Module, shape: tuple[int, ...], classes: int, frozen: nn.Module | None = None
 ) -> tuple[Independence, str]:
-    """Prove that a user-supplied network keeps samples apart, or find that it must be isolated.
+    """Prove that a user-supplied network is independent across samples, or return why not.
 
     Args:
         model: of :func:`check_model`, which it has passed.
@@ -98,7 +89,7 @@ def independence(
     Returns:
         "traced" or "isolated", and in the latter case why, as a sentence.
     """
-    probe = prepared(copy.deepcopy(frozen or model), frozen is not None)
+    probe = trials.prepared(copy.deepcopy(frozen or model), frozen is not None)
     try:
         if (opaque := first_opaque(frozen or model)) is not None:
             raise UnprovenError(f"Its {opaque} could keep something that cannot be looked at.")
@@ -117,7 +108,7 @@ def _check_recordable(model: nn.Module) -> None:
     """Reject layers whose random draws could not be repeated for their gradients."""
     for layer in find_layers(model):
         inside = list(layer.module.modules())[1:]
-        if any(isinstance(module, DROPOUT) and module.p > 0 for module in inside):
+        if any(isinstance(module, trials.DROPOUT) and module.p > 0 for module in inside):
             raise UnprovenError(
                 f"{layer.name or 'The model'} holds parameters itself, and dropout layers too."
             )
@@ -190,8 +181,8 @@ def _check_values(model: nn.Module, frozen: bool) -> None:
         exact = value.is_floating_point() and value.itemsize >= 4
         if value.requires_grad and not exact and not frozen:
             raise ModelError(
-                f"The parameter {name} is {value.dtype}. {ROUNDING} Convert the network in its "
-                "factory (.float()), or add --to-float32."
+                f"The parameter {name} is {value.dtype}. {trials.ROUNDING} Convert the network "
+                "in its factory (.float()), or add --to-float32."
             )
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense one.")

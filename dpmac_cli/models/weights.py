@@ -51,8 +51,7 @@ class PublicWeights:
     """The contents of a file of public weights.
 
     Attributes:
-        path, sha256: of the file.
-        tensors: by name.
+        path, sha256, tensors: of the file.
         trained_on: the dataset that dpmac trained them on; None where the file does not say.
     """
 
@@ -64,9 +63,7 @@ class PublicWeights:
     def adopted_by(self, model: nn.Module, head: str | None) -> Iterator[str]:
         """Load the weights into a model in place, and yield notes for its author.
 
-        Args:
-            model: the network.
-            head: the layer that may start fresh, where the file has none of its shape.
+        The layer ``head`` may start fresh, where the file has none of its shape.
 
         Raises:
             ModelError: anything else does not fit; names the entries.
@@ -108,11 +105,7 @@ def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:
 
 
 def read_weights(path: Path) -> PublicWeights:
-    """Read a safetensors file of public weights. A pickle is never read.
-
-    Raises:
-        InputError: it cannot be read, or is of another kind.
-    """
+    """Read a safetensors file of public weights, never a pickle. Raises InputError."""
     try:
         content = path.read_bytes()
         tensors = safetensors.torch.load(content)
