@@ -41,11 +41,9 @@ class ClippedSum:
             ``per_sample`` was given.
         capacity: the largest number of samples in a call of :meth:`of`; public.
         norms: :func:`~dpmac_cli.dp.clipping.forms.total_squared_norms`, or its compiled version.
-        views: augmented views of each sample, public. Its gradient, the mean over them, is
-            clipped once.
+        views: augmented views of each sample, public. Their mean gradient is clipped once.
         batch: B, the expected number of samples in a step; by default one chunk.
-        per_sample: computes the gradients, such as
-            :class:`~dpmac_cli.dp.clipping.isolation.Isolated`; by default
+        per_sample: :class:`~dpmac_cli.dp.clipping.isolation.Isolated`; by default
             :func:`~dpmac_cli.dp.clipping.recorder.recorded_gradients`.
     """
 

@@ -26,16 +26,12 @@ DEVICE_PIECE = 1 << 24
 #: Terms of a Linear layer's gradient up to which their pairs cost less than instantiating it.
 PAIRED = 8
 
-#: A mask of samples, bool, shape (samples,); or ``slice(None)`` for all.
-Rows = Tensor | slice
-
 
 class PerSampleGradients(Protocol):
     """One layer's gradients for each sample of a chunk: the interface of a form."""
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Return ||(g_i - m)/b||^2 over this layer."""
-        ...
 
     def weighted_sum(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """Write the sum of c_i g_i over the valid samples into ``out``.
@@ -46,11 +42,9 @@ class PerSampleGradients(Protocol):
                 exactly 0.
             out: the layer's slice, shape (d_layer,).
         """
-        ...
 
-    def select(self, rows: Rows) -> "PerSampleGradients":
-        """Return the gradients of some samples, in float64."""
-        ...
+    def select(self, rows: Tensor | slice) -> "PerSampleGradients":
+        """Return some samples by a mask, or all by ``slice(None)``, in float64."""
 
 
 #: :func:`total_squared_norms`, or its compiled version.
@@ -127,7 +121,7 @@ class OuterProducts:
         if terms > 1:
             out.copy_(total)
 
-    def select(self, rows: Rows) -> "OuterProducts":
+    def select(self, rows: Tensor | slice) -> "OuterProducts":
         """Return some samples, in float64."""
         return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
 
@@ -187,7 +181,7 @@ class Instantiated:
         """Compute one matrix-vector product."""
         torch.mv(_kept(self.g, valid).T, c, out=out)
 
-    def select(self, rows: Rows) -> "Instantiated":
+    def select(self, rows: Tensor | slice) -> "Instantiated":
         """Return some samples, in float64."""
         return Instantiated(self.g[rows].double())
 
@@ -203,7 +197,7 @@ class InPieces:
     layer: Layer
     uses: tuple[Use, ...]
     views: int = 1
-    chosen: Rows | None = None
+    chosen: Tensor | slice | None = None
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly, from instantiated gradients."""
@@ -221,7 +215,7 @@ class InPieces:
             out.addmv_(_kept(g, None if valid is None else valid[rows]).T, c[rows])
             begin += len(g)
 
-    def select(self, rows: Rows) -> "InPieces":
+    def select(self, rows: Tensor | slice) -> "InPieces":
         """Return some samples, in float64."""
         return InPieces(self.layer, self.uses, self.views, rows)
 

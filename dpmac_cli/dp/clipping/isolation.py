@@ -6,7 +6,6 @@ globals, class attributes or closures is not copied and cannot be isolated.
 """
 
 import copy
-import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
@@ -44,9 +43,8 @@ class Isolated:
 
     Attributes:
         vmapped: True if vmap runs the chunks, False for a loop.
-        recorded: names of the layers whose inputs and output gradients are recorded, so that
-            :func:`~dpmac_cli.dp.clipping.forms.choose_form` applies. The others' gradients are
-            instantiated by autograd.
+        recorded: names of the layers whose uses are recorded, so that their forms can be chosen.
+            Gradients of the others are instantiated by autograd.
         most: samples whose instantiated gradients fit in :data:`WRITTEN_OUT`; public.
 
     Raises:
@@ -57,7 +55,7 @@ class Isolated:
         self, model: nn.Module, layers: list[Layer], shape: tuple[int, ...], views: int = 1
     ) -> None:
         self._model, self._layers, self._views = model, layers, views
-        self._names = {
+        self._names = {  # of each layer's parameters in the model
             layer.name: [f"{layer.name}.{key}".strip(".") for key in layer.parameters]
             for layer in layers
         }
@@ -76,7 +74,7 @@ class Isolated:
         if not self.vmapped:
             self.recorded = set()
         size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
-        self.most = max(1, WRITTEN_OUT // size) if size else sys.maxsize
+        self.most = max(1, WRITTEN_OUT // max(1, size))
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
         """Return losses and per-sample gradients of a chunk, as ``recorded_gradients`` does."""
@@ -160,9 +158,7 @@ class Isolated:
         for (name, *_), a, delta in zip(calls, read, deltas):  # noqa: B905  (no taps at first)
             rows, by_rows = (t.flatten(0, 1).contiguous() for t in (a, delta))
             uses[name].append(Use((rows,), by_rows))
-        written = {
-            name: torch.cat([g[n].flatten(1) for n in self._names[name]], 1) for name in loose
-        }
+        written = {n: torch.cat([g[k].flatten(1) for k in self._names[n]], 1) for n in loose}
         return losses, uses, written
 
     def _try_vmap(self, probe: nn.Module, x: Tensor, y: Tensor) -> bool:

@@ -18,8 +18,6 @@ from dpmac_cli.dp.clipping.modules import LEAST_SQUARE, StandardisedConv2d
 #: Inputs per output of a convolution up to which unfolding the image is faster (27: half the time;
 #: 288: twice the time).
 UNFOLDED = 64
-#: Placeholder for a tensor in :class:`Call`.
-TENSOR = object()
 
 #: Gradients by a layer's parameters, by name: each (samples, ...).
 Gradients = Mapping[str, Tensor]
@@ -27,22 +25,16 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """Everything about one call of a layer except its tensors.
+    """Everything about one call of a layer except its tensors."""
 
-    Attributes:
-        positional: positional arguments, with :data:`TENSOR` in place of tensors.
-        named: keyword arguments, none of them tensors.
-        output: index of the output that the loss depends on; None if there is only one.
-    """
-
-    positional: tuple[Any, ...] = (TENSOR,)
+    positional: tuple[Any, ...] = (Tensor,)  # with the class Tensor in place of tensors
     named: Mapping[str, Any] = field(default_factory=dict)
-    output: int | None = None
+    output: int | None = None  # index of the output that the use is about, if there are several
 
     def again(self, module: nn.Module, parameters: Gradients, inputs: Sequence[Tensor]) -> Tensor:
         """Repeat the call with other parameters and inputs; return the output at ``output``."""
         given = iter(inputs)
-        arguments = tuple(next(given) if a is TENSOR else a for a in self.positional)
+        arguments = tuple(next(given) if a is Tensor else a for a in self.positional)
         result: Any = functional_call(module, dict(parameters), arguments, dict(self.named))
         chosen: Tensor = result if self.output is None else result[self.output]
         return chosen
@@ -50,16 +42,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Use:
-    """Inputs and output gradients of one use of a layer in a forward pass.
+    """Inputs and output gradients of one use of a layer in a forward pass."""
 
-    Attributes:
-        inputs: the tensors among its positional arguments, each (samples * views, ...).
-        delta: gradients of the loss by its output, shape (samples * views, ...).
-        call: its other arguments.
-    """
-
-    inputs: tuple[Tensor, ...]
-    delta: Tensor
+    inputs: tuple[Tensor, ...]  # each (samples * views, ...)
+    delta: Tensor  # gradients of the loss by the output, (samples * views, ...)
     call: Call = Call()
 
     def part(self, rows: slice) -> "Use":
@@ -124,10 +110,9 @@ def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | N
 
 
 def _kernel_gradients(conv: Any, a: Tensor, delta: Tensor, views: int) -> Tensor | None:
-    """Gradients by the kernel that a convolution used, shape (samples, out, in, height, width).
+    """Gradients by the kernel that a convolution used, (samples, out, in, height, width).
 
-    One matrix product per sample, or a grouped convolution with one group per sample, whose batch
-    is the views; None where neither fits.
+    By one matrix product per sample, or a grouped convolution over views; None if neither fits.
     """
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
         return None
@@ -135,20 +120,13 @@ def _kernel_gradients(conv: Any, a: Tensor, delta: Tensor, views: int) -> Tensor
     outputs, *kernel = conv.weight.shape
     if conv.groups == 1 and math.prod(kernel) <= UNFOLDED:
         patches = unfold(a, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
-        weight = torch.bmm(
-            _behind_channels(delta.flatten(2), views),
-            _behind_channels(patches, views).transpose(1, 2),
-        )
+        g, a = (_behind_channels(rows, views) for rows in (delta.flatten(2), patches))
+        weight = torch.bmm(g, a.transpose(1, 2))
     else:
-        weight = conv2d_weight(  # type: ignore[no-untyped-call]
-            _before_samples(a, views),
-            (samples * outputs, *kernel),
-            _before_samples(delta, views),
-            conv.stride,
-            conv.padding,
-            conv.dilation,
-            groups=samples * conv.groups,
-        )
+        a, g = (_before_samples(rows, views) for rows in (a, delta))
+        shape, groups = (samples * outputs, *kernel), samples * conv.groups
+        options = (conv.stride, conv.padding, conv.dilation, groups)
+        weight = conv2d_weight(a, shape, g, *options)  # type: ignore[no-untyped-call]
     return weight.reshape(samples, outputs, *kernel)
 
 

@@ -16,18 +16,11 @@ BLOCK = 400_000
 
 @dataclass(frozen=True)
 class Layer:
-    """A module whose parameters are handled together.
+    """A module with trainable parameters, which fill the slice ``start:stop`` of theta."""
 
-    Attributes:
-        name: the module's name in the model.
-        module: the module.
-        parameters: its trainable parameters by their names within the module, in theta's order.
-        start, stop: the slice of theta that they fill.
-    """
-
-    name: str
+    name: str  # of the module in the model
     module: nn.Module
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]  # by name within the module, in theta's order
     start: int
     stop: int
 
@@ -68,13 +61,11 @@ def split_by_module(model: nn.Module) -> list[Layer]:
     Raises:
         ModelError: nothing is trainable.
     """
-    first = {id(p): name for name, p in model.named_parameters()}
-    owned = [
-        (name, module, [(k, p) for k, p in own if first[id(p)] == f"{name}.{k}".strip(".")])
-        for name, module in model.named_modules()
-        for own in [module.named_parameters(recurse=False)]
-    ]
-    return _side_by_side(owned)
+    owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for path, p in model.named_parameters():
+        name, _, key = path.rpartition(".")
+        owned.setdefault(name, []).append((key, p))
+    return _side_by_side((name, model.get_submodule(name), own) for name, own in owned.items())
 
 
 def _side_by_side(

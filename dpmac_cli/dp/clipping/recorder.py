@@ -10,12 +10,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.dp.clipping.forms import PerSampleGradients, choose_form
-from dpmac_cli.dp.clipping.layer_rules import TENSOR, Call, Use
+from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.errors import ModelError
-
-#: Types of a layer's arguments other than tensors; their values are the same for every sample.
-PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -67,16 +64,15 @@ def record_uses(
         # Layers that torch.utils.checkpoint runs again in the backward pass are not uses.
         recorded = [list(records) for records in hooked]
         edges = [record.edge for records in recorded for record in records]
-        nothing: tuple[Tensor | None, ...] = (None,) * len(edges)
-        reached = edges and total.requires_grad
-        found = torch.autograd.grad(total, edges, allow_unused=True) if reached else nothing
+        found: Sequence[Tensor | None] = [None] * len(edges)
+        if edges and total.requires_grad:
+            found = torch.autograd.grad(total, edges, allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
     deltas = iter(found)
     by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
-    pairs = zip(layers, by_layer, strict=True)
-    return losses, [_checked_uses(layer, used, len(rows)) for layer, used in pairs]
+    return losses, [_checked_uses(*pair, len(rows)) for pair in zip(layers, by_layer, strict=True)]
 
 
 def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
@@ -90,7 +86,7 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
         others = [x for x in (*inputs, *named.values()) if not isinstance(x, Tensor)]
         tensors = tuple(x for x in inputs if isinstance(x, Tensor))
         odd = [key for key, value in named.items() if isinstance(value, Tensor)]
-        if odd or not tensors or not all(isinstance(x, PLAIN) for x in others):
+        if odd or not tensors or not all(isinstance(x, int | float | str | None) for x in others):
             raise ModelError(
                 f"The layer {name} must be given tensors by place, with one row per sample, and "
                 f"otherwise only plain values; it got {', '.join(odd) or 'others'}. Keep a "
@@ -100,7 +96,7 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
         started = [_start(output) for output in outputs]
         if several:  # one may be computed from another: views tell their later uses apart
             started = [o if o is None else o.view_as(o) for o in started]
-        positional = tuple(TENSOR if isinstance(x, Tensor) else x for x in inputs)
+        positional = tuple(Tensor if isinstance(x, Tensor) else x for x in inputs)
         read = tuple(x.detach() for x in tensors)
         versions = tuple(x._version for x in read)
         for number, start in enumerate(started):
@@ -134,8 +130,7 @@ class _Started(torch.autograd.Function):
     """Starts the graph at a layer's output without copying; in-place operations may follow."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        del anchor
+    def forward(ctx: Any, output: Tensor, _: Tensor) -> Tensor:
         ctx.mark_dirty(output)
         return output
 
@@ -148,8 +143,7 @@ def _start(output: Tensor | None) -> Tensor | None:
     """Return a layer's output with a place in the graph."""
     if output is None or not output.is_floating_point() or output.requires_grad:
         return output
-    anchor = torch.zeros((), dtype=output.dtype, device=output.device)
-    started: Tensor = _Started.apply(output, anchor.requires_grad_())
+    started: Tensor = _Started.apply(output, output.new_zeros((), requires_grad=True))
     return started
 
 
