@@ -1,6 +1,7 @@
 """List runs and how they ended, from their public files alone. Loads no torch."""
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,10 +36,8 @@ class Entry:
     Attributes:
         state: as in its report, or one of the states above.
         changed: time of the last write to a public file, in seconds since 1970.
-        private: False for a run with ``--no-dp``.
-        epsilon: of the whole run, ``inf`` without privacy; of the last evaluated epoch if there is
-            no report.
-        accuracy: on the test set, 0 to 1.
+        epsilon: ``inf`` without privacy. It and the accuracy (0 to 1) are of the last evaluated
+            epoch if there is no report.
         seeded: whether the user chose a seed; only a report tells.
         audit: whether it trained on canaries.
         settings: contents of config.yaml; empty if it cannot be read.
@@ -194,19 +193,19 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
 
 def varied_settings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Return, for each run, the settings in which runs of its dataset and optimizer differ."""
-    kinds: dict[tuple[str | None, str | None], list[Mapping[str, Any]]] = {}
-    for entry in entries:
-        kind = kinds.setdefault((entry.dataset, entry.optimizer), [])
-        kind += [entry.settings] if entry.settings else []
-    varied = {kind: _varied(settings) for kind, settings in kinds.items()}
+    values: dict[tuple[str | None, str | None, str], set[str]] = {}
+    names = dict.fromkeys(name for entry in entries for name in entry.settings)
+    for entry, name in itertools.product(entries, names):
+        if entry.settings:
+            # A switch that does not apply to a run is not recorded: it is off.
+            value = str(entry.settings.get(name, False))
+            values.setdefault((entry.dataset, entry.optimizer, name), set()).add(value)
     return [
-        {name: e.settings[name] for name in varied[e.dataset, e.optimizer] if name in e.settings}
-        for e in entries
+        {
+            name: entry.settings[name]
+            for name in names
+            if name in entry.settings and name not in NOT_TOLD
+            if len(values[entry.dataset, entry.optimizer, name]) > 1
+        }
+        for entry in entries
     ]
-
-
-def _varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of settings that differ, in order of appearance."""
-    names = dict.fromkeys(name for each in settings for name in each if name not in NOT_TOLD)
-    # A switch that does not apply to a run is not recorded: it is off.
-    return [name for name in names if len({str(s.get(name, False)) for s in settings}) > 1]
