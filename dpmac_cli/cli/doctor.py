@@ -29,7 +29,7 @@ HELP = """Say what this machine has for dpmac to work with, and what is missing.
 Made to be pasted into a report of a bug: it names no user and no host, and the home folder is ~.
 Nothing is downloaded, verified or written.
 
-Exit codes: 0 done, whatever is missing, 1 a bug in dpmac, 2 usage or input.
+Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 """
 
 
