@@ -79,7 +79,6 @@ class _Config(BaseModel):
     dataset: str
     optimizer: str
     sampler: str
-    delta: float | None = None
     no_dp: bool = Field(False, alias="no-dp")
 
 
@@ -105,20 +104,20 @@ def _runs_below(root: Path) -> Iterator[Path]:
     if _is_run(root):
         yield root
         return
+    below: list[Path] = []
     with contextlib.suppress(OSError):
-        for path in sorted(Path(entry.path) for entry in os.scandir(root) if entry.is_dir()):
-            if not path.name.startswith(".") and (not path.is_symlink() or _is_run(path)):
-                yield from _runs_below(path)
+        below = sorted(Path(entry.path) for entry in os.scandir(root) if entry.is_dir())
+    for path in below:
+        if not path.name.startswith(".") and (not path.is_symlink() or _is_run(path)):
+            yield from _runs_below(path)
 
 
 def _is_run(where: Path) -> bool:
     """Return whether a folder is a run's, whole or damaged."""
-    if folder.is_configured(where):
-        return True
-    if (where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file():
-        return True
     with contextlib.suppress(*DAMAGE):
-        return bool(_reported(where))
+        if (where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file():
+            return True
+        return folder.is_configured(where) or bool(_reported(where))
     return False
 
 
@@ -159,6 +158,8 @@ def _read(where: Path) -> dict[str, Any]:
 def _reported(where: Path) -> dict[str, Any]:
     """Return a report's values as fields of :class:`Entry`. Raises ``DAMAGE``."""
     report = _Report.model_validate_json((where / folder.REPORT).read_bytes())
+    if report.private and (report.delta is None or report.adjacency is None):
+        raise ValueError(f"{folder.REPORT} has no delta or adjacency")
     epsilon = math.inf if report.epsilon is None else report.epsilon
     return {**dict(report), "epsilon": epsilon, "audit": report.audit is not None}
 
@@ -183,7 +184,7 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
         "optimizer": config.optimizer,
         "private": not config.no_dp,
         "epsilon": math.inf if config.no_dp else last.epsilon,
-        "delta": None if config.no_dp else config.delta,
+        "delta": None if config.no_dp else float(settings["delta"]),
         "adjacency": None if config.no_dp else SAMPLERS[config.sampler].adjacency,
         "accuracy": last.test_accuracy,
         "audit": "canaries" in settings,
