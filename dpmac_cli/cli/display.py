@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,12 +21,10 @@ from dpmac_cli.runs.train import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.training import evaluation, loop
 from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 
-#: Columns from which on the bar has room for the speed.
-WIDE = 100
 #: Files of a run that are named at its end, those for readers first.
 SHOWN = (
     *(folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS),
-    *(folder.AUDIT, folder.DIAGNOSTICS, folder.CURVES, folder.EVENTS),
+    *(folder.AUDIT, folder.DIAGNOSTICS, folder.CURVES, f"{folder.EVENTS}/"),
 )
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
@@ -86,16 +84,14 @@ class LiveBar(Lines):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        columns: list[ProgressColumn] = [
+        columns = [
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
             TextColumn("{task.fields[accuracy]}", style="bold"),
+            TimeRemainingColumn(compact=True),
         ]
-        if console.width >= WIDE:
-            columns.append(TextColumn("{task.fields[speed]}", style="dim"))
-        columns.append(TimeRemainingColumn(compact=True))
         self._bar = Progress(*columns, console=console, transient=True, expand=True)
 
     def show(self, event: RunEvent) -> None:
@@ -111,22 +107,17 @@ class LiveBar(Lines):
         super().show(event)
         if isinstance(event, Started):
             config = event.config
-            self._batch, self._per_epoch = config.batch_size, config.steps_per_epoch
-            self._private = not config.no_dp
+            self._per_epoch, self._private = config.steps_per_epoch, not config.no_dp
             self._begin(f"epoch {event.done // self._per_epoch + 1}", event.steps, event.done)
 
     def _begin(self, what: str, total: int, done: int) -> None:
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
-        self._task = self._bar.add_task(
-            what, total=total, completed=done, epsilon="", accuracy="", speed=""
-        )
+        self._task = self._bar.add_task(what, total=total, completed=done, epsilon="", accuracy="")
         self._bar.start()
 
     def _move(self, event: Update) -> None:
-        step, seconds = event.event.step, event.event.seconds
-        # The drawn batch size is private, the expected one is not.
-        speed = step * self._batch / seconds if seconds > 0 else 0.0
+        step = event.event.step
         # An upper bound: between points of the schedule, the next point's epsilon is shown.
         spent = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
         self._bar.update(
@@ -134,7 +125,6 @@ class LiveBar(Lines):
             completed=step,
             description=f"epoch {math.ceil(step / self._per_epoch)}",
             epsilon=spent if self._private else "no privacy",
-            speed=f"{speed:,.0f} samples/s",
         )
         if isinstance(event.event, loop.Evaluated):
             self._bar.update(self._task, accuracy=f"test {event.event.result.accuracy:.2%}")

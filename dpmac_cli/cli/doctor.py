@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,13 @@ from dpmac_cli.storage.files import to_json
 from dpmac_cli.storage.paths import cache_folder, data_folder
 from dpmac_cli.studies.executors import usable_cores
 
-HELP = """Say what this machine has for dpmac to work with, and what is missing and what for.
+HELP = """Say what this machine has for dpmac to work with, and what is missing.
 
 Made to be pasted into a report of a bug: it names no user and no host, and the home folder is ~.
 Nothing is downloaded, verified or written.
 
-Exit codes: 0 done, whatever is missing, 1 a bug in dpmac, 2 usage or input.
+Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 """
-
-#: States of a data set, and what is said of them.
-STATES = {
-    "built-in": "come with packages",
-    "here": "there",
-    "partly": "not whole, would be downloaded",
-    "absent": "not there, would be downloaded",
-}
 
 
 @with_options(
@@ -69,8 +61,8 @@ def doctor(data_dir: str | None, json: bool) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for name, text, missing in _lines(found):
-        table.add_row(name, Text(text, console.ATTENTION if missing else ""))
+    for name, value in found.items():
+        table.add_row(name, Text(_words(value)))
     console.stdout().print(table)
 
 
@@ -87,7 +79,6 @@ def _devices() -> dict[str, Any]:
     """Return processors and GPUs. A broken torch or driver is a ``fault``, not an error."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found: dict[str, Any] = {"cores": usable_cores(), "memory": memory}
-    found |= {"threads": None, "cuda": [], "fault": None}
     try:
         import torch  # noqa: PLC0415  (seconds to load, and it may be broken)
 
@@ -104,7 +95,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _datasets(data_dir: Path) -> dict[str, str]:
-    """Return the states of built-in data sets, by the names of their files alone."""
+    """Return whether each data set is built-in, here, partly or absent, by file names alone."""
     try:
         from dpmac_cli.data.loaders import missing_files  # noqa: PLC0415  (loads torch)
 
@@ -126,43 +117,13 @@ def _place(folder: Path) -> dict[str, Any]:
     return {"folder": str(name), "writable": writable, "free": shutil.disk_usage(there).free}
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    """Yield names, texts, and whether a text says that something is missing."""
-    versions, devices = found["versions"], found["devices"]
-    yield (
-        "versions",
-        ", ".join(f"{name} {known}" for name, known in versions.items() if known),
-        False,
-    )
-    if missing := [name for name, known in versions.items() if not known]:
-        yield "", f"{', '.join(missing)} is missing: pip install dpmac", True
-    for extra, (package, use) in EXTRAS.items():
-        if known := found["extras"][package]:
-            yield package, f"{known}, for {use}", False
-        else:
-            yield package, f"not installed: {use} needs pip install 'dpmac[{extra}]'", True
-    yield "system", found["system"], False
-    yield "cpu", f"{devices['cores']} cores, {_gib(devices['memory'])} of memory", False
-    if devices["fault"]:
-        yield "fault", devices["fault"], True
-    if devices["threads"] is None:
-        yield "torch", "cannot be loaded, and nothing can be trained", True
-    else:
-        built = f"CUDA {devices['cuda_build']}" if devices["cuda_build"] else "the CPU alone"
-        used = f"{devices['threads']} threads, with {devices['instructions']}"
-        yield "torch", f"{used}; built for {built}", False
-        if not devices["cuda"]:
-            yield "cuda", "no device: runs are trained on the CPU", True
-    for number, card in enumerate(devices["cuda"]):
-        yield f"cuda:{number}", f"{card['name']}, {_gib(card['memory'])}", False
-    for state, words in STATES.items():
-        if names := [name for name, kind in found["datasets"].items() if kind == state]:
-            yield "data sets", f"{words}: {', '.join(names)}", state == "partly"
-    for name in ("data", "runs", "features"):
-        place = found[name]
-        refused = "" if place["writable"] else ", cannot be written to"
-        yield name, f"{place['folder']}, {_gib(place['free'])} free{refused}", bool(refused)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:,.1f} GiB"
+def _words(value: object) -> str:
+    """Return a value in words. Large integers are bytes."""
+    match value:
+        case dict():
+            return ", ".join(f"{name} {_words(known)}" for name, known in value.items())
+        case list():
+            return "; ".join(map(_words, value)) or "none"
+        case int() if value >= 2**20:
+            return f"{value / 2**30:,.1f} GiB"
+    return "missing" if value is None else str(value)

@@ -42,7 +42,7 @@ BROKEN = (
 
 @with_options(
     argument(
-        "model",
+        "run",
         "A run folder, or a model.safetensors.",
         "RUN",
         run_folders,
@@ -51,11 +51,10 @@ BROKEN = (
     ),
     option("dataset", WHAT, "Task", "NAME|PATH", one_of(DATASETS)),
     option(
-        "network",
+        "model",
         "Where a network of your own is. What a model file names is never imported.",
         "Task",
         "FILE.py:FACTORY",
-        flag="--model",
     ),
     option("data_dir", "Where data sets lie (or DPMAC_DATA_DIR).", "Run", "PATH"),
     option("device", "auto, cpu, cuda or cuda:N. [default: auto]", "Run", "STR", default="auto"),
@@ -66,9 +65,9 @@ BROKEN = (
 )
 @explained
 def evaluate(
-    model: Path,
+    run: Path,
     dataset: str | None,
-    network: str | None,
+    model: str | None,
     data_dir: str | None,
     device: str,
     audit: bool,
@@ -81,7 +80,7 @@ def evaluate(
         what = "--audit scores guesses, not test samples: leave out"
         if errors := [f"{what} --{name}." for name, given in others.items() if given is not None]:
             raise InputError(errors)
-        _judge(read_audit(model), model, json)
+        _judge(read_audit(run), run, json)
         return
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     from dpmac_cli import plots  # noqa: PLC0415  (loads prices)
@@ -92,7 +91,7 @@ def evaluate(
     from dpmac_cli.runs.scoring import score  # noqa: PLC0415
 
     with console.kept_clear(json):
-        scored = score(model, dataset, given.get("data_dir"), device, network)
+        scored = score(run, dataset, given.get("data_dir"), device, model)
     result, card = scored.result, scored.path.with_name(CARD)
     console.print_notes(display.doubts(result))
     if plot is not None:

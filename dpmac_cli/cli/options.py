@@ -21,17 +21,15 @@ def option(
     *,
     kind: Any = str | None,
     default: Any = None,
-    flag: str | None = None,
 ) -> inspect.Parameter:
     """Return a keyword parameter that becomes an option.
 
     Args:
         text: its help, shown in the group ``panel``.
         names: completes its value.
-        flag: default: the parameter's name with hyphens.
     """
     shown = typer.Option(
-        flag or f"--{flag_name(name)}",
+        f"--{flag_name(name)}",
         help=text,
         rich_help_panel=panel,
         metavar=metavar,

@@ -1,6 +1,7 @@
 """List runs and how they ended, from their public files alone. Loads no torch."""
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,10 +36,8 @@ class Entry:
     Attributes:
         state: as in its report, or one of the states above.
         changed: time of the last write to a public file, in seconds since 1970.
-        private: False for a run with ``--no-dp``.
-        epsilon: of the whole run, ``inf`` without privacy; of the last evaluated epoch if there is
-            no report.
-        accuracy: on the test set, 0 to 1.
+        epsilon: ``inf`` without privacy. It and the accuracy (0 to 1) are of the last evaluated
+            epoch if there is no report.
         seeded: whether the user chose a seed; only a report tells.
         audit: whether it trained on canaries.
         settings: contents of config.yaml; empty if it cannot be read.
@@ -80,7 +79,6 @@ class _Config(BaseModel):
     dataset: str
     optimizer: str
     sampler: str
-    delta: float | None = None
     no_dp: bool = Field(False, alias="no-dp")
 
 
@@ -106,20 +104,20 @@ def _runs_below(root: Path) -> Iterator[Path]:
     if _is_run(root):
         yield root
         return
+    below: list[Path] = []
     with contextlib.suppress(OSError):
-        for path in sorted(Path(entry.path) for entry in os.scandir(root) if entry.is_dir()):
-            if not path.name.startswith(".") and (not path.is_symlink() or _is_run(path)):
-                yield from _runs_below(path)
+        below = sorted(Path(entry.path) for entry in os.scandir(root) if entry.is_dir())
+    for path in below:
+        if not path.name.startswith(".") and (not path.is_symlink() or _is_run(path)):
+            yield from _runs_below(path)
 
 
 def _is_run(where: Path) -> bool:
     """Return whether a folder is a run's, whole or damaged."""
-    if folder.is_configured(where):
-        return True
-    if (where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file():
-        return True
     with contextlib.suppress(*DAMAGE):
-        return bool(_reported(where))
+        if (where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file():
+            return True
+        return folder.is_configured(where) or bool(_reported(where))
     return False
 
 
@@ -160,6 +158,8 @@ def _read(where: Path) -> dict[str, Any]:
 def _reported(where: Path) -> dict[str, Any]:
     """Return a report's values as fields of :class:`Entry`. Raises ``DAMAGE``."""
     report = _Report.model_validate_json((where / folder.REPORT).read_bytes())
+    if report.private and (report.delta is None or report.adjacency is None):
+        raise ValueError(f"{folder.REPORT} has no delta or adjacency")
     epsilon = math.inf if report.epsilon is None else report.epsilon
     return {**dict(report), "epsilon": epsilon, "audit": report.audit is not None}
 
@@ -184,7 +184,7 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
         "optimizer": config.optimizer,
         "private": not config.no_dp,
         "epsilon": math.inf if config.no_dp else last.epsilon,
-        "delta": None if config.no_dp else config.delta,
+        "delta": None if config.no_dp else float(settings["delta"]),
         "adjacency": None if config.no_dp else SAMPLERS[config.sampler].adjacency,
         "accuracy": last.test_accuracy,
         "audit": "canaries" in settings,
@@ -194,19 +194,19 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
 
 def varied_settings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Return, for each run, the settings in which runs of its dataset and optimizer differ."""
-    kinds: dict[tuple[str | None, str | None], list[Mapping[str, Any]]] = {}
-    for entry in entries:
-        kind = kinds.setdefault((entry.dataset, entry.optimizer), [])
-        kind += [entry.settings] if entry.settings else []
-    varied = {kind: _varied(settings) for kind, settings in kinds.items()}
+    values: dict[tuple[str | None, str | None, str], set[str]] = {}
+    names = dict.fromkeys(name for entry in entries for name in entry.settings)
+    for entry, name in itertools.product(entries, names):
+        if entry.settings:
+            # A switch that does not apply to a run is not recorded: it is off.
+            value = str(entry.settings.get(name, False))
+            values.setdefault((entry.dataset, entry.optimizer, name), set()).add(value)
     return [
-        {name: e.settings[name] for name in varied[e.dataset, e.optimizer] if name in e.settings}
-        for e in entries
+        {
+            name: entry.settings[name]
+            for name in names
+            if name in entry.settings and name not in NOT_TOLD
+            if len(values[entry.dataset, entry.optimizer, name]) > 1
+        }
+        for entry in entries
     ]
-
-
-def _varied(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of settings that differ, in order of appearance."""
-    names = dict.fromkeys(name for each in settings for name in each if name not in NOT_TOLD)
-    # A switch that does not apply to a run is not recorded: it is off.
-    return [name for name in names if len({str(s.get(name, False)) for s in settings}) > 1]

@@ -71,20 +71,15 @@ def score(
 def _chosen(file: Path, facts: Mapping[str, Any], dataset: str | None) -> TrainConfig:
     """Return the configuration of the data to score on. Raises InputError and ModelError."""
     beside = file.parent / CONFIG
-    if dataset is None and not facts["dataset"]["own"]:
-        name = facts["dataset"]["name"]
-        if name not in DATASETS:
-            raise ModelError(f"{file} was trained on {name}, which this version does not know.")
-        return resolve({"dataset": name}).config
-    if facts["dataset"]["own"] and beside.is_file():
+    name, own = facts["dataset"]["name"], facts["dataset"]["own"]
+    if own and beside.is_file():
         # A run's config.yaml says how your own data was read and split.
         return data_settings(beside, dataset)
-    if dataset is None:
-        raise InputError(
-            f"{file} was trained on one's own data, {facts['dataset']['name']}. Name it with "
-            "--dataset."
-        )
-    config = resolve({"dataset": dataset}).config
+    if dataset is None and own:
+        raise InputError(f"{file} was trained on your own data, {name}. Name it with --dataset.")
+    if dataset is None and name not in DATASETS:
+        raise ModelError(f"{file} was trained on {name}, which this version does not know.")
+    config = resolve({"dataset": name if dataset is None else dataset}).config
     if config.found.held_out:
         raise InputError(
             f"{dataset} has no test set of its own, and which records were held out stands in the "

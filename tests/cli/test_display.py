@@ -38,7 +38,6 @@ def test_the_bar_keeps_to_one_line(width: int) -> None:
         shown = "".join(segment.text for segment in line)
         assert f"{step}/{STEPS}" in shown
         assert "ε ≤ 10.38 of 10.39" in shown
-        assert ("samples/s" in shown) == (width == 120)
     display.close()
 
 

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from typer.models import CommandInfo
 
 from dpmac_cli.cli.app import app
 from tests.typed import hooked, loading
@@ -52,3 +53,8 @@ def test_a_signal_after_the_end_changes_nothing(number: int) -> None:
     done = hooked(hook, "train", *flags)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert Path("run/report.json").exists()
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.name)
+def test_the_help_of_every_command_lists_its_exit_codes(command: CommandInfo) -> None:
+    assert "Exit codes: 0 done, 1 a bug in dpmac, 2 usage" in " ".join(str(command.help).split())
