@@ -335,7 +335,7 @@ def unsealed(run: Path, file: Path) -> None:
 
 
 NOT_WHOLE = "is not a whole safetensors file: it is damaged, or of another kind"
-NOT_OURS = "is not a model as dpmac train writes it ("
+NOT_OURS = "was not written by dpmac train as it is ("
 CHANNELS = "input.mean and input.std must have one number per channel"
 
 

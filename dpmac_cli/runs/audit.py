@@ -145,7 +145,7 @@ def read_audit(run: Path) -> Audit:
         raise InputError(_no_audit(run)) from failure
     except OSError as failure:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
-    found = parse(Audit, text, file, "an audit as dpmac writes it", "Audit again.")
+    found = parse(Audit, text, file, "is not an audit as dpmac writes it", "Audit again.")
     if folder.vouched(run, folder.AUDIT) is False:
         raise InputError(
             f"{file} is damaged: it does not match its checksum in {folder.SUMS}. Audit again."

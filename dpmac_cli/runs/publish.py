@@ -27,7 +27,7 @@ from dpmac_cli.storage.digest import digest
 
 #: Key of the checksum among the facts. safetensors keeps several keys of a header in no order.
 CHECKSUM = "checksum"
-OURS = "a model as dpmac train writes it"
+FOREIGN = "was not written by dpmac train as it is"
 WANTED = f"Name a run folder of dpmac train, or a {folder.MODEL}."
 
 
@@ -193,7 +193,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], Facts]:
             f"Do not share it. The model to score is {folder.MODEL}, one folder up."
         )
     text = header.get(MODEL_HEADER, "{}")
-    facts, kept = parse(Facts, text, file, OURS, WANTED), json.loads(text)
+    facts, kept = parse(Facts, text, file, FOREIGN, WANTED), json.loads(text)
     if kept.pop(CHECKSUM) != digest(tensors, kept):
         raise InputError(
             f"{file} is damaged: its contents do not match its checksum. Copy it anew from where "
@@ -226,7 +226,7 @@ def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         f"{name} holds NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
     ]
     if faults:
-        raise InputError(f"{file} is not {OURS} ({'; '.join(faults)}). {WANTED}")
+        raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
 
 
 def _check_fit(

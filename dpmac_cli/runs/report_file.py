@@ -142,14 +142,14 @@ class _Versioned(BaseModel):
     schema_version: int
 
 
-def parse(kind: type[T], text: str | bytes, file: Path, what: str, remedy: str) -> T:
+def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
     """Return the JSON text of a file as a model.
 
     Args:
         kind: a model above, or a dataclass.
         text: contents, or a part of them.
         file: to name in messages.
-        what: kind of file that was expected, such as "an audit".
+        complaint: what to say of the file in a message; its faults follow in brackets.
         remedy: last sentence of the message.
 
     Raises:
@@ -164,7 +164,7 @@ def parse(kind: type[T], text: str | bytes, file: Path, what: str, remedy: str) 
         faults = list(map(_described, failure.errors()))
         more = [f"{len(faults) - NAMED} more"] * (len(faults) > NAMED)
         raise InputError(
-            f"{file} is not {what} ({'; '.join(faults[:NAMED] + more)}). {remedy}"
+            f"{file} {complaint} ({'; '.join(faults[:NAMED] + more)}). {remedy}"
         ) from failure
     raise InputError(
         f"{file} was written by a newer dpmac (format {version}; this one knows "
@@ -198,4 +198,4 @@ def read_report(path: Path) -> Report:
     except OSError as failure:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
     remedy = f"Name a run folder of dpmac train, or the {folder.REPORT} in it."
-    return parse(Report, text, file, "a report of dpmac, or not a whole one", remedy)
+    return parse(Report, text, file, "is not a report of dpmac, or not a whole one", remedy)
