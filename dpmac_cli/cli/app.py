@@ -7,7 +7,7 @@ from typer.core import TyperCommand
 
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, doctor, evaluate, runs, train
-from dpmac_cli.config.resolve import OTHER_NAMES
+from dpmac_cli.config.given import OTHER_NAMES
 
 
 class Command(TyperCommand):

@@ -16,7 +16,7 @@ from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.options import DEBUG, option, path_option, switch, with_options
 from dpmac_cli.cli.train import text_option
-from dpmac_cli.config.resolve import parse
+from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import OUTPUT, SETTINGS, TrainConfig
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -17,7 +17,7 @@ from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, e
 from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.report import AUDIT_RUN
-from dpmac_cli.runs.train import Finished, Reduced, RunEvent, Started, Update
+from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.training import evaluation, loop
 from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 
@@ -106,8 +106,7 @@ class LiveBar(Lines):
             self.close()
         super().show(event)
         if isinstance(event, Started):
-            config = event.config
-            self._per_epoch, self._private = config.steps_per_epoch, not config.no_dp
+            self._per_epoch, self._private = event.plan.steps_per_epoch, event.plan.private
             self._begin(f"epoch {event.done // self._per_epoch + 1}", event.steps, event.done)
 
     def _begin(self, what: str, total: int, done: int) -> None:
@@ -148,37 +147,38 @@ def _computing(event: Computing) -> str:
 
 
 def _heading(event: Started) -> Iterator[Text]:
-    config = event.config
+    plan = event.plan
     yield Text.assemble(
-        (config.optimizer, "bold"),
-        f" on {config.dataset_name}: {config.facts.train_size:,} records, "
-        f"{config.model_name} with {event.parameters:,} parameters, {config.device}",
+        (plan.optimizer, "bold"),
+        f" on {plan.dataset_name}: {plan.facts.train_size:,} records, "
+        f"{plan.model.name} with {event.parameters:,} parameters, {plan.device}",
     )
-    if config.no_dp:
+    if not plan.private:
         yield Text(NO_PRIVACY, style="bold red")
     else:
         yield Text(
-            f"sigma {config.sigma:g}, expected batch {config.batch_size}, {event.steps:,} steps "
-            f"(epochs: {event.steps / config.steps_per_epoch:.4g}), delta {config.delta:g}"
+            f"sigma {plan.sigma:g}, expected batch {plan.batch_size}, {event.steps:,} steps "
+            f"(epochs: {event.steps / plan.steps_per_epoch:.4g}), delta {plan.delta:g}"
         )
-    if config.canaries is not None:
+    if plan.audit.canaries:
         yield Text(
-            f"AUDIT: {config.canaries:,} canaries ({config.canary_kind}), about half of them "
+            f"AUDIT: {plan.audit.canaries:,} canaries ({plan.audit.kind}), about half of them "
             "trained on; the model will be unfit for release",
             style="bold red",
         )
     if event.cut_short:
         yield Text(
-            f"--max-epsilon {config.max_epsilon:g} pays for {event.steps:,} of "
-            f"{config.total_steps:,} steps",
+            f"--max-epsilon {plan.max_epsilon:g} pays for {event.steps:,} of {plan.steps:,} steps",
             style=ATTENTION,
         )
     if event.done:
-        how = "exactly as it would have" if event.branch is None else f"as a branch: {event.branch}"
-        yield Text(f"going on after step {event.done}, {how}", style=ATTENTION)
+        how = "exactly as it would have"
+        if event.fresh_noise:
+            how = f"with new noise: {event.fresh_noise}"
+        yield Text(f"continuing after step {event.done}, {how}", style=ATTENTION)
     for note in event.notes:
         yield Text(f"note: {note}", style=ATTENTION)
-    if config.diagnostics:
+    if plan.diagnostics:
         yield Text(f"--diagnostics: {DIAGNOSTICS_WARNING}", style="bold red")
     yield Text(f"writing {event.folder}", style="dim")
 
@@ -280,17 +280,19 @@ def follow(events: Iterator[RunEvent], display: Lines, stop: Callable[[], bool])
         if isinstance(failure, OSError):
             raise InputError(f"{explain_os_error(failure)} {_way_on(where)}") from failure
         if isinstance(failure, RunError):
-            change = " --lr LESS" if isinstance(failure, DivergedError) else ""
-            raise RunError(f"{failure} {_way_on(where, change)}") from failure
+            changes = ["--lr LESS"] if isinstance(failure, DivergedError) else []
+            raise RunError(f"{failure} {_way_on(where, changes)}") from failure
         print_errors([f"interrupted at once. {_way_on(where)}"], label="stopped")
         raise typer.Exit(INTERRUPTED) from None
     raise AssertionError("a run that neither finished nor failed")
 
 
-def _way_on(where: Path, change: str = "") -> str:
-    """Return how to resume a run that failed."""
+def _way_on(where: Path, changes: Sequence[str] = ()) -> str:
+    """Return how to resume a run that failed, or to fork it with other settings."""
     step = checkpoint.last_step(where)
     if step is None:
         return "The run's folder or its checkpoints are gone, so it cannot be resumed. Start again."
-    resume = folder.resume_command(where, change)
-    return f"To resume from the last checkpoint (step {step}): {resume}"
+    if changes:
+        command = folder.fork_command(where, changes)
+        return f"To train on from the last checkpoint (step {step}): {command}"
+    return f"To resume from the last checkpoint (step {step}): {folder.resume_command(where)}"

@@ -18,7 +18,7 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, option, with_options
 from dpmac_cli.config.extras import EXTRAS
-from dpmac_cli.config.resolve import parse
+from dpmac_cli.config.given import parse
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.storage.paths import cache_folder, data_folder

@@ -11,7 +11,7 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
-from dpmac_cli.config.resolve import parse
+from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import OWN_DATA
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import MISFIT, InputError

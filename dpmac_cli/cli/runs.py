@@ -18,7 +18,7 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import DEFAULT_ROOT, one_of
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, switch, with_options
-from dpmac_cli.config.resolve import near
+from dpmac_cli.config.given import near
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.files import to_json
 

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -12,10 +12,11 @@ from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import one_of, run_folders
 from dpmac_cli.cli.failures import explained, stop_request
 from dpmac_cli.cli.options import option, path_option, switch, with_options
-from dpmac_cli.config.resolve import parse, resolve
-from dpmac_cli.config.settings import KINDS, SETTINGS, Setting, TrainConfig
+from dpmac_cli.config.given import parse
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import SETTINGS, Setting
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
-from dpmac_cli.runs.folder import check_run_folder, resume_command
+from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
 from dpmac_cli.storage.files import to_json
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ model does not fit or diverged, memory ran out or the device failed, 130 interru
 is written).
 """
 
-ENDED_EARLY = {
-    "interrupted": ("interrupted", "", INTERRUPTED),
-    "budget-spent": ("epsilon would pass --max-epsilon", " --max-epsilon MORE", BUDGET),
-}
-
 
 def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
     """Return the flag of a setting. Values stay text: one parser checks flags and YAML alike.
@@ -46,29 +42,31 @@ def text_option(name: str, setting: Setting, *, several: bool = False) -> inspec
     Args:
         several: whether it takes several values, with commas between.
     """
-    if KINDS[name] is bool:
+    if setting.kind is bool:
         return switch(name, setting.help, setting.panel)
-    metavar = "NAME" if setting.choices else KINDS[name].__name__.upper()
+    metavar = "NAME" if setting.choices else setting.kind.__name__.upper()
     names = one_of(setting.choices, several=several) if setting.choices else None
-    return option(name, _help(name, setting), setting.panel, metavar, names)
+    return option(name, _help(setting), setting.panel, metavar, names)
 
 
-def _help(name: str, setting: Setting) -> str:
+def _help(setting: Setting) -> str:
     """Return a setting's help with its choices and default."""
-    text, bracket, default = setting.help.partition(" [default")
-    if getattr(TrainConfig, name) is not None:
-        text, bracket, default = setting.help, " [default", f": {getattr(TrainConfig, name)}]"
-    if setting.choices:
-        more = f"; or {setting.besides[1]}" if setting.besides else ""
-        text += f" One of {', '.join(setting.choices)}{more}."
-    return text + bracket + default
+    choices = f" One of {setting.known}." if setting.choices else ""
+    default = setting.otherwise if setting.default is None else setting.default
+    return f"{setting.help}{choices} [default: {default}]"
 
 
 @with_options(
     path_option("config", "YAML with the same names; flags win.", "Task"),
     path_option(
         "resume",
-        "Resume the run in this folder, exactly if nothing changed; add --model if it is your own.",
+        "Resume the run in this folder as it is; add --model if it is your own.",
+        "Task",
+        names=run_folders,
+    ),
+    path_option(
+        "fork",
+        "Train on from the run in this folder with other settings, in a new folder --out.",
         "Task",
         names=run_folders,
     ),
@@ -76,7 +74,7 @@ def _help(name: str, setting: Setting) -> str:
 )
 @explained
 def train(**flags: Any) -> None:
-    """Run the command; ``flags`` are the fields of TrainConfig, ``config`` and ``resume``."""
+    """Run the command; ``flags`` are settings, ``config``, ``resume`` and ``fork``."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         _train(flags, None)
         return
@@ -92,12 +90,12 @@ def train(**flags: Any) -> None:
 
 
 def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
-    file, run = flags.pop("config"), flags.pop("resume")
+    file, resumed, forked = (flags.pop(name) for name in ("config", "resume", "fork"))
     quiet, json = flags["quiet"], flags["json"]
     resolved = None
-    if run is not None:
-        _check_alone(file, flags)
-        check_run_folder(run)
+    if resumed or forked:
+        _check_alone(file, resumed, forked, flags)
+        check_run_folder(resumed or forked, "--resume" if resumed else "--fork")
         parse(flags)
     else:
         resolved = resolve(flags, file)
@@ -106,23 +104,30 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
     from dpmac_cli.cli.display import choose_display, follow  # noqa: PLC0415
-    from dpmac_cli.runs.train import resume, train  # noqa: PLC0415
+    from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415
 
     display = choose_display(quiet, json)
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
         if resolved:
             events = train(resolved.config, stop, ranks=ranks)
+        elif resumed:
+            events = resume(resumed, flags, stop, ranks=ranks)
         else:
-            events = resume(run, flags, stop, ranks=ranks)
+            events = fork(forked, flags, stop, ranks=ranks)
         finished = follow(events, display, stop)
     if json:
         console.print_result(to_json(finished.report))
-    if finished.state in ENDED_EARLY:
-        why, change, code = ENDED_EARLY[finished.state]
-        kept = f"{why}; the run so far is in {finished.folder}."
-        resuming = f"To resume: {resume_command(finished.folder, change)}"
-        console.print_errors([f"{kept} {resuming}"], label="stopped")
-        raise typer.Exit(code)
+    where, kept = finished.folder, f"the run so far is in {finished.folder}."
+    if finished.state == "interrupted":
+        _stop(f"interrupted; {kept} To resume: {resume_command(where)}", INTERRUPTED)
+    if finished.state == "budget-spent":
+        more = fork_command(where, ["--max-epsilon MORE"])
+        _stop(f"epsilon would pass --max-epsilon; {kept} To train on: {more}", BUDGET)
+
+
+def _stop(why: str, code: int) -> NoReturn:
+    console.print_errors([why], label="stopped")
+    raise typer.Exit(code)
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
@@ -136,12 +141,20 @@ def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
             raise RunError(f"Rank {ranks.rank}: {failure}") from failure
 
 
-def _check_alone(file: Path | None, flags: dict[str, Any]) -> None:
-    """Reject settings that ``--resume`` takes from the run. Raises InputError."""
-    errors = [
-        f"--resume continues in the run's own folder with its own settings: leave out --{name}."
-        for name, given in {**flags, "config": file}.items()
-        if name in ("config", "out", "force") and given
-    ]
+def _check_alone(
+    file: Path | None, resumed: Path | None, forked: Path | None, flags: dict[str, Any]
+) -> None:
+    """Reject flags that contradict ``--resume`` or ``--fork``. Raises InputError."""
+    errors = []
+    if resumed and forked:
+        errors.append("--resume and --fork contradict each other: give one.")
+    elif resumed:
+        errors = [
+            f"--resume continues in the run's own folder with its own settings: leave out --{name}."
+            for name, given in {**flags, "config": file}.items()
+            if name in ("config", "out", "force") and given
+        ]
+    elif file:
+        errors.append("--fork takes its settings from the run: leave out --config, and give flags.")
     if errors:
         raise InputError(errors)

@@ -14,7 +14,8 @@ from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import Row, best_of, price
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config.resolve import delta_note, near
+from dpmac_cli.config.checks import delta_note
+from dpmac_cli.config.given import near
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError

@@ -315,3 +315,7 @@ def _completed(of: DataclassField[Any]) -> Setting:
 
 
 SETTINGS: Mapping[str, Setting] = {f.name: _completed(f) for f in fields(Settings)}
+#: What a run that follows no recipe has.
+RECIPE_DEFAULTS: Mapping[str, Any] = {
+    name: setting.default for name, setting in SETTINGS.items() if setting.panel == RECIPE
+}

@@ -5,16 +5,16 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
 from dpmac_cli.accounting import accountants as accounting
 from dpmac_cli.accounting import samplers, statements
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.settings import RECIPE_DEFAULTS, TrainConfig
+from dpmac_cli.config.plan import PublicFile, TrainPlan
+from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name
 from dpmac_cli.data.schema import listed
-from dpmac_cli.models.registry import FEATURES
+from dpmac_cli.models.registry import FEATURES, Features
 from dpmac_cli.models.validation import Independence
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING
@@ -138,27 +138,27 @@ class Network:
     pretrained: str | None = None
 
 
-def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
+def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
     """Return the guarantee of a run, all branches counted; without one, the same keys are null.
 
     ``steps``, ``noise_multiplier`` and ``sampling_rate`` are those of all branches together, the
     latter two null where branches differ; ``events`` holds each.
     """
-    epsilon = accounting.total_epsilon(bill.events, config.delta)
-    planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), config.delta)
-    private = not config.no_dp
-    sampling = samplers.SAMPLERS[config.sampler]
-    promise = statements.statement(epsilon, config.delta, bill.events)
+    epsilon = accounting.total_epsilon(bill.events, plan.delta)
+    planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), plan.delta)
+    private = plan.private
+    sampling = samplers.SAMPLERS[plan.event.sampler]
+    promise = statements.statement(epsilon, plan.delta, bill.events)
     seeds, drawn = SEED_GIVEN if bill.seeded else SEED_KEPT_NOWHERE, DRAWN
-    if config.secure:
+    if plan.secure:
         drawn = DRAWN_SECURELY if bill.secure else DRAWN_BOTH_WAYS
     return {
         "private": private,
         "epsilon": _finite(epsilon),
         "epsilon_planned": _finite(planned),
-        "delta": config.delta if private else None,
+        "delta": plan.delta if private else None,
         "noise_multiplier": statements.common(event.noise_multiplier for event in bill.events),
-        "sampler": config.sampler,
+        "sampler": plan.event.sampler,
         "sampling_rate": statements.common(event.sampling_rate for event in bill.events),
         "steps": sum(event.steps for event in bill.events),
         "events": [vars(event) for event in bill.events],
@@ -171,40 +171,40 @@ def privacy(config: TrainConfig, bill: Bill) -> dict[str, Any]:
     }
 
 
-def public_facts(config: TrainConfig, bill: Bill, network: Network) -> dict[str, Any]:
+def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any]:
     """Return the facts to publish with the weights, in the model file's header."""
-    facts, inferred = config.facts, config.found.inferred
+    facts, inferred = plan.facts, plan.found.inferred
     audit = {
-        "canaries": config.canaries,
-        "kind": config.canary_kind,
-        "guesses": config.guesses,
+        "canaries": plan.audit.canaries,
+        "kind": plan.audit.kind,
+        "guesses": plan.audit.guesses,
         "statement": AUDIT_RUN,
     }
     return {
         "schema_version": SCHEMA_VERSION,
-        "optimizer": config.optimizer,
+        "optimizer": plan.optimizer,
         "dataset": {
-            "name": config.dataset_name,
+            "name": plan.dataset_name,
             "train_size": facts.train_size,
             "test_size": facts.test_size,
             "sha256": facts.sha256,
-            "own": config.source is not None,
-            "held_out": config.found.held_out,
-            "test_note": HELD_OUT if config.found.held_out else None,
+            "own": plan.own_data,
+            "held_out": plan.found.held_out,
+            "test_note": HELD_OUT if plan.found.held_out else None,
             "taken_from_records": list(inferred),
             "public_note": PUBLIC + TAKEN.format(listed(inferred)) * bool(inferred),
         },
         "model": {
-            "name": config.model_name,
+            "name": plan.model.name,
             "parameters": network.parameters,
-            "fix_norm": config.fix_norm,
-            "to_float32": config.to_float32,
+            "fix_norm": plan.fix_norm,
+            "to_float32": plan.to_float32,
             "built_by": network.built_by,
             "independence": {
                 "kind": network.independence,
                 "statement": INDEPENDENCE[network.independence],
             },
-            **_public_part(config, network),
+            **_public_part(plan, network),
         },
         "input": {
             "shape": list(facts.shape),
@@ -213,25 +213,28 @@ def public_facts(config: TrainConfig, bill: Bill, network: Network) -> dict[str,
             "std": list(facts.std),
         },
         "classes": list(facts.classes),
-        "privacy": privacy(config, bill),
-        "audit": audit if config.canaries is not None else None,
+        "privacy": privacy(plan, bill),
+        "audit": audit if plan.audit.canaries else None,
     }
 
 
-def _public_part(config: TrainConfig, network: Network) -> dict[str, Any]:
+def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
     """Return the part of a network that was public before its training; nothing for most."""
-    if config.features is None and config.pretrained is None:
+    features, start = plan.features, plan.start
+    said, file = [], None
+    if isinstance(features, Features):
+        said.append(SCATTERED.format(about=FEATURES[features.kind].about))
+    if isinstance(start, PublicFile):
+        file = start.path.name
+        said += [PRETRAINED.format(file=file), *([FROZEN] if start.head_only else [])]
+    if not said:
         return {}
-    file = None if config.pretrained is None else Path(config.pretrained).name
-    said = [SCATTERED.format(about=FEATURES[config.features].about)] if config.features else []
-    if file is not None:
-        said += [PRETRAINED.format(file=file), *([FROZEN] if config.head_only else [])]
     part = {
-        "features": config.features,
-        "feature_groups": config.feature_groups,
+        "features": plan.recorded.get("features"),
+        "feature_groups": plan.recorded.get("feature-groups"),
         "pretrained": file,
         "sha256": network.pretrained,
-        "train": config.train,
+        "train": plan.recorded.get("train"),
         "trained_parameters": network.trained,
         "statement": " ".join(said),
     }
@@ -239,19 +242,19 @@ def _public_part(config: TrainConfig, network: Network) -> dict[str, Any]:
 
 
 def build_report(
-    config: TrainConfig, facts: Mapping[str, Any], steps: int, outcome: Outcome
+    plan: TrainPlan, facts: Mapping[str, Any], steps: int, outcome: Outcome
 ) -> dict[str, Any]:
     """Return the whole report, as in docs/report.schema.json.
 
     Args:
-        config: of the run.
+        plan: of the run.
         facts: see :func:`public_facts`; part of the report.
         steps: number of steps that the published model was trained for.
         outcome: of the run.
     """
     last = outcome.history[-1]
     best = max(outcome.history, key=lambda line: float(line["test_accuracy"]))
-    used = config.method.settings_without_clipping if config.no_dp else config.method.settings
+    used = plan.method.settings if plan.private else plan.method.settings_without_clipping
     speed = steps / outcome.seconds if outcome.seconds > 0 else 0.0
     return {
         **facts,
@@ -266,18 +269,18 @@ def build_report(
         },
         "hyperparameters": {
             "steps": steps,
-            "epochs": steps / config.steps_per_epoch,
-            "batch_size": config.batch_size,
-            **{name: getattr(config, name) for name in sorted(used)},
+            "epochs": steps / plan.steps_per_epoch,
+            "batch_size": plan.batch_size,
+            **{name: getattr(plan.hyper, name) for name in sorted(used)},
         },
-        "recipe": {name: getattr(config, name) for name in RECIPE_DEFAULTS},
+        "recipe": {n: plan.recorded.get(flag_name(n), d) for n, d in RECIPE_DEFAULTS.items()},
         "post_noise": dict(outcome.post_noise),
-        "diagnostics": DIAGNOSTICS_WARNING if config.diagnostics else None,
+        "diagnostics": DIAGNOSTICS_WARNING if plan.diagnostics else None,
         "timings": {
             "training_seconds": round(outcome.seconds, 3),
             "total_seconds": round(outcome.total_seconds, 3),
             "steps_per_second": round(speed, 2),
-            "samples_per_second": round(speed * config.batch_size, 1),
+            "samples_per_second": round(speed * plan.batch_size, 1),
         },
         "versions": {
             "python": platform.python_version(),
@@ -301,13 +304,13 @@ def sampling_error(accuracy: float, samples: int) -> list[float]:
     return [max(0.0, middle - reach), min(1.0, middle + reach)]
 
 
-def metrics_line(evaluated: Evaluated, epsilon: float, config: TrainConfig) -> dict[str, Any]:
+def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:
     """Return a line of metrics.jsonl."""
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
         "epsilon": _finite(epsilon),
-        "delta": None if config.no_dp else config.delta,
+        "delta": plan.delta if plan.private else None,
         "test_accuracy": evaluated.result.accuracy,
         "test_loss": _finite(evaluated.result.loss),
         "test_samples": evaluated.result.samples,

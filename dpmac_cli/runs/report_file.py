@@ -23,7 +23,6 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config.settings import COUNT
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 
@@ -60,7 +59,7 @@ class Event(BaseModel):
 
     model_config = STRICT | ConfigDict(extra="forbid")
 
-    sampling_rate: float = Field(ge=1 / COUNT.high, le=1)
+    sampling_rate: float = Field(ge=1e-9, le=1)
     noise_multiplier: Noise
     steps: Steps
     sampler: Literal[tuple(SAMPLERS)] = "poisson"  # type: ignore[valid-type]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import data_settings, resolve
-from dpmac_cli.config.settings import TrainConfig
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
@@ -54,22 +54,22 @@ def score(
     """
     where = choose_device(device)
     file, facts = read_facts(Path(path))
-    config = _chosen(file, facts, dataset)
-    own = None if config.source is None else config.facts
-    released = load_model(Path(path), config.dataset_name, where, own=own, factory=factory)
+    plan = _chosen(file, facts, dataset)
+    own = plan.facts if plan.own_data else None
+    released = load_model(Path(path), plan.dataset_name, where, own=own, factory=factory)
     folder = data_folder(Path(data_dir) if data_dir else None)
-    data = load_data(config.data, folder, where, facts=config.facts).prepared_by(facts["input"])
+    data = load_data(plan.data, folder, where, facts=plan.facts).prepared_by(facts["input"])
     if own is not None and own.classes != tuple(facts["classes"]):
         raise ModelError(
-            f"{config.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "
+            f"{plan.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "
             f"{', '.join(facts['classes'])}."
         )
     result = evaluate(released.model, data, data.test)
-    return Scored(result, config.dataset_name, list(config.facts.classes), released.path)
+    return Scored(result, plan.dataset_name, list(plan.facts.classes), released.path)
 
 
-def _chosen(file: Path, facts: Mapping[str, Any], dataset: str | None) -> TrainConfig:
-    """Return the configuration of the data to score on. Raises InputError and ModelError."""
+def _chosen(file: Path, facts: Mapping[str, Any], dataset: str | None) -> TrainPlan:
+    """Return a plan with the data to score on. Raises InputError and ModelError."""
     beside = file.parent / CONFIG
     name, own = facts["dataset"]["name"], facts["dataset"]["own"]
     if own and beside.is_file():
@@ -79,10 +79,10 @@ def _chosen(file: Path, facts: Mapping[str, Any], dataset: str | None) -> TrainC
         raise InputError(f"{file} was trained on your own data, {name}. Name it with --dataset.")
     if dataset is None and name not in DATASETS:
         raise ModelError(f"{file} was trained on {name}, which this version does not know.")
-    config = resolve({"dataset": name if dataset is None else dataset}).config
-    if config.found.held_out:
+    plan = resolve({"dataset": name if dataset is None else dataset}).config
+    if plan.found.held_out:
         raise InputError(
             f"{dataset} has no test set of its own, and which records were held out stands in the "
             f"{CONFIG} of the run. Name the run's folder, or data with a test set."
         )
-    return config
+    return plan

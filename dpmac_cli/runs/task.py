@@ -15,8 +15,8 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model, seen_by_network
 from dpmac_cli.models.feature_cache import Computing, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
-from dpmac_cli.models.trials import check_precision
 from dpmac_cli.models.registry import Features, UserModel
+from dpmac_cli.models.trials import check_precision
 from dpmac_cli.models.user_models import built_by, source_sum
 from dpmac_cli.models.validation import Independence, check_model, independence
 from dpmac_cli.models.weights import PublicWeights, read_weights
