@@ -26,6 +26,7 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.audit import read_audit
+from dpmac_cli.runs.session import Finished
 
 ATTACKED = ("dp-sgd", "dp-macadam")
 #: What every run of a grid has in common, and the canaries of each kind.
@@ -105,7 +106,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         config = resolve({**flags, "device": "cpu", "out": out}).config
         *_, last = run.train(config)
         found = read_audit(out)
-    assert isinstance(last, run.Finished)
+    assert isinstance(last, Finished)
     return {
         **found.verdict(),
         "accuracy": last.report["test"]["accuracy"],

@@ -19,7 +19,7 @@ import torch
 from sittings import Setting, carry_on, product, results
 from torch import Tensor
 
-from dpmac_cli.config.resolve import TrainConfig, resolve
+from dpmac_cli.config.resolve import TrainPlan, resolve
 from dpmac_cli.dp.geometry import MacAdam, Spread, _scale
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.moments import Moments
@@ -52,13 +52,13 @@ class ClampBefore(MacAdam):
         return _scale((spread.s / spread.kappa).clamp_(self.h1, self.h2), region)
 
 
-def build(setting: Setting) -> tuple[TrainConfig, Trainer]:
+def build(setting: Setting) -> tuple[TrainPlan, Trainer]:
     """A trainer with one order or the other."""
     flags = {name: value for name, value in setting.items() if name != "order"}
     config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).config
-    trainer = make_trainer(config, config.total_steps, torch.device("cpu"))
+    trainer = make_trainer(config, config.steps, torch.device("cpu"))
     if setting["order"] == "before":
-        geometry = ClampBefore(config.beta1, config.h1, config.h2, "paper")
+        geometry = ClampBefore(config.hyper.beta1, config.hyper.h1, config.hyper.h2, "paper")
         trainer.algorithm = replace(trainer.algorithm, geometry=geometry)
     return config, trainer
 
@@ -76,7 +76,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     config, trainer = build(setting)
     moves, norms = [], []
     before = trainer.state.region.scale
-    for step in range(1, config.total_steps + 1):
+    for step in range(1, config.steps + 1):
         trainer.step()
         after = trainer.state.region.scale
         if step > SETTLING:

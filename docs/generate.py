@@ -7,7 +7,7 @@ import numpy as np
 
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.resolve import EXCLUSIVE, INCOMPATIBLE, KIND_WORDS, resolve
-from dpmac_cli.config.settings import KINDS, SETTINGS, Setting, TrainConfig, flag_name
+from dpmac_cli.config.settings import KINDS, SETTINGS, Setting, TrainPlan, flag_name
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import LEAST_CNN, found
@@ -80,7 +80,7 @@ def what(name: str, setting: Setting) -> str:
 
 def default(name: str, setting: Setting) -> str:
     """What it is where it is not given."""
-    value = getattr(TrainConfig, name)
+    value = getattr(TrainPlan, name)
     if KINDS[name] is bool:
         return "off"
     if value is not None:

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from dpmac_cli.cli.display import Lines, LiveBar
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.runs.train import Update, train
+from dpmac_cli.runs.session import Update
+from dpmac_cli.runs.train import train
 from dpmac_cli.training.loop import Evaluated
 
 COMMAND = "dpmac train --dataset digits"

@@ -8,9 +8,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import TrainConfig
-from dpmac_cli.runs.train import Finished, RunEvent, finish, train
+from dpmac_cli.runs.session import Finished, RunEvent
+from dpmac_cli.runs.train import finish, train
 
 #: Noise that is cheap to price: the grid of privacy losses grows like 1/sigma^2.
 SIGMA = 6.0
@@ -19,7 +20,7 @@ RATE = 128 / 1437
 SEED = 918_273_645_501
 
 
-def digits_config(file: Path | None = None, **flags: Any) -> TrainConfig:
+def digits_config(file: Path | None = None, **flags: Any) -> TrainPlan:
     """The configuration of a run of three steps with :data:`SIGMA`, unless told otherwise."""
     short: dict[str, Any] = {}
     if file is None:
@@ -38,7 +39,7 @@ def after(steps: int) -> Callable[[], bool]:
 
 
 def train_events(
-    config: TrainConfig, stop: Callable[[], bool] = lambda: False
+    config: TrainPlan, stop: Callable[[], bool] = lambda: False
 ) -> tuple[list[RunEvent], Finished]:
     """Run to the end: everything that happened, and the last of it."""
     events = list(train(config, stop))

@@ -11,7 +11,6 @@ import torch
 from scipy.stats import binom, norm
 from torch import Tensor
 
-from dpmac_cli.config.budget import training_event
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
@@ -221,7 +220,7 @@ def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(kind: str, se
     canaries, sampler = canaries_of(trainer), trainer.randomness.sampler
     assert sampler is not None
     rate = 100 / (1437 + 500)
-    assert training_event(config, 3).sampling_rate == rate
+    assert config.event_of(3).sampling_rate == rate
     steps, counts = 400, np.zeros(2437, np.int64)
     for step in range(1, steps + 1):
         records, met = canaries.part(sampler.draw(step))

@@ -24,7 +24,7 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.model_card import model_card
 from dpmac_cli.runs.publish import load_model, save_model
 from dpmac_cli.runs.report import Network, public_facts, sampling_error
-from dpmac_cli.runs.train import Finished
+from dpmac_cli.runs.session import Finished
 from tests.digits_runs import SEED, digits_config, train_digits, train_events
 from tests.test_report import bill
 

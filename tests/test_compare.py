@@ -13,9 +13,9 @@ from scipy import stats
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config.budget import training_event
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.session import Update
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import Cell, collect, holm, paired_p_value, standing_of, was_changed
@@ -107,7 +107,7 @@ def test_other_runs_on_the_same_data_are_counted_as_they_went(tmp_path: Path) ->
     train_digits(out=tmp_path / "finished", sigma=7, steps=4)
     train_digits(out=tmp_path / "baseline", no_dp=True)
     cut = run.train(digits_config(out=tmp_path / "cut", sigma=8, steps=9))
-    next(event for event in cut if isinstance(event, run.Update))
+    next(event for event in cut if isinstance(event, Update))
     cut.close()  # type: ignore[attr-defined]
     found = collect(study, {})
     rate = 128 / 1437

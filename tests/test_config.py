@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dpmac_cli.config.resolve import Resolved, parse, resolve, to_yaml
-from dpmac_cli.config.settings import KINDS, SETTINGS, TrainConfig, flag_name
+from dpmac_cli.config.settings import KINDS, SETTINGS, TrainPlan, flag_name
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
@@ -147,7 +147,7 @@ def test_flags_win_over_the_file(file: Path) -> None:
     body = {"sigma": 2.0, "lr": 0.5, "optimizer": "dp-sgd", "batch-size": 32}
     config = from_file(file, body, sigma="3", optimizer="dp-adam").config
     assert (config.sigma, config.optimizer) == (3.0, "dp-adam")
-    assert (config.lr, config.batch_size) == (0.5, 32)
+    assert (config.hyper.lr, config.batch_size) == (0.5, 32)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_bounds_read_well(name: str, said: str) -> None:
 
 def test_more_steps_than_a_run_takes_are_refused() -> None:
     # 235 steps an epoch.
-    assert resolve({"epochs": "42553"}).config.total_steps == 9_999_955
+    assert resolve({"epochs": "42553"}).config.steps == 9_999_955
     assert the_error({"epochs": "42554"}) == (
         "--epochs 42554 is 10,000,190 steps in all at a --batch-size of 256; a run takes at most "
         "10,000,000. Choose fewer epochs or larger batches."
@@ -481,24 +481,29 @@ def test_no_noise_must_be_asked_for_by_name() -> None:
 def test_defaults_are_the_data_sets_by_optimizer(dataset: str, optimizer: str) -> None:
     config = resolve({"dataset": dataset, "optimizer": optimizer}).config
     defaults = DATASETS[dataset].defaults
-    assert config.lr == OPTIMIZERS[optimizer].rate_on(dataset)
+    assert config.hyper.lr == OPTIMIZERS[optimizer].rate_on(dataset)
     assert (config.sigma, config.epochs, config.steps) == (defaults.sigma, defaults.epochs, None)
-    assert (config.batch_size, config.h1, config.h2) == (
+    assert (config.batch_size, config.hyper.h1, config.hyper.h2) == (
         defaults.batch_size,
         defaults.h1,
         defaults.h2,
     )
     betas = (0.99, 0.9) if optimizer == "adaclip" else (0.9, 0.999)
-    assert (config.beta1, config.beta2) == betas
+    assert (config.hyper.beta1, config.hyper.beta2) == betas
 
 
 def test_the_papers_settings_for_mnist() -> None:
     config = resolve({}).config
     assert (config.dataset, config.optimizer, config.model) == ("mnist", "dp-macadam", "mlp")
-    assert (config.batch_size, config.epochs, config.delta, config.clip_norm) == (256, 5, 1e-5, 1)
-    assert (config.lr, config.h1, config.h2) == (1e-3, 1e-9, 1e-6)
-    assert resolve({"optimizer": "dp-sgd"}).config.lr == 0.1
-    assert (config.kappa, config.phi) == ("paper", "paper")
+    assert (config.batch_size, config.epochs, config.delta, config.hyper.clip_norm) == (
+        256,
+        5,
+        1e-5,
+        1,
+    )
+    assert (config.hyper.lr, config.hyper.h1, config.hyper.h2) == (1e-3, 1e-9, 1e-6)
+    assert resolve({"optimizer": "dp-sgd"}).config.hyper.lr == 0.1
+    assert (config.hyper.kappa, config.hyper.phi) == ("paper", "paper")
 
 
 @pytest.mark.privacy
@@ -514,8 +519,8 @@ def test_the_papers_settings_for_mnist() -> None:
 )
 def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, total: int) -> None:
     config = resolve(flags).config
-    assert config.sampling_rate == rate
-    assert (config.steps_per_epoch, config.total_steps) == (per_epoch, total)
+    assert config.event.sampling_rate == rate
+    assert (config.steps_per_epoch, config.steps) == (per_epoch, total)
 
 
 @pytest.mark.parametrize(
@@ -584,4 +589,4 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(AttributeError):
         resolve({}).config.sigma = 0.1  # type: ignore[misc]
-    assert isinstance(resolve({}).config, TrainConfig)
+    assert isinstance(resolve({}).config, TrainPlan)

@@ -157,7 +157,7 @@ def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
     rows = re.findall(r"^\| your own rows of numbers \| (.+) \|$", text, re.MULTILINE)
     defaults, rates = (row.split(" | ") for row in rows)
     one = many[0]
-    assert [float(rate) for rate in rates] == [config.lr for config in many]
+    assert [float(rate) for rate in rates] == [config.hyper.lr for config in many]
     assert defaults[:3] == [one.model, f"{one.sigma:g}", f"{one.batch_size}, at most n"]
     assert few.batch_size == 90
     told = list(map(float, defaults[3:7]))

@@ -12,7 +12,8 @@ from dpmac_cli.errors import DivergedError
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import tensorboard as events
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.train import Update, finish
+from dpmac_cli.runs.session import Update
+from dpmac_cli.runs.train import finish
 from dpmac_cli.storage import files
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.trainer import Trainer

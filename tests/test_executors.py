@@ -235,7 +235,7 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
     assert lost.again
     assert "its process died (job " in str(lost.failure)
     assert {e.number: e.step for e in seen if isinstance(e, Moved)} == dict.fromkeys(
-        range(4), grid.runs[0].config.total_steps
+        range(4), grid.runs[0].config.steps
     )
     assert table(as_values(collect(grid, {}))) == local
     assert stat.S_IMODE((tmp_path / "jobs").stat().st_mode) == 0o700
@@ -431,7 +431,7 @@ def test_a_folder_that_is_not_seen_here_is_told(
 ) -> None:
     monkeypatch.setattr(executors, "GRACE", 0.3)
     config = replace(digits_config(), out=tmp_path / "elsewhere")
-    steps = config.total_steps
+    steps = config.steps
     unseen = told(config, Ended(0), steps, 1, stopped=False)
     assert not unseen.again
     assert f"its folder {config.out} is not seen here" in str(unseen.failure)

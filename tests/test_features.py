@@ -31,7 +31,7 @@ from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.scoring import score
-from dpmac_cli.runs.train import Finished, RunEvent
+from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.studies.grid import address
 from tests.digits_runs import digits_config, same_weights, train_digits, train_events, weights
 
@@ -468,7 +468,7 @@ def test_without_a_place_to_keep_them_the_run_goes_on(
     else:
         cache.parent.write_text("")
     events, finished = train_events(digits_config(**SCATTER))
-    notes = next(event.notes for event in events if isinstance(event, run.Started))
+    notes = next(event.notes for event in events if isinstance(event, Started))
     assert len(notes) == 1
     assert f"features cannot be kept in {cache}" in notes[0]
     assert finished.report["test"]["samples"] == 360
@@ -483,7 +483,7 @@ def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
     events, _ = train_events(digits_config(**SCATTER))
     assert computed(events)
-    notes = next(event.notes for event in events if isinstance(event, run.Started))
+    notes = next(event.notes for event in events if isinstance(event, Started))
     assert "the folder is another user's" in notes[0]
 
 
@@ -526,7 +526,7 @@ def test_a_study_tells_files_of_weights_apart_by_their_contents(public: Path, ne
 def test_runs_without_any_of_it_keep_their_names() -> None:
     config = resolve({"dataset": "digits"}).config
     settings = {"features", "feature-groups", "pretrained", "train"}
-    assert not settings & config.recorded().keys()
+    assert not settings & config.recorded.keys()
 
 
 # What is refused
@@ -698,7 +698,7 @@ def test_weights_that_were_trained_on_the_same_records_are_not_public(tmp_path: 
     }
     start = train_digits(**own).folder / "model.safetensors"
     events = train_events(digits_config(**own, pretrained=str(start)))[0]
-    notes = next(event.notes for event in events if isinstance(event, run.Started))
+    notes = next(event.notes for event in events if isinstance(event, Started))
     assert "If these are the same records, its weights are not public" in notes[0]
 
 

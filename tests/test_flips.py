@@ -18,7 +18,7 @@ from dpmac_cli.runs import checkpoint, folder, ledger, scoring
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
-from dpmac_cli.runs.train import Finished, RunEvent, Started
+from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.storage import files
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies import results as compare

@@ -14,6 +14,7 @@ import torch
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.session import Finished
 from dpmac_cli.storage import files
 from tests.digits_runs import contents, train_digits
 
@@ -165,7 +166,7 @@ def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
     first = train_digits(out="run", diagnostics=True, checkpoint_every="1")
     (first.folder / checkpoint.FOLDER).chmod(0o755)  # as a copy may have left it
     *_, last = run.resume(first.folder, {"steps": "5", "diagnostics": True})
-    assert isinstance(last, run.Finished)
+    assert isinstance(last, Finished)
     private = {folder.LOCK, folder.DIAGNOSTICS}
     found = 0
     for path in last.folder.rglob("*"):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.config.budget import training_event
 from dpmac_cli.errors import InputError
 from dpmac_cli.studies.grid import Grid, plan
 
@@ -30,13 +29,16 @@ def test_every_combination_is_run_with_every_seed() -> None:
     assert study.axes == ("optimizer", "lr")
     assert study.column == "sigma"
     assert study.seeds == (0, 1, 2)
-    seen = {(r.config.optimizer, r.config.sigma, r.config.lr, r.seed) for r in study.runs}
+    seen = {(r.config.optimizer, r.config.sigma, r.config.hyper.lr, r.seed) for r in study.runs}
     assert len(seen) == 24
     assert len({run.folder for run in study.runs}) == 24
     for run in study.runs:
         assert run.config.seed == run.seed
         assert run.column == run.config.sigma
-        assert dict(run.labels) == {"optimizer": run.config.optimizer, "lr": f"{run.config.lr:g}"}
+        assert dict(run.labels) == {
+            "optimizer": run.config.optimizer,
+            "lr": f"{run.config.hyper.lr:g}",
+        }
 
 
 def test_runs_of_a_cell_lie_side_by_side() -> None:
@@ -68,7 +70,7 @@ def test_epsilons_make_columns_of_the_noise_that_meets_them() -> None:
         config = run.config
         assert config.sigma is not None
         assert run.column == config.epsilon
-        price = total_epsilon((training_event(config, config.total_steps),), config.delta)
+        price = total_epsilon((config.event_of(config.steps),), config.delta)
         assert 0.99 * run.column < price <= run.column
     assert len({run.config.sigma for run in study.runs}) == 2
 

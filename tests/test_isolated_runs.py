@@ -9,8 +9,9 @@ import pytest
 
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import ModelError
+from dpmac_cli.runs.session import Finished, Started
 from dpmac_cli.runs.setup import make_trainer
-from dpmac_cli.runs.train import Finished, Started, finish, resume, train
+from dpmac_cli.runs.train import finish, resume, train
 from tests.digits_runs import after, same_weights
 from tests.networks import CLASSES, Perceptron, WhitenedIfLarge
 from tests.typed import dpmac

@@ -73,7 +73,7 @@ def test_prices_and_settings_load_no_torch() -> None:
         "import sys\n"
         "from dpmac_cli import total_epsilon, resolve, training_event, price, plan, OPTIMIZERS\n"
         "config = resolve(dataset='digits', sigma=6, steps=3).config\n"
-        "assert total_epsilon((training_event(config),), 1e-5) > 0\n"
+        "assert total_epsilon((config.event,), 1e-5) > 0\n"
         "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"
         "print(*(m for m in slow if m in sys.modules))"
     )
@@ -102,8 +102,8 @@ def test_every_fault_is_told_at_once() -> None:
 
 def test_without_a_number_an_event_is_of_the_whole_run() -> None:
     config = digits_config(steps=7)
-    assert training_event(config) == TrainingEvent(128 / 1437, SIGMA, 7, "poisson", 12)
-    assert training_event(config, 3).steps == 3
+    assert config.event == TrainingEvent(128 / 1437, SIGMA, 7, "poisson", 12)
+    assert config.event_of(3).steps == 3
 
 
 @pytest.mark.privacy

@@ -22,7 +22,8 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import DATA, SETTINGS
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.train import Finished, RunEvent, Started, finish, train
+from dpmac_cli.runs.session import Finished, RunEvent, Started
+from dpmac_cli.runs.train import finish, train
 from tests.digits_runs import after
 from tests.typed import dpmac
 

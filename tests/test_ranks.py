@@ -25,6 +25,7 @@ from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs import assist
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.session import Finished, Started
 from dpmac_cli.runs.setup import make_trainer as make_run_trainer
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.schedules import Recipe
@@ -240,7 +241,7 @@ def training(**flags: Any) -> Callable[[Ranks], Any]:
         if not ranks.leads:
             return assist.assist(ranks, {})
         *_, last = run.train(config, ranks=ranks)
-        assert isinstance(last, run.Finished)
+        assert isinstance(last, Finished)
         return last.report
 
     return work
@@ -251,7 +252,7 @@ def test_a_run_of_two(flags: dict[str, Any]) -> None:
     report, nothing = together(2, training(steps=6, out="two", **flags))
     assert nothing is None
     *_, alone = run.train(digits_config(steps=6, out="one", **flags))
-    assert isinstance(alone, run.Finished)
+    assert isinstance(alone, Finished)
     assert report["privacy"]["epsilon"] == alone.report["privacy"]["epsilon"]
     assert report["privacy"]["randomness"] == alone.report["privacy"]["randomness"]
     assert sorted(p.name for p in Path("two").iterdir()) == sorted(
@@ -300,7 +301,7 @@ def test_another_machine_at_another_rank_is_a_branch(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(assist, "environment", lambda *_: {"instructions": "others"})
             return assist.assist(ranks, {})
         started = next(iter(run.resume(Path("run"), {"steps": "6"}, ranks=ranks)))
-        return started.branch if isinstance(started, run.Started) else None
+        return started.branch if isinstance(started, Started) else None
 
     assert "the machine or its software" in together(2, go_on)[0]
 

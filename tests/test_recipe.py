@@ -25,6 +25,7 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.session import Finished
 from dpmac_cli.studies.grid import address
 from dpmac_cli.training.evaluation import evaluate
 from dpmac_cli.training.loop import Evaluated, fit
@@ -336,10 +337,10 @@ def test_a_run_by_recipe_resumes_bit_for_bit_and_scores_what_it_publishes(name: 
     whole = train_digits(**flags)
     asked = iter(range(100))
     stopped = list(run.train(digits_config(**flags), lambda: next(asked) >= 4))[-1]
-    assert isinstance(stopped, run.Finished)
+    assert isinstance(stopped, Finished)
     assert stopped.state == "interrupted"
     ended = list(run.resume(stopped.folder, {}))[-1]
-    assert isinstance(ended, run.Finished)
+    assert isinstance(ended, Finished)
     assert same_weights(ended.folder, whole.folder)
     assert whole.report["recipe"] == {**ALL, "augment": "crop"}
     plain = train_digits(optimizer=name, steps=8, seed=4)
@@ -362,9 +363,9 @@ def test_the_published_weights_are_the_average() -> None:
 def test_what_follows_no_recipe_is_recorded_as_before() -> None:
     """Else the runs of a study would be looked for elsewhere."""
     plain = digits_config()
-    assert not {"lr-schedule", "warmup-steps", "weight-decay", "ema"} & plain.recorded().keys()
+    assert not {"lr-schedule", "warmup-steps", "weight-decay", "ema"} & plain.recorded.keys()
     assert address(plain, 0) != address(digits_config(warmup_steps=1), 0)
-    kept = digits_config(**ALL).recorded()
+    kept = digits_config(**ALL).recorded
     assert (kept["augmentations"], kept["augment"], kept["ema"]) == (3, "crop", 0.9)
 
 

@@ -20,7 +20,8 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import EpochSampler, IndependentSampler
 from dpmac_cli.runs import checkpoint, environment, folder, ledger
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.train import Reduced, RunEvent, Started, Update, finish
+from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
+from dpmac_cli.runs.train import finish
 from dpmac_cli.storage import files
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.trainer import Trainer
@@ -400,7 +401,7 @@ def test_every_resume_on_a_gpu_draws_with_new_keys(monkeypatch: pytest.MonkeyPat
     started, *_, last = run.resume(stopped.folder, {})
     assert isinstance(started, Started)
     assert started.fresh_noise == "steps on a GPU cannot be repeated bit for bit"
-    assert isinstance(last, run.Finished)
+    assert isinstance(last, Finished)
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [5, STEPS - 5]
     assert run.resumes_exactly(stopped.folder, "cpu")  # for no step is left
     with pytest.raises(InputError, match="is finished"):

@@ -21,7 +21,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
-from dpmac_cli.runs.train import Finished, Started, Update
+from dpmac_cli.runs.session import Finished, Started, Update
 from dpmac_cli.training import evaluation
 from dpmac_cli.training import trainer as engine
 from dpmac_cli.training.diagnostics import Diagnostics

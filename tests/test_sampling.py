@@ -401,7 +401,7 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
     config = resolve(
         {"dataset": "digits", "batch_size": 100, "seed": 3, "sampler": sampler, **flags}
     ).config
-    assert config.sampling_rate == 100 / 1437
+    assert config.event.sampling_rate == 100 / 1437
     assert config.steps_per_epoch == 15
     trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
     drawing = trainer.randomness.sampler

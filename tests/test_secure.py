@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import TrainConfig
 from dpmac_cli.dp import mechanism
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.errors import InputError
@@ -29,7 +29,8 @@ from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.report import DRAWN, DRAWN_BOTH_WAYS, DRAWN_SECURELY, NO_SECRETS
-from dpmac_cli.runs.train import Finished, Started, finish
+from dpmac_cli.runs.session import Finished, Started
+from dpmac_cli.runs.train import finish
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     after,
@@ -307,7 +308,7 @@ def test_a_model_too_large_for_the_grid_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_secure_is_kept_in_the_configuration() -> None:
-    config: TrainConfig = resolve({"dataset": "digits", "secure": True}).config
+    config: TrainPlan = resolve({"dataset": "digits", "secure": True}).config
     assert config.secure is True
-    assert config.recorded()["secure"] is True
-    assert resolve({"dataset": "digits"}).config.recorded()["secure"] is False
+    assert config.recorded["secure"] is True
+    assert resolve({"dataset": "digits"}).config.recorded["secure"] is False

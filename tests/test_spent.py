@@ -20,7 +20,6 @@ import torch
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.budget import training_event
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -29,7 +28,8 @@ from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.recount import events_of
-from dpmac_cli.runs.train import Finished, RunEvent, finish
+from dpmac_cli.runs.session import Finished, RunEvent, Started
+from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
@@ -251,7 +251,7 @@ def test_a_branch_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.Monk
     assert spent is not None
     ledger.Ledger(RUN, spent).write(8)
     started, *_, last = run.resume(RUN, {})
-    assert isinstance(started, run.Started)
+    assert isinstance(started, Started)
     assert started.branch == "the checkpoint of the last branch is lost"
     assert isinstance(last, Finished)
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [6, 2, STEPS - 6]
@@ -328,7 +328,7 @@ def counted_in(study: Grid) -> list[int]:
     events = list(compare._events(study.runs))
     assert collect(study, {}).bill == total_epsilon(tuple(events), 1e-5)
     assert all(event == replace(events[-1], steps=event.steps) for event in events)
-    assert run.config.total_steps == STEPS
+    assert run.config.steps == STEPS
     return [event.steps for event in events]
 
 

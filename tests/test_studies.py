@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.session import Finished
 from tests.digits_runs import digits_config
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +40,7 @@ def test_a_run_that_was_interrupted_is_not_packed(tmp_path: Path) -> None:
     out = str(tmp_path / "study" / "runs" / "one")
     config = digits_config(steps=8, out=out)
     *_, last = run.train(config, lambda: next(asked) >= 3)
-    assert isinstance(last, run.Finished)
+    assert isinstance(last, Finished)
     assert last.report["state"] == "interrupted"
     file = tmp_path / "runs.jsonl"
     assert "0 runs" in python(ROOT / "benchmarks/study.py", "pack", tmp_path / "study", file)

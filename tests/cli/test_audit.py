@@ -184,6 +184,6 @@ def test_a_tenth_is_guessed_and_a_few_at_least(canaries: int, guesses: int) -> N
 def test_a_config_file_repeats_an_audit(trained: tuple[Path, Result]) -> None:
     config = resolve({}, trained[0] / folder.CONFIG).config
     assert (config.canaries, config.guesses) == (100, 20)
-    assert config.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
+    assert config.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
     with pytest.raises(InputError, match="without a claim there is nothing to audit"):
         resolve({"no_dp": True}, trained[0] / folder.CONFIG)

@@ -10,7 +10,7 @@ from rich.console import Console
 from dpmac_cli.cli.compare_display import Lines, LiveRuns, print_comparison
 from dpmac_cli.cli.console import Expendable
 from dpmac_cli.cli.display import LiveBar
-from dpmac_cli.runs.train import Started, Update
+from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executors import Ended, Moved
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import Comparison

@@ -25,6 +25,7 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
+from dpmac_cli.runs.session import Reduced
 from dpmac_cli.storage import files
 from dpmac_cli.studies import local as workers
 from dpmac_cli.training import loop
@@ -265,7 +266,7 @@ def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
         short_of_memory(40, 6, patch)
         config = digits_config(steps=9, seed=7, out="killed", checkpoint_every="100")
         events = run.train(config)
-        assert any(isinstance(event, run.Reduced) for event in events)
+        assert any(isinstance(event, Reduced) for event in events)
         events.close()  # type: ignore[attr-defined]
     # None from before is left, from which the step could be done again in larger chunks.
     assert [path.name for path in Path("killed/checkpoint").glob("step-*")] == [

@@ -16,12 +16,13 @@ import pytest
 from rich.console import Console
 
 from dpmac_cli.cli.runs import _print, age
-from dpmac_cli.config.resolve import HEADER
+from dpmac_cli.config.yaml_file import HEADER
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.listing import Entry
-from dpmac_cli.runs.train import Update, finish
+from dpmac_cli.runs.session import Update
+from dpmac_cli.runs.train import finish
 from dpmac_cli.storage import files
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.training.trainer import Trainer
