@@ -1,17 +1,19 @@
-"""Puts privacy bugs into the code, one at a time: does a test find each of them?
+"""Put privacy bugs into the code, one at a time, and run the tests that must find them.
 
     python benchmarks/mutants.py --out docs/data/mutants.json --page docs/mutants.md
                                                    # all of them: half an hour
-    python benchmarks/mutants.py --only chunks     # some, by name or file
-    python benchmarks/mutants.py --check           # do they still apply? a second
+    python benchmarks/mutants.py --only chunks     # some, by name, definition or file
+    python benchmarks/mutants.py --check           # only whether each still applies: seconds
 
-The bugs are those of mutants.toml. Each is put into a copy of the tree, and the tests that must
-fail are run there. They are run once without any bug before, and must pass. Exit code 1 if a bug
-goes unnoticed, or no longer applies to the code: then a test is missing, or the table is to be
-mended.
+The bugs are in mutants.toml. Each names a definition and the code to replace there, compared by
+syntax: formatting it or moving it to another place or file changes nothing. The tests run in a
+copy of the tree, first without any bug, when they must pass. Exit code 1 if a bug goes unnoticed
+or no longer applies to the code.
 """
 
 import argparse
+import ast
+import difflib
 import importlib
 import json
 import multiprocessing
@@ -23,12 +25,26 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any, TypeAlias, cast
+
+from syntax import (
+    Code,
+    Definition,
+    as_statements,
+    definitions,
+    nearest,
+    occurrences,
+    parse,
+    parse_pair,
+    replaced,
+    show,
+)
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dpmac_cli"
@@ -48,6 +64,8 @@ LIBRARIES = (
 )
 FORKS = multiprocessing.get_context("fork")
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
+#: Definitions of the package by qualified name.
+Known: TypeAlias = Mapping[str, list[Definition]]
 PASSED, FAILED = 0, 1  # exit codes of pytest
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
 FAILURE = re.compile(r"^FAILED (\S+::.*?)(?: - (.*))?$", re.MULTILINE)
@@ -64,15 +82,15 @@ PAGE = f"""# Bugs put in, and the tests that find them
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """A bug.
+    """A bug to put into the package.
 
     Attributes:
         name: what is done wrong.
         cost: what it would cost.
-        file: in the package, that it is put into.
-        old: text that occurs there exactly once.
+        where: qualified name of the definition in the package that it is put into.
+        old: code that occurs there exactly once; "" for the whole body of a function.
         new: what takes its place.
         tests: files or node ids of pytest, of which some must fail.
         marker: of the tests that count; "" for all.
@@ -80,33 +98,81 @@ class Mutant:
 
     name: str
     cost: str
-    file: str
-    old: str
+    where: str
+    old: str = ""
     new: str
     tests: tuple[str, ...]
     marker: str = "privacy"
 
-    def applied(self, source: str) -> str:
-        """The source with the bug in it.
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> "Mutant":
+        """Return the mutant that a row of the table describes."""
+        where, replace = row.pop("in"), row.pop("replace", None)
+        if (replace is None) == ("old" not in row):
+            sys.exit(f"{row['name']}: needs either old and new or replace.")
+        row |= {"tests": tuple(row["tests"])}
+        return cls(where=where, **row if replace is None else {**row, "new": replace})
+
+    def found(self, known: Known) -> tuple[Definition, Code, Code]:
+        """Return the definition that the bug goes into, the code there, and what replaces it.
 
         Raises:
-            ValueError: its text does not occur exactly once, or what comes out is not Python.
+            ValueError: there is not exactly one place for it.
         """
-        if (count := source.count(self.old)) != 1:
-            raise ValueError(f"its old text occurs {count} times in {self.file}")
-        mutated = source.replace(self.old, self.new)
-        try:
-            if self.file.endswith(".py"):
-                compile(mutated, self.file, "exec")
-        except SyntaxError as failure:
-            raise ValueError(f"{self.file} would not compile ({failure})") from failure
-        return mutated
+        named = known.get(self.where, [])
+        if not self.old:
+            functions = [d for d in named if isinstance(d.node, ast.FunctionDef)]
+            if len(functions) != 1:
+                close = difflib.get_close_matches(self.where, known, n=3)
+                raise ValueError(
+                    f"there are {len(functions)} functions {self.where}{_perhaps(close)}"
+                )
+            body = cast(ast.FunctionDef, functions[0].node).body
+            return functions[0], body, as_statements(parse(self.new))
+        old, new = parse_pair(self.old, self.new)
+        counts = {definition: occurrences(definition, old) for definition in named}
+        total = sum(counts.values())
+        if total == 1:
+            return next(d for d, count in counts.items() if count), old, new
+        what = f"its old code occurs {total} times in {self.where}"
+        if not named:
+            what = f"there is no {self.where}"
+        raise ValueError(what + ("" if total else self._elsewhere(known, old)))
 
-    def faults(self) -> Iterator[str]:
-        """Why it cannot be put into the code as it is now, or which of its tests are not there."""
+    def _elsewhere(self, known: Known, old: Code) -> str:
+        """Return where its old code may have gone, for a message."""
+        everything = [definition for several in known.values() for definition in several]
+        if places := [d for d in everything if occurrences(d, old)]:
+            return _perhaps([max((d.name for d in places), key=len)])
+        named = known.get(self.where) or [
+            definition
+            for name in difflib.get_close_matches(self.where, known, n=3)
+            for definition in known[name]
+        ]
+        if near := nearest(named, old):
+            return f"; nearest: {show(near[1])}, in {near[0].name} ({near[0].file.name})"
+        return _perhaps([definition.name for definition in named if not known.get(self.where)])
+
+    def applied(self, known: Known) -> tuple[Path, str]:
+        """Return the file that the bug goes into, and its text with the bug in it.
+
+        Raises:
+            ValueError: it cannot be put into the code as it is now.
+        """
+        definition, old, new = self.found(known)
+        return definition.file, replaced(definition, old, new)
+
+    def place(self, known: Known) -> str:
+        """Return the definition and the file that the bug goes into, or a file unknown."""
+        with suppress(ValueError):
+            return f"{self.where}\n{self.found(known)[0].file.relative_to(ROOT / PACKAGE)}"
+        return self.where
+
+    def faults(self, known: Known) -> Iterator[str]:
+        """Yield why it cannot be put into the code as it is now, and tests that do not exist."""
         try:
-            self.applied(source_of(self, ROOT).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as failure:
+            self.applied(known)
+        except ValueError as failure:
             yield str(failure)
         for test in self.tests:
             file, _, name = test.partition("[")[0].partition("::")
@@ -114,6 +180,11 @@ class Mutant:
                 yield f"there is no {file}"
             elif f"def {name}" not in (ROOT / file).read_text(encoding="utf-8"):
                 yield f"there is no {test}"
+
+
+def _perhaps(names: Sequence[str]) -> str:
+    """Return names to look at, for a message."""
+    return f"; look at {', '.join(names)}" if names else ""
 
 
 @dataclass(frozen=True)
@@ -140,23 +211,26 @@ def read_table() -> list[Mutant]:
     """Every mutant, in the table's order. Ends the program if two have the same name."""
     with TABLE.open("rb") as file:
         rows = tomllib.load(file)["mutant"]
-    mutants = [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+    mutants = [Mutant.of_row(row) for row in rows]
     twice = [name for name, count in Counter(m.name for m in mutants).items() if count > 1]
     if twice:
         sys.exit(f"Two mutants have one name: {', '.join(twice)}.")
     return mutants
 
 
-def check(mutants: Sequence[Mutant]) -> None:
+def known_definitions() -> Known:
+    """Return every definition of the package, by qualified name."""
+    known: dict[str, list[Definition]] = {}
+    for definition in definitions(ROOT / PACKAGE):
+        known.setdefault(definition.name, []).append(definition)
+    return known
+
+
+def check(mutants: Sequence[Mutant], known: Known) -> None:
     """End the program, with exit code 1 if any mutant does not apply."""
-    faults = [f"{mutant.name}: {fault}" for mutant in mutants for fault in mutant.faults()]
+    faults = [f"{mutant.name}: {fault}" for mutant in mutants for fault in mutant.faults(known)]
     print("\n".join(faults) or f"{len(mutants)} mutants apply.")
     sys.exit(bool(faults))
-
-
-def source_of(mutant: Mutant, root: Path) -> Path:
-    """The file that a mutant is put into, in some tree."""
-    return root / PACKAGE / mutant.file
 
 
 def copy_tree(where: Path) -> Path:
@@ -208,22 +282,27 @@ def load_libraries() -> None:
         importlib.import_module(name)
 
 
-def examine(mutant: Mutant, tree: Path) -> Verdict:
+def examine(mutant: Mutant, known: Known, tree: Path) -> Verdict:
     """Put a mutant into a tree, run its tests, and take it out again."""
+    began, where = time.monotonic(), ""
 
     def verdict(result: str, by: str = "", why: str = "") -> Verdict:
         seconds = round(time.monotonic() - began, 1)
-        return Verdict(mutant.name, mutant.cost, mutant.file, result, by, why, seconds)
+        return Verdict(mutant.name, mutant.cost, where, result, by, why, seconds)
 
-    began, file = time.monotonic(), source_of(mutant, tree)
-    source = file.read_text(encoding="utf-8")
     try:
-        file.write_text(mutant.applied(source), encoding="utf-8")
+        original, mutated = mutant.applied(known)
+    except ValueError as failure:
+        return verdict(BROKEN, why=str(failure))
+    where = original.relative_to(ROOT / PACKAGE).as_posix()
+    file = tree / PACKAGE / where
+    try:
+        file.write_text(mutated, encoding="utf-8")
         code, said = run_tests(tree, mutant.tests, mutant.marker)
-    except (ValueError, TimeoutError) as failure:
+    except TimeoutError as failure:
         return verdict(BROKEN, why=str(failure))
     finally:
-        file.write_text(source, encoding="utf-8")
+        shutil.copyfile(original, file)
     if code == PASSED:
         return verdict(SURVIVED)
     if code != FAILED or (found := FAILURE.search(said)) is None:
@@ -241,7 +320,7 @@ def check_baseline(mutants: Sequence[Mutant], tree: Path) -> None:
             sys.exit(f"Without a mutant, tests do not pass:\n{wrong}")
 
 
-def examine_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
+def examine_all(mutants: Sequence[Mutant], known: Known, jobs: int) -> Iterator[Verdict]:
     """Examine mutants, some at a time, each in a tree that no other uses meanwhile."""
     trees: SimpleQueue[Path] = SimpleQueue()
     with ExitStack() as stack:
@@ -251,7 +330,7 @@ def examine_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
         def work(mutant: Mutant) -> Verdict:
             tree = trees.get()
             try:
-                return examine(mutant, tree)
+                return examine(mutant, known, tree)
             finally:
                 trees.put(tree)
 
@@ -301,18 +380,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--check", action="store_true", help="only whether each still applies")
-    parser.add_argument("--only", default="", help="mutants whose name or file this is a part of")
+    parser.add_argument("--only", default="", help="part of a name, definition or file")
     parser.add_argument("--out", type=Path, help="with --only, its other rows stay as they are")
     parser.add_argument("--page", type=Path, help="for the same as Markdown")
     options = parser.parse_args()
-    mutants = read_table()
+    mutants, known = read_table(), known_definitions()
+    chosen = [m for m in mutants if options.only in f"{m.name}\n{m.place(known)}"]
     if options.check:
-        check(mutants)
-    chosen = [m for m in mutants if options.only in m.name or options.only in m.file]
+        check(chosen, known)
     verdicts = earlier(options.out) if options.only else {}
     load_libraries()
     print(HEAD, flush=True)
-    for verdict in examine_all(chosen, options.jobs):
+    for verdict in examine_all(chosen, known, options.jobs):
         print(as_row(verdict), flush=True)
         verdicts[verdict.name] = verdict
         kept = [verdicts[m.name] for m in mutants if m.name in verdicts]

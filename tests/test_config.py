@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from dpmac_cli.config.resolve import Resolved, parse, resolve, to_yaml
-from dpmac_cli.config.settings import KINDS, SETTINGS, TrainPlan, flag_name
+from dpmac_cli.config.settings import KINDS, SETTINGS, TrainConfig, flag_name
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from tests.conftest import OPTIMIZER_NAMES
 
@@ -125,29 +124,21 @@ def test_the_values_above_cover_every_setting() -> None:
 
 
 @pytest.mark.parametrize("separator", ["-", "_"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_flag_is_a_key_of_the_file(file: Path, name: str, separator: str) -> None:
-    value = str(VALUES[name]) if KINDS[name] is Path else VALUES[name]
-    beside = BESIDE.get(name, {})
-    config = from_file(file, {name.replace("_", separator): value, **beside}).config
-    assert getattr(config, name) == VALUES[name]
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_flag_says_the_same_as_the_file(file: Path, name: str) -> None:
-    value = str(VALUES[name]) if KINDS[name] is Path else VALUES[name]
-    typed = value if KINDS[name] is bool else str(value)
-    beside = BESIDE.get(name, {})
-    assert (
-        from_file(file, {name: value, **beside}).config == resolve({name: typed, **beside}).config
-    )
+def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator: str) -> None:
+    for name in SETTINGS:
+        value = str(VALUES[name]) if KINDS[name] is Path else VALUES[name]
+        typed = value if KINDS[name] is bool else str(value)
+        beside = BESIDE.get(name, {})
+        config = from_file(file, {name.replace("_", separator): value, **beside}).config
+        assert getattr(config, name) == VALUES[name], name
+        assert config == resolve({name: typed, **beside}).config, name
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
     body = {"sigma": 2.0, "lr": 0.5, "optimizer": "dp-sgd", "batch-size": 32}
     config = from_file(file, body, sigma="3", optimizer="dp-adam").config
     assert (config.sigma, config.optimizer) == (3.0, "dp-adam")
-    assert (config.hyper.lr, config.batch_size) == (0.5, 32)
+    assert (config.lr, config.batch_size) == (0.5, 32)
 
 
 @pytest.mark.parametrize(
@@ -244,13 +235,22 @@ def test_a_file_that_is_not_text_is_named(file: Path) -> None:
     assert "not text in UTF-8" in the_error({}, file)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("secure", "true or false"),
+        ("steps", "a whole number"),
+        ("lr", "a number"),
+        ("out", "a path"),
+        ("dataset", "text"),
+    ],
+)
 @pytest.mark.parametrize(("value", "found"), [("[a, b]", "a list"), ("{a: 1}", "a mapping")])
-def test_lists_and_mappings_are_no_values(file: Path, name: str, value: str, found: str) -> None:
+def test_lists_and_mappings_are_no_values(
+    file: Path, name: str, wanted: str, value: str, found: str
+) -> None:
     file.write_text(f"{name}: {value}\n")
-    wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(KINDS[name])
-    wanted = wanted or ("a path" if KINDS[name] is Path else "text")
-    assert the_error({}, file) == f"{flag_name(name)} in {file} must be {wanted}, not {found}."
+    assert the_error({}, file) == f"{name} in {file} must be {wanted}, not {found}."
 
 
 @pytest.mark.parametrize("key", ["[a]", "{{ name }}", "!!python/object:os.system {}"])
@@ -324,8 +324,9 @@ def out_of_bounds(name: str, value: object) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("name", ["steps", "seed", "delta", "beta1", "sigma"])
 def test_bounds_hold_at_their_ends_and_not_beyond(name: str) -> None:
+    """Of whole numbers and of others, open and closed, at both ends."""
     bounds = SETTINGS[name].bounds
     assert bounds is not None
 
@@ -352,18 +353,18 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "epochs": ("0", "-1", "1000000001"),
     "steps": ("0", "-1", "10000001"),
     "batch_size": ("0", "-5", "1000000001"),
-    "sigma": ("0", "-0.5"),
+    "sigma": ("0", "-0.5", "1e-300", "1e300"),
     "epsilon": ("0", "-3"),
     "max_epsilon": ("0", "-3"),
     "delta": ("0", "1", "1.5", "-1e-5"),
-    "lr": ("0", "-0.1"),
-    "clip_norm": ("0", "-1"),
+    "lr": ("0", "-0.1", "1e300"),
+    "clip_norm": ("0", "-1", "1e300"),
     "beta1": ("1", "-0.1", "1.1"),
     "beta2": ("1", "-0.1", "1.1"),
     "gamma": ("-1e-8",),
     "gamma_prime": ("0", "-1e-8"),
-    "h1": ("0", "-1"),
-    "h2": ("0", "-1"),
+    "h1": ("0", "-1", "1e-300"),
+    "h2": ("0", "-1", "1e300"),
     "canaries": ("0", "1", "1000001"),
     "guesses": ("0", "-1", "1000001"),
     "physical_batch": ("0", "-1", "1000000001"),
@@ -382,24 +383,21 @@ def test_every_number_has_bounds() -> None:
     assert set(REFUSED) == set(BOUNDED) == {n for n, kind in KINDS.items() if kind in (int, float)}
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in REFUSED.items() for v in vs])
-def test_numbers_out_of_range_are_refused(name: str, value: str) -> None:
-    assert out_of_bounds(name, value)
+def test_numbers_out_of_range_are_refused() -> None:
+    accepted = [(n, v) for n, values in REFUSED.items() for v in values if not out_of_bounds(n, v)]
+    assert accepted == []
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "many", "", "true"], ids=repr)
-@pytest.mark.parametrize("name", BOUNDED)
-def test_what_is_no_number_is_refused(file: Path, name: str, value: str) -> None:
+@pytest.mark.parametrize(("name", "what"), [("steps", "a whole number"), ("lr", "a number")])
+def test_what_is_no_number_is_refused(file: Path, name: str, what: str, value: str) -> None:
     file.write_text(f"{name}: " + (value or "''"))
-    what = "a whole number" if KINDS[name] is int else "a number"
-    errors = errors_of({}, file)
-    assert [f"{flag_name(name)} in {file}: '{value}' is not {what}."] == list(errors)
+    assert the_error({}, file) == f"{name} in {file}: '{value}' is not {what}."
 
 
-@pytest.mark.parametrize("name", [name for name in BOUNDED if KINDS[name] is int])
 @pytest.mark.parametrize("value", ["1.5", "1e3", "9" * 400, "9" * 5000], ids=lambda v: v[:4])
-def test_whole_numbers_are_whole_and_of_a_size(name: str, value: str) -> None:
-    assert f"--{flag_name(name)}" in the_error({name: value})
+def test_whole_numbers_are_whole_and_of_a_size(value: str) -> None:
+    assert "--batch-size" in the_error({"batch_size": value})
 
 
 @pytest.mark.parametrize(
@@ -418,7 +416,7 @@ def test_bounds_read_well(name: str, said: str) -> None:
 
 def test_more_steps_than_a_run_takes_are_refused() -> None:
     # 235 steps an epoch.
-    assert resolve({"epochs": "42553"}).config.steps == 9_999_955
+    assert resolve({"epochs": "42553"}).config.total_steps == 9_999_955
     assert the_error({"epochs": "42554"}) == (
         "--epochs 42554 is 10,000,190 steps in all at a --batch-size of 256; a run takes at most "
         "10,000,000. Choose fewer epochs or larger batches."
@@ -426,7 +424,7 @@ def test_more_steps_than_a_run_takes_are_refused() -> None:
     assert resolve({"epochs": "42554", "batch_size": "512"}).config.epochs == 42_554
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is Path])
+@pytest.mark.parametrize("name", ["out", "data_dir"])
 def test_empty_paths_are_refused(file: Path, name: str) -> None:
     flag = flag_name(name)
     wanted = "must not be empty. Name a folder, or leave it out."
@@ -445,11 +443,10 @@ def test_a_few_flags_are_parsed_for_themselves() -> None:
     assert len(caught.value.errors) == 2
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is bool])
 @pytest.mark.parametrize("value", ["no", 1, "true"], ids=repr)
-def test_switches_are_true_or_false(file: Path, name: str, value: object) -> None:
-    file.write_text(yaml.safe_dump({name: value}))
-    assert the_error({}, file) == f"{flag_name(name)} in {file} must be true or false."
+def test_switches_are_true_or_false(file: Path, value: object) -> None:
+    file.write_text(yaml.safe_dump({"fix_norm": value}))
+    assert the_error({}, file) == f"fix-norm in {file} must be true or false."
 
 
 @pytest.mark.parametrize(
@@ -476,34 +473,33 @@ def test_no_noise_must_be_asked_for_by_name() -> None:
 # What comes of it
 
 
-@pytest.mark.parametrize("dataset", DATASETS)
 @pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
-def test_defaults_are_the_data_sets_by_optimizer(dataset: str, optimizer: str) -> None:
-    config = resolve({"dataset": dataset, "optimizer": optimizer}).config
-    defaults = DATASETS[dataset].defaults
-    assert config.hyper.lr == OPTIMIZERS[optimizer].rate_on(dataset)
-    assert (config.sigma, config.epochs, config.steps) == (defaults.sigma, defaults.epochs, None)
-    assert (config.batch_size, config.hyper.h1, config.hyper.h2) == (
-        defaults.batch_size,
-        defaults.h1,
-        defaults.h2,
-    )
-    betas = (0.99, 0.9) if optimizer == "adaclip" else (0.9, 0.999)
-    assert (config.hyper.beta1, config.hyper.beta2) == betas
+def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
+    for name, dataset in DATASETS.items():
+        config = resolve({"dataset": name, "optimizer": optimizer}).config
+        defaults = dataset.defaults
+        assert config.lr == defaults.lr[optimizer], name
+        assert (config.sigma, config.epochs, config.steps) == (
+            defaults.sigma,
+            defaults.epochs,
+            None,
+        )
+        assert (config.batch_size, config.h1, config.h2) == (
+            defaults.batch_size,
+            defaults.h1,
+            defaults.h2,
+        )
+        betas = (0.99, 0.9) if optimizer == "adaclip" else (0.9, 0.999)
+        assert (config.beta1, config.beta2) == betas
 
 
 def test_the_papers_settings_for_mnist() -> None:
     config = resolve({}).config
     assert (config.dataset, config.optimizer, config.model) == ("mnist", "dp-macadam", "mlp")
-    assert (config.batch_size, config.epochs, config.delta, config.hyper.clip_norm) == (
-        256,
-        5,
-        1e-5,
-        1,
-    )
-    assert (config.hyper.lr, config.hyper.h1, config.hyper.h2) == (1e-3, 1e-9, 1e-6)
-    assert resolve({"optimizer": "dp-sgd"}).config.hyper.lr == 0.1
-    assert (config.hyper.kappa, config.hyper.phi) == ("paper", "paper")
+    assert (config.batch_size, config.epochs, config.delta, config.clip_norm) == (256, 5, 1e-5, 1)
+    assert (config.lr, config.h1, config.h2) == (1e-3, 1e-9, 1e-6)
+    assert resolve({"optimizer": "dp-sgd"}).config.lr == 0.1
+    assert (config.kappa, config.phi) == ("paper", "paper")
 
 
 @pytest.mark.privacy
@@ -519,20 +515,20 @@ def test_the_papers_settings_for_mnist() -> None:
 )
 def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, total: int) -> None:
     config = resolve(flags).config
-    assert config.event.sampling_rate == rate
-    assert (config.steps_per_epoch, config.steps) == (per_epoch, total)
+    assert config.sampling_rate == rate
+    assert (config.steps_per_epoch, config.total_steps) == (per_epoch, total)
 
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"epsilon": 3.0}, {"no_dp": True}, {"steps": 9}, {"max_epsilon": 0.1 + 0.2}],
+    [
+        *({"optimizer": name} for name in OPTIMIZER_NAMES),
+        *({"epsilon": 3.0}, {"no_dp": True}, {"steps": 9}, {"max_epsilon": 0.1 + 0.2}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
-def test_the_written_file_says_the_same_again(
-    file: Path, optimizer: str, extra: Mapping[str, Any]
-) -> None:
-    flags = {"optimizer": optimizer, "lr": 1 / 3, "h1": 1e-7 / 3, "delta": 1e-6 / 7, **extra}
+def test_the_written_file_says_the_same_again(file: Path, extra: Mapping[str, Any]) -> None:
+    flags = {"lr": 1 / 3, "h1": 1e-7 / 3, "delta": 1e-6 / 7, **extra}
     config = resolve(flags).config
     assert from_file(file, to_yaml(config)).config == config
 
@@ -589,4 +585,4 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(AttributeError):
         resolve({}).config.sigma = 0.1  # type: ignore[misc]
-    assert isinstance(resolve({}).config, TrainPlan)
+    assert isinstance(resolve({}).config, TrainConfig)

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def check(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(root / "benchmarks/mutants.py"), "--check"]
+def check(root: Path, *only: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / "benchmarks/mutants.py"), "--check", *only]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -22,26 +22,58 @@ def test_every_mutant_applies() -> None:
     assert int(done.stdout.split()[0]) > 100
 
 
+def edited(
+    tmp_path: Path, file: str, old: str, new: str, only: str
+) -> subprocess.CompletedProcess[str]:
+    """Check a copy of the tree in which a file says something else."""
+    for name in ("benchmarks", "dpmac_cli", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=ignored)
+    changed = tmp_path / "tree" / file
+    source = changed.read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    changed.write_text(source.replace(old, new), encoding="utf-8")
+    return check(tmp_path / "tree", "--only", only)
+
+
+TOTAL = "total.add_(z.mul_(self.noise_multiplier / GRID).round_())"
+OFF = "the noise off the grid: "
+SHARE = "the grid's share of the sensitivity forgotten: "
+HERE = "SecureMechanism.whitened"
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
         (
             "dpmac_cli/dp/mechanism.py",
-            "GRID * math.sqrt(size)",
-            "math.sqrt(size) * GRID",
-            "the grid's share of the sensitivity forgotten: its old text occurs 0 times in dp/mec",
+            TOTAL,
+            "total.add_(z.mul_(self.noise_multiplier / (2 * GRID)).round_())",
+            f"{OFF}its old code occurs 0 times in {HERE}; nearest: total.add_(z.mul_(self.noise_m",
         ),
         (
             "dpmac_cli/dp/mechanism.py",
-            "        return GRID * math.sqrt(size)",
-            "        return GRID * math.sqrt(size)\n        return GRID * math.sqrt(size)",
-            "the grid's share of the sensitivity forgotten: its old text occurs 2 times in dp/mec",
+            TOTAL,
+            f"{TOTAL}\n        {TOTAL}",
+            f"{OFF}its old code occurs 2 times in {HERE}",
         ),
         (
             "dpmac_cli/dp/mechanism.py",
-            "return GRID * math.sqrt(size)",
-            "return GRID * math.sqrt(size) if size else )",
-            "the grid's share of the sensitivity forgotten: dp/mechanism.py would not compile",
+            "def whitened(",
+            "def in_whitened_space(",
+            f"{OFF}there is no {HERE}; look at SecureMechanism.in_whitened_space",
+        ),
+        (
+            "benchmarks/mutants.toml",
+            'replace = "return GRID"',
+            'replace = "return BIG"',
+            f"{SHARE}its new code uses BIG, which the file does not define",
+        ),
+        (
+            "benchmarks/mutants.toml",
+            'replace = "return GRID"',
+            'replace = "return ]"',
+            f"{SHARE}not Python",
         ),
         (
             "tests/test_engine.py",
@@ -56,18 +88,25 @@ def test_every_mutant_applies() -> None:
             "Two mutants have one name: no clipping.",
         ),
     ],
-    ids=["gone", "twice", "broken", "no test", "same name"],
+    ids=["changed", "twice", "renamed", "unbound", "not Python", "no test", "same name"],
 )
 def test_one_that_no_longer_applies_is_named(
     tmp_path: Path, file: str, old: str, new: str, said: str
 ) -> None:
-    for name in ("benchmarks", "dpmac_cli", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=ignored)
-    changed = tmp_path / "tree" / file
-    source = changed.read_text(encoding="utf-8")
-    assert source.count(old) == 1
-    changed.write_text(source.replace(old, new), encoding="utf-8")
-    done = check(tmp_path / "tree")
+    done = edited(tmp_path, file, old, new, said.partition(":")[0])
     assert done.returncode == 1
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.privacy
+def test_moved_and_reformatted_code_is_found(tmp_path: Path) -> None:
+    new = (
+        "(\n            total  # of all samples\n            .add_(\n"
+        "                (z.mul_(self.noise_multiplier / (GRID))).round_(),\n            ))"
+    )
+    done = edited(tmp_path, "dpmac_cli/dp/mechanism.py", TOTAL, new, "the grid")
+    assert done.returncode == 0, done.stdout
+    package = tmp_path / "tree" / "dpmac_cli"
+    (package / "dp/mechanism.py").rename(package / "noise_of_steps.py")
+    done = check(tmp_path / "tree", "--only", "the grid")
+    assert done.returncode == 0, done.stdout

@@ -35,45 +35,16 @@ BAD = [
     # Commands and options
     Bad("train --resume .", 2, ["--resume . is not a run folder"]),
     Bad("train --resume . --out x --force", 2, ["leave out --out", "leave out --force"]),
-    Bad("trian", 2, ["trian", "train"]),
-    Bad("train --sigm 1", 2, ["--sigm", "--sigma"]),
     Bad("train extra", 2, ["extra"]),
     Bad("train --sigma", 2, ["--sigma"]),
     Bad("eval", 2, ["RUN"]),
     Bad("eval model.safetensors --jsn", 2, ["--jsn", "--json"]),
-    # Names
-    Bad("train --dataset mnits", 2, ["--dataset", "'mnits'", "mnist"]),
-    Bad(f"{TRAIN} --optimizer dpmacadam", 2, ["--optimizer", "Did you mean dp-macadam"]),
-    Bad(f"{TRAIN} --model mpl", 2, ["--model", "Did you mean mlp"]),
+    # Settings: the parser has its own tests
     Bad(f"{TRAIN} --kappa best", 2, ["--kappa", "paper, exact, tracked"]),
-    Bad(f"{TRAIN} --phi exact", 2, ["--phi", "paper, tracked"]),
-    # Numbers
-    Bad(f"{TRAIN} --sigma 0", 2, ["--sigma must be at least 0.01", "--no-dp"]),
-    Bad(f"{TRAIN} --sigma nan", 2, ["--sigma", "nan"]),
-    Bad(f"{TRAIN} --epsilon inf", 2, ["--epsilon", "inf"]),
-    Bad(f"{TRAIN} --delta 1", 2, ["--delta must be above 0 and below 1"]),
     Bad(f"{TRAIN} --lr fast", 2, ["--lr", "'fast' is not a number"]),
-    Bad(f"{TRAIN} --batch-size 12.5", 2, ["--batch-size", "whole number"]),
     Bad(f"{TRAIN} --batch-size 2000", 2, ["--batch-size", "1437"]),
-    Bad(f"{TRAIN} --physical-batch 0", 2, ["--physical-batch"]),
-    Bad(f"{TRAIN} --steps 0", 2, ["--steps"]),
-    Bad(f"{TRAIN} --steps {'9' * 400}", 2, ["--steps"]),
-    Bad("train --epochs 10000000000", 2, ["--epochs", "at most 1,000,000,000"]),
-    Bad("train --epochs 50000", 2, ["--epochs 50000 is 11,750,000 steps in all"]),
-    Bad(f"{TRAIN} --beta1 1", 2, ["--beta1"]),
-    Bad(f"{TRAIN} --seed -1", 2, ["--seed"]),
-    Bad(f"{TRAIN} --h1 2 --h2 1", 2, ["--h1", "--h2"]),
-    # Magnitudes that float32 or the accountant cannot hold
-    Bad(f"{TRAIN} --lr 1e300", 2, ["--lr"]),
-    Bad(f"{TRAIN} --sigma 1e300", 2, ["--sigma"]),
-    Bad(f"{TRAIN} --sigma 1e-300", 2, ["--sigma"]),
-    Bad(f"{TRAIN} --h1 1e-300", 2, ["--h1"]),
-    Bad(f"{TRAIN} --h2 1e300", 2, ["--h2"]),
-    Bad(f"{TRAIN} --optimizer dp-sgd --clip-norm 1e300", 2, ["--clip-norm"]),
     # Together
-    Bad(f"{TRAIN} --sigma 1 --epsilon 3", 2, ["--sigma", "--epsilon", "contradict"]),
     Bad(f"{TRAIN} --epsilon 3 --no-dp", 2, ["--epsilon", "--no-dp", "contradict"]),
-    Bad(f"{TRAIN} --epochs 2", 2, ["--epochs", "--steps", "contradict"]),
     Bad(f"{TRAIN} --lr -1 --delta 2 --phi x", 2, ["--lr", "--delta", "--phi"]),
     # Places
     Bad(f"{TRAIN} --device tpu", 2, ["--device", "tpu"]),
@@ -91,10 +62,7 @@ BAD = [
     # Files
     Bad(f"{TRAIN} --config nowhere.yaml", 2, ["--config", "nowhere.yaml"]),
     Bad(f"{TRAIN} --config foreign", 2, ["--config", "foreign"]),
-    Bad(f"{TRAIN} --config list.yaml", 2, ["--config", "list.yaml", "list"]),
     Bad(f"{TRAIN} --config broken.yaml", 2, ["--config", "broken.yaml", "not YAML", "line 2"]),
-    Bad(f"{TRAIN} --config binary.yaml", 2, ["--config", "binary.yaml"]),
-    Bad(f"{TRAIN} --config unknown.yaml", 2, ["optimiser in unknown.yaml", "optimizer"]),
     Bad("eval nowhere", 2, ["nowhere does not exist"]),
     Bad("eval empty", 2, ["empty is not a run folder: it holds no model.safetensors"]),
     Bad("eval killed", 2, ["The run in killed has not", "dpmac train --resume killed"]),
@@ -142,10 +110,7 @@ def files(tmp_path: Path) -> Path:
     (tmp_path / "empty" / "MNIST" / "raw").mkdir(parents=True)
     (tmp_path / "foreign" / "thesis.tex").write_text("mine")
     (tmp_path / "run" / "report.json").write_text("{}")
-    (tmp_path / "list.yaml").write_text("- sigma\n")
     (tmp_path / "broken.yaml").write_text("sigma: [\n")
-    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
-    (tmp_path / "unknown.yaml").write_text("optimiser: dp-sgd\n")
     (tmp_path / "text.safetensors").write_text("hello")
     facts = {
         "schema_version": 1,

@@ -1,10 +1,11 @@
 """What a newcomer plausibly does wrong, and all that the terminal then says, word for word.
 
-The transcripts stand in mistakes.md. ``python -m tests.cli.test_mistakes`` writes them anew, for a
-person to read before they are kept.
+The transcripts are in mistakes.md. ``python -m tests.cli.test_mistakes`` regenerates them and
+prints what changed; add a command by adding its ``$ dpmac`` line in a block of its own.
 """
 
 import contextlib
+import difflib
 import re
 import shlex
 import sys
@@ -26,6 +27,7 @@ What a newcomer plausibly types, what dpmac then says, and its exit code. `test_
 the tool to it; typer's boxes are left out.
 """
 BLOCK = re.compile(r"```\n\$ dpmac ([^\n]*)\n(.*?)\[exit (\d+)\]\n```", re.DOTALL)
+COMMAND = re.compile(r"^\$ dpmac (.*)$", re.MULTILINE)
 NET = """from torch import nn
 
 
@@ -91,18 +93,22 @@ def test_a_mistake_is_answered_so_and_changes_nothing(
 
 def test_there_are_enough_of_them() -> None:
     assert len({typed for typed, _, _ in transcripts()}) >= 30
+    assert len(transcripts()) == len(COMMAND.findall(TRANSCRIPTS.read_text(encoding="utf-8")))
 
 
 def main() -> None:
-    """Write the transcripts of the same commands anew."""
+    """Regenerate the transcripts of the same commands, and print what changed as a diff."""
     blocks = []
     with tempfile.TemporaryDirectory() as folder:
         set_scene(Path(folder))
         with contextlib.chdir(folder):
-            for typed, _, _ in transcripts():
+            for typed in COMMAND.findall(before := TRANSCRIPTS.read_text(encoding="utf-8")):
                 said, code = say(typed)
                 blocks.append(f"\n```\n$ dpmac {typed}\n{said}[exit {code}]\n```\n")
-    TRANSCRIPTS.write_text(HEADING + "".join(blocks), encoding="utf-8")
+    after = HEADING + "".join(blocks)
+    TRANSCRIPTS.write_text(after, encoding="utf-8")
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    sys.stdout.writelines(difflib.unified_diff(old, new, "before", "after", n=2))
 
 
 if __name__ == "__main__":
