@@ -147,13 +147,10 @@ def _computed(
 
 
 def _as_data(found: Mapping[str, Tensor], images: Data) -> Data:
-    device = images.gain.device
-    return Data(
-        Split(found["train"].to(device), images.train.labels),
-        Split(found["test"].to(device), images.test.labels),
-        torch.ones(1, 1, 1, device=device),
-        torch.zeros(1, 1, 1, device=device),
-    )
+    splits = (("train", images.train.labels), ("test", images.test.labels))
+    train, test = (Split(found[name].to(images.gain.device), labels) for name, labels in splits)
+    one = torch.ones(1, 1, 1, device=images.gain.device)
+    return Data(train, test, one, torch.zeros_like(one))
 
 
 def _load(path: Path, key: str) -> tuple[dict[str, Tensor], str] | None:

@@ -13,7 +13,7 @@ from dpmac_cli.storage.digest import identical
 
 #: Types compared by their representation, in which NaN equals NaN.
 _PLAIN = (
-    *(bool, int, float, complex, str, bytes, set, frozenset, np.generic, PurePath),
+    *(int, float, complex, str, bytes, set, frozenset, np.generic, PurePath),
     *(torch.dtype, torch.device),
 )
 #: Types whose whole state is compared.
