@@ -49,8 +49,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
             "needs each to be in one. Give each layer a parameter of its own, or call one layer "
             "several times."
         )
-    owners = _owners(model, "")
-    return _side_by_side((name, owner, owner.named_parameters()) for name, owner in owners)
+    return _side_by_side((name, of, of.named_parameters()) for name, of in _owners(model, ""))
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:

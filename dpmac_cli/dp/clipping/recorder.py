@@ -92,8 +92,7 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
                 f"otherwise only plain values; it got {', '.join(odd) or 'others'}. Keep a "
                 "mask as a buffer, in a module around this one that makes the call itself."
             )
-        _check_outputs(name, outputs, several, len(tensors[0]))
-        started = [_start(output) for output in outputs]
+        started = [_start(name, output, several, len(tensors[0])) for output in outputs]
         if several:  # one may be computed from another: views tell their later uses apart
             started = [o if o is None else o.view_as(o) for o in started]
         positional = tuple(Tensor if isinstance(x, Tensor) else x for x in inputs)
@@ -106,24 +105,6 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
         return tuple(started) if several else started[0]
 
     return record
-
-
-def _check_outputs(name: str, outputs: list[Any], several: bool, samples: int) -> None:
-    """Reject outputs other than tensors with one row per sample; name no size, which is private."""
-    for output in outputs:
-        if output is None and several:
-            continue
-        if not isinstance(output, Tensor):
-            raise ModelError(
-                f"The layer {name} must map tensors to one tensor, or to a tuple of them; it gave "
-                f"a {type(output).__name__}{' in a tuple' if several else ''}."
-            )
-        if output.is_floating_point() and (output.ndim == 0 or len(output) != samples):
-            raise ModelError(
-                f"The layer {name} gives a tensor whose first dimension is not the samples, one "
-                "row each, as nn.GRU does with its last state. This is not supported; use other "
-                "layers instead."
-            )
 
 
 class _Started(torch.autograd.Function):
@@ -139,12 +120,26 @@ class _Started(torch.autograd.Function):
         return None, None
 
 
-def _start(output: Tensor | None) -> Tensor | None:
-    """Return a layer's output with a place in the graph."""
-    if output is None or not output.is_floating_point() or output.requires_grad:
+def _start(name: str, output: Any, several: bool, samples: int) -> Any:
+    """Return a layer's output with a place in the graph. Errors name no size, which is private."""
+    if output is None and several:
+        return None
+    if not isinstance(output, Tensor):
+        raise ModelError(
+            f"The layer {name} must map tensors to one tensor, or to a tuple of them; it gave "
+            f"a {type(output).__name__}{' in a tuple' if several else ''}."
+        )
+    if not output.is_floating_point():
         return output
-    started: Tensor = _Started.apply(output, output.new_zeros((), requires_grad=True))
-    return started
+    if output.ndim == 0 or len(output) != samples:
+        raise ModelError(
+            f"The layer {name} gives a tensor whose first dimension is not the samples, one "
+            "row each, as nn.GRU does with its last state. This is not supported; use other "
+            "layers instead."
+        )
+    if output.requires_grad:
+        return output
+    return _Started.apply(output, output.new_zeros((), requires_grad=True))
 
 
 def _checked_uses(
