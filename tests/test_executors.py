@@ -365,6 +365,7 @@ def test_a_missing_extra_is_named_with_its_cure(
     assert not Path("study").exists()
 
 
+@pytest.mark.long
 def test_neither_is_loaded_unless_asked_for() -> None:
     done = hooked(loading("ray", "submitit"), *FLAGS, *ONE_RUN, "--quiet")
     assert done.returncode == 0, done.stderr

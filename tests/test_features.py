@@ -335,6 +335,7 @@ def test_only_the_last_layer_changes(net: str, public: Path) -> None:
     assert scored.result.accuracy == finished.report["test"]["accuracy"]
 
 
+@pytest.mark.long
 def test_a_model_of_dpmacs_serves_as_public_weights(tmp_path: Path) -> None:
     x = torch.randint(0, 256, (60, 1, 8, 8), dtype=torch.uint8)
     np.savez(tmp_path / "other.npz", x=x.numpy(), y=np.arange(60) % 3)
@@ -402,6 +403,7 @@ def test_the_person_who_waits_is_told(cache: Path) -> None:
     assert "computing" not in dpmac(*args, "--quiet").output
 
 
+@pytest.mark.long
 def test_whatever_defines_the_features_names_them(net: str, public: Path, cache: Path) -> None:
     plans: list[dict[str, Any]] = [
         {"features": "scatter"},

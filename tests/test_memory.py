@@ -84,6 +84,7 @@ def peak_of(name: str, expected: int, plan: Plan) -> int:
     return peak_bytes(work)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("physical_batch", [1000, 8])
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_a_step_takes_ten_vectors(name: str, physical_batch: int) -> None:
@@ -304,6 +305,7 @@ print(trainer.state.chunk)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on address space")
 def test_a_limit_of_the_system_is_lived_with() -> None:
     done = subprocess.run(

@@ -256,6 +256,7 @@ def test_rows_of_numbers(tmp_path: Path) -> None:
     assert not Path("no").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NETWORKS)
 def test_an_outsiders_network_trains_resumes_and_is_scored(name: str) -> None:
     Path(f"net_{name}.py").write_text(NETWORKS[name])

@@ -346,6 +346,7 @@ def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> Non
 # Failure.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_the_others_hear_of_a_rank_that_dies_within_seconds(lost: int) -> None:
     def work(ranks: Ranks) -> Any:

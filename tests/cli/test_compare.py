@@ -251,6 +251,7 @@ def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
     assert json.loads(output) == json.loads((tmp_path / "study" / "compare.json").read_text())
 
 
+@pytest.mark.long
 def test_studies_in_one_folder_keep_each_its_table_and_say_what_all_cost(tmp_path: Path) -> None:
     """The second's runs lie beside the first's, on the same data; its table replaces none."""
     out = tmp_path / "study"
@@ -290,6 +291,7 @@ def test_studies_in_one_folder_keep_each_its_table_and_say_what_all_cost(tmp_pat
     ]
 
 
+@pytest.mark.long
 def test_a_table_from_before_there_were_names_is_kept_too(tmp_path: Path) -> None:
     out = tmp_path / "study"
     (out / "runs").mkdir(parents=True)

@@ -148,6 +148,7 @@ def test_a_network_with_numbers_of_every_kind_is_scored(tmp_path: Path) -> None:
     assert json.loads(scored.stdout)["accuracy"] == report["test"]["accuracy"]
 
 
+@pytest.mark.long
 def test_what_a_network_prints_does_not_mix_with_json(tmp_path: Path) -> None:
     train = train_own(
         "class Loud(nn.Sequential):\n    def forward(self, x):\n"
@@ -202,6 +203,7 @@ def test_the_confusion_matrix_is_drawn(run: Path, monkeypatch: pytest.MonkeyPatc
         assert abs(ink - grey[int(y), int(x)]) > 0.39
 
 
+@pytest.mark.long
 def test_many_classes_and_long_names_leave_room_for_the_picture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -178,6 +178,7 @@ def test_two_steps_on_mnist(real_data_dir: Path) -> None:
 # Processes of their own
 
 
+@pytest.mark.long
 def test_a_signal_ends_the_run_with_everything_written() -> None:
     signals = (signal.SIGINT, signal.SIGTERM)
     flags = ("train", "--dataset", "digits", "--epochs", "5000", "--sigma", "50")
@@ -198,6 +199,7 @@ def test_a_signal_ends_the_run_with_everything_written() -> None:
         assert result.accuracy == report["test"]["accuracy"]
 
 
+@pytest.mark.long
 def test_exit_codes_of_real_processes() -> None:
     run = str(train_digits(out="run").folder)
     commands: Mapping[int, tuple[str, ...]] = {
