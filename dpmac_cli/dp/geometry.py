@@ -21,7 +21,7 @@ LEAST_KAPPA = 1e-6
 
 @dataclass
 class Spread:
-    """What a geometry remembers of how far g-tilde strays from its mean. Post-noise, so public.
+    """Memory of a geometry: how far g-tilde strays from its mean. Post-noise, so public.
 
     Attributes:
         s: AdaClip's s_t^2 or MacAdam's s_t, shape (d,).
@@ -44,14 +44,14 @@ class Spread:
 
 
 class Geometry(Protocol):
-    """How the clipping ellipsoid is chosen."""
+    """Chooses the clipping ellipsoid."""
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread | None]:
         """The ellipsoid of step 1, and the memory, for a theta like ``like``, shape (d,)."""
         ...
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """Move on what is no vector to step t."""
+        """Advance everything that is no vector to step t."""
         ...
 
     def estimate(
