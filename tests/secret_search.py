@@ -20,7 +20,7 @@ from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.recorder import recorded_gradients
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.randomness.keystream import STREAMS, Keys, make_keys, seed_of
+from dpmac_cli.randomness.keystream import STREAMS, Keys, KeyStream, make_keys
 from dpmac_cli.randomness.noise import Normals
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.training.trainer import Trainer
@@ -180,7 +180,8 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> Non
     def drawn(trainer: Trainer, batch: Any) -> Tensor:
         """Before a step's noise: who was drawn, and by which seed."""
         for key in (trainer.state.keys.sampler, trainer.state.keys.layers):
-            for word in seed_of(key, trainer.state.step + 1).generate_state(4, np.uint64).tolist():
+            stretch = KeyStream(key).at(trainer.state.step + 1)
+            for word in stretch.generate_state(4, np.uint64).tolist():
                 secrets.word(word, "the sampler's seed")
         if len(batch) != trainer.mechanism.expected_batch:  # which is public
             secrets.numbers[float(len(batch))] = "the size of a batch"

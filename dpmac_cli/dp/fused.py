@@ -1,7 +1,7 @@
-"""The step in compiled loops: lines 9 to 20 of Algorithm 1, and what the norms of line 7 need.
+"""Compiled lines 9 to 20 of Algorithm 1, and compiled norms for line 7.
 
-The functions are the very ones that are called without compiling. What changes from step to step
-goes in as tensors: a plain number would be compiled in.
+The functions are those that are called without compiling. Numbers that change from step to step are
+passed as tensors: a plain number would be compiled in.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ def compile_update(mechanism: GaussianMechanism, algorithm: Algorithm) -> Update
 
 
 def terms(centre: Tensor, inverse: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """What a norm needs of an ellipsoid: m A into ``times``, the sum of m^2 A, and the largest A.
+    """Write m A to ``times``; return the sum of m^2 A, and the largest A, for the norms.
 
     The sum is made in float64 throughout, which costs nothing where this is compiled.
     """
@@ -121,12 +121,12 @@ def terms(centre: Tensor, inverse: Tensor, times: Tensor) -> tuple[Tensor, Tenso
 
 
 def compile_terms() -> Terms:
-    """:func:`terms` as one loop."""
+    """Compile :func:`terms` into one loop."""
     return _compile(terms, dynamic=False)
 
 
 def compile_norms() -> Norms:
-    """:func:`~dpmac_cli.dp.clipping.forms.total_squared_norms` with as few passes as may be.
+    """Compile :func:`~dpmac_cli.dp.clipping.forms.total_squared_norms` into few passes.
 
     Whatever order a sum is made in, the bound on its rounding holds. Layers whose gradients are
     made in pieces are left as they are.

@@ -21,7 +21,7 @@ LEAST_KAPPA = 1e-6
 
 @dataclass
 class Spread:
-    """What a geometry remembers of how far g-tilde strays from its mean. Post-noise, so public.
+    """Memory of a geometry: how far g-tilde strays from its mean. Post-noise, so public.
 
     Attributes:
         s: AdaClip's s_t^2 or MacAdam's s_t, shape (d,).
@@ -44,15 +44,15 @@ class Spread:
 
 
 class Geometry(Protocol):
-    """How the clipping ellipsoid is chosen."""
+    """Chooses the clipping ellipsoid."""
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread | None]:
         """The ellipsoid of step 1, and the memory, for a theta like ``like``, shape (d,)."""
         ...
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """Move on what is no vector to step t."""
-        ...
+        """Advance everything that is no vector to step t."""
+        del step, spread
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
@@ -65,7 +65,7 @@ class Geometry(Protocol):
 
 
 @dataclass(frozen=True)
-class Ball:
+class Ball(Geometry):
     """A fixed ball about the origin: DP-SGD, DP-Adam, DP-AdamBC.
 
     Attributes:
@@ -78,9 +78,6 @@ class Ball:
         """The ball, which never changes."""
         return ball(self.clip_norm, like), None
 
-    def begin(self, step: int, spread: Spread | None) -> None:
-        """Nothing moves."""
-
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
@@ -90,7 +87,7 @@ class Ball:
 
 
 @dataclass(frozen=True)
-class AdaClip:
+class AdaClip(Geometry):
     """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643).
 
     Starts at m = 0 and s^2 = sqrt(h1 h2).
@@ -112,12 +109,7 @@ class AdaClip:
             torch.zeros_like(like), torch.empty_like(like), torch.empty_like(like[0])
         )
         region.factor.copy_(_scale(s_squared, region))
-        return region, Spread(s_squared, None)
-
-    def begin(self, step: int, spread: Spread | None) -> None:
-        """All of AdaClip's memory is vectors, and s^2 divided by nothing."""
-        assert spread is not None  # noqa: S101
-        spread.kappa = 1.0
+        return region, Spread(s_squared, None, kappa=1.0)
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
@@ -132,7 +124,7 @@ class AdaClip:
 
 
 @dataclass(frozen=True)
-class MacAdam:
+class MacAdam(Geometry):
     """DP-MacAdam's ellipsoid: lines 16 to 20 of Algorithm 1.
 
     Attributes:

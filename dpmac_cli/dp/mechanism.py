@@ -1,4 +1,4 @@
-"""From clipped sums to the only thing the rest of the program ever sees of the data."""
+"""Gaussian mechanism: from a clipped sum to the private mean, all that is seen of the data."""
 
 import math
 from dataclasses import dataclass
@@ -132,14 +132,14 @@ class GaussianMechanism:
             value.add_(z.mul_(b), alpha=self.noise_multiplier)
 
     def rounding(self, size: int) -> float:
-        """What the mechanism adds at most to a sensitivity of 1, in ``size`` coordinates."""
+        """Return what rounding adds at most to a sensitivity of 1, in ``size`` coordinates."""
         del size
         return 0.0
 
 
 @dataclass(frozen=True)
 class SecureMechanism(GaussianMechanism):
-    """The same, on a fixed public grid: in whitened space sum and noise are rounded to it first.
+    """Gaussian mechanism on a fixed public grid, to which sum and noise are rounded first.
 
     Whatever the data, what is released lies on the grid, so that its low bits tell nothing of them
     (Mironov 2012, arXiv 2207.13793). Adding rounded noise to a rounded sum is rounding the sum and
@@ -163,5 +163,5 @@ class SecureMechanism(GaussianMechanism):
         return total.mul_(GRID).add_(0.0)  # or -0.0 would tell of two zeros from 0.0
 
     def rounding(self, size: int) -> float:
-        """What the grid adds to the sensitivity: each coordinate moves by half of it, twice."""
+        """Return what the grid adds: each coordinate moves by half of it, twice."""
         return GRID * math.sqrt(size)

@@ -1,4 +1,4 @@
-"""How a private mean moves theta: lines 12 to 15 of Algorithm 1.
+"""Update rules, by which a private mean moves theta: lines 12 to 15 of Algorithm 1.
 
 Each rule takes the private mean into the moments it uses and moves theta, all in place.
 """

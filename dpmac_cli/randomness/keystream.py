@@ -9,6 +9,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CTR
+from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 KEY_BYTES, AES_BLOCK = 32, 16
@@ -82,20 +83,9 @@ def make_keys(seed: int | None, branch: int = 0, base: int = 0) -> Keys:
     return Keys(base=base, **{n: w.astype("<u8").tobytes() for n, w in words.items()})
 
 
-def seed_of(key: bytes, *place: int) -> np.random.SeedSequence:
-    """Return a seed made of all bits of a key, and of a place such as the step.
-
-    Raises:
-        ValueError: the stream has no key.
-    """
-    if len(key) != KEY_BYTES:
-        raise ValueError("this stream has no key, so it cannot draw")
-    return np.random.SeedSequence(int.from_bytes(key, "little"), spawn_key=place, pool_size=8)
-
-
-def generator(key: bytes, *place: int) -> np.random.Generator:
-    """Return numpy's SFC64, which is fast but no cipher, for a key and a place."""
-    return np.random.Generator(np.random.SFC64(seed_of(key, *place)))
+def generator(key: bytes, step: int = 0) -> np.random.Generator:
+    """Return numpy's SFC64, which is fast but no cipher, seeded by the key stream of a step."""
+    return KeyStream(key).at(step).generator()
 
 
 def cipher_works() -> bool:
@@ -130,7 +120,7 @@ class KeyStream:
         return self._zeros[:size]
 
 
-class Stretch:
+class Stretch(ISeedSequence):
     """Key stream of one step, no byte of which is handed out twice.
 
     Args:
@@ -153,3 +143,13 @@ class Stretch:
         self._cipher.update_into(
             self._keys.zeros(size), out.view(np.uint8).data[: size + AES_BLOCK]
         )
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
+        """Return the next words, as numpy asks the seed of a generator for them."""
+        out = np.empty(n_words + SPARE // np.dtype(dtype).itemsize, dtype)
+        self.fill(out, n_words)
+        return out[:n_words]
+
+    def generator(self) -> np.random.Generator:
+        """Return numpy's SFC64, seeded by the next words."""
+        return np.random.Generator(np.random.SFC64(self))  # type: ignore[arg-type]

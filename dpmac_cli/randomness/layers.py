@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpmac_cli.randomness.keystream import seed_of
+from dpmac_cli.randomness.keystream import KeyStream
 
 
 class LayerDraws:
@@ -19,7 +19,7 @@ class LayerDraws:
     """
 
     def __init__(self, key: bytes, rank: int = 0) -> None:
-        self._key, self._rank = key, rank
+        self._keys, self._rank = KeyStream(key), rank
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
@@ -27,7 +27,7 @@ class LayerDraws:
 
         Layers draw in the order of the batch: one record changes the draws of those behind it.
         """
-        word = seed_of(self._key, step, self._rank).generate_state(1, np.uint64)[0]
+        *_, word = self._keys.at(step).generate_state(3 + self._rank, np.uint64)
         with torch.random.fork_rng():
             torch.manual_seed(int(word))
             yield
@@ -37,7 +37,7 @@ class LayerDraws:
 
         Each row is a function of the key, the step and the record's index in the training set.
         """
-        philox = np.random.Philox(key=seed_of(self._key, step).generate_state(2, np.uint64))
+        philox = np.random.Philox(key=self._keys.at(step).generate_state(2, np.uint64))
         state, words = philox.state, np.empty((len(records), count), np.uint64)
         for row, record in zip(words, records.tolist(), strict=True):
             state["state"]["counter"][1] = record  # each has 2^64 blocks of four words

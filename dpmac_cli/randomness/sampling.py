@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.randomness.keystream import SPARE, KeyStream, Stretch, generator
+from dpmac_cli.randomness.keystream import SPARE, KeyStream, Stretch
 
 #: Indices of a step's records, increasing; shape (drawn,).
 Batch = NDArray[np.int64]
@@ -177,7 +177,7 @@ def make_sampler(
     def draws(place: int) -> Draws:
         if secure:
             return SecureDraws(size, keys.at(place))
-        return SeededDraws(size, generator(key, place))
+        return SeededDraws(size, keys.at(place).generator())
 
     match name:
         case "poisson":

@@ -1,4 +1,4 @@
-"""What a rank other than the first does: its share of every batch, and nothing else."""
+"""Work of the ranks other than the first: a share of every batch, and nothing else."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,11 +30,7 @@ SHARED = ("data", "classes", "constants", "network", "pretrained")
 
 
 def check(plan: TrainPlan) -> None:
-    """Refuse what several processes cannot do.
-
-    Raises:
-        InputError: with every fault.
-    """
+    """Raise InputError, with every fault, for what several processes cannot do."""
     given = {"diagnostics": plan.diagnostics, "canaries": plan.audit.canaries}
     given["compile"] = plan.compile
     faults = [
@@ -62,7 +58,7 @@ def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Pa
 
 
 def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
-    """Be told what the run is, and work on it until rank 0 ends it.
+    """Learn from rank 0 what the run is, and work on it until rank 0 ends it.
 
     Args:
         ranks: the processes.

@@ -1,4 +1,4 @@
-"""What --diagnostics shows. Everything here is computed without noise and is NOT private."""
+"""Diagnostics: losses and norms computed without noise. NOT private."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +35,10 @@ class Diagnosis:
 
 @dataclass
 class Diagnostics(Hook):
-    """Collects what --diagnostics shows. Everything in it is NOT private.
+    """Collects losses and norms for --diagnostics. NOT private.
 
     Attributes:
-        clipped: whether the run clips: without that, there is no norm to compare to.
+        clipped: whether the run clips; there is no norm to compare to otherwise.
     """
 
     clipped: bool

@@ -93,11 +93,7 @@ class Ranks(Alone):
         self._store = store
 
     def share(self, drawn: Batch | None) -> Batch:
-        """Return this rank's part of a global draw, which rank 0 has.
-
-        Raises:
-            DismissedError: there is no more to draw.
-        """
+        """Return this rank's part of a global draw; see :meth:`Alone.share`."""
         count = torch.tensor([NO_MORE if drawn is None else len(drawn)])
         self.broadcast(count)
         if int(count) == NO_MORE:

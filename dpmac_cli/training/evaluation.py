@@ -13,7 +13,7 @@ from dpmac_cli.torch_errors import code_of_network
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """How a model does on every sample of a split.
+    """Scores of a model on every sample of a split.
 
     Attributes:
         loss: mean cross entropy.
@@ -28,12 +28,12 @@ class Evaluation:
 
     @property
     def samples(self) -> int:
-        """How many were scored."""
+        """Number of samples scored."""
         return int(self.confusion.sum() + self.unanswered.sum())
 
     @property
     def accuracy(self) -> float:
-        """Share scored right, 0 to 1."""
+        """Fraction classified correctly, 0 to 1."""
         return int(self.confusion.diagonal().sum()) / self.samples
 
     @property
@@ -47,7 +47,7 @@ class Evaluation:
 
 @torch.no_grad()
 def _logits(model: nn.Module, data: Data, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels of every sample of a split, a batch at a time, the last partial one too."""
+    """Yield logits and labels of every sample of a split, one batch at a time."""
     training = model.training
     model.eval()
     for begin in range(0, len(split), EVALUATION_BATCH):
@@ -77,6 +77,6 @@ def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
 
 
 def losses_of(model: nn.Module, data: Data, split: Split) -> Tensor:
-    """The cross entropy of each sample of a split, shape (samples,)."""
+    """Return the cross entropy of each sample of a split, shape (samples,)."""
     scored = _logits(model, data, split)
     return torch.cat([cross_entropy(*batch, reduction="none") for batch in scored])

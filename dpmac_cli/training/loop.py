@@ -27,7 +27,7 @@ class Evaluated:
         step: t. epoch: t over ceil(n/B).
         seconds: of training so far, evaluation left out.
         result: on the test set.
-        last: no step follows, in this session at least.
+        last: no step follows in this session.
         public: see :meth:`Trainer.public_values`.
     """
 
@@ -47,8 +47,6 @@ def fit(
     before: Callable[[int], None] = lambda step: None,
 ) -> Iterator[Progress | Evaluated]:
     """Train to the plan's end, scoring the test set after each epoch and at the end.
-
-    A step in which memory ran out yields a Progress, too.
 
     Args:
         trainer: a trainer, fresh or part way.

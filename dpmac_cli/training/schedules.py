@@ -1,22 +1,22 @@
-"""Training practice around an optimizer: all of it public beforehand, or made of private means.
+"""Training plan, learning rate schedules, weight decay, averaging and augmentation.
 
-So none of it has a price: schedules and weight decay move the weights after the noise, averages of
-weights are made of what is published anyway, and views of a record are of that record alone. Loads
-no torch.
+None of it costs privacy: schedules and weight decay move the weights after the noise, averages are
+of weights that are published anyway, and augmented views of a record are of that record alone.
+Loads no torch.
 """
 
 import math
 from dataclasses import dataclass, field
 
-#: How the learning rate goes from its peak, which follows the warm-up.
+#: Courses of the learning rate after the warm-up.
 SCHEDULES = ("constant", "cosine", "linear")
-#: How views of an image are drawn.
+#: Ways to augment an image.
 AUGMENTS = ("crop+flip", "crop", "flip")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run does besides its optimizer's steps.
+    """Training practice around an optimizer.
 
     Attributes:
         schedule: of the learning rate, a name of :data:`SCHEDULES`.
@@ -37,7 +37,7 @@ class Recipe:
     augment: str | None = None
 
     def rate(self, step: int, steps: int) -> float:
-        """Share of the peak learning rate in step t = 1 ... T, in (0, 1]."""
+        """Return the fraction of the peak learning rate in step t = 1 ... T, in (0, 1]."""
         if step <= self.warmup:
             return step / self.warmup
         done = (step - 1 - self.warmup) / max(1, steps - self.warmup)
@@ -46,14 +46,14 @@ class Recipe:
         return 1 - done if self.schedule == "linear" else 1.0
 
     def decay(self, step: int) -> float:
-        """What the average keeps of itself in step t: less at first, when it knows little."""
+        """Weight that the average keeps of itself in step t, less in the first steps."""
         assert self.ema is not None, "there is no average"  # noqa: S101
         return min(self.ema, (1 + step) / (10 + step))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will do, fixed before it begins.
+    """Plan of a run, fixed before it begins.
 
     Attributes:
         steps: T.
@@ -61,7 +61,7 @@ class Plan:
         physical_batch: samples worked on at a time; noise is added once per step all the same.
         private: False trains without clipping and noise, as a baseline.
         compiled: whether torch.compile fuses the operations on vectors.
-        recipe: what it does besides its optimizer's steps.
+        recipe: practice around the optimizer.
         isolated: run the network on each sample alone, so that it cannot mix samples.
     """
 
