@@ -21,7 +21,7 @@ from dpmac_cli import __version__
 from dpmac_cli.config.extras import EXTRAS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.storage.paths import cache_folder, data_folder
-from dpmac_cli.studies.executors import usable_cores
+from dpmac_cli.studies.executor import usable_cores
 
 #: Where a data set may be.
 BUILT_IN, HERE, PARTLY, ABSENT = "built-in", "here", "partly", "absent"
