@@ -156,8 +156,7 @@ def _carry_out(
 
 def _check_runs(grid: Grid) -> None:
     """Reject runs that were resumed with other settings. Raises InputError."""
-    # Loads the accountants, a second, which --help must not wait for.
-    from dpmac_cli.studies.results import was_changed  # noqa: PLC0415
+    from dpmac_cli.studies.results import was_changed  # noqa: PLC0415  (a second: accountants)
 
     errors = [
         f"{run.folder} was gone on with by other settings, so it is no run of this study any more. "

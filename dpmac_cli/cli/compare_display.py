@@ -23,17 +23,7 @@ from dpmac_cli.studies.results import Cell, Comparison
 GAP = 2
 
 
-class Display:
-    """Display of the runs of a comparison as they happen; the base class shows nothing."""
-
-    def show(self, event: RunEvent) -> None:
-        """Show an event of a run."""
-
-    def close(self) -> None:
-        """End the display."""
-
-
-class Lines(Display):
+class Lines:
     """One line per run: for files, pipes and logs."""
 
     _tells_time = True
@@ -65,6 +55,9 @@ class Lines(Display):
             shown = "" if accuracy is None else f"  test accuracy {accuracy:.2%}"
             left = self._time_left() if self._tells_time else ""
             self.console.print(Text(f"{self._count()}  {name}{shown}{left}"))
+
+    def close(self) -> None:
+        """End the display."""
 
     def _name(self, number: int) -> str:
         run = self._grid.runs[number]
@@ -121,10 +114,10 @@ class LiveRuns(Lines):
         self._bars.stop()
 
 
-def choose_display(grid: Grid, missing: Sequence[int], quiet: bool, json: bool) -> Display:
-    """Return no display if quiet; one on stderr if stdout is for JSON; bars on a terminal only."""
+def choose_display(grid: Grid, missing: Sequence[int], quiet: bool, json: bool) -> Lines:
+    """Return a display: silent if quiet, on stderr if stdout is for JSON, bars on a terminal."""
     if quiet:
-        return Display()
+        return Lines(Console(quiet=True), grid, missing)
     console = expendable(sys.stderr if json else sys.stdout)
     return (LiveRuns if console.is_terminal else Lines)(console, grid, missing)
 

@@ -24,13 +24,7 @@ GRACE = 15.0
 
 @dataclass(frozen=True)
 class Moved:
-    """Progress of a run.
-
-    Attributes:
-        number: index of the run in the grid.
-        step, steps: taken so far, and in all.
-        accuracy: at the last evaluation; None before the first.
-    """
+    """Progress of a run of the grid: steps taken, steps in all, accuracy once evaluated."""
 
     number: int
     step: int
@@ -43,7 +37,6 @@ class Ended:
     """End of a run, or of one attempt at it.
 
     Attributes:
-        number: index of the run in the grid.
         failure: why it failed; None if it finished or was asked to stop.
         again: whether its process died and the run will be started again.
         broken: whether its process cannot train another run, because its device was lost.
@@ -138,9 +131,7 @@ def _judge(
 
     Args:
         end: as the executor reports it.
-        config: of the run.
-        step: last one that was reported.
-        attempt: number of times that the run was started.
+        config: of the run. step: last one reported. attempt: times that the run was started.
         stopped: whether the runs were asked to stop.
     """
     number, failure = end.number, end.failure if isinstance(end, Ended) else None

@@ -39,7 +39,6 @@ class Run:
 
     Attributes:
         config: all of its settings, ``out`` included.
-        seed: of the run.
         labels: what tells its row from the others, by the names of the flags.
         column: its value of the study's column setting.
     """
@@ -197,12 +196,12 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     errors |= dict.fromkeys(_mixed(cells.values()))
     if errors:
         raise InputError(tuple(errors))
-    runs = tuple(
-        Run(_placed(config, seed, root), seed, labels, value)
-        for (labels, value), config in cells.items()
-        for seed in seeds
-    )
-    return Grid(runs, tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+    runs = []
+    for (row, value), config in cells.items():
+        for seed in seeds:
+            placed = replace(config, seed=seed, out=root / address(config, seed), force=True)
+            runs.append(Run(placed, seed, row, value))
+    return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
 
 
 def _mixed(configs: Iterable[TrainConfig]) -> Iterator[str]:
@@ -219,10 +218,6 @@ def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
     """Yield settings of other optimizers."""
     used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
     return (name for name in flags if SETTINGS[name].panel == OPTIMIZER and name not in used)
-
-
-def _placed(config: TrainConfig, seed: int, root: Path) -> TrainConfig:
-    return replace(config, seed=seed, out=root / address(config, seed), force=True)
 
 
 def address(config: TrainConfig, seed: int) -> str:

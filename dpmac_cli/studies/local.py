@@ -59,13 +59,7 @@ class _Worker:
 
 @dataclass
 class Pool:
-    """Executor with worker processes on this machine.
-
-    Attributes:
-        configs: of all runs, each with its ``out``.
-        jobs: processes at a time.
-        data: see :func:`share_data`.
-    """
+    """Executor with up to ``jobs`` worker processes on this machine, which share ``data``."""
 
     configs: Sequence[TrainConfig]
     jobs: int

@@ -32,14 +32,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Score:
-    """A finished run.
-
-    Attributes:
-        seed: of the run.
-        accuracy: on the test set, 0 to 1.
-        seconds: of training.
-        history: accuracy by step.
-    """
+    """A finished run: test accuracy (0 to 1), seconds of training, accuracy by step."""
 
     seed: int
     accuracy: float
@@ -52,9 +45,7 @@ class Cell:
     """Runs that differ only by their seed.
 
     Attributes:
-        labels: of the row.
-        column: value of the column.
-        sigma: noise multiplier.
+        labels, column: of the row, and value of the column.
         epsilon: of one run; ``inf`` without privacy.
         scores: of the runs that finished.
         failures: why others did not, by seed.
@@ -110,13 +101,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of a study. :mod:`~dpmac_cli.studies.tables` renders them.
-
-    Attributes:
-        grid: the study.
-        cells: row by row.
-        cost: what it costs.
-    """
+    """Results of a study, row by row. :mod:`~dpmac_cli.studies.tables` renders them."""
 
     grid: Grid
     cells: tuple[Cell, ...]
@@ -142,12 +127,7 @@ class Comparison:
 
 
 def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
-    """Read what the runs of a grid have left.
-
-    Args:
-        grid: the study.
-        failures: why runs failed, by their number in the grid.
-    """
+    """Read what the runs of a grid have left; ``failures`` by number say why some failed."""
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = _judged([_cell(list(runs), failures) for _, runs in groups])
     events = tuple(_events(grid.runs))
@@ -155,13 +135,8 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     beside = list(_beside(grid))
     if others := [entry for entry in beside if entry.private is not False]:
         epsilon_beside = _together(events, others, grid.config.delta)
-    cost = Cost(
-        epsilon=epsilon,
-        beside=len(beside),
-        beside_plain=len(beside) - len(others),
-        epsilon_beside=epsilon_beside,
-    )
-    return Comparison(grid, cells, cost)
+    counts = {"beside": len(beside), "beside_plain": len(beside) - len(others)}
+    return Comparison(grid, cells, Cost(epsilon=epsilon, epsilon_beside=epsilon_beside, **counts))
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
