@@ -95,7 +95,7 @@ def draw_prices(rows: Sequence[Row], path: Path) -> None:
     figure.suptitle(
         f"{shown[0].sampler} sampling, {shown[0].adjacency} adjacency", fontsize="medium"
     )
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def draw_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -127,7 +127,7 @@ def draw_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) ->
         panel.set_xlim(left=0)
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title if priced else f"{title}, no privacy", fontsize="medium")
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def draw_confusion(
@@ -167,7 +167,7 @@ def draw_confusion(
                 axes.text(j, i, f"{count:,}", ha="center", va="center", color=ink, fontsize=8)
     figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
     figure.suptitle(title, fontsize="medium")
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def _shortened(name: str) -> str:
@@ -176,7 +176,7 @@ def _shortened(name: str) -> str:
     return (name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…").replace("$", r"\$")
 
 
-def _write(figure: "Figure", path: Path) -> None:
+def write_figure(figure: "Figure", path: Path) -> None:
     """Write a picture whole, or leave what was there. Raises OSError.
 
     The same picture is the same bytes: without a date, and with names that are not drawn by chance.

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +37,10 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.runs import folder, scoring
 from dpmac_cli.runs import setup as assembly
-from dpmac_cli.studies import executors
 from dpmac_cli.studies import local as workers
+from dpmac_cli.studies.executor import RunEvent
 from dpmac_cli.studies.grid import NOT_IN_A_STUDY
+from dpmac_cli.studies.worker import train_run
 from tests.digits_runs import contents
 
 #: Exit codes that each command documents, but for 1, which is a bug.
@@ -55,7 +57,7 @@ TOO_LONG = 120
 #: What is said of a run that fails on its way: until then nothing may have changed.
 BEGUN = "To resume from the last checkpoint"
 RUN, STOPPED, STUDY = "run", "stopped", "study"
-TABLES = ("compare.json", "compare.csv", "compare.md", "compare.tex", "compare.png")
+TABLES = ("compare.json", "compare.csv", "compare.md", "compare.png")
 #: Wide enough that no message is broken into lines.
 ENVIRONMENT = {"COLUMNS": "4000", "DPMAC_DATA_DIR": "empty", "OMP_NUM_THREADS": "1"}
 
@@ -246,38 +248,28 @@ def _load_data(name: str, where: Path, device: torch.device, **facts: Any) -> Da
 @contextlib.contextmanager
 def _stop_soon() -> Iterator[Callable[[], bool]]:
     asked = itertools.count(1)
+    InlinePool.stop = lambda self: next(asked) >= PATIENCE  # type: ignore[method-assign]
     yield lambda: next(asked) >= PATIENCE
 
 
-@dataclass
-class _Asked:
-    """An event that is set when somebody asks to stop."""
-
-    is_set: Callable[[], bool]
-
-
-class _Pipe:
-    """What a worker is told, and what it says."""
-
-    def __init__(self, tasks: Sequence[Any]) -> None:
-        self._tasks = iter([*tasks, None])
-        self.heard: list[executors.RunEvent] = []
-
-    def recv(self) -> Any:
-        return next(self._tasks)
-
-    def send(self, event: executors.RunEvent) -> None:
-        self.heard.append(event)
-
-
 class InlinePool(workers.Pool):
-    """A pool whose one worker lives in this process."""
+    """A pool whose runs are trained in this process, one at a time."""
 
-    def events(self, numbers: Sequence[int]) -> Iterator[executors.RunEvent]:
-        pipe: Any = _Pipe([(number, self.configs[number]) for number in numbers])
-        asked: Any = _Asked(self.stop)
-        workers._work(pipe, asked, self.data, 0, 1, os.getppid())
-        yield from pipe.heard
+    slots = 1
+
+    def stop(self) -> bool:
+        """As the command is asked to stop."""
+        return False
+
+    def start(self, numbers: Sequence[int]) -> None:
+        [number] = numbers
+        config = self.configs[number]
+        self._stream = train_run(number, config, self.data[config.data], self.stop)
+
+    def poll(self) -> Iterator[RunEvent]:
+        with contextlib.redirect_stdout(sys.stderr):
+            event = next(self._stream)
+        yield event
 
 
 @contextlib.contextmanager

@@ -18,7 +18,15 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Update
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import Cell, collect, holm, paired_p_value, standing_of, was_changed
+from dpmac_cli.studies.results import (
+    Cell,
+    Score,
+    collect,
+    holm,
+    paired_p_value,
+    standing_of,
+    was_changed,
+)
 from tests.digits_runs import after, digits_config, train_digits
 
 
@@ -28,11 +36,8 @@ def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
         "column": 1.0,
         "sigma": 1.0,
         "epsilon": 2.0,
-        "accuracies": dict(enumerate(accuracies)),
+        "scores": tuple(Score(seed, value, 1.0, {}) for seed, value in enumerate(accuracies)),
         "failures": {},
-        "seconds": 1.0,
-        "standing": "",
-        "histories": (),
     }
     return Cell(**{**values, **changes})
 
@@ -109,17 +114,17 @@ def test_other_runs_on_the_same_data_are_counted_as_they_went(tmp_path: Path) ->
     cut = run.train(digits_config(out=tmp_path / "cut", sigma=8, steps=9))
     next(event for event in cut if isinstance(event, Update))
     cut.close()  # type: ignore[attr-defined]
-    found = collect(study, {})
+    found = collect(study, {}).cost
     rate = 128 / 1437
     parts = ((6.0, 3 * len(study.runs)), (7.0, 4), (8.0, 9))
     events = tuple(TrainingEvent(rate, sigma, steps) for sigma, steps in parts)
     assert (found.beside, found.beside_plain) == (3, 1)
-    assert found.bill == pytest.approx(total_epsilon(events[:1], 1e-5), rel=1e-9)
-    assert found.bill_beside == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)
+    assert found.epsilon == pytest.approx(total_epsilon(events[:1], 1e-5), rel=1e-9)
+    assert found.epsilon_beside == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)
     with (tmp_path / "cut" / "config.yaml").open("a") as file:
         file.write("sigma: 100\n")
-    damaged = collect(study, {})
-    assert (damaged.beside, damaged.bill_beside) == (3, math.inf)
+    damaged = collect(study, {}).cost
+    assert (damaged.beside, damaged.epsilon_beside) == (3, math.inf)
 
 
 @pytest.mark.privacy
@@ -151,15 +156,15 @@ def test_a_run_that_went_on_as_a_branch_is_priced_as_it_went(
     spent = total_epsilon(twice, 1e-5)
     assert spent > total_epsilon(twice[:1], 1e-5)
     assert found.cells[0].epsilon == spent
-    assert found.bill == spent
+    assert found.cost.epsilon == spent
 
 
 @pytest.mark.privacy
 def test_what_has_no_price_together_is_said(tmp_path: Path) -> None:
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "2", "seeds": "1"}
     train_digits(out=tmp_path / "other", sampler="fixed-size", steps=2)
-    found = collect(plan(flags, None, tmp_path), {})
-    assert (found.beside, found.bill_beside) == (1, math.inf)
+    found = collect(plan(flags, None, tmp_path), {}).cost
+    assert (found.beside, found.epsilon_beside) == (1, math.inf)
     with pytest.raises(InputError, match="different adjacencies"):
         plan({**flags, "sampler": "poisson,fixed-size"}, None, tmp_path)
 
@@ -173,4 +178,4 @@ def test_a_study_costs_what_all_of_its_runs_cost(sampler: str, tmp_path: Path) -
     rate, steps = (1.0, 2) if SAMPLERS[sampler].once_an_epoch else (128 / 1437, 13)
     kind = sampler if rate < 1 else "poisson"
     events = tuple(TrainingEvent(rate, sigma, 3 * steps, kind) for sigma in (6.0, 8.0))
-    assert collect(study, {}).bill == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)
+    assert collect(study, {}).cost.epsilon == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)

@@ -30,7 +30,7 @@ LINES: list[dict[str, float | None]] = [
 def drawn(lines: list[dict[str, float | None]], monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
     """The panels of a picture whose file is not written."""
     figures: list[Figure] = []
-    monkeypatch.setattr(plots, "_write", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "write_figure", lambda figure, path: figures.append(figure))
     draw_curves(lines, "digits, dp-adam", Path("curves.svg"))
     return list(figures[0].axes)
 

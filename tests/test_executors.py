@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ import pytest
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.train import finish
-from dpmac_cli.studies import executors
-from dpmac_cli.studies.executors import Choice, Ended, Moved, RunEvent, told
+from dpmac_cli.studies import executor
+from dpmac_cli.studies.choice import Choice
+from dpmac_cli.studies.executor import Died, Ended, Moved, RunEvent, carry_out
 from dpmac_cli.studies.grid import Grid, plan
-from dpmac_cli.studies.local import Pool, carry_out, share_data
+from dpmac_cli.studies.local import Pool, share_data
 from dpmac_cli.studies.results import collect, finished_report
 from dpmac_cli.studies.tables import as_values
+from dpmac_cli.studies.worker import train_run
 from tests.digits_runs import after, digits_config, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
 
@@ -78,6 +80,11 @@ def table(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "rows": rows}
 
 
+def never() -> bool:
+    """Nobody asks the runs to stop."""
+    return False
+
+
 def written(out: Path) -> dict[str, Any]:
     return table(json.loads((out / "compare.json").read_text()))
 
@@ -89,7 +96,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     configs = [run.config for run in grid.runs]
     ended = [
         event
-        for event in Pool(configs, 1, share_data(configs), lambda: False).events(range(4))
+        for event in carry_out(Pool(configs, 1, share_data(configs)), configs, range(4), never)
         if isinstance(event, Ended)
     ]
     assert ended == [Ended(number) for number in range(4)]
@@ -194,34 +201,37 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert written(out) == local
 
 
-Array = Callable[..., Any]
+Jobs = Callable[..., Iterator[RunEvent]]
 
 
 @pytest.fixture
-def array(monkeypatch: pytest.MonkeyPatch) -> Array:
-    """Makes what SLURM would carry out, carried out by processes here."""
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Carries out by processes here what SLURM would."""
     need("submitit")
-    from dpmac_cli.studies import on_slurm  # noqa: PLC0415
+    from dpmac_cli.studies import slurm  # noqa: PLC0415
 
-    monkeypatch.setattr(on_slurm, "POLL", 0.1)
+    monkeypatch.setattr(slurm, "POLL", 0.1)
 
-    def make(grid: Grid, out: Path, stop: Callable[[], bool] = lambda: False) -> Any:
+    def events(
+        grid: Grid, out: Path, numbers: Sequence[int], stop: Callable[[], bool] = never
+    ) -> Iterator[RunEvent]:
         configs = [run.config for run in grid.runs]
-        return on_slurm.Array(configs, None, stop, out / "jobs", {"time": "60"}, cluster="local")
+        array = slurm.Array(configs, None, out / "jobs", {"time": "60"}, cluster="local")
+        return carry_out(array, configs, numbers, stop)
 
-    return make
+    return events
 
 
 @pytest.mark.long
 @pytest.mark.privacy
 def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_is_told(
-    array: Array, local: dict[str, Any], tmp_path: Path
+    jobs: Jobs, local: dict[str, Any], tmp_path: Path
 ) -> None:
     grid = grid_in(tmp_path)
     seen: list[RunEvent] = []
     before = os.umask(0)
     try:
-        for event in array(grid, tmp_path).events(range(4)):
+        for event in jobs(grid, tmp_path, range(4)):
             if not seen:
                 folder_of_jobs = str(tmp_path / "jobs").encode()
                 workers = set(processes(b"submitit.core._submit")) & set(processes(folder_of_jobs))
@@ -250,46 +260,68 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
 
 @pytest.mark.long
 def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
-    array: Array, tmp_path: Path
+    jobs: Jobs, tmp_path: Path
 ) -> None:
     changes = {"seeds": "1", "epochs": "100"}
     broken, other = (grid := grid_in(tmp_path, **changes)).runs
     broken.folder.mkdir(parents=True)
     (broken.folder / "thesis.txt").write_text("chapter 1")
-    events = list(array(grid, tmp_path, lambda: under_way(tmp_path)).events(range(2)))
+    events = list(jobs(grid, tmp_path, range(2), lambda: under_way(tmp_path)))
     [failure] = [e.failure for e in events if isinstance(e, Ended) and e.number == 0]
     assert "files that are not a run's" in str(failure)
     assert [e for e in events if isinstance(e, Ended) and e.number == 1] == [Ended(1)]
     report = json.loads((other.folder / folder.REPORT).read_text())
     assert report["state"] == "interrupted"
-    again = array(grid, tmp_path).events([1])
-    moved = [event for event in again if isinstance(event, Moved)]
+    moved = [event for event in jobs(grid, tmp_path, [1]) if isinstance(event, Moved)]
     assert moved[0].step >= report["hyperparameters"]["steps"] - 12
     assert finished_report(other) is not None
 
 
-@pytest.mark.long
-def test_a_job_killed_after_its_run_was_finished_is_no_failure(
-    array: Array, tmp_path: Path
-) -> None:
-    from submitit.core.utils import UncompletedJobError  # noqa: PLC0415
+class Scripted:
+    """An executor whose runs end as they are told to."""
 
-    from dpmac_cli.studies.on_slurm import _Job  # noqa: PLC0415
+    slots = 2
 
-    class Killed:
-        job_id = "7_0"
+    def __init__(self, *ends: Ended | Died | Moved) -> None:
+        self.ends, self.started = list(ends), list[int]()
 
-        def result(self) -> None:
-            raise UncompletedJobError("no result")
+    def start(self, numbers: Sequence[int]) -> None:
+        self.started += numbers
 
+    def poll(self) -> Iterator[RunEvent | Died]:
+        yield self.ends.pop(0)
+
+    def ask_to_stop(self) -> None:
+        self.started.append(-1)
+
+    def close(self) -> None:
+        self.ends.append(Ended(-1))
+
+
+def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) -> None:
+    configs = [run.config for run in grid_in(tmp_path, seeds="2", epochs="1").runs]
+    dies = Scripted(*(Died(number, "signal 9") for number in (0, 1, 1, 0, 0, 1)))
+    ended = list(carry_out(dies, configs, [0, 1], never))
+    assert dies.started == [0, 1, 0, 1, 1, 0]
+    assert [event.again for event in ended if isinstance(event, Ended)] == [True] * 4 + [False] * 2
+    assert "its process died 3 times (signal 9)" in str(ended[-1])
+    assert dies.ends == [Ended(-1)]
+
+
+def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
+    configs = [run.config for run in grid_in(tmp_path, epochs="1").runs]
+    answers = iter([False, True])
+    asked = Scripted(Moved(0, 1, 9, None), Died(1, "cancelled"), Ended(0))
+    ended = list(carry_out(asked, configs, [0, 1, 2], lambda: next(answers)))
+    assert asked.started == [0, 1, -1]
+    assert ended[1:] == [Ended(1), Ended(0)]
+
+
+def test_a_process_killed_after_its_run_was_finished_is_no_failure(tmp_path: Path) -> None:
     grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
-    made = array(grid, tmp_path)
-    made._attempts[0] = 1
-    lost = made._end(_Job(0, Killed()), stopped=False)
-    assert lost.again
-    assert "job 7_0, see" in lost.failure
-    assert list(carry_out(0, grid.runs[0].config, None, lambda: False))[-1] == Ended(0)
-    assert made._end(_Job(0, Killed()), stopped=False) == Ended(0)
+    config = grid.runs[0].config
+    assert list(train_run(0, config, None, never))[-1] == Ended(0)
+    assert list(carry_out(Scripted(Died(0, "job 7_0")), [config], [0], never)) == [Ended(0)]
 
 
 def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -303,7 +335,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_options_reach_sbatch(tmp_path: Path) -> None:
     need("submitit")
-    from dpmac_cli.studies import on_slurm  # noqa: PLC0415
+    from dpmac_cli.studies import slurm  # noqa: PLC0415
 
     sbatch = Choice("slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2").sbatch
     configs = [run.config for run in grid_in(tmp_path, device="cuda").runs]
@@ -313,9 +345,9 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
         (tmp_path / "bin" / name).chmod(0o755)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        on_slurm.check()
-        executor = on_slurm.Array(configs, 3, lambda: False, tmp_path / "jobs", sbatch)._executor()
-    text = executor._executor._make_submission_file_text("command", "uid")
+        slurm.check()
+        submitter = slurm.Array(configs, 3, tmp_path / "jobs", sbatch).submitter()
+    text = submitter._executor._make_submission_file_text("command", "uid")
     options = dict(
         line.removeprefix("#SBATCH --").split("=", 1)
         for line in text.splitlines()
@@ -323,7 +355,7 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
     )
     expected = {"partition": "short", "time": "1:30:00", "cpus-per-task": "2", "gpus-per-node": "1"}
     assert expected.items() <= options.items()
-    assert executor._executor.parameters["array_parallelism"] == 3
+    assert submitter._executor.parameters["array_parallelism"] == 3
 
 
 @pytest.mark.parametrize(
@@ -392,20 +424,23 @@ def test_a_ray_of_our_own_tells_nobody_leaves_signals_alone_and_begins_no_more_t
 import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *args: None)
 before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-from dpmac_cli import on_ray
+from dpmac_cli.studies import ray_cluster
+from dpmac_cli.studies.executor import carry_out
 usage = os.environ["RAY_USAGE_STATS_ENABLED"]
-with on_ray.connected(None):
+with ray_cluster.connected(None):
     after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    from dpmac_cli.config import resolve
-    config = resolve({"dataset": "digits", "sigma": 6.0, "device": "cpu"}, None).config
+    from dpmac_cli.config.resolve import resolve
+    config = resolve({"dataset": "digits", "sigma": 6.0, "device": "cpu"}).config
     begun = []
-    class Counted(on_ray.Cluster):
-        def _begin(self, number, request):
-            begun.append(number)
-            return super()._begin(number, request)
+    class Counted(ray_cluster.Cluster):
+        def start(self, numbers):
+            begun.extend(numbers)
+            super().start(numbers)
+    configs = [config] * 3
     for answers in (iter([]), iter([False])):
-        events = list(Counted([config] * 3, 1, lambda: next(answers, True)).events(range(3)))
-        print(begun, events)
+        stop = lambda: next(answers, True)
+        events = list(carry_out(Counted(configs, 1), configs, range(3), stop))
+        print(begun, [event.failure for event in events])
     print(before == after, usage, flush=True)
     sys.stdin.read()
 """
@@ -415,7 +450,7 @@ with on_ray.connected(None):
     with subprocess.Popen(command, text=True, env=env, stdin=pipe, stdout=pipe) as running:
         assert running.stdout is not None
         lines = [running.stdout.readline().strip() for _ in range(3)]
-        assert lines == ["[] []", "[0] []", "True 0"]
+        assert lines == ["[] []", "[0] [None]", "True 0"]
         mark = f"{MARK}=own-{os.getpid()}".encode()
         started = [pid for pid in processes(b"ray/") if mark in environ(pid)]
         pages = [pid for pid in processes(b"dashboard.py") if pid in started]
@@ -430,18 +465,22 @@ with on_ray.connected(None):
 def test_a_folder_that_is_not_seen_here_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executors, "GRACE", 0.3)
+    monkeypatch.setattr(executor, "GRACE", 0.3)
     config = replace(digits_config(), out=tmp_path / "elsewhere")
     steps = config.steps
-    unseen = told(config, Ended(0), steps, 1, stopped=False)
+
+    def ended(*, step: int = steps, attempt: int = 1, stopped: bool = False) -> Ended:
+        return executor._judge(Ended(0), config, step, attempt, stopped=stopped)
+
+    unseen = ended()
     assert not unseen.again
     assert f"its folder {config.out} is not seen here" in str(unseen.failure)
     assert "storage that all machines share" in str(unseen.failure)
-    assert told(config, Ended(0), steps, 1, stopped=True) == Ended(0)
-    assert told(config, Ended(0), steps - 1, 1, stopped=False).again
-    assert not told(config, Ended(0), steps - 1, executors.ATTEMPTS, stopped=False).again
+    assert ended(stopped=True) == Ended(0)
+    assert ended(step=steps - 1).again
+    assert not ended(step=steps - 1, attempt=executor.ATTEMPTS).again
     train_digits(out=config.out)
-    assert told(config, Ended(0), steps, 1, stopped=False) == Ended(0)
+    assert ended() == Ended(0)
 
 
 def test_a_run_goes_on_on_the_device_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,31 +490,18 @@ def test_a_run_goes_on_on_the_device_that_it_is_given(monkeypatch: pytest.Monkey
     saved = checkpoint.newest(Path("run"))
     record = {**saved.record, "config": {**saved.record["config"], "device": "cuda:7"}}
     monkeypatch.setattr(checkpoint, "newest", lambda where: replace(saved, record=record))
-    events = list(carry_out(0, config, None, lambda: False))
+    events = list(train_run(0, config, None, never))
     assert events[0] == Moved(0, 3, 6, None)
     assert events[-1] == Ended(0)
-
-
-def test_of_many_events_the_newest_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    need("ray")
-    from dpmac_cli.studies.on_ray import newest  # noqa: PLC0415
-
-    events = [Moved(0, step, 9, None) for step in range(1, 10)]
-    heard = list(newest([*events, Ended(0)]))
-    assert heard[-2:] == [events[-1], Ended(0)]
-    assert len(heard) < 6
-    monkeypatch.setattr("dpmac_cli.studies.on_ray.PATIENCE", 0.0)
-    assert list(newest([*events, Ended(0)])) == [*events, Ended(0)]
 
 
 def test_a_run_takes_a_gpu_where_it_is_to_run_on_one() -> None:
     need("ray")
     from dpmac_cli.errors import InputError  # noqa: PLC0415
-    from dpmac_cli.studies.on_ray import resource  # noqa: PLC0415
+    from dpmac_cli.studies.ray_cluster import resource  # noqa: PLC0415
 
     both = {"CPU": 4.0, "GPU": 2.0}
     assert [resource(device, both) for device in ("auto", "cpu", "cuda")] == ["GPU", "CPU", "GPU"]
     assert resource("auto", {"CPU": 4.0}) == "CPU"
     with pytest.raises(InputError, match="has no GPU"):
         resource("cuda", {"CPU": 4.0})
-    assert executors.anywhere(digits_config(device="cuda:3")).device == "cuda"

@@ -20,8 +20,8 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.storage import files
-from dpmac_cli.studies import local as workers
 from dpmac_cli.studies import results as compare
+from dpmac_cli.studies import worker
 from dpmac_cli.studies.grid import Run, plan
 from tests.digits_runs import after, digits_config, same_weights
 
@@ -160,7 +160,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("study")
     flags = {"dataset": "digits", "optimizers": "dp-adam", "sigma": "6", "steps": "14"}
     [planned] = plan({**flags, "seeds": "1", "device": "cpu"}, None, root).runs
-    assert list(workers._events(planned.config, digits(), lambda: False))
+    assert list(worker._events(planned.config, digits(), lambda: False))
     assert compare.finished_report(planned) is not None
     return planned
 
@@ -178,7 +178,7 @@ def test_a_flipped_byte_changes_no_table(name: str, study: Run) -> None:
         report = compare.finished_report(study)
         if report is None:
             again += 1
-            assert list(workers._events(study.config, digits(), lambda: False))
+            assert list(worker._events(study.config, digits(), lambda: False))
         assert result(study.folder) == expected
     shutil.rmtree(study.folder)
     shutil.copytree("before", study.folder)

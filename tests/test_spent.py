@@ -30,8 +30,8 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.recount import events_of
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.runs.train import finish
-from dpmac_cli.studies import local as workers
 from dpmac_cli.studies import results as compare
+from dpmac_cli.studies import worker
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.results import collect
 from dpmac_cli.studies.tables import warnings
@@ -319,14 +319,14 @@ def attempt(study: Grid, threads: int, monkeypatch: pytest.MonkeyPatch, kill: in
     torch.set_num_threads(threads)
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(GaussianMechanism, "release", released)
-        list(workers._events(study.runs[0].config, digits(), lambda: False))
+        list(worker._events(study.runs[0].config, digits(), lambda: False))
 
 
 def counted_in(study: Grid) -> list[int]:
     """The steps of the events that a study is charged for."""
     [run] = study.runs
     events = list(compare._events(study.runs))
-    assert collect(study, {}).bill == total_epsilon(tuple(events), 1e-5)
+    assert collect(study, {}).cost.epsilon == total_epsilon(tuple(events), 1e-5)
     assert all(event == replace(events[-1], steps=event.steps) for event in events)
     assert run.config.steps == STEPS
     return [event.steps for event in events]
@@ -346,7 +346,7 @@ def test_a_study_is_charged_for_attempts_begun_again(
     assert counted_in(study) == [15, 5, STEPS]
     comparison = collect(study, {})
     [cell] = comparison.cells
-    assert cell.epsilon < comparison.bill
+    assert cell.epsilon < comparison.cost.epsilon
     assert any("attempts at these runs that were begun again" in s for s in warnings(comparison))
     report = json.loads((where / folder.REPORT).read_bytes())
     assert [event["steps"] for event in report["privacy"]["events"]] == [STEPS]

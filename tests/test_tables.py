@@ -1,18 +1,18 @@
-"""A comparison as CSV, Markdown and LaTeX: what stands where, and what must be said beside it."""
+"""A comparison as CSV and Markdown: what stands where, and what must be said beside it."""
 
 import csv
 import io
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dpmac_cli.studies.figure import draw_comparison
-from dpmac_cli.studies.results import TEST, Cell, Comparison
-from dpmac_cli.studies.tables import as_csv, as_latex, as_markdown, as_values
+from dpmac_cli.studies.grid import plan
+from dpmac_cli.studies.results import Cell, Comparison, Cost, Score
+from dpmac_cli.studies.tables import as_csv, as_markdown, as_values
 
 
 def cell(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
@@ -21,11 +21,11 @@ def cell(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
         "column": sigma,
         "sigma": sigma,
         "epsilon": 3 / sigma if sigma else math.inf,
-        "accuracies": dict(enumerate(accuracies)),
+        "scores": tuple(
+            Score(seed, accuracy, 1.5, {5: accuracy - 0.1, 10: accuracy})
+            for seed, accuracy in enumerate(accuracies)
+        ),
         "failures": {},
-        "seconds": 1.5,
-        "standing": "",
-        "histories": tuple(((5, 10), (a - 0.1, a)) for a in accuracies),
     }
     return Cell(**{**values, **changes})
 
@@ -39,21 +39,12 @@ CELLS = (
 )
 
 
-def comparison(*cells: Cell, **changes: Any) -> Comparison:
-    values: dict[str, Any] = {
-        "column": "sigma",
-        "axes": ("optimizer", "kappa"),
-        "cells": cells,
-        "seeds": (0, 1),
-        "dataset": "mnist",
-        "delta": 1e-5,
-        "bill": 12.345,
-        "study": "mnist-0123456789ab",
-        "beside": 0,
-        "bill_beside": 12.345,
-        "remarks": (TEST,),
-    }
-    return Comparison(**{**values, **changes})
+GRID = plan({"dataset": "mnist", "kappa": "paper,exact", "sigma": "0.5,1", "seeds": "2"}, None)
+
+
+def comparison(*cells: Cell, epsilon: float = 12.345, **changes: Any) -> Comparison:
+    values: dict[str, Any] = {"epsilon": epsilon, "epsilon_beside": epsilon}
+    return Comparison(GRID, cells, Cost(**{**values, "beside": 0, "beside_plain": 0, **changes}))
 
 
 WHOLE = comparison(*CELLS)
@@ -68,21 +59,7 @@ def test_markdown_has_a_column_a_noise_and_a_row_a_setting() -> None:
     assert rows[3] == ["dp-adam", "91.00 ± 1.41 ~", "81.00 ± 1.41", "0:02"]
     expected = ["dp-macadam kappa paper_x", "92.00 ± 1.41 ~", "**88.50 ± 0.71**", "0:02"]
     assert rows[4] == expected
-    assert rows[5] == ["dp-sgd", "–", "–", "0:02"]
-
-
-def test_latex_is_a_whole_tabular() -> None:
-    text = as_latex(WHOLE)
-    assert text.count(r"\begin{tabular}{lcc}") == text.count(r"\end{tabular}") == 1
-    rows = [line for line in text.splitlines() if line.endswith(r"\\")]
-    assert {line.count("&") for line in rows} == {2}
-    assert r"$\mathbf{88.50 \pm 0.71}$" in text
-    assert r"paper\_x" in text
-    body = [line for line in text.splitlines() if not line.startswith("%")]
-    assert not any(re.search(r"(?<!\\)[%#]", line) for line in body)
-    assert all(line.count("$") % 2 == 0 for line in body)
-    for one, other in ("{}", "()"):
-        assert text.count(one) == text.count(other)
+    assert rows[5] == ["dp-sgd", "–", "–", "–"]
 
 
 def test_csv_and_json_have_a_row_a_cell() -> None:
@@ -99,7 +76,7 @@ def test_csv_and_json_have_a_row_a_cell() -> None:
 
 @pytest.mark.privacy
 def test_every_form_says_what_the_epsilons_are_worth() -> None:
-    for text in (as_markdown(WHOLE), as_latex(WHOLE), json.dumps(as_values(WHOLE))):
+    for text in (as_markdown(WHOLE), json.dumps(as_values(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
         assert "The 10 runs, 2 of them not finished and counted in full, are on the same" in text
         assert "publish no two of them" in text  # what one seed draws for one, it draws for all
@@ -108,26 +85,26 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     finished = as_markdown(comparison(*CELLS[:2]))
     assert "not finished" not in finished
     assert "runs are on the same records" in finished
-    beside = as_markdown(comparison(*CELLS, beside=3, bill_beside=15.0))
+    beside = as_markdown(comparison(*CELLS, beside=3, epsilon_beside=15.0))
     assert "3 more runs on data of the same name, which cost privacy, too: epsilon 15" in beside
     assert "publish no two" in beside
-    plain = as_markdown(comparison(*CELLS, beside=3, bill_beside=15.0, beside_plain=2))
+    plain = as_markdown(comparison(*CELLS, beside=3, epsilon_beside=15.0, beside_plain=2))
     assert "2 of them without any: no epsilon holds for all" in plain
-    unknown = as_markdown(comparison(*CELLS, beside=1, bill_beside=math.inf))
+    unknown = as_markdown(comparison(*CELLS, beside=1, epsilon_beside=math.inf))
     assert "how much cannot be worked out" in unknown
-    one = comparison(cell("dp-sgd", 1.0, 0.9), bill=3.0)
+    one = comparison(cell("dp-sgd", 1.0, 0.9), epsilon=3.0)
     assert "know the seeds" in as_markdown(one)
     assert "in all" not in as_markdown(one)
-    twice = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9), bill=4.0))
+    twice = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9), epsilon=4.0))
     assert "in all" in twice  # an attempt before that one is charged
     alike = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9, 0.9)))
     assert "in all" in alike
     assert "publish no two" not in alike
-    baseline = comparison(cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), bill=0.0)
+    baseline = comparison(cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0)
     assert "seeds named" not in as_markdown(baseline)
     assert "no privacy" in as_markdown(baseline)
     near = comparison(
-        cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), bill=0.0, beside=2, bill_beside=3.0
+        cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0, beside=2, epsilon_beside=3.0
     )
     assert "2 more runs" in as_markdown(near)
 
@@ -138,6 +115,6 @@ def test_a_picture_of_what_there_is(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     assert draw_comparison(comparison(cell("dp-sgd", 1.0, 0.9)), path)
     baseline = cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf)
-    assert draw_comparison(comparison(baseline, bill=0.0), path)
+    assert draw_comparison(comparison(baseline, epsilon=0.0), path)
     assert not draw_comparison(comparison(CELLS[4]), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -1,10 +1,6 @@
 """dpmac compare."""
 
 import contextlib
-import hashlib
-import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +13,13 @@ from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.options import DEBUG, option, path_option, switch, with_options
 from dpmac_cli.cli.train import text_option
 from dpmac_cli.config.given import parse
-from dpmac_cli.config.settings import OUTPUT, SETTINGS, TrainConfig
+from dpmac_cli.config.settings import OUTPUT, SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
-from dpmac_cli.studies.executors import EXECUTORS, Choice, Ended, opened
+from dpmac_cli.studies.choice import EXECUTORS, Choice, opened
+from dpmac_cli.studies.executor import Ended, carry_out
 from dpmac_cli.studies.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
@@ -37,15 +34,13 @@ Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasi
 failed (the others are in the table), 130 interrupted (the same command goes on).
 """
 
-#: Files that a comparison writes into its folder, beside the folder of its runs.
+#: Files of a comparison in its folder, beside the folder of its runs.
 RUNS, JSON, CSV = "runs", "compare.json", "compare.csv"
-#: The folder of what jobs on a cluster print and are told; its owner's alone.
+MARKDOWN, PLOT = "compare.md", "compare.png"
+#: Folder for what jobs on a cluster print and are told; only its owner can read it.
 JOBS = "jobs"
-MARKDOWN, LATEX, PLOT = "compare.md", "compare.tex", "compare.png"
-#: The folder of the tables of other studies whose runs lie in the same one.
-TABLES = "tables"
 DEFAULT_OUT = Path("runs") / "compare"
-#: A group of options in the help.
+#: Group of options in the help.
 STUDY = "Study"
 
 
@@ -86,7 +81,7 @@ STUDY = "Study"
         STUDY,
         "KEY=VALUE,...",
     ),
-    switch("dry_run", "Show runs, prices and time, and train nothing.", STUDY),
+    switch("dry_run", "Show runs, their privacy cost and steps; train nothing.", STUDY),
     *(text_option(name, SETTINGS[name], several=True) for name in STUDIED),
     option("out", f"Folder of the study. [default: {DEFAULT_OUT}]", OUTPUT, "PATH"),
     switch("json", "Print compare.json.", OUTPUT),
@@ -95,7 +90,7 @@ STUDY = "Study"
 )
 @explained
 def compare(**flags: Any) -> None:
-    """Run the command; ``flags`` are the studied fields of TrainConfig and the options below."""
+    """Run the command; ``flags`` are the studied fields of TrainConfig and the options above."""
     out: Path = parse({"out": flags.pop("out")}).get("out", DEFAULT_OUT)
     file = flags.pop("config")
     choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
@@ -109,7 +104,9 @@ def compare(**flags: Any) -> None:
     if not quiet:
         console.print_notes(grid.notes)
     if dry_run:
-        _show_plan(grid, quiet)
+        from dpmac_cli.cli.compare_display import print_plan  # noqa: PLC0415
+
+        print_plan(console.stdout(), grid)
         return
     if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
         raise InputError(
@@ -124,46 +121,23 @@ def compare(**flags: Any) -> None:
         raise typer.Exit(MISFIT)
 
 
-def _show_plan(grid: Grid, quiet: bool) -> None:
-    """What would be run, what it would cost, and how long it would take."""
-    from dpmac_cli.cli.compare_display import print_plan, timed  # noqa: PLC0415
-    from dpmac_cli.studies.local import default_jobs, step_times  # noqa: PLC0415
-
-    jobs = default_jobs(grid.runs[0].config.device)
-    seconds = timed(step_times(grid), grid, quiet)
-    console.print_notes(_not_timed(run.config for run in grid.runs))
-    print_plan(console.stdout(), grid, seconds, jobs)
-
-
-def _not_timed(configs: Iterable[TrainConfig]) -> Iterator[str]:
-    """What the times of a plan leave out."""
-    known = list(configs)
-    if any(config.features or config.head_only for config in known):
-        yield (
-            "the times are without that of computing features, which is done once for all runs "
-            "(minutes), unless they are kept from before."
-        )
-    if any(config.compile for config in known):
-        yield "the times are without --compile, which makes steps faster."
-
-
 def _carry_out(
     grid: Grid, out: Path, choice: Choice, quiet: bool, as_json: bool
 ) -> tuple[dict[int, str], bool]:
-    """Run what is not finished. Why runs failed, by number, and whether anyone broke it off."""
+    """Train unfinished runs; return why some failed, by number, and whether it was interrupted."""
     from dpmac_cli.cli.compare_display import choose_display  # noqa: PLC0415
     from dpmac_cli.studies.local import share_data  # noqa: PLC0415
 
     _check_runs(grid)
     configs = [run.config for run in grid.runs]
-    # Before anything is written: where there are no data, or no cluster, there is no study.
+    # Without data, or a cluster, nothing is written.
     data = share_data([configs[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         stop = held.enter_context(stop_request())
         executor = None
         if data:
-            executor = held.enter_context(opened(choice, configs, data, stop, out / JOBS))
+            executor = held.enter_context(opened(choice, configs, data, out / JOBS))
         folder.make_folder(out / RUNS)
         held.enter_context(folder.locked(out))
         missing = _missing(grid)
@@ -173,7 +147,7 @@ def _carry_out(
         )
         if executor is None or not missing:
             return failures, False
-        for event in executor.events(missing):
+        for event in carry_out(executor, configs, missing, stop):
             display.show(event)
             if isinstance(event, Ended) and event.failure and not event.again:
                 failures[event.number] = event.failure
@@ -181,9 +155,8 @@ def _carry_out(
 
 
 def _check_runs(grid: Grid) -> None:
-    """Refuse to count as the study's what has been gone on with in another way."""
-    # Loads what prices runs, a second, which no --help is to wait for.
-    from dpmac_cli.studies.results import was_changed  # noqa: PLC0415
+    """Reject runs that were resumed with other settings. Raises InputError."""
+    from dpmac_cli.studies.results import was_changed  # noqa: PLC0415  (a second: accountants)
 
     errors = [
         f"{run.folder} was gone on with by other settings, so it is no run of this study any more. "
@@ -196,14 +169,14 @@ def _check_runs(grid: Grid) -> None:
 
 
 def _missing(grid: Grid) -> list[int]:
-    """The runs that are not finished."""
+    """Return the numbers of the runs that are not finished."""
     from dpmac_cli.studies.results import finished_report  # noqa: PLC0415
 
     return [number for number, run in enumerate(grid.runs) if finished_report(run) is None]
 
 
 def _damages(runs: Iterable[Run]) -> Iterator[str]:
-    """What is damaged of runs that had ended."""
+    """Yield which files of finished runs are damaged."""
     for run in runs:
         for name in (folder.REPORT, folder.METRICS, folder.MODEL):
             if folder.vouched(run.folder, name) is False:
@@ -219,17 +192,14 @@ def _write_results(
     from dpmac_cli.studies.results import collect  # noqa: PLC0415
 
     comparison = collect(grid, failures)
-    moved = _make_way(out, comparison.study)
-    if moved and not quiet:
-        console.print_notes([f"The table of another study that lay in {out} is now in {moved}."])
-    folder.unseal(out)
     document = files.to_json(tables.as_values(comparison))
     texts = {
         JSON: document,
         CSV: tables.as_csv(comparison),
         MARKDOWN: tables.as_markdown(comparison),
-        LATEX: tables.as_latex(comparison),
     }
+    folder.unseal(out)
+    (out / PLOT).unlink(missing_ok=True)  # of an earlier study
     for name, text in texts.items():
         files.write_atomically(out / name, text.encode())
     names = [*texts, PLOT] if draw_comparison(comparison, out / PLOT) else [*texts]
@@ -242,39 +212,10 @@ def _write_results(
 
 
 def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
-    """A line a reason, with the first of the runs that failed for it."""
+    """Yield one line per reason, with the first of the runs that failed for it."""
     by_reason: dict[str, list[Run]] = {}
     for number, why in failures.items():
         by_reason.setdefault(why, []).append(grid.runs[number])
     for why, (first, *others) in by_reason.items():
         more = f" and {len(others)} more" if others else ""
         yield f"{first.folder.name} (seed {first.seed}){more}: {why}"
-
-
-def _make_way(out: Path, study: str) -> Path | None:
-    """Move the table of another study, if one lies there, to where it is then. Raises OSError."""
-    shutil.rmtree(out / TABLES / study, ignore_errors=True)  # the one on top is newer
-    name = _named(out / JSON)
-    if name in (None, study):
-        return None
-    aside = out / TABLES / name
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for file in (JSON, CSV, MARKDOWN, LATEX, PLOT, folder.SUMS):
-        if (out / file).exists():
-            os.replace(out / file, aside / file)
-    return aside
-
-
-def _named(table: Path) -> str | None:
-    """The study of a table; of one that does not say a name of its own. None if there is none."""
-    try:
-        content = table.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        name = str(json.loads(content)["study"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        name = ""
-    plain = name and not name.startswith(".") and "/" not in name
-    return name if plain else f"unnamed-{hashlib.sha256(content).hexdigest()[:12]}"

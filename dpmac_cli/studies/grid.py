@@ -1,4 +1,4 @@
-"""A study: settings with several values become cells, and cells become runs. Loads no torch."""
+"""Grid of a study: settings with several values become cells and runs. Loads no torch."""
 
 import hashlib
 import itertools
@@ -17,12 +17,12 @@ from dpmac_cli.config.settings import KINDS, OPTIMIZER, SETTINGS, TrainConfig, f
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 
-#: Settings of one run that are the study's own business.
+#: Settings of a run that a study chooses itself or does not support.
 NOT_IN_A_STUDY = (
     *("seed", "secure", "out", "force", "json", "quiet", "debug"),
     *("max_epsilon", "diagnostics", "tensorboard", "plot", "canaries", "canary_kind", "guesses"),
 )
-#: Settings of a study beside the optimizers.
+#: Settings of a study other than the optimizers.
 STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
 #: Settings of which one value holds a comma; several of them are a list in a file.
 WITH_COMMA = ("feature_range", "classes")
@@ -39,7 +39,6 @@ class Run:
 
     Attributes:
         config: all of its settings, ``out`` included.
-        seed: of it.
         labels: what tells its row from the others, by the names of the flags.
         column: its value of the study's column setting.
     """
@@ -51,7 +50,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where it is kept."""
+        """Folder of the run."""
         assert self.config.out is not None  # noqa: S101
         return self.config.out
 
@@ -75,11 +74,20 @@ class Grid:
     notes: tuple[str, ...]
 
     @property
+    def config(self) -> TrainConfig:
+        """Settings of the first run, which share dataset and delta with the others."""
+        return self.runs[0].config
+
+    @property
     def name(self) -> str:
-        """The same of the same runs, wherever they are kept."""
+        """Name that depends on the runs alone, and not on where they are kept."""
         names = "\n".join(sorted(run.folder.name for run in self.runs))
-        digest = hashlib.sha256(names.encode()).hexdigest()[:12]
-        return f"{self.runs[0].config.dataset_name}-{digest}"
+        return f"{self.config.dataset_name}-{_digest(names.encode())}"
+
+
+def row_name(labels: Labels) -> str:
+    """Return the name of a row, such as "dp-macadam kappa paper"."""
+    return " ".join(v if name == "optimizer" else f"{name} {v}" for name, v in labels if v)
 
 
 def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "runs") -> Grid:
@@ -100,13 +108,9 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     given = {name: [v for text in found[name] for v in _split(name, text)] for name in found}
     if not flags.get("model"):
         errors += configuration.faults_of_model(given.get("model", ()), f"model in {file}")
-    typed = {
-        name: _split(name, value) for name, value in flags.items() if value not in (None, False)
-    }
-    for group in configuration.EXCLUSIVE:
-        if any(name in typed for name in group):
-            given = {name: values for name, values in given.items() if name not in group}
-    given |= typed
+    typed = {name: _split(name, v) for name, v in flags.items() if v not in (None, False)}
+    replaced = {name for group in configuration.EXCLUSIVE if typed.keys() & group for name in group}
+    given = {name: values for name, values in given.items() if name not in replaced} | typed
     one = given.pop("optimizer", ["all"])  # as in the file of a single run
     given["optimizer"] = _optimizers(given.pop("optimizers", one), errors)
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
@@ -116,7 +120,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
 
 
 def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
-    """What is wrong with any value for itself."""
+    """Yield what is wrong with single values."""
     for name, values in given.items():
         for value in values if name != "optimizer" else ():
             try:
@@ -126,15 +130,14 @@ def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 def _meant(name: str, text: str) -> str | bool:
-    """A value as flags and YAML have it: of a switch no text."""
+    """Return a value as flags and YAML have it: bool for a switch."""
     switches = {"true": True, "false": False}
     return switches.get(text.lower(), text) if KINDS[name] is bool else text
 
 
 def _split(name: str, value: Any) -> list[str]:
-    if name in WITH_COMMA:
-        return [str(value)]
-    return ["true"] if value is True else [part.strip() for part in str(value).split(",")]
+    text = str(value)
+    return [text] if name in WITH_COMMA else [part.strip() for part in text.split(",")]
 
 
 def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
@@ -148,7 +151,7 @@ def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
 
 
 def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
-    """How many (5), or which (3,7,8; one alone with a comma: 3,)."""
+    """Parse a number of seeds (5), or seeds (3,7,8; one alone with a comma: 3,)."""
     try:
         numbers = [int(text) for text in texts if text or len(texts) == 1]
     except ValueError:
@@ -165,23 +168,22 @@ def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
 
 def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
     count = math.prod(map(len, given.values())) * len(seeds)
-    if count > MOST_RUNS:  # before any is looked at, which takes its time
+    if count > MOST_RUNS:  # before any is resolved, which takes time
         raise InputError(
             f"{count:,} combinations of values and seeds; a study takes at most {MOST_RUNS:,}."
         )
     column = "epsilon" if "epsilon" in given else "sigma"
     varied = [name for name, values in given.items() if len(values) > 1]
     axes = ["optimizer", *(name for name in varied if name not in ("optimizer", column))]
-    cells: dict[tuple[Labels, float], tuple[TrainConfig, Labels]] = {}
+    cells: dict[tuple[Labels, float], TrainConfig] = {}
     errors: dict[str, None] = {}
     notes: dict[str, None] = {}
     for values in itertools.product(*given.values()):
         flags: dict[str, Any] = dict(zip(given, map(_meant, given, values), strict=True))
         labels = {name: str(flags[name]) for name in axes}
-        for name in list(_without_effect(flags)):
-            if name in varied:  # the same run for each of its values
-                flags.pop(name)
-                labels[name] = ""
+        for name in set(varied).intersection(_without_effect(flags)):
+            flags.pop(name)  # the same run for each of its values
+            labels[name] = ""
         try:
             resolved = resolve(flags)
             config = settle_noise(resolved.config)
@@ -189,17 +191,21 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
             errors |= dict.fromkeys(failure.errors)
             continue
         shown = tuple((flag_name(name), label) for name, label in labels.items())
-        cells.setdefault((shown, getattr(config, column)), (config, shown))
+        cells.setdefault((shown, getattr(config, column)), config)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
-    errors |= dict.fromkeys(_mixed(config for config, _ in cells.values()))
+    errors |= dict.fromkeys(_mixed(cells.values()))
     if errors:
         raise InputError(tuple(errors))
-    runs = tuple(_runs(cells.values(), column, seeds, root))
-    return Grid(runs, tuple(map(flag_name, axes)), column, seeds, tuple(notes))
+    runs = []
+    for (row, value), config in cells.items():
+        for seed in seeds:
+            placed = replace(config, seed=seed, out=root / address(config, seed), force=True)
+            runs.append(Run(placed, seed, row, value))
+    return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
 
 
 def _mixed(configs: Iterable[TrainConfig]) -> Iterator[str]:
-    """Why epsilons cannot stand in one table."""
+    """Yield why epsilons cannot be compared in one table."""
     names = sorted({config.sampler for config in configs if not config.no_dp})
     if len({SAMPLERS[name].adjacency for name in names}) > 1:
         yield (
@@ -209,30 +215,21 @@ def _mixed(configs: Iterable[TrainConfig]) -> Iterator[str]:
 
 
 def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
-    """Settings of other optimizers."""
-    optimizer = OPTIMIZERS.get(flags["optimizer"])
-    for name in flags:
-        tunable = SETTINGS[name].panel == OPTIMIZER and name != "optimizer"
-        if optimizer and tunable and name not in optimizer.settings:
-            yield name
-
-
-def _runs(
-    cells: Iterable[tuple[TrainConfig, Labels]], column: str, seeds: tuple[int, ...], root: Path
-) -> Iterator[Run]:
-    for config, labels in cells:
-        for seed in seeds:
-            one = replace(config, seed=seed, out=root / address(config, seed), force=True)
-            yield Run(one, seed, labels, getattr(config, column))
+    """Yield settings of other optimizers."""
+    used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
+    return (name for name in flags if SETTINGS[name].panel == OPTIMIZER and name not in used)
 
 
 def address(config: TrainConfig, seed: int) -> str:
-    """The folder of a run: the same settings and seed are the same run. Raises OSError."""
+    """Return the name of a run's folder, a function of settings and seed. Raises OSError."""
     aside = ("device", "secure")  # the second is the same in every study
     settings = {name: value for name, value in config.recorded().items() if name not in aside}
     if config.pretrained is not None:
         content = Path(config.pretrained).read_bytes()
         settings["pretrained"] = hashlib.sha256(content).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{config.dataset_name}-{config.optimizer}-{digest}"
+    return f"{config.dataset_name}-{config.optimizer}-{_digest(text.encode())}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

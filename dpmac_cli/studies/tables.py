@@ -1,33 +1,43 @@
-"""A comparison as JSON values, CSV, Markdown and LaTeX."""
+"""A comparison as JSON values, CSV and Markdown, and the text of its cells."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.storage.files import to_csv
-from dpmac_cli.studies.results import Cell, Comparison
+from dpmac_cli.studies.results import LEVEL, Cell, Comparison, Cost
 
 SCHEMA_VERSION = 1
 MISSING = "–"
+TEST = (
+    "Bold: better than every other of its column by a paired t-test over seeds (two-sided, "
+    f"{LEVEL:.0%} over the column by Holm's method). Tied with the best otherwise: ~."
+)
+NO_TEST = (
+    "Nothing is marked as best: with fewer than two finished runs a row, there is no telling a "
+    "real difference from chance."
+)
 
 
 def as_values(comparison: Comparison) -> dict[str, Any]:
-    """What compare.json holds: ``rows`` for programs, and the words that belong to them."""
+    """Return the content of compare.json: ``rows`` for programs, and the remarks on them."""
+    grid, cost = comparison.grid, comparison.cost
     return {
         "schema_version": SCHEMA_VERSION,
-        "dataset": comparison.dataset,
-        "delta": comparison.delta,
-        "axes": list(comparison.axes),
-        "column": comparison.column,
+        "dataset": grid.config.dataset,
+        "delta": grid.config.delta,
+        "axes": list(grid.axes),
+        "column": grid.column,
         "rows": [_row(cell) for cell in comparison.cells],
-        "epsilon_of_the_study": _finite(comparison.bill),
-        "study": comparison.study,
-        "runs_beside": comparison.beside,
-        "runs_beside_without_privacy": comparison.beside_plain,
-        "epsilon_with_runs_beside": _finite(comparison.bill_beside),
-        "remarks": [*comparison.remarks, *warnings(comparison)],
+        "epsilon_of_the_study": _finite(cost.epsilon),
+        "study": grid.name,
+        "runs_beside": cost.beside,
+        "runs_beside_without_privacy": cost.beside_plain,
+        "epsilon_with_runs_beside": _finite(cost.epsilon_beside),
+        "remarks": remarks(comparison),
     }
 
 
@@ -38,7 +48,7 @@ def _row(cell: Cell) -> dict[str, Any]:
         "epsilon": _finite(cell.epsilon),
         "mean": _finite(cell.mean),
         "std": cell.std,
-        "seeds": len(cell.accuracies),
+        "seeds": len(cell.scores),
         "accuracies": {str(seed): value for seed, value in cell.accuracies.items()},
         "failures": {str(seed): why for seed, why in cell.failures.items()},
         "standing": cell.standing,
@@ -50,90 +60,53 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def warnings(comparison: Comparison) -> list[str]:
-    """What an epsilon in a table is worth, and what publishing its winner costs."""
-    beside = list(_beside(comparison))
-    if not math.isfinite(comparison.bill) or comparison.bill == 0:
-        return beside
-    seeds = (
-        "Runs are drawn with the seeds named, to be repeatable: their epsilons hold only against "
-        "those who do not know the seeds. Train what is to be published without one."
-    )
-    shared = (
-        "That is for runs drawn independently. Runs of the same seed share batches and noise: from "
-        "two of their models the noise can be subtracted, so publish no two of them."
-    )
-    runs = sum(len(cell.accuracies) + len(cell.failures) for cell in comparison.cells)
-    open_ends = sum(len(cell.failures) for cell in comparison.cells)
-    counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
-    bill = (
-        []
-        if runs < 2 and comparison.bill <= comparison.cells[0].epsilon
-        else [
-            "An epsilon above is the price of one run fixed in advance. "
-            f"The {runs} runs{counted} are on the same records: publishing what was learnt from "
-            "all of them, such as which is best, costs epsilon "
-            f"{format_epsilon(comparison.bill)} at delta {comparison.delta:g} in all. That covers "
-            "attempts at these runs that were begun again from scratch, but no deleted runs, nor "
-            "runs replaced by dpmac train --force."
-        ]
-    )
-    alone = len(comparison.cells) == 1 and not beside
-    return [seeds, *bill, *beside, *([] if alone else [shared])]
+def as_csv(comparison: Comparison) -> str:
+    """Return one line per cell."""
+    rows = [_row(cell) for cell in comparison.cells]
+    return to_csv([name for name in rows[0] if name not in ("accuracies", "failures")], rows)
 
 
-def _beside(comparison: Comparison) -> Iterator[str]:
-    """What is to be said of runs that are no part of the study, and of the same records."""
-    if not comparison.beside:
-        return
-    several = comparison.beside > 1
-    said = (
-        f"Its folder holds {comparison.beside} more run{'s' if several else ''} on data of the "
-        f"same name, which cost{'' if several else 's'} privacy, too"
-    )
-    if comparison.beside_plain:
-        yield f"{said}, {comparison.beside_plain} of them without any: no epsilon holds for all."
-    elif math.isfinite(comparison.bill_beside):
-        yield f"{said}: epsilon {format_epsilon(comparison.bill_beside)} in all, with the study's."
-    else:
-        yield (
-            f"{said}: how much cannot be worked out, for files cannot be read, or they were "
-            "sampled under another adjacency."
-        )
-
-
-def accuracy_text(cell: Cell | None, plus_minus: str = "±") -> str:
-    """Mean and spread in percent."""
-    if cell is None or not cell.accuracies:
-        return MISSING
-    spread = "" if cell.std is None else f" {plus_minus} {100 * cell.std:.2f}"
-    return f"{100 * cell.mean:.2f}{spread}"
-
-
-def column_title(comparison: Comparison, column: float) -> str:
-    """Such as "sigma 0.5"."""
-    return f"{comparison.column} {column:g}"
-
-
-def epsilons(comparison: Comparison) -> list[str]:
-    """Epsilon of each column, rounded up."""
-    return [
-        "no privacy" if math.isinf(e) else format_epsilon(e)
-        for e in map(comparison.epsilon_of, comparison.columns)
+def as_markdown(comparison: Comparison) -> str:
+    """Return a table with the epsilons below the columns' titles, and the remarks after it."""
+    titles, epsilons = titles_of(comparison)
+    rows = [
+        [name.replace("|", "\\|"), *(marked(cell, "**{}**") for cell in cells), time]
+        for (name, cells), time in zip(comparison.rows, run_times(comparison), strict=True)
     ]
+    head = ["", *titles, "a run takes"]
+    table = [head, ["---"] * len(head), ["epsilon", *epsilons, ""], *rows]
+    lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    return lines + "\n\n" + "\n\n".join(remarks(comparison)) + "\n"
+
+
+def titles_of(comparison: Comparison) -> tuple[list[str], list[str]]:
+    """Return the title of each column, such as "sigma 0.5", and its epsilon, rounded up."""
+    epsilons = map(comparison.epsilon_of, comparison.columns)
+    return (
+        [f"{comparison.grid.column} {column:g}" for column in comparison.columns],
+        ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons],
+    )
+
+
+def marked(cell: Cell | None, best: str) -> str:
+    """Return mean and spread in percent; formatted by ``best`` if best, with a tilde if tied."""
+    if cell is None or not cell.scores:
+        return MISSING
+    spread = "" if cell.std is None else f" ± {100 * cell.std:.2f}"
+    text = f"{100 * cell.mean:.2f}{spread}"
+    return {"best": best.format(text), "tied": f"{text} ~"}.get(cell.standing, text)
 
 
 def run_times(comparison: Comparison) -> list[str]:
-    """How long a run of each row trained, on average over its columns."""
-    means = [
-        [cell.seconds for cell in cells if cell and math.isfinite(cell.seconds)]
-        for _, cells in comparison.rows
-    ]
+    """Return how long a run of each row trained, on average over its columns."""
+    means = (
+        [cell.seconds for cell in cells if cell and cell.scores] for _, cells in comparison.rows
+    )
     return [clock(fmean(seconds)) if seconds else MISSING for seconds in means]
 
 
 def clock(seconds: float) -> str:
-    """Such as 1:05:09, 0:12 or <0:01."""
+    """Format a time such as 1:05:09, 0:12 or <0:01."""
     if 0 < seconds < 0.5:
         return "<0:01"
     minutes, rest = divmod(round(seconds), 60)
@@ -141,69 +114,62 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def as_csv(comparison: Comparison) -> str:
-    """A line a cell."""
-    rows = [_row(cell) for cell in comparison.cells]
-    left_out = ("accuracies", "failures")
-    columns = [name for name in rows[0] if name not in left_out]
-    return to_csv(columns, rows)
+def remarks(comparison: Comparison) -> list[str]:
+    """Return how rows were told apart, and :func:`warnings`."""
+    rivals = Counter(cell.column for cell in comparison.cells)
+    tested = Counter(cell.column for cell in comparison.cells if len(cell.scores) > 1)
+    if max(tested.values(), default=0) > 1:
+        return [TEST, *warnings(comparison)]
+    return [*([NO_TEST] if max(rivals.values()) > 1 else []), *warnings(comparison)]
 
 
-def as_markdown(comparison: Comparison) -> str:
-    """A table with the epsilons under the columns' titles, and the remarks below."""
-
-    def show(cell: Cell | None) -> str:
-        text = accuracy_text(cell)
-        standing = None if cell is None else cell.standing
-        return {"best": f"**{text}**", "tied": f"{text} ~"}.get(standing or "", text)
-
-    columns = (column_title(comparison, column) for column in comparison.columns)
-    titles = ["", *columns, "a run takes"]
-    prices = ["epsilon", *epsilons(comparison), ""]
-    lines = [_bars(titles), _bars(["---"] * len(titles)), _bars(prices)]
-    lines += [
-        _bars([name.replace("|", "\\|"), *map(show, cells), time])
-        for (name, cells), time in zip(comparison.rows, run_times(comparison), strict=True)
+def warnings(comparison: Comparison) -> list[str]:
+    """Return what the epsilons of a table cover, and what publishing its winner costs."""
+    cost, cells = comparison.cost, comparison.cells
+    beside = list(_beside(cost))
+    if not math.isfinite(cost.epsilon) or cost.epsilon == 0:
+        return beside
+    said = [
+        "Runs are drawn with the seeds named, to be repeatable: their epsilons hold only against "
+        "those who do not know the seeds. Train what is to be published without one."
     ]
-    remarks = [*comparison.remarks, *warnings(comparison)]
-    return "\n".join(lines) + "\n\n" + "\n\n".join(remarks) + "\n"
+    open_ends = sum(len(cell.failures) for cell in cells)
+    runs = open_ends + sum(len(cell.scores) for cell in cells)
+    counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
+    if runs > 1 or cost.epsilon > cells[0].epsilon:
+        said.append(
+            "An epsilon above is the price of one run fixed in advance. "
+            f"The {runs} runs{counted} are on the same records: publishing what was learnt from "
+            f"all of them, such as which is best, costs epsilon {format_epsilon(cost.epsilon)} at "
+            f"delta {comparison.grid.config.delta:g} in all. That covers attempts at these runs "
+            "that were begun again from scratch, but no deleted runs, nor runs replaced by dpmac "
+            "train --force."
+        )
+    said += beside
+    alone = len(cells) == 1 and not beside
+    if not alone:
+        said.append(
+            "That is for runs drawn independently. Runs of the same seed share batches and noise: "
+            "from two of their models the noise can be subtracted, so publish no two of them."
+        )
+    return said
 
 
-def _bars(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def as_latex(comparison: Comparison) -> str:
-    """A booktabs table, to be pasted."""
-
-    def show(cell: Cell | None) -> str:
-        if cell is None or not cell.accuracies:
-            return "--"
-        text = accuracy_text(cell, r"\pm")
-        body = rf"\mathbf{{{text}}}" if cell.standing == "best" else text
-        return f"${body}$" + (r"\,$\sim$" if cell.standing == "tied" else "")
-
-    columns = comparison.columns
-    symbol = r"\sigma =" if comparison.column == "sigma" else r"\varepsilon \le"
-    titles = " & ".join(["", *(f"${symbol} {value:g}$" for value in columns)])
-    prices = " & ".join([r"$\varepsilon$", *map(_escaped, epsilons(comparison))])
-    lines = [
-        "% needs \\usepackage{booktabs}",
-        rf"\begin{{tabular}}{{l{'c' * len(columns)}}}",
-        r"\toprule",
-        rf"{titles} \\",
-        rf"{prices} \\",
-        r"\midrule",
-        *(
-            rf"{' & '.join([_escaped(name), *map(show, cells)])} \\"
-            for name, cells in comparison.rows
-        ),
-        r"\bottomrule",
-        r"\end{tabular}",
-        *(f"% {remark}" for remark in (*comparison.remarks, *warnings(comparison))),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in text)
+def _beside(cost: Cost) -> Iterator[str]:
+    """Yield what is to be said of other runs on the same records."""
+    if not cost.beside:
+        return
+    runs, costs = ("runs", "cost") if cost.beside > 1 else ("run", "costs")
+    said = (
+        f"Its folder holds {cost.beside} more {runs} on data of the same name, which {costs} "
+        "privacy, too"
+    )
+    if cost.beside_plain:
+        yield f"{said}, {cost.beside_plain} of them without any: no epsilon holds for all."
+    elif math.isfinite(cost.epsilon_beside):
+        yield f"{said}: epsilon {format_epsilon(cost.epsilon_beside)} in all, with the study's."
+    else:
+        yield (
+            f"{said}: how much cannot be worked out, for files cannot be read, or they were "
+            "sampled under another adjacency."
+        )

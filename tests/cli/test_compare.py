@@ -14,11 +14,9 @@ import pytest
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.runs import setup as assembly
-from dpmac_cli.studies import local as workers
+from dpmac_cli.runs import folder
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.training.trainer import Trainer
-from tests.typed import dpmac, process
+from tests.typed import dpmac, hooked, loading, process
 
 COMMON = ("compare", "--dataset", "digits", "--sigma", "6", "--device", "cpu")
 SMALL = (
@@ -80,7 +78,7 @@ def test_a_grid_becomes_a_table(tmp_path: Path) -> None:
         assert 0 < row["epsilon"] < 1
         assert f"{100 * row['mean']:.2f} ± {100 * row['std']:.2f}" in result.output
     assert "costs epsilon" in result.output
-    for name in ("compare.csv", "compare.md", "compare.tex", "compare.png"):
+    for name in ("compare.csv", "compare.md", "compare.png"):
         assert (out / name).stat().st_size > 100
     with (out / "compare.csv").open() as file:
         assert [line["optimizer"] for line in csv.DictReader(file)] == ["dp-sgd", "dp-macadam"]
@@ -188,61 +186,15 @@ def test_what_fails_for_one_reason_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path) -> None:
-    result = dpmac(*SMALL, "--out", str(tmp_path / "study"), "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert "4 runs" in result.output
-    assert "0.09005" in result.output
+    varied = ("--lr", "0.1,0.2", "--out", str(tmp_path / "study"), "--dry-run")
+    result = hooked(loading("torch"), *SMALL, *varied)
+    assert result.returncode == 0, result.stderr
+    assert "8 runs" in result.stdout
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("dp-")]
+    assert rows[0] == ["dp-sgd", "lr", "0.1", "6", "0.09005", "3", "2"]
+    assert len(rows) == 4
     assert not (tmp_path / "study").exists()
-
-
-def test_a_dry_run_says_what_it_times_and_times_what_is_alike_once(tmp_path: Path) -> None:
-    varied = ("--sigma", "6,7,8", "--lr", "0.1,0.2", "--batch-size", "32,64", "--epochs", "1")
-    flags: tuple[str, ...] = ("compare", "--dataset", "digits", *varied)
-    flags += ("--optimizers", "dp-sgd,dp-adam")
-    flags += ("--out", str(tmp_path / "study"), "--dry-run")
-    lines = dpmac(*flags).stdout.splitlines()
-    assert [line for line in lines if line.startswith("timing ")] == [
-        "timing dp-sgd batch-size 32 lr 0.1 (1 of 4)",
-        "timing dp-adam batch-size 32 lr 0.1 (2 of 4)",
-        "timing dp-sgd batch-size 64 lr 0.1 (3 of 4)",
-        "timing dp-adam batch-size 64 lr 0.1 (4 of 4)",
-    ]
-    assert len([line for line in lines if line.startswith("dp-")]) == 24
-    assert "timing" not in dpmac(*flags, "--quiet").output
-
-
-def test_a_dry_run_computes_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> Any:
-        raise AssertionError("a dry run computes features")
-
-    monkeypatch.setattr(assembly, "featured", none)
-    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
-    features = ("--features", "scatter", "--model", "linear")
-    result = dpmac(*SMALL, *features, "--out", str(tmp_path / "study"), "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert "the times are without that of computing features" in result.stderr
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_step_that_takes_long_is_timed_in_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches: list[float] = []
-
-    def slow(trainer: Trainer) -> None:
-        batches.append(trainer.mechanism.expected_batch)
-        time.sleep(0.002 * batches[-1])
-
-    monkeypatch.setattr(Trainer, "step", slow)
-    monkeypatch.setattr(workers, "TIMED_SECONDS", 0.2)
-    study = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "batch_size": "1000"}
-    grid = plan({**study, "seeds": "1", "device": "cpu"}, None, tmp_path)
-    times = workers.step_times(grid)
-    assert next(times) == workers.Timed(0, 0, 1)
-    with pytest.raises(StopIteration) as end:
-        next(times)
-    assert end.value.value[0] == pytest.approx(2, rel=0.3)
-    assert max(batches) < 200
+    assert Path("loaded").read_text() == ""
 
 
 @pytest.mark.long
@@ -252,23 +204,18 @@ def test_json_is_alone_on_stdout(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_studies_in_one_folder_keep_each_its_table_and_say_what_all_cost(tmp_path: Path) -> None:
-    """The second's runs lie beside the first's, on the same data; its table replaces none."""
+def test_studies_in_one_folder_say_what_all_cost(tmp_path: Path) -> None:
+    """The second's runs lie beside the first's, on the same data; each writes its own table."""
     out = tmp_path / "study"
     short = (*COMMON, "--jobs", "1", "--seeds", "1", "--out", str(out))
     first, second = ((*short, "--optimizers", "dp-sgd", "--steps", steps) for steps in ("2", "3"))
     alone = dpmac(*first)
     assert (alone.exit_code, alone.stderr) == (0, "")
     assert "more run" not in alone.output
-    names = ("compare.json", "compare.csv", "compare.md", "compare.tex", "compare.png")
-    kept = {name: (out / name).read_bytes() for name in (*names, "SHA256SUMS")}
+    rows = table(out)
 
     result = dpmac(*second)
     study = json.loads((out / "compare.json").read_text())
-    (where,) = (out / "tables").iterdir()
-    assert where.name == json.loads(kept["compare.json"])["study"] != study["study"]
-    assert {path.name: path.read_bytes() for path in where.iterdir()} == kept
-    assert f"The table of another study that lay in {out} is now in {where}." in result.stderr
     # What both cost together: five steps with the same noise.
     price = total_epsilon((TrainingEvent(128 / 1437, 6.0, 5),), 1e-5)
     assert study["runs_beside"] == 1
@@ -279,28 +226,11 @@ def test_studies_in_one_folder_keep_each_its_table_and_say_what_all_cost(tmp_pat
     )
     assert words in result.stdout
 
-    # The same command again finds its runs, and its table is the one on top again.
+    # The first command again finds its runs, and writes its table again.
     again = dpmac(*first, "--quiet")
     assert again.output == ""
-    (other,) = (out / "tables").iterdir()
-    assert other.name == study["study"]
-    rows = table(out)
-    assert rows == [
-        {k: v for k, v in row.items() if k != "training_seconds"}
-        for row in json.loads(kept["compare.json"])["rows"]
-    ]
-
-
-@pytest.mark.long
-def test_a_table_from_before_there_were_names_is_kept_too(tmp_path: Path) -> None:
-    out = tmp_path / "study"
-    (out / "runs").mkdir(parents=True)
-    (out / "compare.json").write_text('{"study": "../../../elsewhere"}')
-    short = (*COMMON, "--jobs", "1", "--seeds", "1", "--steps", "1", "--optimizers", "dp-sgd")
-    for _ in range(2):
-        assert dpmac(*short, "--out", str(out)).exit_code == 0
-    (where,) = (out / "tables").iterdir()
-    assert "elsewhere" in (where / "compare.json").read_text()
+    assert table(out) == rows
+    assert folder.vouched(out, "compare.json")
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from dpmac_cli.cli.compare_display import Lines, LiveRuns, print_comparison
 from dpmac_cli.cli.console import Expendable
 from dpmac_cli.cli.display import LiveBar
 from dpmac_cli.runs.session import Started, Update
-from dpmac_cli.studies.executors import Ended, Moved
+from dpmac_cli.studies.executor import Ended, Moved
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import Comparison
 from dpmac_cli.training.loop import Progress
@@ -113,11 +113,11 @@ def test_live_runs_keep_to_a_line_each(width: int) -> None:
     display = LiveRuns(console, grid, range(len(grid.runs)))
     for number in (0, 5, 30):
         display.show(Moved(number, 58_799, 58_800, 0.98765))
-    lines = console.render_lines(display._render())
+    lines = console.render_lines(display._bars.get_renderable())
     shown = ["".join(segment.text for segment in line) for line in lines]
     display.close()
     assert len(shown) == 4
     assert all(len(line) <= width for line in shown)
-    assert all("58799/58800" in line and "98.7" in line for line in shown[:3])
-    assert "dp-sgd  sigma 1  seed 0" in shown[0]
-    assert f"0/{len(grid.runs)} runs" in shown[3]
+    assert f"0/{len(grid.runs)} runs" in shown[0]
+    assert all("58799/58800" in line and "98.7" in line for line in shown[1:])
+    assert "dp-sgd  sigma 1" in shown[1]

@@ -28,6 +28,7 @@ from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Reduced
 from dpmac_cli.storage import files
 from dpmac_cli.studies import local as workers
+from dpmac_cli.studies import worker
 from dpmac_cli.training import loop
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import contents, digits_config, same_weights, train_digits
@@ -518,7 +519,6 @@ def test_a_comparison_says_what_is_damaged_and_goes_on() -> None:
         "compare.json",
         "compare.csv",
         "compare.md",
-        "compare.tex",
         "compare.png",
     ]
     rows = json.loads(Path("study/compare.json").read_text())["rows"]
@@ -580,7 +580,7 @@ def test_a_worker_whose_device_failed_is_replaced(monkeypatch: pytest.MonkeyPatc
             self.sent.append(event)
 
     pipe = Pipe()
-    monkeypatch.setattr(workers, "_events", lost)
+    monkeypatch.setattr(worker, "_events", lost)
     monkeypatch.setattr(workers, "_moved", lambda data, device: data)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     asked: Any = type("Never", (), {"is_set": lambda self: False})()

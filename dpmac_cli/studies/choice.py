@@ -1,0 +1,111 @@
+"""Choosing the executor of a study: processes here, a Ray cluster, or SLURM. Loads no torch."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpmac_cli.config.extras import EXTRAS, fault_of_extra
+from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.studies.executor import Executor
+
+if TYPE_CHECKING:
+    from dpmac_cli.studies.local import SharedData
+
+#: All but the first need an extra of the same name.
+EXECUTORS = ("local", "ray", "slurm")
+#: sbatch options that dpmac sets itself.
+OURS = (
+    *("array", "error", "export", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
+    *("output", "requeue", "signal", "wrap"),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Executor and its options, as given.
+
+    Attributes:
+        name: one of :data:`EXECUTORS`.
+        jobs: runs at a time; None for the executor's default.
+        cluster: address of the Ray cluster; None for that of RAY_ADDRESS, or a new one here.
+        slurm: sbatch options of a job, KEY=VALUE separated by commas; None without SLURM.
+    """
+
+    name: str = "local"
+    jobs: int | None = None
+    cluster: str | None = None
+    slurm: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with it, each a full sentence."""
+        if self.jobs is not None and not 1 <= self.jobs <= 1024:
+            yield f"--jobs must be from 1 to 1,024, not {self.jobs}."
+        if self.name not in EXECUTORS:
+            yield f"--executor must be one of {', '.join(EXECUTORS)}, not '{self.name}'."
+        if self.cluster is not None and self.name != "ray":
+            yield "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
+        if self.slurm is not None and self.name != "slurm":
+            yield "--slurm is for jobs of SLURM. Add --executor slurm, or leave it out."
+        if self.name == "slurm":
+            yield from self._slurm_faults()
+        if self.name in EXTRAS:
+            yield from fault_of_extra(self.name, f"--executor {self.name}")
+
+    @property
+    def sbatch(self) -> dict[str, str]:
+        """The options of :attr:`slurm`, by sbatch's own names."""
+        return dict(self._options())
+
+    def _options(self) -> Iterator[tuple[str, str]]:
+        """Yield names and values of :attr:`slurm`; for what is no option, "" and the text."""
+        for part in filter(None, map(str.strip, (self.slurm or "").split(","))):
+            match = re.fullmatch(r"(?:--)?([a-z][a-z_-]*)=([^\s=]\S*)", part)
+            yield (match[1].replace("_", "-"), match[2]) if match else ("", part)
+
+    def _slurm_faults(self) -> Iterator[str]:
+        for name, value in self._options():
+            if not name:
+                yield f"--slurm '{value}' is not KEY=VALUE, such as partition=gpu,time=60."
+            elif name in OURS:
+                yield f"--slurm {name} cannot be chosen: dpmac depends on it. Leave it out."
+        if "time" not in self.sbatch:
+            yield (
+                "--slurm must say how long a job may take, as sbatch --time does: --slurm time=60 "
+                "(an hour)."
+            )
+
+
+@contextmanager
+def opened(
+    choice: Choice, configs: Sequence[TrainConfig], data: "SharedData", jobs: Path
+) -> Iterator[Executor]:
+    """Provide the chosen executor. Writes nothing yet.
+
+    Args:
+        choice: without faults.
+        configs: of all runs, each with its ``out``.
+        data: see :func:`dpmac_cli.studies.local.share_data`; for processes here only.
+        jobs: folder for what SLURM's jobs print.
+
+    Raises:
+        InputError: there is no such cluster.
+    """
+    # Another machine chooses among its own GPUs.
+    placed = [replace(config, device=config.device.partition(":")[0]) for config in configs]
+    if choice.name == "ray":
+        from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
+
+        with ray_cluster.connected(choice.cluster):
+            yield ray_cluster.Cluster(placed, choice.jobs)
+    elif choice.name == "slurm":
+        from dpmac_cli.studies import slurm  # noqa: PLC0415  (loads submitit)
+
+        slurm.check()
+        yield slurm.Array(placed, choice.jobs, jobs, choice.sbatch)
+    else:
+        from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
+
+        yield local.Pool(configs, choice.jobs or local.default_jobs(configs[0].device), data)

@@ -1,0 +1,61 @@
+"""Training one run of a study, wherever that is, and reporting its progress."""
+
+from collections.abc import Callable, Iterator
+
+from dpmac_cli.config.budget import training_event
+from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.errors import DpmacError, explain_os_error
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.ledger import attempts
+from dpmac_cli.studies.executor import Ended, Moved, RunEvent
+from dpmac_cli.torch_errors import device_lost, what_failed
+from dpmac_cli.training.loop import Evaluated
+
+
+def train_run(
+    number: int, config: TrainConfig, data: Data | None, stop: Callable[[], bool]
+) -> Iterator[RunEvent]:
+    """Train a run, or resume it, and yield its progress and one :class:`Ended`.
+
+    Args:
+        number: index of the run in the grid.
+        config: with its ``out``.
+        data: on the run's device; None to load it.
+        stop: called after every step; True saves the run and ends it.
+    """
+    failure, broken = None, False
+    try:
+        for event in _events(config, data, stop):
+            yield Moved(number, *event)
+    except KeyboardInterrupt:  # asked to stop before its first step
+        pass
+    except DpmacError as problem:
+        failure = str(problem)
+        broken = problem.__cause__ is not None and device_lost(problem.__cause__)
+    except OSError as problem:
+        failure = explain_os_error(problem)
+    except Exception as problem:  # noqa: BLE001  (the other runs continue, whatever it is)
+        failure = f"a bug in dpmac, {what_failed(problem)} dpmac train --debug shows all of it."
+    yield Ended(number, failure, broken=broken)
+
+
+def _events(
+    config: TrainConfig, data: Data | None, stop: Callable[[], bool]
+) -> Iterator[tuple[int, int, float | None]]:
+    """Train a run, resuming it where that is exact; yield step, total steps and accuracy."""
+    assert config.out is not None  # noqa: S101
+    steps, accuracy = config.total_steps, None
+    if run.goes_on_exactly(config.out, config.device):
+        flags = {"device": config.device, "model": config.model}
+        events = run.resume(config.out, flags, stop, data)
+    else:  # a run that cannot be resumed here: the study is charged for what was done before
+        before = () if config.no_dp else attempts(config.out, training_event(config))
+        events = run.train(config, stop, data, abandoned=before)
+    for event in events:
+        if isinstance(event, run.Started):
+            yield event.done, steps, accuracy
+        elif isinstance(event, run.Update):
+            if isinstance(event.event, Evaluated):
+                accuracy = event.event.result.accuracy
+            yield event.event.step, steps, accuracy
