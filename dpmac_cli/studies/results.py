@@ -59,6 +59,11 @@ class Cell:
     standing: str = ""
 
     @property
+    def name(self) -> str:
+        """Name of the row."""
+        return row_name(self.labels)
+
+    @property
     def accuracies(self) -> dict[int, float]:
         """Test accuracy by seed."""
         return {score.seed: score.accuracy for score in self.scores}
