@@ -95,7 +95,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
 
     Args:
         flags: field name -> text with commas, or None; ``optimizers`` and ``seeds`` beside the
-            fields of a training 
+            fields of a training
         file: YAML with flag names for keys, and values or lists of them.
         root: the folder of all runs.
 
