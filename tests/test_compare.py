@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def test_other_runs_on_the_same_data_are_counted_as_they_went(tmp_path: Path) ->
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("changed", [{"sigma": "2"}, {"steps": "6"}, {"lr": "0.1"}])
-def test_a_run_that_was_gone_on_with_is_no_run_of_the_study(
+def test_a_run_that_its_fork_has_replaced_is_no_run_of_the_study(
     changed: dict[str, str], tmp_path: Path
 ) -> None:
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "4", "seeds": "2"}
@@ -137,20 +138,23 @@ def test_a_run_that_was_gone_on_with_is_no_run_of_the_study(
     for one in study.runs:
         list(run.train(one.config, after(3)))
     assert not any(map(was_changed, study.runs))
-    list(run.resume(study.runs[0].folder, changed))
+    fork, replaced = tmp_path / "fork", study.runs[0].folder
+    list(run.fork(replaced, {**changed, "out": fork}))
+    shutil.rmtree(replaced)
+    fork.rename(replaced)
     list(run.resume(study.runs[1].folder))
     assert [was_changed(one) for one in study.runs] == [True, False]
 
 
 @pytest.mark.privacy
-def test_a_run_that_went_on_as_a_branch_is_priced_as_it_went(
+def test_a_run_that_went_on_with_new_keys_is_priced_as_it_went(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a kill and on another machine, say: the same settings, and more steps in all."""
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "8", "seeds": "1"}
     study = plan({**flags, "device": "cpu"}, None, tmp_path)
     list(run.train(study.runs[0].config))
-    twice = (training_event(study.runs[0].config, 8),) * 2
+    twice = (study.runs[0].config.event,) * 2
     monkeypatch.setattr(compare, "events_of", lambda _, **__: twice)
     found = collect(study, {})
     spent = total_epsilon(twice, 1e-5)

@@ -68,9 +68,8 @@ def test_epsilons_make_columns_of_the_noise_that_meets_them() -> None:
     assert study.column == "epsilon"
     for run in study.runs:
         config = run.config
-        assert config.sigma is not None
-        assert run.column == config.epsilon
-        price = total_epsilon((config.event_of(config.steps),), config.delta)
+        assert run.column == config.target_epsilon
+        price = total_epsilon((config.event,), config.delta)
         assert 0.99 * run.column < price <= run.column
     assert len({run.config.sigma for run in study.runs}) == 2
 
@@ -186,7 +185,7 @@ def test_a_switch_is_the_same_in_every_run(tmp_path: Path) -> None:
     file = tmp_path / "study.yaml"
     file.write_text("dataset: digits\nno-dp: true\noptimizers: dp-sgd\n")
     for study in (grid(optimizers="dp-sgd", seeds="1", no_dp=True), plan({}, file, ROOT)):
-        assert all(run.config.no_dp for run in study.runs)
+        assert not any(run.config.private for run in study.runs)
 
 
 def test_a_range_is_one_value(tmp_path: Path) -> None:
@@ -195,10 +194,11 @@ def test_a_range_is_one_value(tmp_path: Path) -> None:
     np.savez(table, x=np.zeros((40, 3)), y=labels, x_test=np.zeros((2, 3)), y_test=labels[:2])
     flags = {"dataset": str(table), "optimizers": "dp-sgd", "sigma": "2", "seeds": "1"}
     study = plan({**flags, "feature_range": "0,1"}, None)
-    assert [run.config.feature_range for run in study.runs] == ["0,1"]
+    assert [run.config.recorded["feature-range"] for run in study.runs] == ["0,1"]
     file = tmp_path / "study.yaml"
     file.write_text('feature-range: ["0,1", "0,2"]\n')
-    assert [run.config.feature_range for run in plan(flags, file).runs] == ["0,1", "0,2"]
+    ranges = [run.config.recorded["feature-range"] for run in plan(flags, file).runs]
+    assert ranges == ["0,1", "0,2"]
 
 
 def test_the_file_of_a_single_run_is_a_study(tmp_path: Path) -> None:

@@ -155,12 +155,12 @@ def _carry_out(
 
 
 def _check_runs(grid: Grid) -> None:
-    """Reject runs that were resumed with other settings. Raises InputError."""
+    """Reject folders of runs with other settings. Raises InputError."""
     from dpmac_cli.studies.results import was_changed  # noqa: PLC0415  (a second: accountants)
 
     errors = [
-        f"{run.folder} was gone on with by other settings, so it is no run of this study any more. "
-        "Move it out of that folder: the same command then trains it anew."
+        f"{run.folder} holds a run with other settings, so it is no run of this study. Move it "
+        "out of that folder: the same command then trains it anew."
         for run in grid.runs
         if was_changed(run)
     ]

@@ -104,14 +104,6 @@ def featured(
     return Featured(_as_data(kept[0], data), kept[1], tuple(notes))
 
 
-def stand_in(parts: FrozenFeatures, data: Data) -> Data:
-    """Return the features of the first record in place of everyone's, to time steps on."""
-    first = parts.features(data.standardised(data.train.images[:1]))
-    splits = {"train": data.train, "test": data.test}
-    shown = {name: first.expand(len(s), *first.shape[1:]) for name, s in splits.items()}
-    return _as_data(shown, data)
-
-
 def _key(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any]) -> str:
     """Return SHA-256 over all that decides what the features are."""
     named = {

@@ -148,8 +148,8 @@ def _judge(
     else:
         return Ended(
             number,
-            f"it ended on another machine, and its folder {config.folder} is not seen here. Name an "
-            "--out on storage that all machines share.",
+            f"it ended on another machine, and its folder {config.folder} is not seen here. Name "
+            "an --out on storage that all machines share.",
         )
     if attempt < ATTEMPTS:
         return Ended(number, f"its process died ({why})", again=True)
