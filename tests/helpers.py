@@ -184,7 +184,7 @@ def make_trainer(
             keys=keys,
             sampler=sampler if leads else None,
             noise=(noise or Noise(keys.noise)) if leads else None,
-            layers=LayerDraws(keys.layers) if plan.recipe.augment else None,
+            layers=LayerDraws(keys.layers) if plan.recipe.augmented else None,
         ),
         hooks=hooks,
         ranks=ranks,

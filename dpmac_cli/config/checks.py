@@ -53,7 +53,7 @@ def faults(plan: TrainPlan) -> Iterator[str]:
             f"of {batch:,}; a run takes at most {MOST_STEPS:,}. Choose fewer epochs or larger "
             "batches."
         )
-    if plan.recipe.augment is not None and plan.facts.is_table:
+    if plan.recipe.augmented and plan.facts.is_table:
         yield f"--augmentations is for images, and {plan.dataset} is a table. Leave it out."
     if plan.recipe.warmup >= plan.steps:
         yield (
@@ -88,7 +88,7 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
         yield f"--features {features.kind}: images of {plan.dataset} {fault}"
     if isinstance(start, PublicFile) and not start.path.is_file():
         yield f"--pretrained: there is no file {start.path}."
-    if plan.recipe.augment is not None and frozen:
+    if plan.recipe.augmented and frozen:
         yield (
             "--augmentations draws views again in every step, and what is frozen is computed once: "
             "leave one of them out."

@@ -235,9 +235,9 @@ def _recipe(values: Mapping[str, Any]) -> Recipe:
         values["lr_schedule"],
         values["warmup_steps"],
         values["weight_decay"],
-        values["ema"],
+        values["ema"] or 0.0,
         values["augmentations"] or 1,
-        values["augment"],
+        values["augment"] or "none",
     )
 
 

@@ -72,9 +72,7 @@ def make_trainer(
     _check_size(plan, task.data)
     canaries = _canaries(plan, task, keys)
     # Built-in networks draw no random numbers in their forward pass; others may.
-    drawing = (
-        model is not None or isinstance(plan.model, UserModel) or plan.recipe.augment is not None
-    )
+    own = model is not None or isinstance(plan.model, UserModel)
     observers: tuple[Hook | None, ...] = (diagnostics, canaries)
     isolated = task.independence == "isolated" and not plan.start.head_only
     return Trainer(
@@ -85,7 +83,7 @@ def make_trainer(
         ),
         mechanism=_mechanism(plan),
         plan=_schedule(plan, steps, isolated=isolated),
-        randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, drawing=drawing),
+        randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),
         hooks=[hook for hook in observers if hook is not None],
         ranks=ranks,
     )
@@ -141,9 +139,9 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> Canaries | None:
     )
 
 
-def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, drawing: bool) -> Randomness:
+def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomness:
     """Return the random draws of a rank: all but the first have those of layers alone."""
-    layers = LayerDraws(keys.layers, rank) if drawing else None
+    layers = LayerDraws(keys.layers, rank) if own or plan.recipe.augmented else None
     if rank > 0:
         return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
     sampler = make_sampler(

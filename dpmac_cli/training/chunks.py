@@ -112,7 +112,7 @@ class ChunkedSum:
     def _inputs(self, images: Tensor, drawn: Batch, step: int) -> Tensor:
         """Return the model's inputs for some records: K views of each, or the image itself."""
         recipe, layers = self._recipe, self._layers
-        if recipe.augment is None:
+        if not recipe.augmented:
             return self._data.standardised(images)
         assert layers is not None, "augmented views need random draws"  # noqa: S101
         words = layers.words(step, drawn, recipe.views)

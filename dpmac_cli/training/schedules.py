@@ -23,18 +23,23 @@ class Recipe:
         warmup: steps in which the rate rises to its peak.
         weight_decay: lambda of theta - eta lambda theta, apart from the gradient (Loshchilov and
             Hutter 2019, arXiv 1711.05101).
-        ema: decay of the average of weights that is scored and published; None for the last ones.
+        ema: decay of the average of weights that is scored and published; 0 for the last ones.
         views: K, of each image in each step: the mean of their gradients is clipped (De et al.
             2022, arXiv 2204.13650).
-        augment: how views are drawn, a name of :data:`AUGMENTS`; None for images as they are.
+        augment: how views are drawn, a name of :data:`AUGMENTS`; "none" for images as they are.
     """
 
     schedule: str = "constant"
     warmup: int = 0
     weight_decay: float = 0.0
-    ema: float | None = None
+    ema: float = 0.0
     views: int = 1
-    augment: str | None = None
+    augment: str = "none"
+
+    @property
+    def augmented(self) -> bool:
+        """Whether images are augmented."""
+        return self.augment != "none"
 
     def rate(self, step: int, steps: int) -> float:
         """Return the fraction of the peak learning rate in step t = 1 ... T, in (0, 1]."""
@@ -47,7 +52,6 @@ class Recipe:
 
     def decay(self, step: int) -> float:
         """Weight that the average keeps of itself in step t, less in the first steps."""
-        assert self.ema is not None, "there is no average"  # noqa: S101
         return min(self.ema, (1 + step) / (10 + step))
 
 

@@ -80,7 +80,7 @@ class Trainer:
             spread=spread,
             chunk=self._sums.chunk,
             keys=randomness.keys,
-            average=None if plan.recipe.ema is None else theta.clone(),
+            average=theta.clone() if plan.recipe.ema else None,
             extra={name: t for hook in hooks for name, t in hook.tensors().items()},
         )
         self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)
