@@ -613,7 +613,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> N
     ran = TrainingEvent(0.1, 1.0, 40, "poisson", 10)
     assert price["events"] == [vars(ran)]
     assert price["epsilon"] == total_epsilon((ran,), 1e-5)
-    assert all(e.config.facts.train_size == 80 for e in events if isinstance(e, Started))
+    assert all(e.plan.facts.train_size == 80 for e in events if isinstance(e, Started))
 
 
 @pytest.mark.privacy
