@@ -218,7 +218,7 @@ def test_every_ancestor_of_a_fork_is_listed() -> None:
     *_, last = run.fork(first.folder, {"steps": "9", "sigma": "8", "out": "forked"})
     assert isinstance(last, Finished)
     text = card(last.folder)
-    assert "| branch 1 | 5 | poisson | 0.0890745 | 6 |" in text
+    assert "| before 1 | 5 | poisson | 0.0890745 | 6 |" in text
     assert "| this model | 4 | poisson | 0.0890745 | 8 |" in text
     assert cells(text)["epsilon"] == format_epsilon(last.report["privacy"]["epsilon"])
     assert card(first.folder) == before

@@ -16,7 +16,7 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Finished
 from dpmac_cli.storage import files
-from tests.digits_runs import contents, train_digits
+from tests.digits_runs import after, contents, digits_config, train_digits, train_events
 
 
 @pytest.mark.parametrize("failing", ["fsync", "chmod", "replace"])
@@ -163,8 +163,10 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.privacy
 @pytest.mark.usefixtures("umask")
 def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
-    first = train_digits(out="run", diagnostics=True, checkpoint_every="1")
+    config = digits_config(out="run", diagnostics=True, checkpoint_every="1")
+    first = train_events(config, after(2))[1]
     (first.folder / checkpoint.FOLDER).chmod(0o755)  # as a copy may have left it
+    assert run.finish(run.resume(first.folder, {})).state == "finished"
     *_, last = run.fork(first.folder, {"steps": "5", "diagnostics": True, "out": "forked"})
     assert isinstance(last, Finished)
     private = {folder.LOCK, folder.DIAGNOSTICS}

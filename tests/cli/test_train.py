@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dpmac_cli import __version__
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.settings import SETTINGS, flag_name
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Update
@@ -177,13 +178,13 @@ def test_a_fork_goes_to_a_new_folder_and_says_what_it_is_of() -> None:
     lines = result.stdout.splitlines()
     assert lines[0].startswith("dp-macadam on digits: 1,437 records")
     assert lines[1].startswith("sigma 6, expected batch 128, 12 steps (epochs: 1)")
-    assert any("from step 3" in line and "a fork of parent" in line for line in lines)
+    assert lines[2] == "continuing after step 3, with new noise: a fork of parent"
     assert lines[-1].startswith("runs/digits-dp-macadam-1: model.safetensors")
     assert contents(parent) == before
     report = json.loads(Path("runs/digits-dp-macadam-1/report.json").read_text())
     assert [event["steps"] for event in report["privacy"]["events"]] == [3, 9]
     assert report["hyperparameters"]["lr"] == 0.01
-    assert f"privacy epsilon {report['privacy']['epsilon']:.4f}"[:20] in result.stdout
+    assert f"privacy epsilon {format_epsilon(report['privacy']['epsilon'])} at" in result.stdout
 
 
 def test_a_fork_takes_out_json_and_quiet() -> None:
