@@ -368,14 +368,15 @@ def test_the_others_hear_of_a_rank_that_dies_within_seconds(lost: int) -> None:
         if ranks.rank == lost:
             os._exit(9)
         began = time.monotonic()
-        with pytest.raises(RunError) as failure:
+        with pytest.raises((RunError, DismissedError)) as failure:
             walk(trainer, 2)
         return str(failure.value), time.monotonic() - began
 
     found = together(3, work)
     assert found.pop(lost) is None
     assert all(seconds < 30 for _, seconds in found)
-    assert all("One of the 3 processes of this run stopped" in message for message, _ in found)
+    # Rank 0 says it, and lets the others go without a word; where it is dead, they do.
+    assert "One of the 3 processes of this run stopped" in found[0][0]
 
 
 def test_a_rank_that_ends_in_order_is_not_missed() -> None:

@@ -13,7 +13,6 @@ from rich.text import Text
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli.console import ATTENTION, expendable
-from dpmac_cli.config.budget import training_event
 from dpmac_cli.studies import tables
 from dpmac_cli.studies.executor import Moved, RunEvent
 from dpmac_cli.studies.grid import Grid, row_name
@@ -30,7 +29,7 @@ class Lines:
 
     def __init__(self, console: Console, grid: Grid, missing: Sequence[int]) -> None:
         self.console, self._grid = console, grid
-        self._left = {n: grid.runs[n].config.total_steps for n in missing}
+        self._left = {n: grid.runs[n].config.steps for n in missing}
         self._done, self._total = 0, sum(self._left.values())
         self._accuracy: dict[int, float | None] = {}
         self._ended, self._began = 0, time.monotonic()
@@ -41,7 +40,7 @@ class Lines:
         """Count steps, and print a line when a run ends."""
         number, name = event.number, self._name(event.number)
         if isinstance(event, Moved):
-            steps = self._grid.runs[number].config.total_steps - event.step
+            steps = self._grid.runs[number].config.steps - event.step
             self._done += self._left[number] - steps
             self._left[number], self._accuracy[number] = steps, event.accuracy
         elif event.again:
@@ -179,10 +178,10 @@ def print_plan(out: Console, grid: Grid) -> None:
         table.add_column(title, justify="left" if title == "run" else "right")
     for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
         config = run.config
-        epsilon = total_epsilon((training_event(config, config.total_steps),), config.delta)
-        price = "no privacy" if config.no_dp else format_epsilon(epsilon)
-        steps, seeds = f"{config.total_steps:,}", str(len(grid.seeds))
-        table.add_row(row_name(run.labels), f"{run.column or 0:g}", price, steps, seeds)
+        epsilon = total_epsilon((config.event,), config.delta) if config.private else None
+        price = "no privacy" if epsilon is None else format_epsilon(epsilon)
+        steps, seeds = f"{config.steps:,}", str(len(grid.seeds))
+        table.add_row(row_name(run.labels), f"{run.column:g}", price, steps, seeds)
     out.print(table)
     count = len(grid.runs)
     out.print(f"{count} run{'s' if count > 1 else ''}; finished ones are not run again")

@@ -22,7 +22,7 @@ from dpmac_cli.config.given import parse
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.storage.paths import cache_folder, data_folder
-from dpmac_cli.studies.executors import usable_cores
+from dpmac_cli.studies.executor import usable_cores
 
 HELP = """Say what this machine has for dpmac to work with, and what is missing.
 

@@ -137,6 +137,12 @@ class TrainPlan:
     recorded: Mapping[str, Any] = field(hash=False, repr=False)
 
     @property
+    def folder(self) -> Path:
+        """The run folder, of a plan that names it."""
+        assert isinstance(self.out, Path)  # noqa: S101
+        return self.out
+
+    @property
     def facts(self) -> Dataset:
         """Public facts of the dataset."""
         return self.found.facts

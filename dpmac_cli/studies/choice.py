@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpmac_cli.config.extras import EXTRAS, fault_of_extra
-from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.studies.executor import Executor
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Choice:
 
 @contextmanager
 def opened(
-    choice: Choice, configs: Sequence[TrainConfig], data: "SharedData", jobs: Path
+    choice: Choice, configs: Sequence[TrainPlan], data: "SharedData", jobs: Path
 ) -> Iterator[Executor]:
     """Provide the chosen executor. Writes nothing yet.
 

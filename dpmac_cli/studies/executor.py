@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.runs import folder
 
 #: How often a run is started whose process dies.
@@ -81,7 +81,7 @@ class Executor(Protocol):
 
 def carry_out(
     executor: Executor,
-    configs: Sequence[TrainConfig],
+    configs: Sequence[TrainPlan],
     numbers: Sequence[int],
     stop: Callable[[], bool],
 ) -> Iterator[RunEvent]:
@@ -125,7 +125,7 @@ def carry_out(
 
 
 def _judge(
-    end: Ended | Died, config: TrainConfig, step: int, attempt: int, *, stopped: bool
+    end: Ended | Died, config: TrainPlan, step: int, attempt: int, *, stopped: bool
 ) -> Ended:
     """Decide from how a process ended whether its run is over.
 
@@ -141,14 +141,14 @@ def _judge(
         if _finished(config):  # killed after its run was finished
             return Ended(number)
         why = end.why
-    elif step < config.total_steps:
+    elif step < config.steps:
         why = "it was asked to end by its cluster"
     elif _appears(config):
         return Ended(number)
     else:
         return Ended(
             number,
-            f"it ended on another machine, and its folder {config.out} is not seen here. Name an "
+            f"it ended on another machine, and its folder {config.folder} is not seen here. Name an "
             "--out on storage that all machines share.",
         )
     if attempt < ATTEMPTS:
@@ -159,22 +159,20 @@ def _judge(
     )
 
 
-def _finished(config: TrainConfig) -> bool:
+def _finished(config: TrainPlan) -> bool:
     """Return whether the folder of a run holds the report of a finished run."""
-    assert config.out is not None  # noqa: S101
-    return folder.reported_steps(config.out) >= config.total_steps
+    return folder.reported_steps(config.folder) >= config.steps
 
 
-def _appears(config: TrainConfig) -> bool:
+def _appears(config: TrainPlan) -> bool:
     """Wait until the report of a finished run is visible here; False after :data:`GRACE`."""
-    assert config.out is not None  # noqa: S101
     deadline = time.monotonic() + GRACE
     while not _finished(config):
         if time.monotonic() > deadline:
             return False
         time.sleep(PATIENCE)
-        if config.out.is_dir():
-            os.listdir(config.out)  # makes a network file system look again
+        if config.folder.is_dir():
+            os.listdir(config.folder)  # makes a network file system look again
     return True
 
 

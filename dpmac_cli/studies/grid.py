@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config import resolve as configuration
-from dpmac_cli.config.budget import settle_noise
-from dpmac_cli.config.resolve import near, read_lists, resolve
-from dpmac_cli.config.settings import KINDS, OPTIMIZER, SETTINGS, TrainConfig, flag_name
+from dpmac_cli.config.given import EXCLUSIVE, faults_of_model, near, parse
+from dpmac_cli.config.plan import PublicFile, TrainPlan
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import OPTIMIZER, SETTINGS, flag_name
+from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 
@@ -43,7 +44,7 @@ class Run:
         column: its value of the study's column setting.
     """
 
-    config: TrainConfig
+    config: TrainPlan
     seed: int
     labels: Labels
     column: float
@@ -51,8 +52,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """Folder of the run."""
-        assert self.config.out is not None  # noqa: S101
-        return self.config.out
+        return self.config.folder
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Grid:
     notes: tuple[str, ...]
 
     @property
-    def config(self) -> TrainConfig:
+    def config(self) -> TrainPlan:
         """Settings of the first run, which share dataset and delta with the others."""
         return self.runs[0].config
 
@@ -95,7 +95,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
 
     Args:
         flags: field name -> text with commas, or None; ``optimizers`` and ``seeds`` beside the
-            fields of a training configuration.
+            fields of a training
         file: YAML with flag names for keys, and values or lists of them.
         root: the folder of all runs.
 
@@ -107,9 +107,9 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     found = {} if file is None else read_lists(Path(file), known, errors)
     given = {name: [v for text in found[name] for v in _split(name, text)] for name in found}
     if not flags.get("model"):
-        errors += configuration.faults_of_model(given.get("model", ()), f"model in {file}")
+        errors += faults_of_model(given.get("model", ()), f"model in {file}")
     typed = {name: _split(name, v) for name, v in flags.items() if v not in (None, False)}
-    replaced = {name for group in configuration.EXCLUSIVE if typed.keys() & group for name in group}
+    replaced = {name for group in EXCLUSIVE if typed.keys() & group for name in group}
     given = {name: values for name, values in given.items() if name not in replaced} | typed
     one = given.pop("optimizer", ["all"])  # as in the file of a single run
     given["optimizer"] = _optimizers(given.pop("optimizers", one), errors)
@@ -124,7 +124,7 @@ def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
     for name, values in given.items():
         for value in values if name != "optimizer" else ():
             try:
-                configuration.parse({name: _meant(name, value)})
+                parse({name: _meant(name, value)})
             except InputError as failure:
                 yield from failure.errors
 
@@ -132,7 +132,7 @@ def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
 def _meant(name: str, text: str) -> str | bool:
     """Return a value as flags and YAML have it: bool for a switch."""
     switches = {"true": True, "false": False}
-    return switches.get(text.lower(), text) if KINDS[name] is bool else text
+    return switches.get(text.lower(), text) if SETTINGS[name].kind is bool else text
 
 
 def _split(name: str, value: Any) -> list[str]:
@@ -175,7 +175,7 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     column = "epsilon" if "epsilon" in given else "sigma"
     varied = [name for name, values in given.items() if len(values) > 1]
     axes = ["optimizer", *(name for name in varied if name not in ("optimizer", column))]
-    cells: dict[tuple[Labels, float], TrainConfig] = {}
+    cells: dict[tuple[Labels, float], TrainPlan] = {}
     errors: dict[str, None] = {}
     notes: dict[str, None] = {}
     for values in itertools.product(*given.values()):
@@ -186,12 +186,13 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
             labels[name] = ""
         try:
             resolved = resolve(flags)
-            config = settle_noise(resolved.config)
         except InputError as failure:
             errors |= dict.fromkeys(failure.errors)
             continue
         shown = tuple((flag_name(name), label) for name, label in labels.items())
-        cells.setdefault((shown, getattr(config, column)), config)
+        config = resolved.config
+        value = config.target_epsilon if column == "epsilon" else config.sigma
+        cells.setdefault((shown, value), config)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
     errors |= dict.fromkeys(_mixed(cells.values()))
     if errors:
@@ -204,9 +205,9 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
 
 
-def _mixed(configs: Iterable[TrainConfig]) -> Iterator[str]:
+def _mixed(configs: Iterable[TrainPlan]) -> Iterator[str]:
     """Yield why epsilons cannot be compared in one table."""
-    names = sorted({config.sampler for config in configs if not config.no_dp})
+    names = sorted({config.event.sampler for config in configs if config.private})
     if len({SAMPLERS[name].adjacency for name in names}) > 1:
         yield (
             f"--sampler {','.join(names)}: these are priced under different adjacencies, so that "
@@ -220,12 +221,12 @@ def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
     return (name for name in flags if SETTINGS[name].panel == OPTIMIZER and name not in used)
 
 
-def address(config: TrainConfig, seed: int) -> str:
+def address(config: TrainPlan, seed: int) -> str:
     """Return the name of a run's folder, a function of settings and seed. Raises OSError."""
     aside = ("device", "secure")  # the second is the same in every study
-    settings = {name: value for name, value in config.recorded().items() if name not in aside}
-    if config.pretrained is not None:
-        content = Path(config.pretrained).read_bytes()
+    settings = {name: value for name, value in config.recorded.items() if name not in aside}
+    if isinstance(config.start, PublicFile):
+        content = config.start.path.read_bytes()
         settings["pretrained"] = hashlib.sha256(content).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     return f"{config.dataset_name}-{config.optimizer}-{_digest(text.encode())}"

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.multiprocessing as processes
 
-from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.studies.executor import PATIENCE, Died, Ended, RunEvent, usable_cores
 from dpmac_cli.studies.worker import train_run
 
@@ -35,13 +34,12 @@ def default_jobs(device: str) -> int:
     return usable_cores()
 
 
-def share_data(configs: Sequence[TrainConfig]) -> dict[str | Source, Data]:
+def share_data(configs: Sequence[TrainPlan]) -> dict[str | Source, Data]:
     """Load every data set once, into memory that processes share."""
     shared = {}
     for config in configs:
         if config.data not in shared:
-            there, cpu = data_folder(config.data_dir), torch.device("cpu")
-            data = load_data(config.data, there, cpu, facts=config.facts)
+            data = load_data(config.data, config.data_dir, torch.device("cpu"), facts=config.facts)
             for tensor in (*vars(data.train).values(), *vars(data.test).values()):
                 tensor.share_memory_()
             shared[config.data] = data
@@ -61,7 +59,7 @@ class _Worker:
 class Pool:
     """Executor with up to ``jobs`` worker processes on this machine, which share ``data``."""
 
-    configs: Sequence[TrainConfig]
+    configs: Sequence[TrainPlan]
     jobs: int
     data: SharedData
     _asked: Event = field(default_factory=SPAWN.Event)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.studies.executor import PATIENCE, Died, Ended, Moved, RunEvent
 
@@ -89,7 +89,7 @@ class Cluster:
         jobs: runs at a time; None for one per core or GPU of the cluster.
     """
 
-    def __init__(self, configs: Sequence[TrainConfig], jobs: int | None) -> None:
+    def __init__(self, configs: Sequence[TrainPlan], jobs: int | None) -> None:
         there = ray.cluster_resources()
         self._configs = configs
         self._kinds = [resource(config.device, there) for config in configs]
@@ -163,7 +163,7 @@ def resource(device: str, there: Mapping[str, float]) -> str:
 
 
 def _train(
-    number: int, config: TrainConfig, folder: str, places: Mapping[str, str], request: Any
+    number: int, config: TrainPlan, folder: str, places: Mapping[str, str], request: Any
 ) -> Iterator[RunEvent]:
     """Train one run as if it were started where the command was: the main function of a task."""
     import torch  # noqa: PLC0415  (not needed in the process that holds the request to stop)

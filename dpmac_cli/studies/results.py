@@ -12,8 +12,6 @@ import yaml
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.budget import training_event
-from dpmac_cli.config.resolve import to_yaml
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
@@ -59,6 +57,11 @@ class Cell:
     scores: tuple[Score, ...]
     failures: Mapping[int, str]
     standing: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        return row_name(self.labels)
 
     @property
     def accuracies(self) -> dict[int, float]:
@@ -143,14 +146,13 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     scores, failed = [], {}
     first = runs[0][1]
     config = first.config
-    event = training_event(config, config.total_steps)
-    epsilon = math.inf if config.no_dp else total_epsilon((event,), config.delta)
+    epsilon = total_epsilon((config.event,), config.delta) if config.private else math.inf
     for number, run in runs:
         report = finished_report(run)
         if report is None:
             failed[run.seed] = failures.get(number, "not finished")
             continue
-        if not config.no_dp and (did := events_of(run.folder)) != (event,):
+        if config.private and (did := events_of(run.folder)) != (config.event,):
             epsilon = max(epsilon, total_epsilon(did, config.delta))
         lines = files.read_lines(run.folder / folder.METRICS)
         history = {int(line["step"]): float(line["test_accuracy"]) for line in lines}
@@ -159,7 +161,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     return Cell(
         labels=first.labels,
         column=first.column,
-        sigma=config.sigma or 0.0,
+        sigma=config.sigma,
         epsilon=epsilon,
         scores=tuple(scores),
         failures=failed,
@@ -170,35 +172,35 @@ def finished_report(run: Run) -> dict[str, Any] | None:
     """Return a run's report, if it and the metrics are intact and the run took all its steps."""
     if not folder.vouched(run.folder, folder.METRICS):
         return None
-    if folder.reported_steps(run.folder) < run.config.total_steps:
+    if folder.reported_steps(run.folder) < run.config.steps:
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
     return report if report.get("state") == "finished" else None
 
 
 def was_changed(run: Run) -> bool:
-    """Return whether a run's folder has other settings, such as after ``--resume --lr 0.1``."""
+    """Return whether a run's folder has other settings, such as one trained by hand."""
     try:
         kept = yaml.safe_load((run.folder / folder.CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return False  # there is none, or it is damaged, which is handled elsewhere
     if not isinstance(kept, dict):
         return False
-    asked = yaml.safe_load(to_yaml(run.config))
+    asked = run.config.recorded
     both = (kept.keys() & asked.keys()) - set(ASIDE)  # an earlier version has fewer
-    longer = folder.reported_steps(run.folder) > run.config.total_steps
+    longer = folder.reported_steps(run.folder) > run.config.steps
     return longer or any(kept[name] != asked[name] for name in both)
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     """Yield events of all attempts at private runs, not added up: each begins its own epochs."""
     for run in runs:
-        if run.config.no_dp:
+        if not run.config.private:
             continue
         if finished_report(run) is not None:
             yield from events_of(run.folder, attempts=True)
         else:
-            yield from attempts(run.folder, training_event(run.config), whole=True)
+            yield from attempts(run.folder, run.config.event, whole=True)
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:

@@ -20,7 +20,7 @@ import torch
 from submitit.core.utils import UncompletedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
-from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -67,7 +67,7 @@ class Array:
         cluster: submitit's name of what runs the jobs.
     """
 
-    configs: Sequence[TrainConfig]
+    configs: Sequence[TrainPlan]
     jobs: int | None
     where: Path
     sbatch: Mapping[str, str]
@@ -114,13 +114,12 @@ class Array:
     def _progress(self, job: _Job, step: int) -> Iterator[Moved]:
         """Yield how far a run is by its folder, or by ``step`` where that is further."""
         config = self.configs[job.number]
-        assert config.out is not None  # noqa: S101
-        lines = files.read_lines(config.out / folder.METRICS)
+        lines = files.read_lines(config.folder / folder.METRICS)
         last = lines[-1] if lines else {"step": 0}
         step = max(step, int(last["step"]))
         if step != job.step:
             job.step = step
-            yield Moved(job.number, step, config.total_steps, last.get("test_accuracy"))
+            yield Moved(job.number, step, config.steps, last.get("test_accuracy"))
 
     def ask_to_stop(self) -> None:
         """Ask jobs to finish their step, save and end; SLURM gives them half a minute for it."""
@@ -132,7 +131,7 @@ class Array:
         self.ask_to_stop()
 
 
-def _train(config: TrainConfig) -> tuple[str | None, int]:
+def _train(config: TrainPlan) -> tuple[str | None, int]:
     """Train one run, the main function of a job; return why it failed, if so, and its last step."""
     asked = threading.Event()
 

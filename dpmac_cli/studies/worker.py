@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Iterator
 
-from dpmac_cli.config.budget import training_event
-from dpmac_cli.config.settings import TrainConfig
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import DpmacError, explain_os_error
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.ledger import attempts
+from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executor import Ended, Moved, RunEvent
 from dpmac_cli.torch_errors import device_lost, what_failed
 from dpmac_cli.training.loop import Evaluated
 
 
 def train_run(
-    number: int, config: TrainConfig, data: Data | None, stop: Callable[[], bool]
+    number: int, config: TrainPlan, data: Data | None, stop: Callable[[], bool]
 ) -> Iterator[RunEvent]:
     """Train a run, or resume it, and yield its progress and one :class:`Ended`.
 
@@ -41,21 +41,20 @@ def train_run(
 
 
 def _events(
-    config: TrainConfig, data: Data | None, stop: Callable[[], bool]
+    config: TrainPlan, data: Data | None, stop: Callable[[], bool]
 ) -> Iterator[tuple[int, int, float | None]]:
     """Train a run, resuming it where that is exact; yield step, total steps and accuracy."""
-    assert config.out is not None  # noqa: S101
-    steps, accuracy = config.total_steps, None
-    if run.goes_on_exactly(config.out, config.device):
-        flags = {"device": config.device, "model": config.model}
-        events = run.resume(config.out, flags, stop, data)
+    steps, accuracy = config.steps, None
+    if run.resumes_exactly(config.folder, config.device):
+        flags = {"device": config.device, "model": config.recorded["model"]}
+        events = run.resume(config.folder, flags, stop, data)
     else:  # a run that cannot be resumed here: the study is charged for what was done before
-        before = () if config.no_dp else attempts(config.out, training_event(config))
+        before = attempts(config.folder, config.event) if config.private else ()
         events = run.train(config, stop, data, abandoned=before)
     for event in events:
-        if isinstance(event, run.Started):
+        if isinstance(event, Started):
             yield event.done, steps, accuracy
-        elif isinstance(event, run.Update):
+        elif isinstance(event, Update):
             if isinstance(event.event, Evaluated):
                 accuracy = event.event.result.accuracy
             yield event.event.step, steps, accuracy
