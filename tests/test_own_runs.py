@@ -540,6 +540,11 @@ def test_another_network_is_for_a_fork() -> None:
     fork = ("train", "--fork", "run", "--model", "net_own.py:make", "--steps", "9")
     assert "with new noise: a fork of run" in done(*fork, "--out", "fork")
     assert len(report_of("fork")["privacy"]["events"]) == 2
+    smaller = "nn.Sequential(nn.Flatten(), nn.Linear(13, 3))"
+    Path("net_own.py").write_text(f"from torch import nn\n\ndef make():\n    return {smaller}\n")
+    said = refused(*fork, "--out", "smaller", code=4)
+    assert "The checkpoint is of another model or optimizer" in said
+    assert not Path("smaller").exists()
 
 
 @pytest.mark.privacy

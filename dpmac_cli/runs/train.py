@@ -186,6 +186,8 @@ def _session(
         task=task,
         ranks=ranks,
     )
+    if saved is not None:
+        trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
     if isinstance(plan.out, NewFolder):
         where = folder.new_folder(plan.out.root, plan.out.stem)
     else:
@@ -208,7 +210,6 @@ def _session(
         fresh_noise=before.fresh_noise,
     )
     if saved is not None:
-        trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
         session.history, session.seconds = list(saved.record["history"]), saved.record["seconds"]
         session.shown = len(session.history)
     return session
