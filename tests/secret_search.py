@@ -163,8 +163,8 @@ def _record_surroundings(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
-    def recorded(*args: Any) -> Keys:
-        keys = make_keys(*args)
+    def recorded(*args: Any, **base: int) -> Keys:
+        keys = make_keys(*args, **base)
         for name in STREAMS:
             key, what = getattr(keys, name), f"the {name} key"
             secrets.word(int.from_bytes(key, "little"), what)
@@ -173,8 +173,7 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> Non
             secrets.text(key.hex(), what)
         return keys
 
-    for user in ("setup", "train"):
-        monkeypatch.setattr(f"dpmac_cli.runs.{user}.make_keys", recorded)
+    monkeypatch.setattr("dpmac_cli.runs.setup.make_keys", recorded)
     clip_and_sum = Trainer._clip_and_sum
 
     def drawn(trainer: Trainer, batch: Any) -> Tensor:

@@ -26,7 +26,7 @@ from dpmac_cli.training.canaries import FAR, Canaries, GradientCanaries, ImageCa
 from dpmac_cli.training.trainer import Trainer
 from tests import secret_search
 from tests.conftest import every_optimizer
-from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits
+from tests.digits_runs import SEED, after, contents, digits_config, same_weights, train_digits
 from tests.helpers import (
     CLASSES,
     DIMENSION,
@@ -216,7 +216,7 @@ def test_images_and_labels_are_uniform() -> None:
 @pytest.mark.parametrize("kind", ["gradients", "images"])
 def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(kind: str, secure: bool) -> None:
     config = digits_config(canaries=1000, canary_kind=kind, batch_size=100, secure=secure)
-    trainer = assembly.make_trainer(config, 3, CPU)
+    trainer = assembly.make_trainer(config, steps=3, device=CPU)
     canaries, sampler = canaries_of(trainer), trainer.randomness.sampler
     assert sampler is not None
     rate = 100 / (1437 + 500)
@@ -254,7 +254,8 @@ def test_coins_are_fair_and_independent_of_all_that_is_public() -> None:
 @pytest.mark.parametrize("kind", ["gradients", "images"])
 def test_the_coins_of_a_run_come_from_a_stream_of_their_own(kind: str) -> None:
     """Whoever knows how canaries were made up must not know which are in."""
-    trainer = assembly.make_trainer(digits_config(canaries=99, canary_kind=kind, seed=3), 3, CPU)
+    config = digits_config(canaries=99, canary_kind=kind, seed=3)
+    trainer = assembly.make_trainer(config, steps=3, device=CPU)
     canaries = canaries_of(trainer)
     drawn = generator(make_keys(3).coins).integers(0, 2, 99)
     assert canaries.coins.tolist() == drawn.astype(bool).tolist()
@@ -337,19 +338,24 @@ def test_the_coins_of_an_unseeded_audit_outlive_a_stop() -> None:
     [{"lr": "0.01"}, {"steps": "9"}, {"seed": "7"}, {"canaries": "60"}, {"guesses": "30"}],
     ids=lambda change: next(iter(change)),
 )
-def test_an_audit_run_cannot_branch(change: dict[str, str]) -> None:
+def test_an_audit_run_can_be_neither_changed_nor_forked(change: dict[str, str]) -> None:
     stopped = finish(run.train(digits_config(canaries=50, steps=4), after(2)))
-    before = (stopped.folder / folder.CONFIG).read_bytes()
-    with pytest.raises(InputError, match="Start a new run"):
+    before = contents(stopped.folder)
+    with pytest.raises(InputError, match="would change the run"):
         finish(run.resume(stopped.folder, change))
-    assert (stopped.folder / folder.CONFIG).read_bytes() == before
+    with pytest.raises(InputError, match="Start a new run"):
+        finish(run.fork(stopped.folder, {**change, "out": "forked"}))
+    assert not Path("forked").exists()
+    assert contents(stopped.folder) == before
     assert finish(run.resume(stopped.folder, {})).state == "finished"
 
 
 def test_an_ordinary_run_does_not_become_an_audit() -> None:
     stopped = finish(run.train(digits_config(steps=4), after(2)))
-    with pytest.raises(InputError, match="--canaries cannot change in a resumed run"):
+    with pytest.raises(InputError, match=r"--canaries 50.* would change the run"):
         finish(run.resume(stopped.folder, {"canaries": "50"}))
+    with pytest.raises(InputError, match="--canaries cannot change in a fork"):
+        finish(run.fork(stopped.folder, {"canaries": "50"}))
 
 
 # What is published.

@@ -172,9 +172,9 @@ def test_a_seed_is_admitted_in_card_report_and_header() -> None:
 
 
 @pytest.mark.privacy
-def test_a_branch_of_a_seeded_run_is_seeded() -> None:
+def test_a_fork_of_a_seeded_run_is_seeded() -> None:
     first = train_digits(seed=SEED, out="run")
-    *_, last = run.resume(first.folder, {"steps": "5"})
+    *_, last = run.fork(first.folder, {"steps": "5", "out": "forked"})
     assert isinstance(last, Finished)
     assert "only against those who do not know its seed" in card(last.folder).splitlines()[0]
 
@@ -212,16 +212,16 @@ def test_diagnostics_are_named_and_not_private() -> None:
 
 
 @pytest.mark.privacy
-def test_every_branch_is_listed() -> None:
+def test_every_ancestor_of_a_fork_is_listed() -> None:
     first = train_digits(out="run", steps=5)
     before = card(first.folder)
-    *_, last = run.resume(first.folder, {"steps": "9", "sigma": "8"})
+    *_, last = run.fork(first.folder, {"steps": "9", "sigma": "8", "out": "forked"})
     assert isinstance(last, Finished)
     text = card(last.folder)
-    assert "| branch 1 | 5 | poisson | 0.0890745 | 6 |" in text
+    assert "| before 1 | 5 | poisson | 0.0890745 | 6 |" in text
     assert "| this model | 4 | poisson | 0.0890745 | 8 |" in text
     assert cells(text)["epsilon"] == format_epsilon(last.report["privacy"]["epsilon"])
-    assert (last.folder / "branch-1" / "model-card.md").read_text() == before
+    assert card(first.folder) == before
 
 
 def test_a_run_that_ended_early_says_so() -> None:

@@ -115,10 +115,10 @@ def test_a_run_that_goes_on_draws_all_of_it_anew() -> None:
     assert before != (where / folder.CURVES).read_bytes() == redrawn(where)
 
 
-def test_a_branch_keeps_the_picture_of_the_one_before() -> None:
+def test_a_fork_draws_its_own_and_leaves_that_of_its_parent() -> None:
     where = train_digits(steps=EPOCH, plot=True).folder
     before = (where / folder.CURVES).read_bytes()
-    finish(run.resume(where, {"steps": str(2 * EPOCH)}))
-    assert (where / "branch-1" / folder.CURVES).read_bytes() == before
-    assert (where / folder.CURVES).read_bytes() == redrawn(where)
-    assert folder.vouched(where / "branch-1", folder.CURVES) is True
+    forked = finish(run.fork(where, {"steps": str(2 * EPOCH), "out": "forked"})).folder
+    assert (where / folder.CURVES).read_bytes() == before
+    assert before != (forked / folder.CURVES).read_bytes() == redrawn(forked)
+    assert folder.vouched(where, folder.CURVES) is folder.vouched(forked, folder.CURVES) is True

@@ -109,7 +109,7 @@ def test_a_run_that_was_stopped_goes_on_with_them() -> None:
     # As a kill leaves it: a line that was shown after the last checkpoint.
     with (stopped / folder.EVENTS / events.FILE).open("ab") as file:
         file.write(b"half a record")
-    assert len(finish(run.resume(stopped, {})).report["privacy"]["events"]) == 1, "no branch"
+    assert len(finish(run.resume(stopped, {})).report["privacy"]["events"]) == 1, "not exactly"
     assert [step for step, _, _ in read(stopped)["epoch"]] == [EPOCH, 15, 2 * EPOCH, 3 * EPOCH]
     assert_same(stopped)
 
@@ -117,18 +117,18 @@ def test_a_run_that_was_stopped_goes_on_with_them() -> None:
 def test_they_can_be_asked_for_later_and_the_run_stays_exact() -> None:
     stopped = finish(run.train(digits_config(steps=2 * EPOCH), after(EPOCH + 3))).folder
     ended = finish(run.resume(stopped, {"tensorboard": True}))
-    assert len(ended.report["privacy"]["events"]) == 1, "no branch"
+    assert len(ended.report["privacy"]["events"]) == 1, "not exactly"
     assert_same(stopped)
 
 
-def test_a_branch_has_its_own_and_the_old_ones_are_kept() -> None:
+def test_a_fork_has_its_own_and_the_old_ones_are_kept() -> None:
     where = train_digits(steps=EPOCH + 1, tensorboard=True).folder
     assert [step for step, _, _ in read(where)["test_loss"]] == [EPOCH, EPOCH + 1]
-    finish(run.resume(where, {"steps": str(2 * EPOCH)}))
+    forked = finish(run.fork(where, {"steps": str(2 * EPOCH), "out": "forked"})).folder
     assert_same(where)
-    assert_same(where / "branch-1")
-    assert [step for step, _, _ in read(where / "branch-1")["test_loss"]] == [EPOCH, EPOCH + 1]
-    assert read(where)["test_loss"][-1][0] == 2 * EPOCH
+    assert_same(forked)
+    assert [step for step, _, _ in read(where)["test_loss"]] == [EPOCH, EPOCH + 1]
+    assert read(forked)["test_loss"][-1][0] == 2 * EPOCH
 
 
 def test_force_leaves_none_of_the_run_before() -> None:

@@ -27,11 +27,12 @@ from dpmac_cli.models.registry import FEATURES, BuiltIn, Features, parse_model
 from dpmac_cli.models.scattering import CHANNELS, SCALE, Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.runs import checkpoint
-from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
+from dpmac_cli.runs.setup import keys_of
+from dpmac_cli.runs.task import make_task, outcome
 from dpmac_cli.studies.grid import address
 from tests.digits_runs import digits_config, same_weights, train_digits, train_events, weights
 
@@ -284,8 +285,8 @@ def test_a_run_goes_on_only_with_what_it_began_with(
         said = "must not be added to other gradients"
     with pytest.raises(InputError, match=said):
         list(run.resume(half, {"model": net}))
-    if what == "features":  # as a branch, with new noise, it may
-        *_, last = run.resume(half, {"model": net, "steps": "7"})
+    if what == "features":  # in a fork, with new noise, it may
+        *_, last = run.fork(half, {"model": net, "steps": "7", "out": "forked"})
         assert isinstance(last, Finished)
         assert len(last.report["privacy"]["events"]) == 2
 
@@ -301,8 +302,8 @@ def test_a_run_goes_on_only_with_what_it_began_with(
 )
 def test_what_is_frozen_cannot_change_in_a_run(change: dict[str, str]) -> None:
     first = train_digits()
-    with pytest.raises(InputError, match="cannot change in a resumed run"):
-        list(run.resume(first.folder, {**change, "steps": "9"}))
+    with pytest.raises(InputError, match="cannot change in a fork"):
+        list(run.fork(first.folder, {**change, "steps": "9"}))
 
 
 def test_the_card_loads_a_network_of_ones_own_on_features(
@@ -360,8 +361,8 @@ def test_all_of_a_network_starts_from_the_weights_in_the_file(tmp_path: Path) ->
     start = build_model(BuiltIn("mlp-small"), DIGITS, seed=9).state_dict()
     file = save(tmp_path / "start.safetensors", {k: t.half() for k, t in start.items()})
     config = digits_config(model="mlp-small", pretrained=str(file))
-    assert config.train == "all"
-    task = assembly.outcome(assembly.make_task(config, CPU))
+    assert config.start.head_only is False
+    task = outcome(make_task(config, CPU, keys_of(config)))
     assert task.trained is task.model
     assert task.notes == ()
     for name, tensor in task.model.state_dict().items():
@@ -634,7 +635,7 @@ def test_the_head_may_be_missing(part: str, net: str, public: Path) -> None:
         del tensors[name]
     save(public, tensors)
     config = digits_config(**tuned(net, public))
-    task = assembly.outcome(assembly.make_task(config, CPU))
+    task = outcome(make_task(config, CPU, keys_of(config)))
     fresh = not bool((task.model.state_dict()["5.weight"] == 1).all())
     assert fresh == (part != "nothing")
     assert len(task.notes) == int(fresh)

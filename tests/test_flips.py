@@ -14,8 +14,7 @@ import torch
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import checkpoint, folder, ledger, scoring
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import checkpoint, folder, ledger, scoring, task
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
@@ -42,7 +41,7 @@ def digits() -> Data:
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set, which takes longer to read than these runs to train."""
-    for module in (assembly, scoring):
+    for module in (task, scoring):
         monkeypatch.setattr(module, "load_data", lambda *args, **kwargs: digits())
 
 
@@ -144,9 +143,9 @@ def test_a_flipped_byte_changes_no_resumed_run(name: str, runs: Path) -> None:
 @pytest.mark.long
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", [folder.METRICS, NEWEST, LEDGER])
-def test_a_flipped_byte_makes_no_branch_cheaper(name: str, runs: Path) -> None:
+def test_a_flipped_byte_makes_no_fork_cheaper(name: str, runs: Path) -> None:
     for where in flipped(runs / "stopped", name, seed=3):
-        started, finished = finish(run.resume(where, {"lr": "0.01"}))
+        started, finished = finish(run.fork(where, {"lr": "0.01", "out": "forked", "force": True}))
         left, _ = finished.report["privacy"]["events"]
         lost = any(ledger.FILE in note for note in started.notes)
         # A step of a line may be read as another one, which is then charged, up to the last.

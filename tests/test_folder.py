@@ -16,7 +16,7 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Finished
 from dpmac_cli.storage import files
-from tests.digits_runs import contents, train_digits
+from tests.digits_runs import after, contents, digits_config, train_digits, train_events
 
 
 @pytest.mark.parametrize("failing", ["fsync", "chmod", "replace"])
@@ -126,7 +126,7 @@ def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
 def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
     for name in (*folder.FILES, folder.SUMS, folder.ATTEMPTS, "notes.txt", "plot.png"):
         (tmp_path / name).write_text(name)
-    for name in (folder.CHECKPOINTS, folder.EVENTS, "branch-1", "branch-of-mine"):
+    for name in (folder.CHECKPOINTS, folder.EVENTS, "branch-of-mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     before = contents(tmp_path)
@@ -163,20 +163,22 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.privacy
 @pytest.mark.usefixtures("umask")
 def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
-    first = train_digits(out="run", diagnostics=True, checkpoint_every="1")
+    config = digits_config(out="run", diagnostics=True, checkpoint_every="1")
+    first = train_events(config, after(2))[1]
     (first.folder / checkpoint.FOLDER).chmod(0o755)  # as a copy may have left it
-    *_, last = run.resume(first.folder, {"steps": "5", "diagnostics": True})
+    assert run.finish(run.resume(first.folder, {})).state == "finished"
+    *_, last = run.fork(first.folder, {"steps": "5", "diagnostics": True, "out": "forked"})
     assert isinstance(last, Finished)
     private = {folder.LOCK, folder.DIAGNOSTICS}
     found = 0
-    for path in last.folder.rglob("*"):
+    for path in (*first.folder.rglob("*"), *last.folder.rglob("*")):
         if path.name == checkpoint.FOLDER:
             assert path.stat().st_mode & 0o777 == 0o700, path
         elif path.name in private or path.parent.name == checkpoint.FOLDER:
             assert path.stat().st_mode & 0o777 == 0o600, path
             found += 1
-    # The lock; diagnostics of two branches; two checkpoints, the ledger and a note.
-    assert found == 1 + 2 + 4
+    # Of each run the lock and diagnostics; two checkpoints, the ledger and a note.
+    assert found == 2 * (2 + 4)
 
 
 @pytest.mark.privacy
@@ -198,16 +200,13 @@ def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
 
 
 def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
-    """What clears a run, sets a branch aside or names what was written must leave nothing out."""
+    """What clears a run or names what was written must leave nothing out."""
     finished = train_digits(out="run", diagnostics=True, canaries=100, tensorboard=True, plot=True)
     written = {path.name for path in finished.folder.iterdir()}
     assert written == {*folder.FILES, folder.CHECKPOINTS, folder.EVENTS, folder.SUMS, folder.LOCK}
-    folder.set_aside(finished.folder)
-    aside = {path.name for path in (finished.folder / "branch-1").iterdir()}
-    assert aside == {*folder.FILES, folder.SUMS, folder.EVENTS}
+    folder.clear(finished.folder)
     left = {path.name for path in finished.folder.iterdir()}
-    kept = {folder.CONFIG, folder.METRICS}
-    assert left == {*kept, folder.LOCK, checkpoint.FOLDER, "branch-1"}
+    assert left == {folder.LOCK, checkpoint.FOLDER}
 
 
 def test_what_a_kill_left_half_written_is_no_run_and_goes(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_own_data_in_a_comparison() -> None:
         (("--dataset", "wine.npz", "--feature-range", "wide"), "two numbers, such as 0,1"),
         (
             ("--dataset", "photos", "--canaries", "20", "--canary-kind", "images"),
-            "--canary-kind images is for the data sets of the catalogue",
+            "--canary-kind images is for the registered data sets",
         ),
         (("--dataset", "photos", "--batch-size", "9999"), "must not be above the size of photos"),
     ],
@@ -422,10 +422,14 @@ def interrupted(data: str, *flags: str) -> Finished:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("change", [(), ("--steps", "9")], ids=["exactly", "as-a-branch"])
+@pytest.mark.parametrize(
+    "flags",
+    [("--resume", "run"), ("--fork", "run", "--steps", "9", "--out", "fork")],
+    ids=["resume", "fork"],
+)
 @pytest.mark.parametrize("what", ["more", "fewer", "others"])
 def test_a_run_goes_on_with_the_records_that_it_began_with(
-    what: str, change: tuple[str, ...]
+    what: str, flags: tuple[str, ...]
 ) -> None:
     data = Path(wine("wine.npz"))
     arrays = dict(np.load(data))
@@ -437,13 +441,15 @@ def test_a_run_goes_on_with_the_records_that_it_began_with(
         "others": {"x": x[::-1], "y": y[::-1]},
     }[what]
     np.savez(data, **{**arrays, **found})
-    said = refused("train", "--resume", "run", *change)
+    said = refused("train", *flags)
     assert "not those that the run began with" in said
     assert report_of("run")["privacy"] == before
+    assert not Path("fork").exists()
 
     np.savez(data, **arrays)
-    done("train", "--resume", "run", *change)
-    assert report_of("run")["privacy"]["epsilon"] > before["epsilon"]
+    done("train", *flags)
+    after = report_of("fork" if "--fork" in flags else "run")
+    assert after["privacy"]["epsilon"] > before["epsilon"]
 
 
 @pytest.mark.privacy
@@ -465,7 +471,7 @@ def test_data_that_has_moved_is_named_anew_and_the_run_goes_on_exactly(kind: str
     assert "name its new place with --dataset" in said
 
     output = done("train", "--resume", "run", "--dataset", moved)
-    assert "as a branch" not in output
+    assert "with new noise" not in output
     report = report_of("run")
     assert report["privacy"]["events"] == whole.report["privacy"]["events"]
     assert report["test"]["accuracy"] == whole.report["test"]["accuracy"]
@@ -484,8 +490,8 @@ def test_only_the_same_records_may_be_named_anew() -> None:
     before = Path("run/config.yaml").read_bytes()
     arrays = dict(np.load("wine.npz"))
     np.savez("other.npz", **{**arrays, "x": arrays["x"][::-1]})
-    for change in ((), ("--steps", "9")):
-        said = refused("train", "--resume", "run", "--dataset", "other.npz", *change)
+    for flags in (("--resume", "run"), ("--fork", "run", "--steps", "9")):
+        said = refused("train", *flags, "--dataset", "other.npz")
         assert "not those that the run began with" in said
     assert "cannot change" in refused("train", "--resume", "run", "--dataset", "digits")
     assert Path("run/config.yaml").read_bytes() == before
@@ -516,7 +522,7 @@ def test_records_are_read_as_they_were_in_a_run_that_goes_on_exactly(what: str) 
 
 
 @pytest.mark.privacy
-def test_another_network_is_another_branch() -> None:
+def test_another_network_is_for_a_fork() -> None:
     made = NETWORKS["recurrent"]
     Path("net_own.py").write_text(made)
     interrupted(wine("wine.npz"), "model", "net_own.py:make")
@@ -531,8 +537,14 @@ def test_another_network_is_another_branch() -> None:
     done(*resume, "net_two.py:make")  # the same one, at another place
     assert len(report_of("run")["privacy"]["events"]) == 1
     Path("net_own.py").write_text(made.replace("sigmoid", "tanh"))
-    assert "as a branch: steps changed" in done(*resume, "net_own.py:make", "--steps", "9")
-    assert len(report_of("run")["privacy"]["events"]) == 2
+    fork = ("train", "--fork", "run", "--model", "net_own.py:make", "--steps", "9")
+    assert "with new noise: a fork of run" in done(*fork, "--out", "fork")
+    assert len(report_of("fork")["privacy"]["events"]) == 2
+    smaller = "nn.Sequential(nn.Flatten(), nn.Linear(13, 3))"
+    Path("net_own.py").write_text(f"from torch import nn\n\ndef make():\n    return {smaller}\n")
+    said = refused(*fork, "--out", "smaller", code=4)
+    assert "The checkpoint is of another model or optimizer" in said
+    assert not Path("smaller").exists()
 
 
 @pytest.mark.privacy
@@ -613,7 +625,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> N
     ran = TrainingEvent(0.1, 1.0, 40, "poisson", 10)
     assert price["events"] == [vars(ran)]
     assert price["epsilon"] == total_epsilon((ran,), 1e-5)
-    assert all(e.config.facts.train_size == 80 for e in events if isinstance(e, Started))
+    assert all(e.plan.facts.train_size == 80 for e in events if isinstance(e, Started))
 
 
 @pytest.mark.privacy
@@ -697,7 +709,12 @@ def test_a_run_with_a_declared_schema_resumes_and_is_scored_without_a_class() ->
     interrupted("photos", "model", "mlp-small", *(p for item in DECLARED.items() for p in item))
     assert report_of("run")["classes"] == [f"digit-{i}" for i in range(10)]
     for name, value in (("channels", "3"), ("image-size", "9"), ("classes", names_of(9))):
-        assert f"--{name} cannot change" in refused("train", "--resume", "run", f"--{name}", value)
+        said = refused("train", "--resume", "run", f"--{name}", value)
+        # Records of a class that is left out are found first.
+        changes = f"--{name} {value} would change the run"
+        assert ("belongs to no class" if name == "classes" else changes) in said
+        said = refused("train", "--fork", "run", f"--{name}", value)
+        assert f"--{name} cannot change in a fork" in said
     done("train", "--resume", "run")
     assert len(report_of("run")["privacy"]["events"]) == 1
     scored = json.loads(done("eval", "run", "--json"))

@@ -41,7 +41,7 @@ def names(where: Path) -> set[str]:
 def test_no_secret_is_in_any_published_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str, seed: int | None
 ) -> None:
-    """Stopped, gone on with exactly, and branched: whatever any of them wrote."""
+    """Stopped, resumed exactly, and forked: whatever any of them wrote."""
     look_through(monkeypatch, tmp_path, seed, optimizer=optimizer)
 
 
@@ -63,10 +63,11 @@ def look_through(
     whole = finish(run.resume(where, {}))
     assert len(whole.report["privacy"]["events"]) == 1
     assert secrets.found(where) == []
-    branched = finish(run.resume(where, {"steps": "6"}))
-    assert len(branched.report["privacy"]["events"]) == 2
-    assert names(where) == PUBLIC_FILES | {f"branch-1/{name}" for name in PUBLIC_FILES}
-    assert secrets.found(where) == []
+    forked = finish(run.fork(where, {"steps": "6", "out": tmp_path / "forked"}))
+    assert len(forked.report["privacy"]["events"]) == 2
+    for each in (where, forked.folder):
+        assert names(each) == PUBLIC_FILES
+        assert secrets.found(each) == []
     assert_recorded(secrets, seeded=seed is not None)
 
 

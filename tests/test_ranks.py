@@ -224,7 +224,7 @@ def test_the_others_are_told_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _, (heard, draws, keys) = together(2, work)
     assert draws == (None, None)
-    assert keys == Keys(layers=make_keys(config.seed).layers)
+    assert keys == Keys(layers=make_keys(918_273_645_501).layers)
     assert set(heard[0]["numbers"]) == {"step", "chunk", "kappa_star"}
     assert set(heard[0]["keys"]) == {"layers"}
     assert "918273645501" not in json.dumps(heard)
@@ -263,7 +263,7 @@ def test_a_run_of_two(flags: dict[str, Any]) -> None:
 @pytest.mark.privacy
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2)])
 def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
-    """As a branch, with draws of its own, since other sums round otherwise."""
+    """With new keys, since other sums round otherwise."""
     asked = iter(range(100))
 
     def begin(ranks: Ranks) -> Any:
@@ -276,14 +276,16 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
     def go_on(ranks: Ranks) -> Any:
         if not ranks.leads:
             return assist.assist(ranks, {})
-        events = list(run.resume(Path("run"), {}, ranks=ranks if after > 1 else None))
-        return events[0].branch, events[-1].report  # type: ignore[union-attr]
+        started, *_, last = run.resume(Path("run"), {}, ranks=ranks if after > 1 else None)
+        assert isinstance(started, Started)
+        assert isinstance(last, Finished)
+        return started.fresh_noise, last.report
 
     assert not any(together(before, begin))
-    branch, report = together(after, go_on)[0]
+    why, report = together(after, go_on)[0]
     assert report["state"] == "finished"
     assert report["privacy"]["steps"] == 8
-    assert (branch is None) == (before == after)
+    assert (why == "") == (before == after)
     assert len(report["privacy"]["events"]) == 1 + (before != after)
     if before == after:
         together(2, training(steps=8, out="whole", seed=4))
@@ -292,16 +294,27 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
 
 
 @pytest.mark.privacy
-def test_another_machine_at_another_rank_is_a_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_at_another_rank_draws_with_new_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its share of the sum may round otherwise, under the same noise."""
-    together(2, training(steps=4, out="run", seed=4))
+
+    def begin(ranks: Ranks) -> Any:
+        if not ranks.leads:
+            return assist.assist(ranks, {})
+        asked = iter(range(100))
+        config = digits_config(steps=6, out="run", seed=4)
+        list(run.train(config, lambda: next(asked) >= 3, ranks=ranks))
+        return None
+
+    together(2, begin)
 
     def go_on(ranks: Ranks) -> Any:
         if not ranks.leads:
             monkeypatch.setattr(assist, "environment", lambda *_: {"instructions": "others"})
             return assist.assist(ranks, {})
-        started = next(iter(run.resume(Path("run"), {"steps": "6"}, ranks=ranks)))
-        return started.branch if isinstance(started, Started) else None
+        started = next(iter(run.resume(Path("run"), {}, ranks=ranks)))
+        return started.fresh_noise if isinstance(started, Started) else None
 
     assert "the machine or its software" in together(2, go_on)[0]
 

@@ -400,5 +400,7 @@ def test_a_table_has_no_views(tmp_path: Path) -> None:
 
 def test_an_average_cannot_join_a_run_that_goes_on() -> None:
     where = train_digits(seed=1).folder
-    with pytest.raises(InputError, match="--ema cannot change"):
-        list(run.resume(where, {"ema": 0.9, "steps": 6}))
+    with pytest.raises(InputError, match="--ema cannot change in a fork"):
+        list(run.fork(where, {"ema": 0.9, "steps": 6}))
+    with pytest.raises(InputError, match=r"--ema 0\.9 would change the run"):
+        list(run.resume(where, {"ema": 0.9}))

@@ -1,6 +1,7 @@
 """One run on digits, from a configuration to the files in its folder."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_a_target_is_met_and_nearly_used_up() -> None:
     assert total_epsilon((event,), 1e-5) == price["epsilon"]
     # The file holds the noise that was found, so that repeating the run solves nothing again.
     again = digits_config(finished.folder / "config.yaml")
-    assert (again.sigma, again.epsilon) == (price["noise_multiplier"], None)
+    assert (again.sigma, again.target_epsilon) == (price["noise_multiplier"], math.inf)
 
 
 @pytest.mark.privacy
@@ -239,7 +240,7 @@ def test_a_stop_at_the_last_step_is_no_interruption() -> None:
     assert finished.state == "finished"
 
 
-def no_data(data_dir: Path, download: bool) -> Any:
+def no_data() -> Any:
     raise InputError("no data today")
 
 
@@ -248,7 +249,7 @@ def batch_norm(dataset: Dataset, *_: int) -> nn.Module:
 
 
 def no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(data.LOADERS, "digits", no_data)
+    monkeypatch.setitem(data.BUNDLED, "digits", no_data)
 
 
 def mixing_model(monkeypatch: pytest.MonkeyPatch) -> None:

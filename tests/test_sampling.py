@@ -403,7 +403,7 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
     ).config
     assert config.event.sampling_rate == 100 / 1437
     assert config.steps_per_epoch == 15
-    trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
+    trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     drawing = trainer.randomness.sampler
     assert drawing is not None
     sizes = [len(drawing.draw(step)) for step in range(1, 301)]

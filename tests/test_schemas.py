@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.settings import KAPPAS, PHIS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.runs.train import finish, fork, train
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import collect
@@ -86,8 +86,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         head: dict[str, Any] = {"pretrained": public, "train": "head", "no_dp": True}
         train_digits(model="mlp-small", out=root / "pretrained", **head)
     found = {path.parent.name: json.loads(path.read_text()) for path in root.glob("*/report.json")}
-    finish(resume(half, {"steps": "4", "sigma": "5"}))
-    return {**found, "branch": json.loads((half / "report.json").read_text())}
+    finish(fork(half, {"steps": "4", "sigma": "5", "out": str(root / "fork")}))
+    return {**found, "fork": json.loads((root / "fork" / "report.json").read_text())}
 
 
 @pytest.mark.parametrize("schema", [REPORT, COMPARE], ids=["report", "compare"])
@@ -111,8 +111,8 @@ def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
     assert reports["secure"]["privacy"]["randomness"]["secure"]
     assert reports["audit"]["audit"]["kind"] == "gradients"
     assert reports["own"]["dataset"]["held_out"]
-    assert len(reports["branch"]["privacy"]["events"]) == 2
-    assert reports["branch"]["privacy"]["noise_multiplier"] is None
+    assert len(reports["fork"]["privacy"]["events"]) == 2
+    assert reports["fork"]["privacy"]["noise_multiplier"] is None
     assert reports["no price"]["privacy"]["epsilon"] is None
     assert reports["features"]["model"]["public_part"]["features"] == "scatter"
     assert reports["pretrained"]["model"]["public_part"]["train"] == "head"

@@ -73,7 +73,7 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
 
     monkeypatch.setattr(Stretch, "fill", kept)
     config = resolve({"dataset": "digits", "secure": True, "sampler": sampler}).config
-    trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
+    trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     noise, keys = trainer.randomness.noise, trainer.state.keys
     assert type(trainer.mechanism) is SecureMechanism
     assert isinstance(noise, Noise)
@@ -90,7 +90,7 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
 
 def test_without_secure_nothing_is_changed() -> None:
     config = resolve({"dataset": "digits"}).config
-    trainer = assembly.make_trainer(config, 1, torch.device("cpu"))
+    trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     assert type(trainer.mechanism) is GaussianMechanism
     noise, sampler = trainer.randomness.noise, trainer.randomness.sampler
     assert noise is not None
@@ -118,7 +118,9 @@ def drawn(where: Path) -> Mapping[str, Tensor]:
     config = resolve({}, where / folder.CONFIG).config
     state = checkpoint.newest(where).record["state"]
     keys, step = Keys.of_json(state["keys"]), state["step"] + 1
-    random = assembly.make_trainer(config, 1, torch.device("cpu"), keys=keys).randomness
+    random = assembly.make_trainer(
+        config, steps=1, device=torch.device("cpu"), keys=keys
+    ).randomness
     assert random.sampler is not None
     assert random.noise is not None
     chosen = torch.zeros(1437)
@@ -207,14 +209,14 @@ def test_the_command_line_trains_stops_and_goes_on() -> None:
 
 
 @pytest.mark.privacy
-def test_a_change_of_secure_is_a_branch_and_is_told() -> None:
+def test_a_fork_that_changes_secure_tells_it() -> None:
     """Never one generator's state in the other, nor a promise for steps that were not so drawn."""
     first = finish(run.train(digits_config(steps=9, out="run"), after(5)))
     assert randomness(first) == {"secure": False, "statement": DRAWN}
-    second = finish(run.resume(Path("run"), {"secure": True}))
+    second = finish(run.fork(Path("run"), {"secure": True, "out": "second"}))
     assert [event["steps"] for event in second.report["privacy"]["events"]] == [5, 4]
     assert randomness(second) == {"secure": False, "statement": DRAWN_BOTH_WAYS}
-    third = finish(run.resume(Path("run"), {"steps": "12"}))
+    third = finish(run.fork(Path("second"), {"steps": "12", "out": "third"}))
     assert randomness(third) == {"secure": False, "statement": DRAWN_BOTH_WAYS}
 
 
@@ -281,7 +283,9 @@ def test_a_secure_run_does_not_go_on_with_a_seed() -> None:
     train_digits(out="run", secure=True)
     before = contents(Path())
     with pytest.raises(InputError, match=r"--seed and secure in the checkpoint contradict"):
-        finish(run.resume(Path("run"), {"seed": "5", "steps": "9"}))
+        finish(run.resume(Path("run"), {"seed": "5"}))
+    with pytest.raises(InputError, match="--seed cannot change in a fork"):
+        finish(run.fork(Path("run"), {"seed": "5", "steps": "9", "out": "forked"}))
     assert contents(Path()) == before
 
 

@@ -24,8 +24,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import checkpoint, folder, ledger
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import checkpoint, environment, folder, ledger, task
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.recount import events_of
 from dpmac_cli.runs.session import Finished, RunEvent, Started
@@ -41,6 +40,7 @@ from tests.digits_runs import RATE, SIGMA, after, digits_config
 STEPS, EPOCH = 20, 12
 RUN = Path("run")
 LEDGER = RUN / checkpoint.FOLDER / ledger.FILE
+FORK = {"lr": "0.01", "out": "forked"}
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def digits() -> Data:
 @pytest.fixture(autouse=True)
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that is read once, and steps that are reserved one by one."""
-    monkeypatch.setattr(assembly, "load_data", lambda *args, **facts: digits())
+    monkeypatch.setattr(task, "load_data", lambda *args, **facts: digits())
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     torch.set_num_threads(1)
 
@@ -115,11 +115,15 @@ def counted(report: Any) -> int:
     return sum(event["steps"] for event in report["privacy"]["events"])
 
 
-def lose(draw: random.Random) -> bool:
+def has_checkpoint(where: Path) -> bool:
+    return any((where / checkpoint.FOLDER).glob("step-*"))
+
+
+def lose(draw: random.Random, where: Path) -> bool:
     """Delete or cut short some files; whether any is."""
-    newest = max((RUN / checkpoint.FOLDER).glob("step-*"), default=LEDGER)
+    kept = where / checkpoint.FOLDER
     names = (folder.METRICS, folder.REPORT, folder.SUMS, folder.CONFIG)
-    files = [newest, LEDGER, *(RUN / name for name in names)]
+    files = [max(kept.glob("step-*")), kept / ledger.FILE, *(where / name for name in names)]
     lost = [file for file in files if file.exists() and draw.random() < 0.25]
     for file in lost:
         content = file.read_bytes()
@@ -133,9 +137,9 @@ def lose(draw: random.Random) -> bool:
 @pytest.mark.parametrize("seed", range(25))
 def test_epsilon_is_never_below_what_was_spent(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw, truth = random.Random(seed), Truth(monkeypatch)
-    kills, lost, steps = 0, False, STEPS
+    kills, lost, steps, where, here = 0, False, STEPS, RUN, environment.environment
     begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start())
-    for _ in range(8):
+    for attempt in range(8):
         ended: Finished | None = None
         try:
             with truth.killed_after(draw.choice([*draw.choices(range(60), k=3), math.inf])):
@@ -146,19 +150,24 @@ def test_epsilon_is_never_below_what_was_spent(seed: int, monkeypatch: pytest.Mo
             if "cannot be resumed" in str(failure):
                 return
             if "its checksum" in str(failure):
-                (RUN / folder.CONFIG).unlink()  # as the message says
+                (where / folder.CONFIG).unlink()  # as the message says
         if ended is not None:
             assert ended.report["privacy"]["epsilon"] >= truth.epsilon() * (1 - 1e-9)
             if not lost:
                 released = len(truth.released)
                 assert released <= counted(ended.report) <= released + kills
-        if not any((RUN / checkpoint.FOLDER).glob("step-*")):
+        if has_checkpoint(Path(f"fork-{attempt - 1}")):
+            where = Path(f"fork-{attempt - 1}")
+        if not has_checkpoint(where):
             return
-        lost |= draw.random() < 0.5 and lose(draw)
+        lost |= draw.random() < 0.5 and lose(draw, where)
+        monkeypatch.setattr(run, "environment", draw.choice([here, lambda *_: {"threads": 77}]))
         longer = {"steps": str(steps := steps + 4)}
         change = draw.choice([{}, {}, {"lr": "0.01"}, {"sigma": draw.choice("78")}, longer])
         stop = after(draw.randrange(1, 9)) if draw.random() < 0.5 else lambda: False
-        begin = functools.partial(run.resume, RUN, change, stop)
+        begin = functools.partial(run.resume, where, {}, stop)
+        if change:
+            begin = functools.partial(run.fork, where, {**change, "out": f"fork-{attempt}"}, stop)
 
 
 @pytest.fixture
@@ -198,7 +207,7 @@ NEWEST = f"{checkpoint.FOLDER}/step-000000012.safetensors"
         (f"{checkpoint.FOLDER}/{ledger.FILE}", 150, STEPS),
     ],
 )
-def test_no_lost_file_makes_a_branch_cheaper(
+def test_no_lost_file_makes_a_fork_cheaper(
     name: str | None, kept: int | None, left: int, killed: Truth
 ) -> None:
     if name is not None:
@@ -206,7 +215,7 @@ def test_no_lost_file_makes_a_branch_cheaper(
         (RUN / name).unlink()
         if kept is not None:
             (RUN / name).write_bytes(content[:kept])
-    finished = finish(run.resume(RUN, {"lr": "0.01"}))
+    finished = finish(run.fork(RUN, FORK))
     assert finished.report["privacy"]["events"][0]["steps"] == left
     assert finished.report["privacy"]["epsilon"] >= killed.epsilon() * (1 - 1e-9)
 
@@ -217,7 +226,7 @@ def test_an_altered_ledger_is_not_believed() -> None:
     text = LEDGER.read_text()
     assert text.count('"begun": 15') == 1
     LEDGER.write_text(text.replace('"begun": 15', '"begun": 12'))
-    finished = finish(run.resume(RUN, {"lr": "0.01"}))
+    finished = finish(run.fork(RUN, FORK))
     assert finished.report["privacy"]["events"][0]["steps"] == STEPS
 
 
@@ -231,12 +240,12 @@ def test_an_exact_resume_is_charged_what_was_begun_before(
     stopped = finish(run.resume(RUN, {}, after(1)))
     assert stopped.report["hyperparameters"]["steps"] == 13
     assert [event["steps"] for event in stopped.report["privacy"]["events"]] == [left]
-    last = finish(run.resume(RUN, {"lr": "0.01"}))
+    last = finish(run.fork(RUN, FORK))
     assert last.report["privacy"]["events"][0]["steps"] == left
 
 
 @pytest.mark.privacy
-def test_a_branch_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its checkpoint is written after its ledger, and may be lost."""
     finish(run.train(start(), after(6)))
 
@@ -245,14 +254,15 @@ def test_a_branch_that_only_the_ledger_knows_is_charged(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", killed)
+        patch.setattr(run, "environment", lambda *_: {"threads": 77})
         with pytest.raises(Killed):
-            finish(run.resume(RUN, {"lr": "0.01"}))
+            finish(run.resume(RUN, {}))
     spent = ledger.read(RUN)
     assert spent is not None
     ledger.Ledger(RUN, spent).write(8)
     started, *_, last = run.resume(RUN, {})
     assert isinstance(started, Started)
-    assert started.branch == "the checkpoint of the last branch is lost"
+    assert started.fresh_noise == "the checkpoint of the last session is lost"
     assert isinstance(last, Finished)
     assert [event["steps"] for event in last.report["privacy"]["events"]] == [6, 2, STEPS - 6]
 
@@ -385,7 +395,7 @@ def test_a_kill_while_a_run_is_replaced_forgets_nothing(
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
             attempt(study, 2 + kill % 2, monkeypatch, kill=1)
-        begun = ledger.attempts(where, training_event(study.runs[0].config))
+        begun = ledger.attempts(where, study.runs[0].config.event)
         assert begun[0].steps == 15
         found = ledger.read(where)
         assert found is not None
@@ -416,11 +426,15 @@ def test_an_attempt_whose_ledger_is_lost_is_charged_in_full(
 
 
 @pytest.mark.privacy
-def test_a_killed_run_beside_a_study_is_charged_with_all_of_its_branches() -> None:
+def test_a_killed_run_beside_a_study_is_charged_with_all_that_it_inherits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its report is from before it was resumed."""
     finish(run.train(start(), after(6)))
-    events = run.resume(RUN, {"lr": "0.01"})
-    next(events)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "environment", lambda *_: {"threads": 77})
+        events = run.resume(RUN, {})
+        next(events)
     events.close()  # type: ignore[attr-defined]
     assert [event.steps for event in events_of(RUN)] == [6, STEPS - 6]
     finish(run.resume(RUN, {}, after(2)))

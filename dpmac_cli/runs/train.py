@@ -186,6 +186,8 @@ def _session(
         task=task,
         ranks=ranks,
     )
+    if saved is not None:
+        trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
     if isinstance(plan.out, NewFolder):
         where = folder.new_folder(plan.out.root, plan.out.stem)
     else:
@@ -208,7 +210,6 @@ def _session(
         fresh_noise=before.fresh_noise,
     )
     if saved is not None:
-        trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
         session.history, session.seconds = list(saved.record["history"]), saved.record["seconds"]
         session.shown = len(session.history)
     return session
@@ -226,6 +227,8 @@ FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema", "seed"),
     *("canaries", "canary_kind", "guesses", "features", "feature_groups", "pretrained", "train"),
     *("channels", "image_size", "classes"),
+    # The report says of all steps how samples are known to be kept apart.
+    "isolate",
 )
 
 
@@ -238,21 +241,11 @@ def _resumed(
 ) -> Generator[Computing, None, Session]:
     saved = checkpoint.newest(where)
     recorded = saved.record["config"]
-    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    given = _given(flags)
     named_again(where, recorded, given, "--resume")
     resolved = change(recorded, given)
     plan = resolved.config
-    others = [f"--{flag_name(name)}" for name in ("seed", "out", "force") if name in given]
-    others += [
-        f"--{name} {value}"
-        for name, value in plan.recorded.items()
-        if recorded.get(name) != value and name.replace("-", "_") not in LOCAL
-    ]
-    if others:
-        raise InputError(
-            f"{' and '.join(others)} would change the run, and --resume continues it as it is. To "
-            f"train on from it with other settings: {folder.fork_command(where, others)}"
-        )
+    _check_unchanged(where, plan, recorded, given)
     device = choose_device(plan.device, ranks)
     plan = replace(plan, device=str(device), out=where)
     step = saved.record["state"]["step"]
@@ -260,12 +253,12 @@ def _resumed(
     if step >= plan.steps and told and folder.reported_steps(where) >= step:
         raise InputError(
             f"{where} is finished: it took {step} of {plan.steps} steps. To train on: "
-            f"{folder.fork_command(where, ['--epochs'])} (above {step // plan.steps_per_epoch})"
+            f"{folder.fork_command(where, ['--epochs N'])} (N above {step // plan.steps_per_epoch})"
         )
     before = inherited(where, saved)
     changed = sorted(differences(saved.record["environment"], environment(device, ranks)))
     reasons = [f"the machine or its software changed ({', '.join(changed)})"] if changed else []
-    if not repeatable(device) and plan.steps > step:
+    if not repeatable(device) and before.spent.end > step:
         reasons.append("steps on a GPU cannot be repeated bit for bit")
     if before.lost_checkpoint:
         reasons.append("the checkpoint of the last session is lost")
@@ -283,8 +276,36 @@ def _resumed(
     session.ledger.write(session.ledger.spent.begun)
     if reasons:
         checkpoint.discard(where, but=session.save())
+    elif step == before.spent.base:  # a kill may have left some with the keys before these
+        checkpoint.discard(where, but=saved.path)
     session.begin_files()  # which removes the checksums of what changes next
     return session
+
+
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that were given; 0 is one."""
+    return {n: value for n, value in flags.items() if value is not None and value is not False}
+
+
+def _check_unchanged(
+    where: Path, plan: TrainPlan, recorded: Mapping[str, Any], given: Mapping[str, Any]
+) -> None:
+    """Reject settings that are not those of the run. Raises InputError."""
+    changes = {name: f"--{name}" for name in ("seed", "out", "force") if name in given}
+    for name, value in plan.recorded.items():
+        if recorded.get(name) != value and name.replace("-", "_") not in LOCAL:
+            changes[name] = f"--{name}" if value is True else f"--{name} {value}"
+    if not changes:
+        return
+    way = "Start a new run to change it."
+    if not plan.audit.canaries and not any(n.replace("-", "_") in FIXED for n in changes):
+        others = [text for name, text in changes.items() if name not in ("out", "force")]
+        command = folder.fork_command(where, others)
+        way = f"To train on from it with other settings: {command}"
+    raise InputError(
+        f"{' and '.join(changes.values())} would change the run, and --resume continues it as it "
+        f"is. {way}"
+    )
 
 
 def _forked(
@@ -296,7 +317,7 @@ def _forked(
 ) -> Generator[Computing, None, Session]:
     saved = checkpoint.newest(parent)
     recorded = saved.record["config"]
-    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    given = _given(flags)
     moved = named_again(parent, recorded, given, "--fork")
     for name in FIXED:
         value, flag = given.get(name), flag_name(name)
@@ -305,6 +326,8 @@ def _forked(
     resolved = change(recorded, given)
     plan = resolved.config
     if isinstance(plan.out, Path):
+        if plan.out.resolve() == parent.resolve():
+            raise InputError(f"--out {plan.out} is the run to fork. Name a new folder.")
         folder.check_chosen_folder(plan.out, plan.force)
     step = saved.record["state"]["step"]
     if plan.audit.canaries:

@@ -25,7 +25,16 @@ def bar(width: int) -> tuple[LiveBar, Console]:
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
     display = LiveBar(console)
     config = digits_config(steps=STEPS)
-    display.show(Started(config, Path("runs/some-run"), 582_346, 0, STEPS, cut_short=False))
+    display.show(
+        Started(
+            plan=config,
+            folder=Path("runs/some-run"),
+            parameters=582_346,
+            done=0,
+            steps=STEPS,
+            cut_short=False,
+        )
+    )
     return display, console
 
 
@@ -33,7 +42,7 @@ def bar(width: int) -> tuple[LiveBar, Console]:
 def test_the_bar_keeps_to_one_line(width: int) -> None:
     display, console = bar(width)
     for step in (1, 999, 9_999, STEPS - 1):
-        display.show(Update(Progress(step, step * 0.001), epsilon=10.38, planned=10.39))
+        display.show(Update(event=Progress(step, step * 0.001), epsilon=10.38, planned=10.39))
         (line,) = console.render_lines(display._bar.get_renderable())
         shown = "".join(segment.text for segment in line)
         assert f"{step}/{STEPS}" in shown
@@ -43,7 +52,7 @@ def test_the_bar_keeps_to_one_line(width: int) -> None:
 
 def test_the_price_is_dots_until_it_is_known() -> None:
     display, console = bar(80)
-    display.show(Update(Progress(7, 0.1), epsilon=None, planned=None))
+    display.show(Update(event=Progress(7, 0.1), epsilon=None, planned=None))
     (line,) = console.render_lines(display._bar.get_renderable())
     assert "ε ≤ ... of ..." in "".join(segment.text for segment in line)
     display.close()

@@ -21,7 +21,7 @@ from typer.testing import Result
 from dpmac_cli import torch_errors as faults
 from dpmac_cli.data import loaders as data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
-from dpmac_cli.runs import checkpoint, folder
+from dpmac_cli.runs import checkpoint, folder, session
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
@@ -123,13 +123,13 @@ def test_a_full_disk_at_the_end_loses_nothing(
     last: str, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with file_size_limit() as limit, monkeypatch.context() as patch:
-        do = getattr(run, last)
+        do = getattr(session, last)
 
         def full(*args: Any) -> Any:
             limit(1000)
             return do(*args)
 
-        patch.setattr(run, last, full)
+        patch.setattr(session, last, full)
         result = dpmac(*RUN)
     failed(result, 2, "Free some space.", "(step 9): dpmac train --resume run")
     assert dpmac("train", "--resume", "run").exit_code == 0
@@ -277,9 +277,9 @@ def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
     assert same_weights(Path("killed"), Path("short"))
     report = json.loads(Path("killed/report.json").read_text())
     assert report["machine"]["physical_batch"] == 32
-    # A branch begins with the physical batch that was asked for.
-    assert dpmac("train", "--resume", "killed", "--steps", "12").exit_code == 0
-    report = json.loads(Path("killed/report.json").read_text())
+    # A fork begins with the physical batch that was asked for.
+    assert dpmac("train", "--fork", "killed", "--steps", "12", "--out", "fork").exit_code == 0
+    report = json.loads(Path("fork/report.json").read_text())
     assert report["machine"]["physical_batch"] == 1024
 
 
@@ -370,13 +370,14 @@ def test_a_run_that_diverges_says_how_to_go_on_and_its_steps_are_paid_for(
         result = dpmac(*LONG, "--out", "run", "--checkpoint-every", every)
     step, kept = (6, 4) if every == "2" else (9, 0)
     said = failed(result, 4, f"Training diverged: after step {step} the parameters")
-    assert f"last checkpoint (step {kept}): dpmac train --resume run --lr LESS" in said
+    assert f"last checkpoint (step {kept}): dpmac train --fork run --out NEW --lr LESS" in said
     assert not Path("run/report.json").exists()
     [line] = files.read_lines(Path("run/metrics.jsonl"))
     assert line == {"step": step, "epoch": step / 12, "diverged": True}
     assert all(t.isfinite().all() for t in checkpoint.newest(Path("run")).tensors.values())
-    assert dpmac("train", "--resume", "run", "--lr", "0.001").exit_code == 0
-    events = json.loads(Path("run/report.json").read_text())["privacy"]["events"]
+    fork = ("train", "--fork", "run", "--lr", "0.001", "--out", "fork")
+    assert dpmac(*fork).exit_code == 0
+    events = json.loads(Path("fork/report.json").read_text())["privacy"]["events"]
     assert [event["steps"] for event in events] == [step, 9 - kept]
 
 
@@ -473,7 +474,7 @@ def test_an_edited_configuration_is_refused_and_written_anew(whole: Path) -> Non
     before = contents(Path("run"))
     said = failed(dpmac("train", "--resume", "run"), 2, "run/config.yaml and its checksum")
     assert "damaged or edited. Delete config.yaml" in said
-    assert "give it as a flag: dpmac train --resume run --lr 0.01" in said
+    assert "give it as a flag: dpmac train --fork run --out NEW --lr 0.01" in said
     assert contents(Path("run")) == before
     config.unlink()
     assert dpmac("train", "--resume", "run").exit_code == 0
@@ -499,7 +500,7 @@ def test_what_is_damaged_is_said() -> None:
     newest = max(Path("run/checkpoint").glob("step-*"))
     newest.write_bytes(newest.read_bytes()[:-1])
     Path("run/checkpoint/spent.json").unlink()
-    result = dpmac("train", "--resume", "run", "--lr", "0.001")
+    result = dpmac("train", "--fork", "run", "--lr", "0.001", "--out", "fork")
     assert result.exit_code == 0
     shown = re.findall("note: (.*)", result.stdout)
     assert shown[0].startswith("step-000000006.safetensors (")

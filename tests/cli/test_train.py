@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from dpmac_cli import __version__
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.settings import SETTINGS, flag_name
 from dpmac_cli.runs.scoring import score
-from tests.digits_runs import SEED, contents, train_digits
+from dpmac_cli.runs.session import Update
+from dpmac_cli.runs.train import train
+from tests.digits_runs import SEED, after, contents, digits_config, train_digits
 from tests.typed import dpmac, process, shell
 
 DIGITS = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "3")
@@ -162,6 +165,125 @@ def test_a_bug_is_admitted_without_a_traceback(monkeypatch: pytest.MonkeyPatch) 
     assert "ZeroDivisionError: oh" in result.stderr
     assert "--debug" in result.stderr
     assert "Traceback" not in result.output
+
+
+# Forks
+
+
+def test_a_fork_goes_to_a_new_folder_and_says_what_it_is_of() -> None:
+    parent = train_digits(out="parent", steps=3).folder
+    before = contents(parent)
+    result = dpmac("train", "--fork", "parent", "--epochs", "1", "--lr", "0.01")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("dp-macadam on digits: 1,437 records")
+    assert lines[1].startswith("sigma 6, expected batch 128, 12 steps (epochs: 1)")
+    assert lines[2] == "continuing after step 3, with new noise: a fork of parent"
+    assert lines[-1].startswith("runs/digits-dp-macadam-1: model.safetensors")
+    assert contents(parent) == before
+    report = json.loads(Path("runs/digits-dp-macadam-1/report.json").read_text())
+    assert [event["steps"] for event in report["privacy"]["events"]] == [3, 9]
+    assert report["hyperparameters"]["lr"] == 0.01
+    assert f"privacy epsilon {format_epsilon(report['privacy']['epsilon'])} at" in result.stdout
+
+
+def test_a_fork_takes_out_json_and_quiet() -> None:
+    train_digits(out="parent", steps=3)
+    flags = ("--fork", "parent", "--steps", "5", "--out", "new", "--json", "--quiet")
+    result = dpmac("train", *flags)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == Path("new/report.json").read_text()
+
+
+@pytest.mark.privacy
+def test_a_fork_whose_budget_is_spent_is_exit_code_3() -> None:
+    train_digits(out="parent", steps=3, max_epsilon=0.06)
+    more = dpmac("train", "--fork", "parent", "--max-epsilon", "0.09", "--out", "more")
+    assert more.exit_code == 3
+    assert "dpmac train --fork more --out NEW --max-epsilon MORE" in more.stderr
+    report = json.loads(Path("more/report.json").read_text())
+    assert (report["state"], report["privacy"]["epsilon"] <= 0.09) == ("budget-spent", True)
+    less = dpmac("train", "--fork", "parent", "--max-epsilon", "0.05", "--out", "less")
+    assert less.exit_code == 3
+    assert "allows no step" in less.stderr
+    assert not Path("less").exists()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--config", "my.yaml"), "--fork takes its settings from the run: leave out --config"),
+        (("--resume", "parent"), "--resume and --fork contradict each other: give one"),
+        ((), "parent has taken 3 steps already, and 3 are asked for. Give more with --epochs"),
+        (("--lr", "0.01"), "or --steps (above 3)"),
+        (("--steps", "5", "--out", "parent"), "--out parent is the run to fork"),
+        (("--steps", "5", "--out", "parent", "--force"), "--out parent is the run to fork"),
+        (("--steps", "5", "--out", "other"), "--out other already holds a run"),
+        (("--steps", "5", "--optimizer", "dp-sgd"), "--optimizer cannot change in a fork"),
+        (("--steps", "5", "--seed", "3"), "--seed cannot change in a fork. Start a new run"),
+        (("--steps", "5", "--epsilon", "1"), "--epsilon cannot change in a fork"),
+        (("--steps", "5", "--canaries", "20"), "--canaries cannot change in a fork"),
+        (("--stepz", "5"), "No such option"),
+    ],
+)
+def test_forks_that_are_refused(flags: Sequence[str], said: str) -> None:
+    Path("my.yaml").write_text("dataset: digits\nsteps: 5\n")
+    train_digits(out="parent", steps=3)
+    train_digits(out="other", steps=1)
+    before = contents(Path())
+    result = dpmac("train", "--fork", "parent", *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    assert contents(Path()) == before
+
+
+@pytest.mark.privacy
+def test_an_audit_run_is_not_forked() -> None:
+    for out, steps in (("stopped", 1), ("finished", 3)):
+        list(train(digits_config(out=out, canaries=20, steps=3), after(steps)))
+        result = dpmac("train", "--fork", out, "--steps", "9", "--out", "new")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{out} is an audit run, which cannot be forked" in result.stderr
+        assert "Start a new run" in result.stderr
+    assert not Path("new").exists()
+
+
+def test_no_run_to_fork_is_named() -> None:
+    Path("empty").mkdir()
+    for name in ("empty", "nowhere"):
+        result = dpmac("train", "--fork", name)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"--fork {name} is not a run folder" in result.stderr
+
+
+@pytest.mark.privacy
+def test_a_run_in_use_is_not_forked_and_one_that_was_killed_is() -> None:
+    events = train(digits_config(out="parent", steps=30, checkpoint_every="1"))
+    next(event for event in events if isinstance(event, Update) and event.event.step >= 3)
+    busy = dpmac("train", "--fork", "parent", "--steps", "40", "--out", "new")
+    assert (busy.exit_code, busy.stdout) == (2, "")
+    assert "The run folder parent is in use by another dpmac process" in busy.stderr
+    assert not Path("new").exists()
+    events.close()  # type: ignore[attr-defined]
+    free = dpmac("train", "--fork", "parent", "--steps", "40", "--out", "new")
+    assert (free.exit_code, free.stderr) == (0, "")
+
+
+def test_what_a_run_says_to_type_forks_it() -> None:
+    train_digits(out="parent", steps=3)
+    said = dpmac("train", "--resume", "parent")
+    assert said.exit_code == 2
+    assert "dpmac train --fork parent --out NEW --epochs N (N above 0)" in said.stderr
+    assert dpmac("train", "--fork", "parent", "--out", "NEW", "--epochs", "1").exit_code == 0
+    changed = dpmac("train", "--resume", "NEW", "--lr", "0.01", "--epochs", "2")
+    assert changed.exit_code == 2
+    command = changed.stderr.split("dpmac ")[-1].split()
+    assert command[:5] == ["train", "--fork", "NEW", "--out", "NEW"]
+    command[4] = "third"
+    assert dpmac(*command).exit_code == 0
+    assert json.loads(Path("third/report.json").read_text())["hyperparameters"]["lr"] == 0.01
 
 
 @pytest.mark.real_data
