@@ -9,13 +9,14 @@ from urllib.error import HTTPError, URLError
 import numpy as np
 import pytest
 import torch
+import torchvision
 from sklearn.datasets import load_digits
 from torchvision.datasets import cifar, mnist
 from torchvision.transforms.functional import normalize
 
 from dpmac_cli.data.dataset import Data, Split, fingerprint
-from dpmac_cli.data.loaders import LOADERS, load_data
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.loaders import BUNDLED, load_data
+from dpmac_cli.data.registry import DATASETS, Bundled, Torchvision
 from dpmac_cli.errors import InputError
 
 CPU = torch.device("cpu")
@@ -36,7 +37,10 @@ def digits() -> Data:
 
 
 def test_every_data_set_of_the_catalog_has_a_loader() -> None:
-    assert LOADERS.keys() == DATASETS.keys()
+    bundled = {f.origin.loader for f in DATASETS.values() if isinstance(f.origin, Bundled)}
+    assert BUNDLED.keys() == bundled
+    kinds = {f.origin.name for f in DATASETS.values() if isinstance(f.origin, Torchvision)}
+    assert all(hasattr(torchvision.datasets, kind) for kind in kinds)
 
 
 def check_against_catalog(name: str, data: Data) -> None:
@@ -92,9 +96,9 @@ def test_a_single_changed_value_is_noticed(
     changed = images.view(-1) if part == "images" else labels
     changed[-1] = 1 - changed[-1].clamp(max=1)
     monkeypatch.setitem(
-        LOADERS,
+        BUNDLED,
         "digits",
-        lambda *_: (digits.train, Split(images, labels)),
+        lambda: (digits.train, Split(images, labels)),
     )
     with pytest.raises(InputError) as caught:
         load_data("digits", Path("nowhere"), CPU)
@@ -108,7 +112,7 @@ def test_a_single_changed_value_is_noticed(
 
 def test_a_missing_record_is_noticed(monkeypatch: pytest.MonkeyPatch, digits: Data) -> None:
     short = Split(digits.train.images[1:], digits.train.labels[1:])
-    monkeypatch.setitem(LOADERS, "digits", lambda *_: (short, digits.test))
+    monkeypatch.setitem(BUNDLED, "digits", lambda: (short, digits.test))
     with pytest.raises(InputError) as caught:
         load_data("digits", Path("nowhere"), CPU)
     assert (

@@ -158,13 +158,14 @@ def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
     defaults, rates = (row.split(" | ") for row in rows)
     one = many[0]
     assert [float(rate) for rate in rates] == [config.hyper.lr for config in many]
-    assert defaults[:3] == [one.model, f"{one.sigma:g}", f"{one.batch_size}, at most n"]
+    assert defaults[:3] == [one.recorded["model"], f"{one.sigma:g}", f"{one.batch_size}, at most n"]
     assert few.batch_size == 90
+    epochs = one.recorded["epochs"]
     told = list(map(float, defaults[3:7]))
-    assert told == [one.epochs, one.clip_norm, one.h1, one.h2]
+    assert told == [epochs, one.hyper.clip_norm, one.hyper.h1, one.hyper.h2]
     said = " ".join((ROOT / "README.md").read_text().split())
     assert "sigma 1, delta 1e-5, 10 epochs, B = 256 (or n, if that is less), C = 1, and" in said
-    values = (one.sigma, one.delta, one.epochs, one.batch_size, one.clip_norm)
+    values = (one.sigma, one.delta, epochs, one.batch_size, one.hyper.clip_norm)
     assert values == (1, 1e-5, 10, 256, 1)
 
 

@@ -1,4 +1,4 @@
-"""dpmac compare."""
+"""dpmac compare: many runs, and the table of what came out."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""dpmac doctor."""
+"""dpmac doctor: what this machine has, and what is missing."""
 
 import contextlib
 import os

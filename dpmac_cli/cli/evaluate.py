@@ -1,4 +1,4 @@
-"""dpmac eval."""
+"""dpmac eval: the test accuracy of a trained model, or its audit."""
 
 import inspect
 import math

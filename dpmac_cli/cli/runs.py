@@ -1,4 +1,4 @@
-"""dpmac runs."""
+"""dpmac runs: what lies in run folders, with the settings in which they differ."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""dpmac train."""
+"""dpmac train: a new run, or one that is resumed or forked."""
 
 import contextlib
 import inspect

@@ -484,13 +484,13 @@ def test_no_noise_or_no_steps_for_a_target_is_no_bug() -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs: finished, interrupted, branched, and one without privacy."""
+    """A folder of runs: finished, interrupted, forked twice, and one without privacy."""
     folder = tmp_path_factory.mktemp("runs")
     train_digits(out=str(folder / "finished"))
     train_events(digits_config(out=str(folder / "interrupted"), steps=9), after(5))
-    train_digits(out=str(folder / "branched"))
-    finish(run.resume(folder / "branched", {"steps": "7", "sigma": "8"}))
-    finish(run.resume(folder / "branched", {"steps": "12"}))
+    child, grandchild = str(folder / "fork"), str(folder / "forked")
+    finish(run.fork(folder / "finished", {"steps": "7", "sigma": "8", "out": child}))
+    finish(run.fork(child, {"steps": "12", "out": grandchild}))
     train_digits(out=str(folder / "open"), no_dp=True)
     return folder
 
@@ -501,7 +501,7 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", ["finished", "interrupted", "branched"])
+@pytest.mark.parametrize("name", ["finished", "interrupted", "forked"])
 def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
     privacy = report_of(runs / name)["privacy"]
     before = contents(runs)
@@ -513,7 +513,7 @@ def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
         assert row["noise_multiplier"] == privacy["noise_multiplier"]
         assert row["adjacency"] == privacy["adjacency"]
         assert row["statement"] == privacy["statement"]
-    assert len(privacy["events"]) == {"finished": 1, "interrupted": 1, "branched": 3}[name]
+    assert len(privacy["events"]) == {"finished": 1, "interrupted": 1, "forked": 3}[name]
     shown = format_epsilon(privacy["epsilon"])
     result = account(str(runs / name))
     assert result.exit_code == 0
@@ -563,7 +563,7 @@ def altered(folder: Path, change: Change) -> Path:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("factor", [0.5, 0.99, 1.01, 2.0])
-@pytest.mark.parametrize("name", ["finished", "interrupted", "branched"])
+@pytest.mark.parametrize("name", ["finished", "interrupted", "forked"])
 def test_a_wrong_figure_is_exit_code_2_with_the_right_one(
     name: str, factor: float, runs: Path
 ) -> None:
@@ -597,7 +597,7 @@ WRONG: Mapping[str, Change] = {
 @pytest.mark.privacy
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_a_report_that_does_not_add_up_is_exit_code_2(change: Change, runs: Path) -> None:
-    result = account(str(altered(runs / "branched", change)))
+    result = account(str(altered(runs / "forked", change)))
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     assert "report" in result.stderr
@@ -693,11 +693,11 @@ def test_what_is_no_report_is_named_in_one_error(content: bytes) -> None:
 def test_a_report_that_may_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("report.json").write_text("{}")
 
-    def refuse(*args: object, **kwargs: object) -> str:
+    def refuse(*args: object, **kwargs: object) -> bytes:
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", refuse)
+        patch.setattr(Path, "read_bytes", refuse)
         result = account(".")
     assert result.exit_code == 2
     assert "report.json cannot be read (Permission denied)" in result.stderr
@@ -726,7 +726,7 @@ def test_a_solved_delta_is_shown_on_a_terminal(
     assert f"epsilon {target} at delta" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("name", ["finished", "interrupted", "branched", "open"])
+@pytest.mark.parametrize("name", ["finished", "interrupted", "forked", "open"])
 def test_a_run_is_shown_on_a_terminal(name: str, runs: Path, terminal: io.StringIO) -> None:
     result = account(str(runs / name))
     assert result.exit_code == 0, result.output
@@ -745,7 +745,7 @@ def test_a_picture_is_drawn_beside_the_answer() -> None:
 
 
 def test_a_run_is_drawn_and_judged(runs: Path) -> None:
-    result = account(f"{runs / 'branched'} --plot run.svg")
+    result = account(f"{runs / 'forked'} --plot run.svg")
     assert result.exit_code == 0
     assert Path("run.svg").exists()
     wrong = altered(runs / "finished", lambda privacy: privacy.update(epsilon=0.01))

@@ -175,13 +175,13 @@ def test_debug_shows_where_it_failed(run: Path) -> None:
 
 def test_the_confusion_matrix_is_drawn(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
-    write = plots._write
+    write = plots.write_figure
 
     def kept(figure: Figure, path: Path) -> None:
         drawn.append(figure)
         write(figure, path)
 
-    monkeypatch.setattr(plots, "_write", kept)
+    monkeypatch.setattr(plots, "write_figure", kept)
     result = evaluate(run, "--plot", "matrix.png", "--json")
     assert (result.exit_code, result.stderr) == (0, "note: drew matrix.png\n")
     assert Path("matrix.png").read_bytes().startswith(b"\x89PNG")
@@ -208,7 +208,7 @@ def test_many_classes_and_long_names_leave_room_for_the_picture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "_write", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots, "write_figure", lambda figure, path: drawn.append(figure))
     for count, length in ((10, 80), (100, 12), (200, 5), (1, 3)):
         names = [f"{number:0{length}}" for number in range(count)]
         counts = [[int(i == j) for j in range(count)] for i in range(count)]
