@@ -90,7 +90,7 @@ STUDY = "Study"
 )
 @explained
 def compare(**flags: Any) -> None:
-    """Run the command; ``flags`` are the studied fields of TrainConfig and the options above."""
+    """Run the command; ``flags`` are the studied settings and the options above."""
     out: Path = parse({"out": flags.pop("out")}).get("out", DEFAULT_OUT)
     file = flags.pop("config")
     choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
