@@ -42,7 +42,7 @@ def total_epsilon(
     accountant: str | None = None,
     widest: float = FINE,
 ) -> float:
-    """Return epsilon of several trainings on the same records, in sequence or as branches.
+    """Return epsilon of several trainings on the same records, in sequence or as forks.
 
     Args:
         events: under one adjacency.

@@ -13,10 +13,10 @@ from dpmac_cli.accounting.statements import common, format_epsilon, statement
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A privacy cost and all it depends on; None for what differs between branches.
+    """A privacy cost and all it depends on; None for what differs between parts.
 
     Attributes:
-        statement: the guarantee in plain sentences. events: what happened, one per branch.
+        statement: the guarantee in plain sentences. events: what happened, one per part.
         noise_multiplier, sampling_rate, dataset_size, batch_size: sigma, q, n, B.
         compositions: mechanisms on all records. runs: trainings that the cost covers.
         selection: how they were counted: "none" for one, "composition" for a fixed number,
@@ -119,7 +119,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 def epsilon_by_steps(row: Row) -> Curve:
-    """Return (step, epsilon) from the first step of the last branch to the end of training."""
+    """Return (step, epsilon) from the first step of the last part to the end of training."""
     event, earlier = row.events[-1], row.events[:-1]
     schedule = epsilon_schedule(event, row.delta, event.steps_per_epoch, earlier, row.accountant)
     first = total_epsilon((*earlier, replace(event, steps=1)), row.delta, row.accountant)

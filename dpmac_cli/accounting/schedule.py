@@ -37,7 +37,7 @@ def epsilon_schedule(
     The last point is exactly ``total_epsilon((*earlier, event), delta)``; no other is above it.
 
     Args:
-        event: the whole run, from its first step or from where it branched off.
+        event: the whole run, from the first step that is drawn with its keys.
         delta: in (0, 1).
         epoch: steps of an epoch; points fall on the ends of epochs where their number allows.
         earlier: what else was done with the records before or beside.

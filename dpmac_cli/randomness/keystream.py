@@ -30,7 +30,7 @@ KNOWN = tuple(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Keys:
-    """Secret keys of a run, or of a branch of it: 256 bits for each stream of random numbers.
+    """Secret keys of a run, or of a part of it: 256 bits for each stream of random numbers.
 
     Each stream has a key of its own, so that no draw for one purpose can be read off the draws for
     another. A stream without a key (b"") cannot draw.
@@ -65,18 +65,17 @@ class Keys:
 STREAMS = tuple(field.name for field in fields(Keys) if field.name != "base")
 
 
-def make_keys(seed: int | None, branch: int = 0, base: int = 0) -> Keys:
+def make_keys(seed: int | None, base: int = 0) -> Keys:
     """Return new keys.
 
     Args:
         seed: the user's seed; None for fresh bits from the operating system for every stream.
-        branch: 0 for a run, and another number for each branch, none of which shares a key.
         base: steps taken before.
     """
     if seed is None:
         return Keys(base=base, **{name: secrets.token_bytes(KEY_BYTES) for name in STREAMS})
     sequences = {
-        name: np.random.SeedSequence(seed, spawn_key=(place, branch))
+        name: np.random.SeedSequence(seed, spawn_key=(place, 0))
         for place, name in enumerate(STREAMS)
     }
     words = {name: each.generate_state(4, np.uint64) for name, each in sequences.items()}

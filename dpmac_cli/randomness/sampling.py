@@ -132,7 +132,7 @@ class EpochSampler:
         draws: the random choices of an epoch.
         deal: the batch of each record in 0, 1, ... steps - 1, by those.
         steps: of an epoch.
-        base: steps before the first epoch. A branch that continued an epoch of another key would
+        base: steps before the first epoch. Steps that continued an epoch of another key would
             show a record more often than once per epoch that it is charged for.
     """
 

@@ -20,13 +20,16 @@ LISTS = ("earlier", "abandoned")
 
 @dataclass(frozen=True)
 class Spent:
-    """Steps that a run may have taken, of all of its branches.
+    """Steps that a run may have taken, of all of its parts.
+
+    A part is what one set of keys draws: a fork begins one, and so does a resume that cannot
+    repeat its steps exactly.
 
     Attributes:
-        earlier: events of the branches before.
-        event: of the current branch, with all of its planned steps; it began at step ``base``.
+        earlier: events of the parts before.
+        event: of the current part, with all of its planned steps; it began at step ``base``.
         begun: last step of the run that may have begun.
-        seeded: whether any branch used a chosen seed. secure: whether all ran with --secure.
+        seeded: whether any part used a chosen seed. secure: whether all ran with --secure.
         abandoned: events of attempts at the same run of a study, begun again from scratch.
     """
 
@@ -40,12 +43,12 @@ class Spent:
 
     @property
     def end(self) -> int:
-        """Step of the run at which the current branch ends as planned."""
+        """Step of the run at which the current part ends as planned."""
         return self.base + self.event.steps
 
     @property
     def events(self) -> tuple[TrainingEvent, ...]:
-        """Events of all branches, up to the last step that may have begun."""
+        """Events of all parts, up to the last step that may have begun."""
         return (*self.earlier, replace(self.event, steps=self.begun - self.base))
 
     @staticmethod

@@ -42,7 +42,7 @@ DRAWN_SECURELY = (
     "of four float64 normals; clipped sum and noise were each rounded to multiples of 2^-40 of the "
     "sensitivity before they were added."
 )
-DRAWN_BOTH_WAYS = "The last branch ran with --secure, an earlier one without."
+DRAWN_BOTH_WAYS = "The last part ran with --secure, an earlier one without."
 HELD_OUT = (
     "The test records were split off the private ones. They are private themselves, and nothing "
     "that is measured on them is covered."
@@ -106,10 +106,10 @@ class Bill:
     """Events of a run, and the randomness that they used.
 
     Attributes:
-        events: of every branch; the last one trained the published model.
+        events: of every part; the last one trained the published model.
         planned: the last event as planned.
-        seeded: whether any branch used a chosen seed.
-        secure: whether every branch ran with --secure.
+        seeded: whether any part used a chosen seed.
+        secure: whether every part ran with --secure.
         abandoned: events of attempts that the run replaces in a study; not part of its epsilon.
     """
 
@@ -139,10 +139,10 @@ class Network:
 
 
 def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
-    """Return the guarantee of a run, all branches counted; without one, the same keys are null.
+    """Return the guarantee of a run, all parts counted; without one, the same keys are null.
 
-    ``steps``, ``noise_multiplier`` and ``sampling_rate`` are those of all branches together, the
-    latter two null where branches differ; ``events`` holds each.
+    ``steps``, ``noise_multiplier`` and ``sampling_rate`` are those of all parts together, the
+    latter two null where parts differ; ``events`` holds each.
     """
     epsilon = accounting.total_epsilon(bill.events, plan.delta)
     planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), plan.delta)

@@ -99,7 +99,7 @@ class Report(BaseModel):
         return self
 
     def training_events(self, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
-        """Return the events of all branches; with ``attempts``, first those the run replaced."""
+        """Return the events of all parts; with ``attempts``, first those the run replaced."""
         listed = (*self.abandoned, *self.events) if attempts else self.events
         return tuple(TrainingEvent(**dict(event)) for event in listed)
 
