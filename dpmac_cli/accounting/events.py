@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from dpmac_cli.accounting.samplers import SAMPLERS, Sampling
+from dpmac_cli.errors import InputError
 
 #: Smaller rates are priced as this one, which costs more: the arithmetic of privacy losses fails.
 LEAST_RATE = 1e-6
@@ -22,6 +23,9 @@ class TrainingEvent:
         steps: T, how many steps saw data (an empty batch counts), >= 0.
         sampler: a key of :data:`SAMPLERS`.
         steps_per_epoch: ceil(n/B); matters where a record is in one batch of each epoch.
+
+    Raises:
+        InputError: steps are negative; summed with others, they would lower the privacy cost.
     """
 
     sampling_rate: float
@@ -29,6 +33,10 @@ class TrainingEvent:
     steps: int
     sampler: str = "poisson"
     steps_per_epoch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise InputError(f"steps must be at least 0, not {self.steps}.")
 
     @property
     def sampling(self) -> Sampling:
