@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config.resolve import EXCLUSIVE, INCOMPATIBLE, KIND_WORDS, resolve
-from dpmac_cli.config.settings import KINDS, SETTINGS, Setting, TrainPlan, flag_name
+from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import SETTINGS, Setting, flag_name
+from dpmac_cli.config.yaml_file import KIND_WORDS
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import LEAST_CNN, found
@@ -41,11 +43,11 @@ MANY = 10**6
 
 
 def configuration() -> str:
-    """The page."""
+    """Return the page."""
     parts = [INTRODUCTION]
     for panel in dict.fromkeys(setting.panel for setting in SETTINGS.values()):
         rows = [
-            (f"`--{flag_name(name)}`", what(name, setting), default(name, setting), about(setting))
+            (f"`--{flag_name(name)}`", what(setting), default(setting), about(setting))
             for name, setting in SETTINGS.items()
             if setting.panel == panel
         ]
@@ -54,45 +56,42 @@ def configuration() -> str:
     parts += ["Learning rates:\n", learning_rates(), "## By optimizer\n", by_optimizer()]
     parts += ["## What does not go together\n", exclusions()]
     for title, known in CHOICES.items():
-        rows = [(f"`{name}`", said) for name, said in known.items()]
-        parts += [f"## {title}\n", table(("name", ""), rows)]
+        named = [(f"`{name}`", said) for name, said in known.items()]
+        parts += [f"## {title}\n", table(("name", ""), named)]
     return "\n".join(parts)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def what(name: str, setting: Setting) -> str:
-    """What a setting may be."""
-    if KINDS[name] is bool:
+def what(setting: Setting) -> str:
+    """Return what a setting may be."""
+    if setting.kind is bool:
         return "switch"
     if setting.choices:
         more = f"; or {setting.besides[1]}" if setting.besides else ""
         return ", ".join(f"`{choice}`" for choice in setting.choices) + more
     if setting.pattern:
         return setting.pattern[1]
-    kind = KIND_WORDS[KINDS[name]]
+    kind = KIND_WORDS[setting.kind]
     return f"{kind}, {setting.bounds}" if setting.bounds else kind
 
 
-def default(name: str, setting: Setting) -> str:
-    """What it is where it is not given."""
-    value = getattr(TrainPlan, name)
-    if KINDS[name] is bool:
+def default(setting: Setting) -> str:
+    """Return the default of a setting."""
+    if setting.kind is bool:
         return "off"
-    if value is not None:
-        return f"`{value}`"
-    _, given, rest = setting.help.partition("[default: ")
-    return rest.rstrip("]") if given else "none"
+    if setting.default is not None:
+        return f"`{setting.default}`"
+    return setting.otherwise or "none"
 
 
 def about(setting: Setting) -> str:
-    """Its help, without the default."""
-    kept = "" if setting.recorded else " Not kept in `config.yaml`."
-    return setting.help.partition(" [default")[0] + kept
+    """Return the help of a setting."""
+    return setting.help + ("" if setting.recorded else " Not kept in `config.yaml`.")
 
 
 def by_data_set() -> str:
@@ -118,16 +117,18 @@ def _data_sets() -> dict[str, Dataset]:
     small = LEAST_CNN - 1
     return {
         **{f"`{name}`": facts for name, facts in DATASETS.items()},
-        f"your own images, {LEAST_CNN}x{LEAST_CNN} and more": _own((3, LEAST_CNN, LEAST_CNN), 255),
-        "your own images, smaller": _own((3, small, small), 255),
-        "your own rows of numbers": _own((9, 1, 1), 1),
+        f"your own images, {LEAST_CNN}x{LEAST_CNN} and more": _own((3, LEAST_CNN, LEAST_CNN)),
+        "your own images, smaller": _own((3, small, small)),
+        "your own rows of numbers": _own((9, 1, 1), is_table=True),
     }
 
 
-def _own(shape: tuple[int, int, int], levels: int) -> Dataset:
-    """Facts of a person's own data, with many records."""
-    sizes, standard, labels = (MANY, 1), ((0.0,), (1.0,)), np.zeros(1, np.int64)
-    return found(Source(Path()), sizes, shape, ("a", "b"), standard, levels, labels).facts
+def _own(shape: tuple[int, int, int], *, is_table: bool = False) -> Dataset:
+    """Return facts of a dataset of your own with many records."""
+    sizes, constants, tested = (MANY, 1), ((0.0,), (1.0,)), np.zeros(1, np.int64)
+    return found(
+        Source(Path()), sizes, shape, ("a", "b"), constants, tested, is_table=is_table
+    ).facts
 
 
 def learning_rates() -> str:
@@ -146,8 +147,8 @@ def by_optimizer() -> str:
     names = sorted(set().union(*(row.settings for row in OPTIMIZERS.values())))
     rows = []
     for optimizer, row in OPTIMIZERS.items():
-        config = resolve(dataset="mnist", optimizer=optimizer).config
-        cells = [shown(getattr(config, name)) if name in row.settings else "" for name in names]
+        hyper = resolve(dataset="mnist", optimizer=optimizer).config.hyper
+        cells = [shown(getattr(hyper, name)) if name in row.settings else "" for name in names]
         rows.append((f"`{optimizer}`", *cells))
     head = ("", *(f"`--{flag_name(name)}`" for name in names))
     return f"Defaults on MNIST; an empty cell has no effect.\n\n{table(head, rows)}"

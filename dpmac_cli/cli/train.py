@@ -50,10 +50,11 @@ def text_option(name: str, setting: Setting, *, several: bool = False) -> inspec
 
 
 def _help(setting: Setting) -> str:
-    """Return a setting's help with its choices and default."""
+    """Return a setting's help with its choices and, where it has one, its default."""
     choices = f" One of {setting.known}." if setting.choices else ""
     default = setting.otherwise if setting.default is None else setting.default
-    return f"{setting.help}{choices} [default: {default}]"
+    ending = "" if default == "" else f" [default: {default}]"
+    return f"{setting.help}{choices}{ending}"
 
 
 @with_options(

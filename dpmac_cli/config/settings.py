@@ -62,7 +62,7 @@ class Setting:
         help: one line.
         panel: the group it is shown in.
         default: its value if it is not given; None where that depends on other settings.
-        otherwise: that default in words.
+        otherwise: that default in words; empty where nothing is done if it is not given.
         choices: of a name.
         besides: what may be given besides the choices: a test, and what it is in words.
         pattern: of other text, and what it stands for in words.
@@ -74,7 +74,7 @@ class Setting:
     help: str
     panel: str
     default: Any = None
-    otherwise: str = "none"
+    otherwise: str = ""
     choices: tuple[str, ...] = ()
     besides: tuple[Callable[[str], bool], str] | None = None
     pattern: tuple[str, str] | None = None
@@ -143,7 +143,6 @@ class Settings:
     )
     features: str | None = _task(
         "Train on fixed, public features of the images instead: scatter is wavelet scattering.",
-        otherwise="none",
         choices=tuple(FEATURES),
     )
     feature_groups: Annotated[int, Field(ge=0, le=10**6)] | None = _task(
