@@ -31,17 +31,17 @@ from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.question import CHOICES, Flags
-from dpmac_cli.config.settings import KINDS, SETTINGS, flag_name
+from dpmac_cli.config.settings import SETTINGS, flag_name
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.runs import folder, scoring
-from dpmac_cli.runs import setup as assembly
+from dpmac_cli.runs import folder, scoring, task
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.executor import RunEvent
 from dpmac_cli.studies.grid import NOT_IN_A_STUDY
 from dpmac_cli.studies.worker import train_run
 from tests.digits_runs import contents
+from tests.helpers import limits_of
 
 #: Exit codes that each command documents, but for 1, which is a bug.
 CODES: Mapping[str, frozenset[int]] = {
@@ -276,7 +276,7 @@ class InlinePool(workers.Pool):
 def quickened() -> Iterator[None]:
     """Commands that take no longer than they must: nobody waits for data, processes or steps."""
     with contextlib.ExitStack() as patched:
-        for module in (assembly, scoring, workers):
+        for module in (task, scoring, workers):
             patched.enter_context(mock.patch.object(module, "load_data", _load_data))
         for command in (train_command, compare_command):
             patched.enter_context(mock.patch.object(command, "stop_request", _stop_soon))
@@ -483,10 +483,9 @@ RIGHT: Mapping[str, Sequence[str]] = {
 
 def _beyond(name: str) -> Sequence[str]:
     """Values at the ends of a setting's bounds, and beyond."""
-    bounds = SETTINGS[name].bounds
-    if bounds is None or name in ("epochs", "steps"):
+    if name in ("epochs", "steps"):
         return ()
-    ends = [end for end in (bounds.low, bounds.high) if end != float("inf")]
+    ends = (float(limit) for _, limit in limits_of(name))
     return [f"{end * share:g}" for end in ends for share in (0.99, 1, 1.01)]
 
 
@@ -525,7 +524,7 @@ def settings_of(
     """Some settings, most of them right; each as it is typed."""
     typed = []
     for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
-        if KINDS[name] is bool:
+        if SETTINGS[name].kind is bool:
             typed.append(_flag(name, True))
             continue
         one = draw(right(name))
@@ -533,7 +532,7 @@ def settings_of(
             one = ",".join((one, draw(right(name))))
         typed.append(_flag(name, one, draw(st.booleans())))
     for name in draw(st.lists(st.sampled_from(names), max_size=2) | st.just([])):
-        if KINDS[name] is not bool:
+        if SETTINGS[name].kind is not bool:
             typed.append(_flag(name, draw(wrong(name)), draw(st.booleans())))
     return tuple(typed)
 
@@ -573,6 +572,13 @@ resume_lines = lines(
     "train",
     st.tuples(st.tuples(st.just("--resume"), st.sampled_from((RUN, STOPPED)) | places)),
     settings_of(TRAINABLE),
+    switches("--json", "--quiet", "--force"),
+)
+fork_lines = lines(
+    "train",
+    st.tuples(st.tuples(st.just("--fork"), st.sampled_from((RUN, STOPPED)) | places)),
+    settings_of(TRAINABLE),
+    maybe("--out", places),
     switches("--json", "--quiet", "--force"),
 )
 eval_lines = lines(
@@ -709,7 +715,7 @@ def with_damage(draw: st.DrawFn, paths: Sequence[str]) -> Case:
         ("account", path),
         ("train", "--resume", where),
         ("train", "--resume", where, "--lr", "0.01"),
-        ("train", "--resume", where, "--steps", "6", "--json"),
+        ("train", "--fork", where, "--steps", "6", "--json", "--out", "new"),
         ("train", *shlex.split(RUN_FLAGS), "--out", where, "--force"),
         ("train", "--config", f"{where}/{folder.CONFIG}", "--steps", "2"),
     )
@@ -722,7 +728,7 @@ def cases(paths: Sequence[str]) -> st.SearchStrategy[Case]:
     Args:
         paths: see :func:`artifacts`.
     """
-    typed = (train_lines, resume_lines, eval_lines, account_lines, compare_lines)
+    typed = (train_lines, resume_lines, fork_lines, eval_lines, account_lines, compare_lines)
     return st.one_of(
         *(line.map(Case) for line in typed),
         other_lines.map(lambda args: Case(tuple(args))),

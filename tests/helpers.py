@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scipy.stats import kstest
 from torch import Tensor, nn
 
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
@@ -43,6 +44,16 @@ HYPER = Hyperparameters(
 )
 MECHANISM = GaussianMechanism(1.0, 8)
 PLAN = Plan(steps=20, steps_per_epoch=5, physical_batch=1000)
+
+
+def limits_of(setting: str) -> list[tuple[str, str]]:
+    """Return the bounds of a setting as its messages name them, such as ("at least", "1")."""
+    return [
+        (words, number.replace(",", ""))
+        for words, _, number in (
+            phrase.rpartition(" ") for phrase in SETTINGS[setting].bounds.split(" and ") if phrase
+        )
+    ]
 
 
 def tiny_data(dtype: torch.dtype = torch.float64, *, records: int = 40, seed: int = 0) -> Data:

@@ -1,18 +1,26 @@
 """Settings from flags and YAML: who wins, what is refused, and what is written back."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
-from dpmac_cli.config.resolve import Resolved, parse, resolve, to_yaml
-from dpmac_cli.config.settings import KINDS, SETTINGS, TrainConfig, flag_name
+from dpmac_cli.config.given import parse
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.resolve import Resolved, resolve
+from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from tests.conftest import OPTIMIZER_NAMES
+from tests.helpers import limits_of
 
 #: A value for each setting that is not its default.
 VALUES: Mapping[str, Any] = {
@@ -79,8 +87,13 @@ VALUES: Mapping[str, Any] = {
     "quiet": True,
     "debug": True,
 }
-#: What some mean nothing without.
+PICTURES, ROWS = "pictures", "rows.npz"
+#: Settings that some need beside them.
 BESIDE: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"dataset": PICTURES} for name in ("test_fraction", "split_seed", "channels")},
+    **{name: {"dataset": PICTURES} for name in ("image_size", "classes", "skip_bad")},
+    "standardise": {"dataset": PICTURES, "channels": "3"},
+    "feature_range": {"dataset": ROWS},
     "canary_kind": {"canaries": 100},
     "guesses": {"canaries": 100},
     "augment": {"augmentations": 2},
@@ -88,11 +101,58 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "train": {"pretrained": __file__},
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
+_FIELDS = {
+    "model": "model.name",
+    "features": "features.kind",
+    "feature_groups": "features.groups",
+    "test_fraction": "data.test_fraction",
+    "split_seed": "data.split_seed",
+    "image_size": "data.image_size",
+    "standardise": "data.standardise",
+    "skip_bad": "data.skip_bad",
+    "epsilon": "target_epsilon",
+    "sampler": "event.sampler",
+    **{name: f"hyper.{name}" for name in ("lr", "clip_norm", "beta1", "beta2", "gamma")},
+    **{name: f"hyper.{name}" for name in ("gamma_prime", "h1", "h2", "kappa", "phi")},
+    "canaries": "audit.canaries",
+    "canary_kind": "audit.kind",
+    "guesses": "audit.guesses",
+    "lr_schedule": "recipe.schedule",
+    "warmup_steps": "recipe.warmup",
+    "weight_decay": "recipe.weight_decay",
+    "ema": "recipe.ema",
+    "augmentations": "recipe.views",
+    "augment": "recipe.augment",
+}
+#: The value of each setting as it was typed, read off a plan. A plan knows nothing of --debug.
+PLANNED: Mapping[str, Callable[[Any], Any]] = {
+    **{name: attrgetter(_FIELDS.get(name, name)) for name in SETTINGS if name != "debug"},
+    "isolate": lambda plan: plan.isolation == "always",
+    "no_isolate": lambda plan: plan.isolation == "never",
+    "pretrained": lambda plan: str(plan.start.path),
+    "train": lambda plan: "head" if plan.start.head_only else "all",
+    "channels": lambda plan: str(plan.data.channels),
+    "classes": lambda plan: ",".join(plan.data.classes),
+    "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.feature_range),
+    "epochs": lambda plan: plan.steps / plan.steps_per_epoch,
+    "no_dp": lambda plan: not plan.private,
+    "checkpoint_every": lambda plan: str(plan.checkpoint_every.steps),
+}
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "settings.yaml"
+
+
+@pytest.fixture
+def own_data() -> None:
+    """Two small datasets in the working folder."""
+    for label, name in enumerate(("cat", "dog")):
+        Path(PICTURES, name).mkdir(parents=True)
+        for number in range(8):
+            Image.new("L", (6, 5), 100 * label + number).save(Path(PICTURES, name, f"{number}.png"))
+    np.savez(ROWS, x=np.linspace(-3, 3, 120).reshape(40, 3), y=np.arange(40) % 2)
 
 
 def from_file(file: Path, body: Mapping[str, Any] | str, **flags: Any) -> Resolved:
@@ -120,44 +180,50 @@ def the_error(flags: Mapping[str, Any], file: Path | None = None) -> str:
 
 
 def test_the_values_above_cover_every_setting() -> None:
-    assert VALUES.keys() == SETTINGS.keys()
+    assert VALUES.keys() == SETTINGS.keys() == PLANNED.keys() | {"debug"}
 
 
+@pytest.mark.usefixtures("own_data")
 @pytest.mark.parametrize("separator", ["-", "_"])
 def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator: str) -> None:
     for name in SETTINGS:
-        value = str(VALUES[name]) if KINDS[name] is Path else VALUES[name]
-        typed = value if KINDS[name] is bool else str(value)
+        kind = SETTINGS[name].kind
+        value = str(VALUES[name]) if kind is Path else VALUES[name]
+        typed = value if kind is bool else str(value)
         beside = BESIDE.get(name, {})
         config = from_file(file, {name.replace("_", separator): value, **beside}).config
-        assert getattr(config, name) == VALUES[name], name
+        assert name == "debug" or PLANNED[name](config) == VALUES[name], name
         assert config == resolve({name: typed, **beside}).config, name
+        assert parse({name: typed}) == {name: VALUES[name]}
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
     body = {"sigma": 2.0, "lr": 0.5, "optimizer": "dp-sgd", "batch-size": 32}
     config = from_file(file, body, sigma="3", optimizer="dp-adam").config
     assert (config.sigma, config.optimizer) == (3.0, "dp-adam")
-    assert (config.lr, config.batch_size) == (0.5, 32)
+    assert (config.hyper.lr, config.batch_size) == (0.5, 32)
 
 
 @pytest.mark.parametrize(
     ("body", "flags", "expected"),
     [
-        ({"sigma": 2.0}, {"epsilon": "3"}, {"sigma": None, "epsilon": 3.0, "no_dp": False}),
-        ({"epsilon": 3.0}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
-        ({"no-dp": True}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": None, "no_dp": False}),
-        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": 0.0, "epsilon": None, "no_dp": True}),
-        ({"max-epsilon": 2.0}, {"no_dp": True}, {"max_epsilon": None, "no_dp": True}),
-        ({"epochs": 9}, {"steps": "7"}, {"epochs": None, "steps": 7}),
-        ({"steps": 7}, {"epochs": "9"}, {"epochs": 9, "steps": None}),
+        ({"sigma": 2.0}, {"epsilon": "3"}, {"epsilon": 3.0, "no_dp": False}),
+        ({"epsilon": 3.0}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": math.inf, "no_dp": False}),
+        ({"no-dp": True}, {"sigma": "2"}, {"sigma": 2.0, "epsilon": math.inf, "no_dp": False}),
+        ({"sigma": 2.0}, {"no_dp": True}, {"sigma": 0.0, "epsilon": math.inf, "no_dp": True}),
+        ({"max-epsilon": 2.0}, {"no_dp": True}, {"max_epsilon": math.inf, "no_dp": True}),
+        ({"epochs": 9}, {"steps": "7"}, {"steps": 7}),
+        ({"steps": 7}, {"epochs": "9"}, {"epochs": 9, "steps": 9 * 235}),
     ],
 )
 def test_a_flag_displaces_the_files_answer_to_the_same_question(
     file: Path, body: Mapping[str, Any], flags: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
     config = from_file(file, body, **flags).config
-    assert {name: getattr(config, name) for name in expected} == expected
+    assert {name: PLANNED[name](config) for name in expected} == expected
+    assert config == resolve(flags).config
+    undone = body.keys() - flags.keys() - {"sigma"}
+    assert not any(config.recorded.get(name) for name in undone)
 
 
 EXCLUSIVES = [
@@ -196,7 +262,7 @@ def test_the_file_means_what_the_flag_means(
 ) -> None:
     # YAML 1.1 would have text, text, 8, 8, a date and false.
     config = from_file(file, f"{name}: {written}\n").config
-    assert getattr(config, name.replace("-", "_")) == value
+    assert PLANNED[name.replace("-", "_")](config) == value
 
 
 @pytest.mark.parametrize("body", ["", "# nothing\n", "---\n", "sigma: null\n", "no-dp: false\n"])
@@ -318,7 +384,7 @@ def test_every_fault_is_reported_at_once(file: Path) -> None:
 
 
 def out_of_bounds(name: str, value: object) -> bool:
-    """Whether the value itself is refused, whatever it means beside other settings."""
+    """Return whether the value itself is refused, whatever it means beside other settings."""
     return any(
         error.startswith(f"--{flag_name(name)} must be") for error in errors_of({name: value})
     )
@@ -327,24 +393,19 @@ def out_of_bounds(name: str, value: object) -> bool:
 @pytest.mark.parametrize("name", ["steps", "seed", "delta", "beta1", "sigma"])
 def test_bounds_hold_at_their_ends_and_not_beyond(name: str) -> None:
     """Of whole numbers and of others, open and closed, at both ends."""
-    bounds = SETTINGS[name].bounds
-    assert bounds is not None
+    kind: type[int | float] = SETTINGS[name].kind
 
-    def beside(end: float, towards: float) -> float:
-        if KINDS[name] is int:
+    def beside(end: Any, towards: float) -> float:
+        if kind is int:
             return int(end) + (1 if towards > end else -1)
         return math.nextafter(end, towards)
 
-    inside = beside(bounds.low, math.inf) if bounds.open_low else bounds.low
-    outside = bounds.low if bounds.open_low else beside(bounds.low, -math.inf)
-    kind = KINDS[name]
-    assert not out_of_bounds(name, kind(inside))
-    assert out_of_bounds(name, kind(outside))
-    if math.isfinite(bounds.high):
-        inside = beside(bounds.high, -math.inf) if bounds.open_high else bounds.high
-        outside = bounds.high if bounds.open_high else beside(bounds.high, math.inf)
-        assert not out_of_bounds(name, kind(inside))
-        assert out_of_bounds(name, kind(outside))
+    for words, number in limits_of(name):
+        inwards = math.inf if words in ("at least", "above") else -math.inf
+        end, is_open = kind(number), words in ("above", "below")
+        assert out_of_bounds(name, end) == is_open
+        assert not out_of_bounds(name, beside(end, inwards))
+        assert out_of_bounds(name, beside(end, -inwards))
 
 
 #: Written out, so that a bound moved by mistake is noticed.
@@ -380,7 +441,11 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
 
 
 def test_every_number_has_bounds() -> None:
-    assert set(REFUSED) == set(BOUNDED) == {n for n, kind in KINDS.items() if kind in (int, float)}
+    assert (
+        set(REFUSED)
+        == set(BOUNDED)
+        == {name for name, setting in SETTINGS.items() if setting.kind in (int, float)}
+    )
 
 
 def test_numbers_out_of_range_are_refused() -> None:
@@ -416,12 +481,13 @@ def test_bounds_read_well(name: str, said: str) -> None:
 
 def test_more_steps_than_a_run_takes_are_refused() -> None:
     # 235 steps an epoch.
-    assert resolve({"epochs": "42553"}).config.total_steps == 9_999_955
+    assert resolve({"epochs": "42553"}).config.steps == 9_999_955
     assert the_error({"epochs": "42554"}) == (
         "--epochs 42554 is 10,000,190 steps in all at a --batch-size of 256; a run takes at most "
         "10,000,000. Choose fewer epochs or larger batches."
     )
-    assert resolve({"epochs": "42554", "batch_size": "512"}).config.epochs == 42_554
+    config = resolve({"epochs": "42554", "batch_size": "512"}).config
+    assert config.steps == 42_554 * config.steps_per_epoch
 
 
 @pytest.mark.parametrize("name", ["out", "data_dir"])
@@ -467,7 +533,7 @@ def test_faults_between_settings_are_refused(flags: Mapping[str, str], said: str
 @pytest.mark.privacy
 def test_no_noise_must_be_asked_for_by_name() -> None:
     assert "--no-dp" in the_error({"sigma": "0"})
-    assert resolve({}).config.no_dp is False
+    assert resolve({}).config.private is True
 
 
 # What comes of it
@@ -477,29 +543,30 @@ def test_no_noise_must_be_asked_for_by_name() -> None:
 def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
     for name, dataset in DATASETS.items():
         config = resolve({"dataset": name, "optimizer": optimizer}).config
-        defaults = dataset.defaults
-        assert config.lr == defaults.lr[optimizer], name
-        assert (config.sigma, config.epochs, config.steps) == (
+        defaults, hyper = dataset.defaults, config.hyper
+        row = OPTIMIZERS[optimizer]
+        assert hyper.lr == row.lr_on.get(name, row.lr), name
+        assert (config.sigma, config.steps) == (
             defaults.sigma,
-            defaults.epochs,
-            None,
+            defaults.epochs * config.steps_per_epoch,
         )
-        assert (config.batch_size, config.h1, config.h2) == (
+        assert (config.batch_size, hyper.h1, hyper.h2) == (
             defaults.batch_size,
             defaults.h1,
             defaults.h2,
         )
         betas = (0.99, 0.9) if optimizer == "adaclip" else (0.9, 0.999)
-        assert (config.beta1, config.beta2) == betas
+        assert (hyper.beta1, hyper.beta2) == betas
 
 
 def test_the_papers_settings_for_mnist() -> None:
     config = resolve({}).config
-    assert (config.dataset, config.optimizer, config.model) == ("mnist", "dp-macadam", "mlp")
-    assert (config.batch_size, config.epochs, config.delta, config.clip_norm) == (256, 5, 1e-5, 1)
-    assert (config.lr, config.h1, config.h2) == (1e-3, 1e-9, 1e-6)
-    assert resolve({"optimizer": "dp-sgd"}).config.lr == 0.1
-    assert (config.kappa, config.phi) == ("paper", "paper")
+    hyper = config.hyper
+    assert (config.dataset, config.optimizer, config.model.name) == ("mnist", "dp-macadam", "mlp")
+    assert (config.batch_size, config.steps, config.delta) == (256, 5 * 235, 1e-5)
+    assert (hyper.lr, hyper.h1, hyper.h2, hyper.clip_norm) == (1e-3, 1e-9, 1e-6, 1)
+    assert resolve({"optimizer": "dp-sgd"}).config.hyper.lr == 0.1
+    assert (hyper.kappa, hyper.phi) == ("paper", "paper")
 
 
 @pytest.mark.privacy
@@ -515,8 +582,8 @@ def test_the_papers_settings_for_mnist() -> None:
 )
 def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, total: int) -> None:
     config = resolve(flags).config
-    assert config.sampling_rate == rate
-    assert (config.steps_per_epoch, config.total_steps) == (per_epoch, total)
+    assert config.event.sampling_rate == rate
+    assert (config.steps_per_epoch, config.steps) == (per_epoch, total)
 
 
 @pytest.mark.parametrize(
@@ -530,13 +597,13 @@ def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, t
 def test_the_written_file_says_the_same_again(file: Path, extra: Mapping[str, Any]) -> None:
     flags = {"lr": 1 / 3, "h1": 1e-7 / 3, "delta": 1e-6 / 7, **extra}
     config = resolve(flags).config
-    assert from_file(file, to_yaml(config)).config == config
+    assert from_file(file, to_yaml(config.recorded)).config == config
 
 
 @pytest.mark.privacy
 def test_seed_and_places_are_never_written() -> None:
     flags = {"seed": 918273645, "data_dir": "secret-place", "out": "elsewhere", "force": True}
-    text = to_yaml(resolve(flags).config)
+    text = to_yaml(resolve(flags).config.recorded)
     written = set(yaml.safe_load(text))
     assert not written & {"seed", "data-dir", "out", "force", "json", "quiet", "debug"}
     for value in ("918273645", "secret-place", "elsewhere"):
@@ -582,7 +649,10 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
     assert "smaller --delta" in note
 
 
-def test_a_configuration_is_frozen() -> None:
+def test_a_plan_is_frozen() -> None:
+    config = resolve({}).config
+    assert isinstance(config, TrainPlan)
     with pytest.raises(AttributeError):
-        resolve({}).config.sigma = 0.1  # type: ignore[misc]
-    assert isinstance(resolve({}).config, TrainConfig)
+        config.delta = 0.1  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        config.event.noise_multiplier = 0.1  # type: ignore[misc]

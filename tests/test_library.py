@@ -31,9 +31,7 @@ from dpmac_cli import (
     resolve,
     resume,
     score,
-    settle_noise,
     train,
-    training_event,
 )
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.dp.rules import sgd
@@ -71,7 +69,7 @@ def test_a_name_that_is_not_there_is_named() -> None:
 def test_prices_and_settings_load_no_torch() -> None:
     script = (
         "import sys\n"
-        "from dpmac_cli import total_epsilon, resolve, training_event, price, plan, OPTIMIZERS\n"
+        "from dpmac_cli import total_epsilon, resolve, price, plan, OPTIMIZERS\n"
         "config = resolve(dataset='digits', sigma=6, steps=3).config\n"
         "assert total_epsilon((config.event,), 1e-5) > 0\n"
         "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"
@@ -90,7 +88,7 @@ def test_settings_are_given_by_name_in_their_own_types() -> None:
     config = resolve(dataset="digits", sigma=2, lr=0.5, optimizer="dp-sgd", out=Path("x")).config
     assert config == resolve({"dataset": "digits", "sigma": "2", "lr": "0.5"}, None,
                              optimizer="dp-sgd", out="x").config  # fmt: skip
-    assert (config.sigma, config.epochs, config.batch_size) == (2.0, 20, 128)
+    assert (config.sigma, config.steps, config.batch_size) == (2.0, 20 * 12, 128)
 
 
 def test_every_fault_is_told_at_once() -> None:
@@ -109,7 +107,9 @@ def test_without_a_number_an_event_is_of_the_whole_run() -> None:
 @pytest.mark.privacy
 def test_a_number_of_steps_that_is_none_has_no_price() -> None:
     with pytest.raises(InputError, match="steps must be at least 0, not -3"):
-        training_event(digits_config(), -3)
+        digits_config().event_of(-3)
+    with pytest.raises(InputError, match="steps must be at least 0, not -3"):
+        TrainingEvent(0.1, 1.0, -3)
 
 
 # A network and a loop of one's own
@@ -172,16 +172,13 @@ def test_a_run_on_the_callers_own_records_is_resumed_with_those_only() -> None:
 def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     """A target for epsilon is no sigma of 0."""
     config = resolve(dataset="digits", epsilon=0.1, steps=3, device="cpu").config
-    assert config.sigma is None
     trainer = make_trainer(config, model=net())
-    sigma = trainer.mechanism.noise_multiplier
-    assert sigma == settle_noise(config).sigma
-    assert sigma > 4
-    assert total_epsilon((training_event(settle_noise(config)),), config.delta) <= 0.1
+    assert trainer.mechanism.noise_multiplier == config.sigma > 4
+    assert total_epsilon((config.event,), config.delta) <= 0.1
 
 
 def test_a_frozen_part_is_for_networks_that_are_named() -> None:
-    with pytest.raises(InputError, match="that the configuration names"):
+    with pytest.raises(InputError, match="for a network that the settings name: leave them"):
         make_trainer(digits_config(features="scatter"), model=net())
 
 

@@ -37,7 +37,7 @@ def test_a_shipped_config_trains(file: Path, real_data_dir: Path) -> None:
     text = file.read_text()
     assert f"dpmac train --config sample_configs/{file.name}" in text
     flags = {"device": "cpu", "data_dir": str(real_data_dir), "steps": "2", "quiet": True}
-    if config.augmentations is not None:  # or a step would take minutes
+    if config.recipe.augmented:  # or a step would take minutes
         flags |= {"batch_size": "16"}
     data = load_data(config.dataset, real_data_dir, torch.device("cpu"))
     some = Split(data.test.images[:500], data.test.labels[:500])
