@@ -19,7 +19,8 @@ import torch
 from sittings import Setting, carry_on, product, results
 from torch import Tensor
 
-from dpmac_cli.config.resolve import TrainPlan, resolve
+from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp.geometry import MacAdam, Spread, _scale
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.moments import Moments
@@ -56,7 +57,7 @@ def build(setting: Setting) -> tuple[TrainPlan, Trainer]:
     """A trainer with one order or the other."""
     flags = {name: value for name, value in setting.items() if name != "order"}
     config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).config
-    trainer = make_trainer(config, config.steps, torch.device("cpu"))
+    trainer = make_trainer(config, device=torch.device("cpu"))
     if setting["order"] == "before":
         geometry = ClampBefore(config.hyper.beta1, config.hyper.h1, config.hyper.h2, "paper")
         trainer.algorithm = replace(trainer.algorithm, geometry=geometry)

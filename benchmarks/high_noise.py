@@ -85,7 +85,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     """Train one setting on MNIST: accuracies and trace."""
     settings = {name: value for name, value in setting.items() if name != "start"}
     config = resolve({"dataset": "mnist", **settings}).config
-    trainer = make_trainer(config, config.steps, torch.device("cpu"))
+    trainer = make_trainer(config, device=torch.device("cpu"))
     if "start" in setting:
         start_from(trainer.state, setting["start"])
     trace, accuracy = [], []

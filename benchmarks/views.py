@@ -21,7 +21,7 @@ def build(optimizer: str, views: int) -> Trainer:
     settings = {"dataset": "cifar10", "optimizer": optimizer, "sigma": 0.8, "seed": 0}
     more = {"augmentations": views} if views > 1 else {}
     config = resolve({**settings, **more}).config
-    return make_trainer(config, config.steps, torch.device("cpu"))
+    return make_trainer(config, device=torch.device("cpu"))
 
 
 def main() -> None:

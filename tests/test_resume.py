@@ -348,6 +348,7 @@ def test_a_fork_killed_at_any_write_is_charged_for_its_parent(
     assert resumed > 4
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize("change", [{"isolate": True}, {"seed": 0}, {"ema": 0.9}])
 def test_a_fork_that_begins_otherwise_is_refused(change: Mapping[str, Any]) -> None:
     first = finish(run.train(start(out="run"), after(3)))
