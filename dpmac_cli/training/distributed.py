@@ -10,6 +10,7 @@ many ranks there are.
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -205,7 +206,8 @@ class Ranks(Alone):
         raise lost
 
     def _lost(self, failure: RuntimeError) -> RunError:
-        reason = str(failure).partition("\n")[0]
+        # Torch names its own source file before what happened, and says more after it.
+        reason = re.sub(r"\[/\S+\] ?", "", str(failure).partition("\n")[0]).partition(". ")[0]
         return RunError(
             f"One of the {self.size} processes of this run stopped, or does not answer ({reason}). "
             "See what each of them printed."

@@ -35,8 +35,8 @@ def started(size: int, *command: str) -> Iterator[Processes]:
             one.communicate()
 
 
-def report() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path("run/report.json").read_text())
+def report(run: str = "run") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(run, "report.json").read_text())
     return found
 
 
@@ -66,15 +66,18 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_without_it() -> None:
         out, err = first.communicate(timeout=60)
         said = " ".join(err.split())
         assert first.returncode == 4, said
-        assert "Rank 1 of the 2 processes of this run stopped" in said
+        assert "One of the 2 processes of this run stopped, or does not answer (" in said
+        assert ".cc:" not in said  # a place in torch's source
         assert "dpmac train --resume run" in said
         assert "Traceback" not in err + out
     saved = max(int(file.stem.split("-")[-1]) for file in Path("run/checkpoint").glob("step-*"))
-    with process("train", "--resume", "run", "--steps", str(saved + 30)) as alone:
+    more = ("--out", "longer", "--steps", str(saved + 30))
+    with process("train", "--fork", "run", *more) as alone:
         _, err = alone.communicate(timeout=120)
         assert alone.returncode == 0, err
-    assert report()["state"] == "finished"
-    assert len(report()["privacy"]["events"]) == 2  # a branch, which pays for both
+    longer = report("longer")
+    assert longer["state"] == "finished"
+    assert len(longer["privacy"]["events"]) == 2  # the parent's, too
 
 
 @pytest.mark.long
@@ -88,7 +91,7 @@ def test_where_rank_0_is_lost_the_others_say_so_and_how_to_go_on() -> None:
             out, err = other.communicate(timeout=60)
             said = " ".join(err.split())
             assert other.returncode == 4, said
-            assert "Rank 0 of the 3 processes of this run stopped" in said
+            assert "One of the 3 processes of this run stopped, or does not answer (" in said
             assert "dpmac train --resume run" in said
             assert "frame #" not in said  # a stack of torch's own
             assert out == ""
