@@ -165,7 +165,7 @@ class Mutant:
     def place(self, known: Known) -> str:
         """Return the definition and the file that the bug goes into, or a file unknown."""
         with suppress(ValueError):
-            return f"{self.where}\n{self.found(known)[0].file.relative_to(ROOT / PACKAGE)}"
+            return f"{self.where}\n{in_package(self.found(known)[0].file)}"
         return self.where
 
     def faults(self, known: Known) -> Iterator[str]:
@@ -218,10 +218,10 @@ def read_table() -> list[Mutant]:
     return mutants
 
 
-def known_definitions() -> Known:
-    """Return every definition of the package, by qualified name."""
+def known_definitions(tree: Path) -> Known:
+    """Return every definition of the package in a tree, by qualified name."""
     known: dict[str, list[Definition]] = {}
-    for definition in definitions(ROOT / PACKAGE):
+    for definition in definitions(tree / PACKAGE):
         known.setdefault(definition.name, []).append(definition)
     return known
 
@@ -233,10 +233,15 @@ def check(mutants: Sequence[Mutant], known: Known) -> None:
     sys.exit(bool(faults))
 
 
-def copy_tree(where: Path) -> Path:
-    """The tree without what is hidden or compiled."""
+def copy_tree(where: Path, tree: Path = ROOT) -> Path:
+    """Copy a tree without what is hidden or compiled."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
-    return Path(shutil.copytree(ROOT, where / "tree", ignore=ignored))
+    return Path(shutil.copytree(tree, where / "tree", ignore=ignored))
+
+
+def in_package(file: Path) -> str:
+    """Return the path of a file of the package, in whatever tree."""
+    return file.as_posix().rpartition(f"/{PACKAGE}/")[2]
 
 
 def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
@@ -294,7 +299,7 @@ def examine(mutant: Mutant, known: Known, tree: Path) -> Verdict:
         original, mutated = mutant.applied(known)
     except ValueError as failure:
         return verdict(BROKEN, why=str(failure))
-    where = original.relative_to(ROOT / PACKAGE).as_posix()
+    where = in_package(original)
     file = tree / PACKAGE / where
     try:
         file.write_text(mutated, encoding="utf-8")
@@ -320,12 +325,17 @@ def check_baseline(mutants: Sequence[Mutant], tree: Path) -> None:
             sys.exit(f"Without a mutant, tests do not pass:\n{wrong}")
 
 
-def examine_all(mutants: Sequence[Mutant], known: Known, jobs: int) -> Iterator[Verdict]:
-    """Examine mutants, some at a time, each in a tree that no other uses meanwhile."""
+def examine_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[Verdict]:
+    """Examine mutants, some at a time, each in a tree that no other uses meanwhile.
+
+    All of them in the code as it is at the start, however long they take.
+    """
     trees: SimpleQueue[Path] = SimpleQueue()
     with ExitStack() as stack:
+        whole = copy_tree(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        known = known_definitions(whole)
         for _ in range(jobs):
-            trees.put(copy_tree(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+            trees.put(copy_tree(Path(stack.enter_context(tempfile.TemporaryDirectory())), whole))
 
         def work(mutant: Mutant) -> Verdict:
             tree = trees.get()
@@ -384,14 +394,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="with --only, its other rows stay as they are")
     parser.add_argument("--page", type=Path, help="for the same as Markdown")
     options = parser.parse_args()
-    mutants, known = read_table(), known_definitions()
+    mutants, known = read_table(), known_definitions(ROOT)
     chosen = [m for m in mutants if options.only in f"{m.name}\n{m.place(known)}"]
     if options.check:
         check(chosen, known)
     verdicts = earlier(options.out) if options.only else {}
     load_libraries()
     print(HEAD, flush=True)
-    for verdict in examine_all(chosen, known, options.jobs):
+    for verdict in examine_all(chosen, options.jobs):
         print(as_row(verdict), flush=True)
         verdicts[verdict.name] = verdict
         kept = [verdicts[m.name] for m in mutants if m.name in verdicts]

@@ -19,7 +19,7 @@ def main() -> None:
     # A stream that the caller has closed is None: discard what is written to it.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    from dpmac_cli.cli.app import app  # noqa: PLC0415
+    from dpmac_cli.cli.app import app  # noqa: PLC0415  (after the signals)
 
     try:
         app()

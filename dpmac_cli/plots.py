@@ -44,7 +44,7 @@ def faults_of_picture(path: Path) -> Iterator[str]:
 
 def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
     """A figure with some panels side by side."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415  (a second to load)
 
     figure = Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -108,7 +108,7 @@ def draw_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) ->
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415  (a second to load)
 
     epochs = [line["epoch"] for line in history]
     priced = all(line["epsilon"] is not None for line in history)
@@ -142,8 +142,8 @@ def draw_confusion(
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.colors import PowerNorm  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.colors import PowerNorm  # noqa: PLC0415  (a second to load)
+    from matplotlib.figure import Figure  # noqa: PLC0415  (a second to load)
 
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
     many = len(classes) > MOST_COUNTS
@@ -181,7 +181,7 @@ def write_figure(figure: "Figure", path: Path) -> None:
 
     The same picture is the same bytes: without a date, and with names that are not drawn by chance.
     """
-    from matplotlib import rc_context  # noqa: PLC0415
+    from matplotlib import rc_context  # noqa: PLC0415  (a second to load)
 
     picture = io.BytesIO()
     kind = path.suffix.lower().removeprefix(".")

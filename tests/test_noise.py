@@ -19,7 +19,6 @@ from dpmac_cli.randomness.keystream import (
     STREAMS,
     Keys,
     KeyStream,
-    cipher_works,
     generator,
     make_keys,
 )
@@ -142,7 +141,20 @@ def test_keys_are_json_and_not_shown() -> None:
         key.hex() in repr(keys) or repr(key) in repr(keys) for key in by_name(keys).values()
     )
     assert replace(keys, noise=b"") != keys
-    assert cipher_works()
+
+
+@pytest.mark.privacy
+def test_the_key_stream_is_that_of_the_standard() -> None:
+    """NIST SP 800-38A, F.5.5; and each block is the cipher of its place, step by step."""
+    key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
+    counter = bytes.fromhex("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff")
+    cipher = Cipher(algorithms.AES256(key), modes.ECB())
+    block = bytes.fromhex("0bdf7df1591716335e9a8b15c860c502")
+    assert cipher.encryptor().update(counter) == block
+    for step in (0, 1, 2**40):
+        places = b"".join(((step << 64) + place).to_bytes(16, "big") for place in range(4))
+        words = KeyStream(key).at(step).generate_state(8, np.uint64)
+        assert words.tobytes() == cipher.encryptor().update(places)
 
 
 # Draws.

@@ -242,21 +242,26 @@ def test_no_checkpoint_with_the_old_keys_stays(monkeypatch: pytest.MonkeyPatch) 
         finish(run.resume(first.folder, {}))
 
 
-@pytest.mark.privacy
-def test_an_exact_resume_removes_checkpoints_with_the_keys_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A kill left some; without the ledger, going back to them would forget the newer keys."""
-    first = finish(run.train(start(out="run"), after(6)))
+def kill_as_new_keys_begin(where: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume a run on another machine, and kill it at a function of ``checkpoint``."""
 
     def killed(*args: Any, **kwargs: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(run, "environment", lambda *_: {"threads": 77})
-        patch.setattr(checkpoint, "discard", killed)
+        patch.setattr(checkpoint, name, killed)
         with pytest.raises(Killed):
-            finish(run.resume(first.folder, {}))
+            finish(run.resume(where, {}))
+
+
+@pytest.mark.privacy
+def test_an_exact_resume_removes_checkpoints_with_the_keys_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kill left some; without the ledger, going back to them would forget the newer keys."""
+    first = finish(run.train(start(out="run"), after(6)))
+    kill_as_new_keys_begin(first.folder, "discard", monkeypatch)
     kept = first.folder / checkpoint.FOLDER
     assert len(list(kept.glob("step-*"))) == 2
     started = next(run.resume(first.folder, {}))
@@ -700,15 +705,7 @@ def test_a_run_with_new_keys_that_is_killed_as_it_begins_is_charged_for_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = finish(run.train(start(out="run"), after(6)))
-
-    def killed(*args: Any, **kwargs: Any) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "environment", lambda *_: {"threads": 77})
-        patch.setattr(checkpoint, name, killed)
-        with pytest.raises(Killed):
-            finish(run.resume(first.folder, {}))
+    kill_as_new_keys_begin(first.folder, name, monkeypatch)
     last = finish(run.resume(first.folder, {}))
     assert [event["steps"] for event in last.report["privacy"]["events"] if event["steps"]] == [
         6,

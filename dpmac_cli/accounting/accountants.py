@@ -85,7 +85,7 @@ def repeat_and_select(events: tuple[TrainingEvent, ...], delta: float, mean: flo
     Raises:
         InputError: see :func:`choose_accountant`.
     """
-    from dp_accounting import dp_event  # noqa: PLC0415
+    from dp_accounting import dp_event  # noqa: PLC0415  (a second to load)
 
     parts = merged(events)
     if not parts or _noiseless(parts):
@@ -141,7 +141,7 @@ def _part(event: TrainingEvent, width: float) -> Any:
 
 
 def _read_epsilon(pld: Any, delta: float) -> float:
-    import numpy as np  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
 
     with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
         return float(pld.get_epsilon_for_delta(delta))
@@ -170,7 +170,7 @@ def _largest_loss(event: TrainingEvent) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _sampled_gaussian(sampling_rate: float, noise_multiplier: float, width: float) -> Any:
-    from dp_accounting.pld import privacy_loss_distribution  # noqa: PLC0415
+    from dp_accounting.pld import privacy_loss_distribution  # noqa: PLC0415  (a second to load)
 
     return privacy_loss_distribution.from_gaussian_mechanism(
         noise_multiplier, sampling_prob=sampling_rate, value_discretization_interval=width
@@ -202,8 +202,8 @@ def _rdp(parts: Sequence[TrainingEvent]) -> Any:
 
 def rdp_accountant(adjacency: str) -> Any:
     """Return an RDP accountant of dp-accounting under an adjacency."""
-    from dp_accounting import NeighboringRelation  # noqa: PLC0415
-    from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415
+    from dp_accounting import NeighboringRelation  # noqa: PLC0415  (a second to load)
+    from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415  (a second to load)
 
     # It leaves out the orders at which a series does not converge, and says so each time.
     logging.getLogger("absl").setLevel(logging.ERROR)

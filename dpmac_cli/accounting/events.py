@@ -57,7 +57,7 @@ class TrainingEvent:
 
     def dp_event(self) -> Any:
         """Return the event in the terms of dp-accounting, for any accountant of that library."""
-        import dp_accounting  # noqa: PLC0415
+        import dp_accounting  # noqa: PLC0415  (a second to load)
 
         one: Any = dp_accounting.GaussianDpEvent(self.noise_multiplier / self.sampling.sensitivity)
         if self.sampler == "fixed-size":

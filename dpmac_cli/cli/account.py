@@ -79,7 +79,7 @@ def account(run: Path | None, plot: Path | None, **given: Any) -> None:
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
     errors = ["--json and --csv contradict each other: give one."] if json and csv else []
     if plot is not None:
-        from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415
+        from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415  (only pictures need it)
 
         errors += faults_of_picture(plot)
     rows: list[Row] = []

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from dpmac_cli.cli import console
+from dpmac_cli.cli.compare_display import choose_display, print_comparison, print_plan
 from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.options import DEBUG, option, path_option, switch, with_options
@@ -18,9 +19,11 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
+from dpmac_cli.studies import tables
 from dpmac_cli.studies.choice import EXECUTORS, Choice, opened
 from dpmac_cli.studies.executor import Ended, carry_out
 from dpmac_cli.studies.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
+from dpmac_cli.studies.results import collect, finished_report, was_changed
 
 HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
 
@@ -104,8 +107,6 @@ def compare(**flags: Any) -> None:
     if not quiet:
         console.print_notes(grid.notes)
     if dry_run:
-        from dpmac_cli.cli.compare_display import print_plan  # noqa: PLC0415
-
         print_plan(console.stdout(), grid)
         return
     if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
@@ -125,8 +126,7 @@ def _carry_out(
     grid: Grid, out: Path, choice: Choice, quiet: bool, as_json: bool
 ) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return why some failed, by number, and whether it was interrupted."""
-    from dpmac_cli.cli.compare_display import choose_display  # noqa: PLC0415
-    from dpmac_cli.studies.local import share_data  # noqa: PLC0415
+    from dpmac_cli.studies.local import share_data  # noqa: PLC0415  (loads torch)
 
     _check_runs(grid)
     configs = [run.config for run in grid.runs]
@@ -156,7 +156,6 @@ def _carry_out(
 
 def _check_runs(grid: Grid) -> None:
     """Reject folders of runs with other settings. Raises InputError."""
-    from dpmac_cli.studies.results import was_changed  # noqa: PLC0415  (a second: accountants)
 
     errors = [
         f"{run.folder} holds a run with other settings, so it is no run of this study. Move it "
@@ -170,7 +169,6 @@ def _check_runs(grid: Grid) -> None:
 
 def _missing(grid: Grid) -> list[int]:
     """Return the numbers of the runs that are not finished."""
-    from dpmac_cli.studies.results import finished_report  # noqa: PLC0415
 
     return [number for number, run in enumerate(grid.runs) if finished_report(run) is None]
 
@@ -186,10 +184,7 @@ def _damages(runs: Iterable[Run]) -> Iterator[str]:
 def _write_results(
     grid: Grid, out: Path, failures: Mapping[int, str], as_json: bool, quiet: bool
 ) -> None:
-    from dpmac_cli.cli.compare_display import print_comparison  # noqa: PLC0415
-    from dpmac_cli.studies import tables  # noqa: PLC0415
     from dpmac_cli.studies.figure import draw_comparison  # noqa: PLC0415  (loads matplotlib)
-    from dpmac_cli.studies.results import collect  # noqa: PLC0415
 
     comparison = collect(grid, failures)
     document = files.to_json(tables.as_values(comparison))

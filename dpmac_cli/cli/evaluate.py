@@ -88,7 +88,7 @@ def evaluate(
     if plot is not None and (errors := list(plots.faults_of_picture(plot))):
         raise InputError(errors)
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.runs.scoring import score  # noqa: PLC0415
+    from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
     with console.kept_clear(json):
         scored = score(run, dataset, given.get("data_dir"), device, model)

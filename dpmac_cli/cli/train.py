@@ -81,7 +81,7 @@ def train(**flags: Any) -> None:
         return
     # When one of the processes dies, torch would show the others' stacks. Read when it is loaded.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from dpmac_cli.training.distributed import join  # noqa: PLC0415
+    from dpmac_cli.training.distributed import join  # noqa: PLC0415  (loads torch)
 
     ranks = join()
     try:
@@ -104,8 +104,8 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         if not quiet:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
-    from dpmac_cli.cli.display import choose_display, follow  # noqa: PLC0415
-    from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415
+    from dpmac_cli.cli.display import choose_display, follow  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
     display = choose_display(quiet, json)
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
@@ -133,7 +133,7 @@ def _stop(why: str, code: int) -> NoReturn:
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Run as a rank other than 0. Only rank 0 is asked to stop, and prints."""
-    from dpmac_cli.runs.assist import assist  # noqa: PLC0415
+    from dpmac_cli.runs.assist import assist  # noqa: PLC0415  (loads torch)
 
     with stop_request():
         try:

@@ -254,7 +254,7 @@ def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
 
 def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     """Images of (records, channels, size, size)."""
-    from PIL import Image  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     out = np.empty((*images.shape[:2], size, size), np.uint8)
     for row, image in enumerate(images):

@@ -182,7 +182,7 @@ def _class_names(part: Path) -> list[str]:
 
 def _decode(opened: "Image", shape: tuple[int, ...], *, resize: bool) -> NDArray[np.uint8]:
     """An image as (channels, height, width)."""
-    from PIL import Image  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     channels, height, width = shape
     if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
@@ -200,7 +200,7 @@ def _store(out: NDArray[np.uint8], resize: bool, image: "Image") -> None:
 
 def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None:
     """Why a file cannot be opened and looked at; None if it can."""
-    from PIL import Image  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     try:
         with Image.open(path) as image:

@@ -14,13 +14,8 @@ from torch import nn
 
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models.registry import UserModel, parse_model
+from dpmac_cli.models.registry import UserModel
 from dpmac_cli.torch_errors import what_failed
-
-
-def is_factory(name: str) -> bool:
-    """Return whether the text of ``--model`` refers to a factory."""
-    return isinstance(parse_model(name), UserModel)
 
 
 def build(model: UserModel, dataset: Dataset) -> nn.Module:

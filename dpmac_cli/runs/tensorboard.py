@@ -49,7 +49,7 @@ class EventLog:
 
     def _append(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415  (an extra)
-        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
+        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415  (extra)
 
         with files.naming(self._path), self._path.open("ab") as file:
             RecordWriter(file).write(Event(**fields).SerializeToString())

@@ -344,8 +344,7 @@ def _forked(
     before = inherited(parent, saved).with_new_keys(f"a fork of {parent}")
     before = replace(before, notes=(*resolved.notes, *before.notes))
     plan = replace(plan, device=str(device))
-    session = yield from _session(plan, device, before, stop, data, ranks)
-    return session
+    return (yield from _session(plan, device, before, stop, data, ranks))
 
 
 def resumes_exactly(where: Path, device: str) -> bool:

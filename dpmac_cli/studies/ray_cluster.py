@@ -168,7 +168,7 @@ def _train(
     """Train one run as if it were started where the command was: the main function of a task."""
     import torch  # noqa: PLC0415  (not needed in the process that holds the request to stop)
 
-    from dpmac_cli.studies.worker import train_run  # noqa: PLC0415
+    from dpmac_cli.studies.worker import train_run  # noqa: PLC0415  (loads torch)
 
     try:
         os.chdir(folder)
