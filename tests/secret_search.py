@@ -42,12 +42,14 @@ class Secrets:
         texts: to be found anywhere in a file.
         windows: raw bytes, as many as :data:`PAIRS` says, to be found anywhere in a file.
         numbers: to be found as a number that stands alone in text.
+        public: numbers that may stand there, such as the expected batch size.
         training: whether what is computed is of records; a network is tried on others before.
     """
 
     texts: dict[bytes, str] = field(default_factory=dict)
     windows: dict[bytes, str] = field(default_factory=dict)
     numbers: dict[float, str] = field(default_factory=dict)
+    public: set[float] = field(default_factory=set)
     training: bool = False
 
     def text(self, text: str, what: str) -> None:
@@ -82,7 +84,7 @@ class Secrets:
 
     def scalar(self, value: float, what: str) -> None:
         """Look for an aggregate, as it is and rounded: not to a round number, met by chance."""
-        if math.isfinite(value) and value not in (0, 1):
+        if math.isfinite(value) and value not in (0, 1, *self.public):
             self.numbers[value] = what
             rounded = float(f"{value:.6g}")
             if not _round(rounded):
@@ -182,7 +184,8 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> Non
             stretch = KeyStream(key).at(trainer.state.step + 1)
             for word in stretch.generate_state(4, np.uint64).tolist():
                 secrets.word(word, "the sampler's seed")
-        if len(batch) != trainer.mechanism.expected_batch:  # which is public
+        secrets.public.add(float(trainer.mechanism.expected_batch))
+        if float(len(batch)) not in secrets.public:
             secrets.numbers[float(len(batch))] = "the size of a batch"
         secrets.vector(batch, "the records of a batch")
         secrets.training = True
