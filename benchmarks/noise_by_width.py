@@ -79,7 +79,7 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     """About 0, line 20 with the true standard deviation of the gradient's coordinates."""
     data = trainer.data
     x = data.standardised(data.train.images[:RECORDS])
-    _, forms = trainer._sums.clipped_sum._per_sample(x, data.train.labels[:RECORDS])
+    _, forms = trainer._sums.clipped_sum._per_sample(x, data.train.labels[:RECORDS], False)
     squares = []
     for form in forms:
         assert isinstance(form, OuterProducts)

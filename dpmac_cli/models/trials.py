@@ -182,7 +182,7 @@ def check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> No
     _, together = record_uses(model, layers, x, y)
     for layer, used in zip(layers, together, strict=True):
         part = total[layer.start : layer.stop]
-        choose_form(layer, used).weighted_sum(x.new_ones(len(x)), None, part)
+        choose_form(layer, used, ball=True).weighted_sum(x.new_ones(len(x)), None, part)
     for row in (slice(0, 1), slice(1, 2)):
         _, alone = record_uses(model, layers, x[row], y[row])
         for layer, many, one in zip(layers, together, alone, strict=True):

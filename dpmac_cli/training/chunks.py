@@ -1,5 +1,7 @@
 """Clipped sum of a batch, in chunks of as many samples as fit into memory."""
 
+from math import ceil
+
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +45,11 @@ class ChunkedSum:
     ) -> None:
         self._data, self._recipe, self._layers = data, plan.recipe, layers
         found = split_by_module(model) if plan.isolated else find_layers(model)
-        views, self.chunk, isolated = plan.recipe.views, plan.physical_batch, None
+        views, self.chunk, isolated = (
+            plan.recipe.views,
+            first_chunk(plan.physical_batch, batch),
+            None,
+        )
         if plan.isolated:
             shape = tuple(data.standardised(data.train.images[:0]).shape[1:])
             isolated = Isolated(model, found, shape if views == 1 else (views, *shape), views)
@@ -56,7 +62,7 @@ class ChunkedSum:
                 f"alone has those of its input, {data.gain.dtype}. Add --to-float32."
             )
         norms = compile_norms() if plan.compiled else total_squared_norms
-        capacity = plan.physical_batch
+        capacity = self.chunk
         self.clipped_sum = ClippedSum(model, found, capacity, norms, views, batch, isolated)
         self._sum = torch.empty_like(self.theta)
 
@@ -81,7 +87,8 @@ class ChunkedSum:
         """
         part, total, begin = self._sum, None, 0
         while begin < len(drawn):
-            end = begin + chunk
+            left = len(drawn) - begin
+            end = begin + -(-left // -(-left // chunk))  # as even as possible
             if not self._sum_chunk(drawn[begin:end], step, metric, observer):
                 chunk = _halved(chunk)
                 continue
@@ -118,6 +125,19 @@ class ChunkedSum:
         words = layers.words(step, drawn, recipe.views)
         views = self._data.standardised(views_of(images, words, recipe.augment))
         return views if recipe.views == 1 else views.view(len(images), -1, *views.shape[1:])
+
+
+def first_chunk(physical_batch: int, batch: float) -> int:
+    """Return the samples to work on at a time: with room for a whole step if B of them fit.
+
+    A draw of more than B is then no reason for a second pass over the model and over d coordinates.
+    Six standard deviations of a Poisson draw above B are never drawn in practice.
+    """
+    return (
+        physical_batch
+        if physical_batch < batch
+        else max(physical_batch, ceil(batch + 6 * batch**0.5))
+    )
 
 
 def _halved(chunk: int) -> int:

@@ -71,13 +71,15 @@ class Subject:
         by_view = [per_sample_gradients(self.model, self.layers, v, y) for v in x.unbind(1)]
         return torch.stack(by_view).mean(0)
 
-    def forms(self, x: Tensor, y: Tensor) -> list[PerSampleGradients]:
+    def forms(self, x: Tensor, y: Tensor, *, ball: bool = True) -> list[PerSampleGradients]:
         """The layers' per-sample gradients as the program stores them."""
-        return self.clipped_sum._per_sample(x, y)[1]
+        return self.clipped_sum._per_sample(x, y, ball)[1]
 
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""
-        return self.clipped_sum._squared_norms(self.forms(x, y), Metric(region))
+        return self.clipped_sum._squared_norms(
+            self.forms(x, y, ball=region.is_ball), Metric(region)
+        )
 
     def weights(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         """c_i as the program chooses them, float64, shape (samples,)."""

@@ -105,7 +105,7 @@ class Case:
     def float32_norms(self) -> SquaredNorms:
         """Norms as the layers give them, nothing done again."""
         metric = Metric(self.region)
-        forms = self.subject.forms(self.x, self.y)
+        forms = self.subject.forms(self.x, self.y, ball=self.region.is_ball)
         return self.norms(forms, [metric.of(layer) for layer in self.subject.layers])
 
 

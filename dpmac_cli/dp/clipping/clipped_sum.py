@@ -27,9 +27,14 @@ SLACK_SHARE = 0.01
 #: for a batch of :data:`FEW` samples.
 CANCELLATION_LIMIT = 250.0
 
+#: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its own clipped norm
+#: is at most 1, but the terms that it is the sum of reach further.
+REACH = 8.0
+
 Observer = Callable[[Tensor, Tensor], None]
-#: Computes per-sample losses, shape (samples,), and every layer's per-sample gradients.
-PerSample = Callable[[Tensor, Tensor], tuple[Tensor, list[PerSampleGradients]]]
+#: Computes per-sample losses, shape (samples,), and every layer's per-sample gradients, in the
+#: forms for a ball or an ellipsoid.
+PerSample = Callable[[Tensor, Tensor, bool], tuple[Tensor, list[PerSampleGradients]]]
 
 
 class ClippedSum:
@@ -86,10 +91,11 @@ class ClippedSum:
         if self._views > 1 and x.shape[1:2] != (self._views,):
             raise ValueError(f"inputs of shape {tuple(x.shape)}, but {self._views} views of each")
         with code_of_network(x):
-            losses, gradients = self._per_sample(x, y)
+            losses, gradients = self._per_sample(x, y, metric.region.is_ball)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
-        self._centred_sum(gradients, c, valid, metric, out)
+        exact = c * squared.reach.sqrt() > REACH
+        self._centred_sum(gradients, c, valid, exact, metric, out)
         if observer is not None:  # last, because a chunk that fails may be tried again
             observer(losses.detach(), squared.value.clamp(min=0).sqrt())
 
@@ -122,6 +128,7 @@ class ClippedSum:
         gradients: list[PerSampleGradients],
         c: Tensor,
         valid: Tensor,
+        exact: Tensor,
         metric: Metric,
         out: Tensor,
     ) -> None:
@@ -132,11 +139,12 @@ class ClippedSum:
         if not region.is_ball:
             most = cancellation_limit(len(c), self._batch or len(c))
             if bool(total * metric.centre_norm(self._layers) > most):
-                gradients = [form.select(slice(None)) for form in gradients]
                 result = torch.empty_like(out, dtype=torch.float64)
         c = c.to(result.dtype)
+        apart = exact if result is out and bool(exact.any()) else None
         for layer, form in zip(self._layers, gradients, strict=True):
-            form.weighted_sum(c, kept, result[layer.start : layer.stop])
+            chosen = form if result is out else form.select(slice(None))
+            chosen.weighted_sum(c, kept, result[layer.start : layer.stop], apart)
         if not region.is_ball:
             result.addcmul_(region.centre.to(result.dtype), -total.to(result.dtype))
         if result is not out:

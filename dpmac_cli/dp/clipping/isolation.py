@@ -76,7 +76,7 @@ class Isolated:
         size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
         self.most = max(1, WRITTEN_OUT // max(1, size))
 
-    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[PerSampleGradients]]:
+    def __call__(self, x: Tensor, y: Tensor, ball: bool) -> tuple[Tensor, list[PerSampleGradients]]:
         """Return losses and per-sample gradients of a chunk, as ``recorded_gradients`` does."""
         if not self.vmapped:
             losses, g = self._looped(self._model, x, y)
@@ -84,7 +84,7 @@ class Isolated:
         loose = [name for name in self._names if name not in self.recorded]
         losses, uses, written = self._vmapped(self._model, x, y, loose)
         return losses, [
-            choose_form(layer, uses[layer.name], self._views)
+            choose_form(layer, uses[layer.name], self._views, ball=ball)
             if layer.name in uses
             else Instantiated(written[layer.name])
             for layer in self._layers

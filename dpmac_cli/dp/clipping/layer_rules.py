@@ -131,18 +131,29 @@ def _kernel_gradients(conv: Any, a: Tensor, delta: Tensor, views: int) -> Tensor
 
 
 def _standardised_conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
-    """By the kernel used, then through W-hat = gain z / ||z|| with z = W - mean, row by row."""
-    conv: Any = layer.module
-    by_kernel = _kernel_gradients(conv, a, delta, views)
+    by_kernel = _kernel_gradients(layer.module, a, delta, views)
     if by_kernel is None:
         return None
+    gradients = through_standardisation(layer.module, by_kernel)
+    return {**gradients, "bias": _over_positions(delta, views)}
+
+
+def through_standardisation(conv: Any, by_kernel: Tensor) -> dict[str, Tensor]:
+    """Turn gradients by W-hat into those by a StandardisedConv2d's weight and gain.
+
+    W-hat = gain z / ||z|| with z = W - mean, row by row. The map is linear.
+
+    Args:
+        conv: the layer.
+        by_kernel: (samples, out, in, height, width).
+    """
     g = by_kernel.flatten(2)
-    direction, scale = conv.standardised()  # z / ||z||, 1 / ||z||
+    direction, scale = (t.to(g.dtype) for t in conv.standardised())  # z / ||z||, 1 / ||z||
     along = (g * direction).sum(2, keepdim=True)
     moves = scale.square() * LEAST_SQUARE < 1  # otherwise ||z|| is treated as a constant
     by_centred = scale * (g - torch.where(moves, direction * along, 0.0))
     weight = conv.gain.unsqueeze(1) * (by_centred - by_centred.mean(2, keepdim=True))
-    return {"weight": weight, "gain": along, "bias": _over_positions(delta, views)}
+    return {"weight": weight, "gain": along}
 
 
 def _group_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:

@@ -1,6 +1,6 @@
 """Squared whitened norms with bounds on their rounding error, and the metric they are taken in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +20,26 @@ Terms = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """||(g_i - m)/b||^2 as computed, and an upper bound on their rounding error, in float64."""
+    """||(g_i - m)/b||^2 as computed, in float64, with bounds on rounding.
+
+    ``slack`` bounds the error of ``value``. ``reach`` is R_i^2 where the weighted sum does not read
+    the floats that the norm read: c_i R_i times the precision is how far it rounds sample i.
+    """
 
     value: Tensor  # (samples,)
     slack: Tensor  # (samples,)
+    reach: Tensor  # (samples,)
 
     def __add__(self, other: "SquaredNorms") -> "SquaredNorms":
-        return SquaredNorms(self.value + other.value, self.slack + other.slack)
+        return SquaredNorms(
+            self.value + other.value, self.slack + other.slack, self.reach + other.reach
+        )
+
+
+def concatenated(parts: Iterable[SquaredNorms]) -> SquaredNorms:
+    """Return the norms of several groups of samples, one after another."""
+    fields = zip(*((part.value, part.slack, part.reach) for part in parts), strict=True)
+    return SquaredNorms(*(torch.cat(field) for field in fields))
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,13 @@ class Metric:
             largest.append(inverse[block].max())
         total, top = torch.stack(s3).sum(), torch.stack(largest).max()
         return LayerMetric(inverse, times, centre, total, top, factor)
+
+
+def kept(rows: Tensor, valid: Tensor | None) -> Tensor:
+    """Set rows that are not valid to 0: 0 times a number that is not finite is not 0."""
+    if valid is None:
+        return rows
+    return torch.where(valid.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
 
 def row_sums(numbers: Tensor) -> Tensor:

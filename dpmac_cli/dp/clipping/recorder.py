@@ -26,7 +26,7 @@ class _Record:
 
 
 def recorded_gradients(
-    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1
+    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, ball: bool, views: int = 1
 ) -> tuple[Tensor, list[PerSampleGradients]]:
     """Run a model on a whole chunk; return losses and every layer's per-sample gradients.
 
@@ -35,6 +35,7 @@ def recorded_gradients(
         layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
         x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
         y: labels, shape (samples,).
+        ball: True if norms are taken in a ball.
         views: augmented views of each sample, public. Its loss is the mean over them.
 
     Raises:
@@ -43,7 +44,7 @@ def recorded_gradients(
     """
     losses, uses = record_uses(model, layers, x, y, views)
     pairs = zip(layers, uses, strict=True)
-    return losses, [choose_form(layer, used, views) for layer, used in pairs]
+    return losses, [choose_form(layer, used, views, ball=ball) for layer, used in pairs]
 
 
 def record_uses(

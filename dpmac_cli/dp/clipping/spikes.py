@@ -20,7 +20,8 @@ class Spikes:
         """Return ((R - m_j)^2 - m_j^2) / b_j^2 + ||m/b||^2, given ||m/b||, without slack."""
         m, b = self.where(region)
         value = ((self.heights - m).square() - m.square()) / b.square() + centre_norm.square()
-        return SquaredNorms(value, torch.zeros_like(value))
+        nothing = torch.zeros_like(value)
+        return SquaredNorms(value, nothing, nothing)
 
     def where(self, region: Ellipsoid) -> tuple[Tensor, Tensor]:
         """Return m_j and b_j, float64, shape (spikes,), or () for a ball."""
