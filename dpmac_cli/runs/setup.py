@@ -13,7 +13,7 @@ from dpmac_cli.models.registry import UserModel
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.task import Task, make_task, outcome, task_of
 from dpmac_cli.training.canaries import Canaries, GradientCanaries, ImageCanaries
@@ -144,7 +144,7 @@ def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomn
     layers = LayerDraws(keys.layers, rank) if own or plan.recipe.augmented else None
     if rank > 0:
         return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
-    sampler = make_sampler(
+    sampler = KeyedSampler(
         plan.event.sampler,
         size=plan.facts.train_size + plan.audit.canaries,
         batch=plan.batch_size,
