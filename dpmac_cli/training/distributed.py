@@ -40,14 +40,21 @@ class DismissedError(Exception):
     """Rank 0 needs this rank no more."""
 
 
-class Alone:
-    """The only process of a run: what :class:`Ranks` does among several.
+class Ranks:
+    """The processes of a run: one, or several that meet in collective operations.
 
-    Attributes:
-        rank: of this process, from 0.
+    Args:
+        rank: of this one, from 0.
+        size: how many there are.
+        store: that all of several reach.
+        local: number of this one on its machine, which is that of its GPU.
     """
 
-    rank = 0
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: Store | None = None, local: int = 0
+    ) -> None:
+        self.rank, self.size, self.local = rank, size, local
+        self._store: Store = store or dist.HashStore()  # type: ignore[attr-defined]
 
     @property
     def leads(self) -> bool:
@@ -60,41 +67,8 @@ class Alone:
         Raises:
             DismissedError: there is no more to draw.
         """
-        if drawn is None:
-            raise DismissedError
-        return drawn
-
-    def reduce(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks in float64, shape as given; valid at rank 0 alone."""
-        return part
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's tensor to all ranks, in place."""
-
-    def least(self, number: int) -> int:
-        """Return the least of the ranks' numbers."""
-        return number
-
-    def agree(self, tensors: Iterable[Tensor]) -> None:
-        """Raise RunError unless tensors are the same at every rank, bit by bit."""
-
-
-class Ranks(Alone):
-    """One of several processes of a run.
-
-    Args:
-        rank: of this one, from 0.
-        size: how many there are, two or more.
-        store: that all of them reach.
-        local: number of this one on its machine, which is that of its GPU.
-    """
-
-    def __init__(self, rank: int, size: int, store: Store, local: int = 0) -> None:
-        self.rank, self.size, self.local = rank, size, local
-        self._store = store
-
-    def share(self, drawn: Batch | None) -> Batch:
-        """Return this rank's part of a global draw; see :meth:`Alone.share`."""
+        if self.size == 1 and drawn is not None:
+            return drawn
         count = torch.tensor([NO_MORE if drawn is None else len(drawn)])
         self.broadcast(count)
         if int(count) == NO_MORE:
@@ -107,7 +81,9 @@ class Ranks(Alone):
         return mine
 
     def reduce(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks in float64, shape as given; valid at rank 0 alone."""
+        """Return the sum over several ranks in float64, shape (d,); valid at rank 0 alone."""
+        if self.size == 1:
+            return part
         total = part.double()
         self._meet(dist.reduce, total, 0)
         return total
@@ -128,6 +104,8 @@ class Ranks(Alone):
         Raises:
             RunError: they are not: then samples are clipped to other regions than noise is for.
         """
+        if self.size == 1:
+            return
         sums = torch.stack([t.detach().reshape(-1).view(torch.int32).sum().cpu() for t in tensors])
         if not self.alike(sums).all():
             raise RunError(
@@ -147,7 +125,7 @@ class Ranks(Alone):
         self._store.set(f"machine {self.rank}", json.dumps(machine))
 
     def posted(self) -> list[dict[str, Any]]:
-        """Return what the others compute on. Raises RunError if one of them never says."""
+        """Return what the others compute on. Raises RunError if one never says."""
         names = [f"machine {rank}" for rank in range(1, self.size)]
         try:
             self._store.wait(names, ARRIVAL)
@@ -168,7 +146,7 @@ class Ranks(Alone):
         return heard
 
     def dismiss(self) -> None:
-        """Rank 0 lets the others go: between two steps."""
+        """Let the other ranks go, between two steps."""
         with contextlib.suppress(DismissedError):
             self.share(None)
 
@@ -187,12 +165,14 @@ class Ranks(Alone):
             dist.destroy_process_group()
 
     def _meet(self, operation: Any, tensor: Tensor, *rest: Any) -> None:
-        """Perform a collective operation.
+        """Perform a collective operation; nothing if this is the only process.
 
         Raises:
             DismissedError: rank 0 has ended.
             RunError: a rank is gone, or does not answer.
         """
+        if self.size == 1:
+            return
         try:
             operation(tensor, *rest)
             return
