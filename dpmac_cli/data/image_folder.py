@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ GREY = ("1", "L", "LA", "I", "F")
 #: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
 DEEP = ("PNG", "PPM")
 TRAIN, TEST = "train", "test"
+NO_CLASS = -1
 REMEDY = " Remove them, or add --skip-bad to leave them out."
 
 
@@ -60,11 +60,10 @@ class ImageFolder:
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
             source,
-            (len(self._train), len(self._test)),
+            (_labels(self._train), _labels(self._test)),
             (channels, *size),
             self._classes,
             constants(source, channels),
-            _labels(self._test),
             held_out=not parts,
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(self._skipped),
@@ -72,14 +71,9 @@ class ImageFolder:
 
     def _files(self, part: Path) -> list[tuple[Path, int]]:
         """Images and their labels, in order."""
-        found: list[tuple[Path, int]] = []
-        strange: list[str] = []
-        for path, label in self._candidates(part):
-            reason = self._fault(path, label)
-            if reason is None and label is not None:
-                found.append((path, label))
-            else:
-                strange.append(f"{path} {reason}")
+        reasons = [(*file, self._fault(*file)) for file in self._candidates(part)]
+        found = [(path, label) for path, label, reason in reasons if reason is None]
+        strange = [f"{path} {reason}" for path, _, reason in reasons if reason is not None]
         if self._source.skip_bad:
             self._skipped += strange
         else:
@@ -95,21 +89,21 @@ class ImageFolder:
             raise InputError(f"{part} holds no images.")
         return found
 
-    def _candidates(self, part: Path) -> Iterator[tuple[Path, int | None]]:
-        """Files and their labels, in order; None for those of no declared class."""
+    def _candidates(self, part: Path) -> Iterator[tuple[Path, int]]:
+        """Files and their labels, in order; NO_CLASS for those of no declared class."""
         for label, name in enumerate(self._classes):
             if (part / name).is_dir():  # not every class has records
                 yield from ((path, label) for path in _visible(part / name))
         if self._source.classes is not None:
             for path in _visible(part):
                 if path.is_dir() and path.name not in self._classes:
-                    yield from ((inner, None) for inner in _visible(path))
+                    yield from ((inner, NO_CLASS) for inner in _visible(path))
                 elif path.suffix.lower() in SUFFIXES and not path.is_dir():
-                    yield path, None
+                    yield path, NO_CLASS
 
-    def _fault(self, path: Path, label: int | None) -> str | None:
+    def _fault(self, path: Path, label: int) -> str | None:
         """Why a file cannot be used, as far as it is looked at; None if it can."""
-        if label is None:
+        if label == NO_CLASS:
             return "belongs to no class of --classes"
         if path.is_dir():
             return "is a folder, but images of a class lie in one folder"
@@ -125,12 +119,7 @@ class ImageFolder:
     def _survey(self, paths: Sequence[Path]) -> tuple[int, tuple[int, int]]:
         """Channels, and height and width, as declared or else by the headers of all images."""
         seen: list[tuple[str, int, int]] = []
-        faults = [
-            f"{path} {fault}"
-            for path in paths
-            if (fault := _fault_of_image(path, lambda i: seen.append((i.mode, i.height, i.width))))
-        ]
-        refuse(faults, REMEDY)
+        _look_at(paths, lambda image: seen.append((image.mode, image.height, image.width)))
         colour = any(mode.partition(";")[0] not in GREY for mode, *_ in seen)
         channels = self._source.channels or (3 if colour else 1)
         if self._source.image_size is not None:
@@ -146,18 +135,16 @@ class ImageFolder:
 
     def load(self) -> tuple[Arrays, Arrays]:
         """Return training and test images, decoded."""
-        faults: list[str] = []
-        train, test = (self._read(files, faults) for files in (self._train, self._test))
-        refuse(faults, REMEDY)
-        return train, test
+        shape, resize = self.found.facts.shape, self._source.image_size is not None
+        files = [*self._train, *self._test]
+        images, count = np.zeros((len(files), *shape), np.uint8), len(self._train)
+        rows = iter(images)
 
-    def _read(self, files: Sequence[tuple[Path, int]], faults: list[str]) -> Arrays:
-        images = np.zeros((len(files), *self.found.facts.shape), np.uint8)
-        resize = self._source.image_size is not None
-        for out, (path, _) in zip(images, files, strict=True):
-            fault = _fault_of_image(path, partial(_store, out, resize))
-            faults += [f"{path} {fault}"] if fault else []
-        return images, _labels(files)
+        def store(image: "Image") -> None:
+            next(rows)[:] = _decode(image, shape, resize=resize)
+
+        _look_at([path for path, _ in files], store)
+        return (images[:count], _labels(self._train)), (images[count:], _labels(self._test))
 
 
 def _labels(files: Sequence[tuple[Path, int]]) -> NDArray[np.int64]:
@@ -194,8 +181,10 @@ def _decode(opened: "Image", shape: tuple[int, ...], *, resize: bool) -> NDArray
     return pixels.transpose(2, 0, 1)
 
 
-def _store(out: NDArray[np.uint8], resize: bool, image: "Image") -> None:
-    out[:] = _decode(image, out.shape, resize=resize)
+def _look_at(paths: Sequence[Path], look: "Callable[[Image], object]") -> None:
+    """Open images one after the other, and refuse all that cannot be looked at."""
+    faults = [(path, _fault_of_image(path, look)) for path in paths]
+    refuse([f"{path} {fault}" for path, fault in faults if fault is not None], REMEDY)
 
 
 def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None:
