@@ -30,6 +30,8 @@ class ArrayFile:
         self._arrays = arrays = dict(_read_npz(source.path))
         if source.classes is not None:
             arrays["classes"] = np.array(source.classes)
+        if source.feature_range is not None:
+            arrays |= zip(("low", "high"), map(np.array, source.feature_range), strict=True)
         skipped = tuple(_leave_out_bad(arrays)) if source.skip_bad else ()
         faults = list(_faults_of_arrays(arrays, source))
         if faults:
@@ -43,7 +45,7 @@ class ArrayFile:
             train, test = split(_keys(x, y), y, classes if names is None else None, source)
             arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
         if x.ndim == 2:
-            low, high = self._range()
+            self._ends = low, high = _ends(arrays)
             standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
             shape = (x.shape[1], 1, 1)
         else:
@@ -68,12 +70,6 @@ class ArrayFile:
             skipped=skipped,
         )
 
-    def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What columns are clipped to: the flag's numbers, or the file's."""
-        columns = self._arrays["x"].shape[1]
-        low, high = self._source.feature_range or (self._arrays["low"], self._arrays["high"])
-        return _spread(low, columns), _spread(high, columns)
-
     def load(self) -> tuple[Arrays, Arrays]:
         """Return training and test records."""
         train, test = (
@@ -83,16 +79,17 @@ class ArrayFile:
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         if x.ndim == 2:
-            low, high = self._range()
-            rows: NDArray[np.float32] = np.clip(x, low, high).astype(np.float32)
+            rows: NDArray[np.float32] = np.clip(x, *self._ends).astype(np.float32)
             return rows.reshape(*x.shape, 1, 1)
         images = _channels_first(x)
         size = self._source.image_size
         return images.copy() if size is None else _resized(images, size)
 
 
-def _spread(values: Any, columns: int) -> NDArray[np.float64]:
-    return np.broadcast_to(np.asarray(values, np.float64), columns)
+def _ends(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+    """What columns are clipped to, shape (2, columns)."""
+    columns = arrays["x"].shape[1]
+    return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
 def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -149,22 +146,21 @@ def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Ite
 
 def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
     columns = arrays["x"].shape[1]
-    name = "low and high" if source.feature_range is None else "--feature-range"
-    in_file = tuple(arrays[end] for end in ("low", "high") if end in arrays)
-    ends: tuple[Any, ...] = source.feature_range or in_file
-    if len(ends) < 2:
+    if not {"low", "high"} <= arrays.keys():
         yield (
             "rows of numbers need a public range to be clipped to: --feature-range LOW,HIGH, "
             "or arrays low and high with a number a column. Take it from what the columns "
             "mean, not from these records, which are private"
         )
         return
+    name = "--feature-range"
     if source.feature_range is None:
+        name, ends = "low and high", (arrays["low"], arrays["high"])
         good = all(end.shape == (columns,) and end.dtype.kind in "fiu" for end in ends)
         if not (good and np.isfinite(ends).all() and (ends[0] < ends[1]).all()):
             yield f"low and high must be finite, one a column ({columns}), low below high"
             return
-    low, high = (_spread(end, columns) for end in ends)
+    low, high = _ends(arrays)
     # Inputs and what standardises them are float32.
     first, last = (np.clip(end, -FARTHEST, FARTHEST).astype(np.float32) for end in (low, high))
     far = (np.abs(low) > FARTHEST) | (np.abs(high) > FARTHEST)

@@ -44,10 +44,9 @@ class ImageFolder:
         self._classes = declared or tuple(_class_names(parts[0] if parts else root))
         check_classes(self._classes, source)
         if parts and declared is None:
+            where = f"is in {parts[1]}, but not in {parts[0]}"
             strange = sorted(set(_class_names(parts[1])) - set(self._classes))
-            refuse(
-                [f"The class {name} is in {parts[1]}, but not in {parts[0]}" for name in strange]
-            )
+            refuse([f"The class {name} {where}" for name in strange])
         if parts:
             self._train, self._test = (self._files(part) for part in parts)
         else:
@@ -114,7 +113,7 @@ class ImageFolder:
         if not self._source.skip_bad:  # headers are looked at later, and contents when loading
             return None
         shape = (self._source.channels or 3, 1, 1)
-        return _fault_of_image(path, lambda image: _decode(image, shape, resize=True))
+        return _fault_of_image(path, lambda image: _decode(image, shape))
 
     def _survey(self, paths: Sequence[Path]) -> tuple[int, tuple[int, int]]:
         """Channels, and height and width, as declared or else by the headers of all images."""
@@ -135,15 +134,15 @@ class ImageFolder:
 
     def load(self) -> tuple[Arrays, Arrays]:
         """Return training and test images, decoded."""
-        shape, resize = self.found.facts.shape, self._source.image_size is not None
-        files = [*self._train, *self._test]
-        images, count = np.zeros((len(files), *shape), np.uint8), len(self._train)
+        shape, count = self.found.facts.shape, len(self._train)
+        paths = [path for path, _ in (*self._train, *self._test)]
+        images = np.zeros((len(paths), *shape), np.uint8)
         rows = iter(images)
 
         def store(image: "Image") -> None:
-            next(rows)[:] = _decode(image, shape, resize=resize)
+            next(rows)[:] = _decode(image, shape)
 
-        _look_at([path for path, _ in files], store)
+        _look_at(paths, store)
         return (images[:count], _labels(self._train)), (images[count:], _labels(self._test))
 
 
@@ -167,16 +166,15 @@ def _class_names(part: Path) -> list[str]:
     return names
 
 
-def _decode(opened: "Image", shape: tuple[int, ...], *, resize: bool) -> NDArray[np.uint8]:
-    """An image as (channels, height, width)."""
+def _decode(opened: "Image", shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """An image as (channels, height, width), resized where it has another size."""
     from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     channels, height, width = shape
     if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
         opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
     image = opened.convert("L" if channels == 1 else "RGB")
-    if resize:
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
     return pixels.transpose(2, 0, 1)
 
@@ -194,10 +192,8 @@ def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None
     try:
         with Image.open(path) as image:
             if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
-                return (
-                    "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 "
-                    "bits)"
-                )
+                fault = "has 32 bits a pixel, which no public range goes with"
+                return f"{fault} (save it with 8 or 16 bits)"
             look(image)
             return None
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)

@@ -57,13 +57,11 @@ def _split(images: Any, labels: Any) -> Split:
 def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
     """Reject files that are not the published data set."""
     facts = DATASETS[name]
-    shapes = [tuple(part.images.shape) for part in (train, test)]
-    wanted = [(size, *facts.shape) for size in (facts.train_size, facts.test_size)]
+    shapes = " and ".join(str(tuple(part.images.shape)) for part in (train, test))
+    sizes = facts.train_size, facts.test_size
+    wanted = " and ".join(str((size, *facts.shape)) for size in sizes)
     if shapes != wanted:
-        fault = (
-            f"its training and test images have the shapes {shapes[0]} and {shapes[1]} instead of "
-            f"{wanted[0]} and {wanted[1]}"
-        )
+        fault = f"its training and test images have the shapes {shapes} instead of {wanted}"
     elif facts.sha256 is not None and (found := fingerprint(train, test)) != facts.sha256:
         fault = f"its contents differ (SHA-256 {found[:16]}... instead of {facts.sha256[:16]}...)"
     else:

@@ -90,12 +90,9 @@ class Stretch(ISeedSequence):
         self._keys, self._cipher = keys, cipher
 
     def fill(self, out: NDArray[Any], count: int) -> None:
-        """Overwrite the first numbers by the next bytes. The rest of a block is thrown away.
+        """Overwrite the first ``count`` numbers by the next bytes, in whole blocks.
 
-        Args:
-            out: shape (numbers,), contiguous; :data:`SPARE` bytes longer than what is filled, and
-                those are overwritten too.
-            count: of the numbers to fill.
+        ``out`` is contiguous, and :data:`SPARE` bytes longer; these are overwritten too.
         """
         size = -(-count * out.itemsize // AES_BLOCK) * AES_BLOCK
         room = out.view(np.uint8).data[: size + AES_BLOCK]

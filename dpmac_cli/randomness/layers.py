@@ -11,11 +11,9 @@ from dpmac_cli.randomness.keystream import KeyStream
 
 
 class LayerDraws:
-    """Random draws of every forward pass, each a function of the key and the step.
+    """Random draws of every forward pass, each a function of the secret key and the step.
 
-    Args:
-        key: secret.
-        rank: of this process. Dropout differs between ranks; augmented views do not.
+    Dropout differs between ranks; augmented views do not.
     """
 
     def __init__(self, key: bytes, rank: int = 0) -> None:

@@ -99,11 +99,9 @@ class SecureNormals(SeededNormals):
 
 
 class Noise:
-    """Standard normal draws, a function of the key, the step and the place within the step.
+    """Standard normal draws, a function of the secret key, the step and the place within it.
 
-    Args:
-        key: of the key stream; secret.
-        secure: whether each draw is a sum of normals, see :class:`SecureNormals`.
+    If ``secure``, each draw is a sum of normals, see :class:`SecureNormals`.
     """
 
     def __init__(self, key: bytes, *, secure: bool = False) -> None:
@@ -113,9 +111,7 @@ class Noise:
     def at(self, step: int) -> SeededNormals:
         """Return the draws of a step.
 
-        Raises:
-            ValueError: those of this or a later step were returned before. The same noise must not
-                be added to two sums.
+        Raises ValueError for this or an earlier step: no noise must be added to two sums.
         """
         if step <= self._last:
             raise ValueError(f"the noise of step {step} follows that of step {self._last}")

@@ -31,8 +31,7 @@ class SeededDraws:
     def independently(self, rate: float) -> Batch:
         """Draw each record with probability ``rate`` in (0, 1], independently of the others.
 
-        The number drawn is binomial, and all subsets of that size are equally likely: the same as
-        asking every record, at the cost of the batch instead of the data set.
+        The number drawn is binomial, and all subsets of that size are equally likely.
         """
         return self.exactly(int(self._generator.binomial(self._size, rate)))
 

@@ -3,8 +3,7 @@
 Rank 0 leads. It alone has the run's secrets: it draws the batches and the noise, and it alone
 writes and prints. In every step each rank gets its share of one global draw, their clipped sums are
 added up at rank 0, noise is added there, once, and the private mean goes back to all. From it every
-rank works out the same next parameters and ellipsoid. So nothing of the guarantee depends on how
-many ranks there are.
+rank computes the same next parameters and ellipsoid: no guarantee depends on how many there are.
 """
 
 import contextlib
@@ -62,11 +61,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, drawn: Batch | None) -> Batch:
-        """Return this rank's part of a global draw, which rank 0 has.
-
-        Raises:
-            DismissedError: there is no more to draw.
-        """
+        """Return this rank's part of a draw, which rank 0 has. Raises DismissedError for None."""
         if self.size == 1 and drawn is not None:
             return drawn
         count = torch.tensor([NO_MORE if drawn is None else len(drawn)])
@@ -99,10 +94,9 @@ class Ranks:
         return int(said)
 
     def agree(self, tensors: Iterable[Tensor]) -> None:
-        """Check that tensors are the same at every rank, bit by bit.
+        """Raise RunError unless tensors are the same at every rank, bit by bit.
 
-        Raises:
-            RunError: they are not: then samples are clipped to other regions than noise is for.
+        Samples would be clipped to other regions than noise is for.
         """
         if self.size == 1:
             return
@@ -139,7 +133,7 @@ class Ranks:
         length = torch.tensor([len(text)])
         self.broadcast(length)
         letters = torch.zeros(int(length), dtype=torch.uint8)
-        if text:
+        if said is not None:
             letters.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self.broadcast(letters)
         heard: dict[str, Any] = json.loads(bytes(letters.tolist()))
@@ -154,15 +148,10 @@ class Ranks:
         """End this rank's part in the run. Rank 0 stays until the others have heard of its end."""
         with contextlib.suppress(RuntimeError):
             self._store.set(OVER if self.leads else f"left {self.rank}", "yes")
-        self._disconnect()
+        _disconnect()
         if self.leads:
             with contextlib.suppress(RuntimeError):
                 self._store.wait([f"left {rank}" for rank in range(1, self.size)], FAREWELL)
-
-    def _disconnect(self) -> None:
-        """Close this rank's connections, which fails the operations of ranks that wait for it."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     def _meet(self, operation: Any, tensor: Tensor, *rest: Any) -> None:
         """Perform a collective operation; nothing if this is the only process.
@@ -179,7 +168,7 @@ class Ranks:
         except RuntimeError as failure:
             lost = self._lost(failure)
         # Not within the handler of the failure, whose traceback would keep the connections open.
-        self._disconnect()
+        _disconnect()
         with contextlib.suppress(RuntimeError):  # the machine of rank 0 may host the store
             if not self.leads and self._store.check([OVER]):
                 raise DismissedError
@@ -194,12 +183,14 @@ class Ranks:
         )
 
 
-def join() -> Ranks:
-    """Join the ranks that a launcher such as torchrun has started.
+def _disconnect() -> None:
+    """Close this rank's connections, which fails the operations of ranks that wait for it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
-    Raises:
-        InputError: the launcher's variables cannot be used.
-    """
+
+def join() -> Ranks:
+    """Join the ranks of a launcher such as torchrun. Raises InputError if its variables are bad."""
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
