@@ -49,6 +49,7 @@ class Canaries(Hook):
 
     def part(self, drawn: Batch) -> tuple[Batch, Batch]:
         """Return the records of a draw, and the numbers from 0 of its canaries that are in."""
+        # Leaving out what is not in leaves every other record its own probability.
         records = drawn[drawn < self.first]
         canaries = drawn[drawn >= self.first] - self.first
         return records, canaries[self.coins.cpu().numpy()[canaries]]
