@@ -18,7 +18,7 @@ from dpmac_cli.runs import folder
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95
 SCHEMA_VERSION = 1
-#: The largest bound to look for, and the precision of the search.
+#: Largest bound to search for, and the precision of the search.
 MOST, PRECISION = 50.0, 1e-9
 
 
@@ -69,8 +69,7 @@ class Audit:
     Attributes:
         claimed: epsilon of the run, an upper bound; None if it is not finite.
         delta: of the claim and of the lower bound.
-        kind: of the canaries.
-        guesses: r, chosen before the run.
+        kind: of the canaries. guesses: r, chosen before the run.
         scores: of every canary; a higher one makes its inclusion likelier.
         coins: whether each canary was included.
 
@@ -131,11 +130,7 @@ class Audit:
 
 
 def read_audit(run: Path) -> Audit:
-    """Read the audit of a finished run from its folder.
-
-    Raises:
-        InputError: there is none, or it is damaged.
-    """
+    """Read the audit of a finished run. Raises InputError if there is none, or it is damaged."""
     from dpmac_cli.runs.report_file import parse  # noqa: PLC0415  (loads pydantic)
 
     file = run / folder.AUDIT
