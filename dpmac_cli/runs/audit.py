@@ -29,10 +29,8 @@ def lower_bound(
 
     Args:
         canaries: m, all of them, guessed or not.
-        guesses: r, chosen before the run, in [0, m].
-        right: v, number of right guesses, in [0, r].
-        delta: of the guarantee.
-        confidence: probability that the true epsilon is above.
+        guesses: r, chosen before the run, in [0, m]. right: v of them are, in [0, r].
+        delta: of the guarantee. confidence: probability that the true epsilon is above.
     """
     from scipy.optimize import bisect  # noqa: PLC0415  (a second to import)
 
@@ -68,8 +66,7 @@ class Audit:
 
     Attributes:
         claimed: epsilon of the run, an upper bound; None if it is not finite.
-        delta: of the claim and of the lower bound.
-        kind: of the canaries. guesses: r, chosen before the run.
+        guesses: r, chosen before the run.
         scores: of every canary; a higher one makes its inclusion likelier.
         coins: whether each canary was included.
 

@@ -7,7 +7,7 @@ readable by their owner alone. Never pickle.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,11 @@ class Checkpoint:
     Attributes:
         tensors: by name, see :meth:`dpmac_cli.training.state.TrainState.tensors`.
         record: JSON values: the step, keys, configuration, history, ledger.
-        path: of the file.
         damaged: newer ones, each by its name and what is wrong with it.
     """
 
     tensors: Mapping[str, Tensor]
     record: Mapping[str, Any]
-    path: Path
     damaged: tuple[str, ...] = ()
 
     @property
@@ -62,7 +60,7 @@ class Checkpoint:
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
-    """Write a checkpoint whole, then drop all but the last two. Raises OSError."""
+    """Write a checkpoint, then drop all but the last two. Raises OSError."""
     where = folder.private_folder(run)
     if not (where / NOTE).exists():
         files.write_atomically(where / NOTE, NOTE_TEXT.encode(), files.PRIVATE_MODE)
@@ -81,7 +79,7 @@ def newest(run: Path) -> Checkpoint:
     damaged: list[str] = []
     for path in _files(run):
         try:
-            return replace(_load(path), damaged=tuple(damaged))
+            return Checkpoint(*_load(path), tuple(damaged))
         except (safetensors.SafetensorError, *folder.BROKEN) as failure:
             damaged.append(f"{path.name} ({failure})")
     why = f"{run} holds no checkpoint"
@@ -110,7 +108,7 @@ def _files(run: Path) -> list[Path]:
     return sorted((run / FOLDER).glob(f"step-{'[0-9]' * 9}.safetensors"), reverse=True)
 
 
-def _load(path: Path) -> Checkpoint:
+def _load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
     with safetensors.safe_open(path, framework="pt") as opened:
         sealed = json.loads((opened.metadata() or {})[CHECKPOINT_HEADER])
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -118,4 +116,4 @@ def _load(path: Path) -> Checkpoint:
         raise ValueError(f"written by another version of dpmac, format {sealed['version']}")
     if sealed["sha256"] != digest(tensors, sealed["record"]):
         raise ValueError("its checksum does not match")
-    return Checkpoint(tensors, sealed["record"], path)
+    return tensors, sealed["record"]

@@ -101,11 +101,13 @@ def new_folder(root: Path, stem: str) -> Path:
     """Make the first free of root/stem-1, root/stem-2, ... Raises InputError."""
     if os.path.lexists(root) and not root.is_dir():
         raise InputError(f"{root} is a file; runs are kept in a folder of that name.")
-    for number in itertools.count(1):
-        folder = root / f"{stem}-{number}"
-        with contextlib.suppress(FileExistsError):
-            return make_folder(folder, exist_ok=False)
-    raise AssertionError
+    with _writable(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            with contextlib.suppress(FileExistsError):
+                (root / f"{stem}-{number}").mkdir()
+                break
+    return root / f"{stem}-{number}"
 
 
 @contextlib.contextmanager
@@ -217,12 +219,10 @@ def fork_command(run: Path, changes: Sequence[str]) -> str:
     return f"{resume_command(run, '--fork')} --out NEW {' '.join(changes)}"
 
 
-def make_folder(run: Path, *, exist_ok: bool = True) -> Path:
-    """Make a folder. Raises InputError, or FileExistsError if ``exist_ok`` is off."""
-    if exist_ok and run.is_dir():
-        return run
+def make_folder(run: Path) -> Path:
+    """Make a folder, if it is missing. Raises InputError."""
     with _writable(run):
-        run.mkdir(parents=True)
+        run.mkdir(parents=True, exist_ok=True)
     return run
 
 
@@ -230,8 +230,6 @@ def make_folder(run: Path, *, exist_ok: bool = True) -> Path:
 def _writable(run: Path) -> Iterator[None]:
     try:
         yield
-    except FileExistsError:
-        raise
     except OSError as failure:
         raise InputError(
             f"The run folder {run} cannot be written to ({failure.strerror or failure}). "

@@ -34,10 +34,10 @@ class Spent:
 
     earlier: tuple[TrainingEvent, ...]
     event: TrainingEvent
-    base: int = 0
-    begun: int = 0
-    seeded: bool = False
-    secure: bool = True
+    base: int
+    begun: int
+    seeded: bool
+    secure: bool
     abandoned: tuple[TrainingEvent, ...] = ()
 
     @property
@@ -99,10 +99,7 @@ def _sum(values: Mapping[str, Any]) -> str:
 
 
 class Ledger:
-    """The ledger of a run that is being trained, in its folder.
-
-    Steps that sessions before may have begun, up to ``spent.begun`` at first, stay charged.
-    """
+    """Ledger of a run that is being trained. Steps up to ``spent.begun`` stay charged."""
 
     def __init__(self, run: Path, spent: Spent) -> None:
         self.spent = spent

@@ -100,11 +100,9 @@ RunEvent = Computing | Started | Update | Reduced | Finished
 
 @dataclass(kw_only=True)
 class Session:
-    """A run that is being trained, at ``trainer.state.step``.
+    """A run that is being trained, after ``seconds`` of training at ``trainer.state.step``.
 
-    Attributes:
-        history: lines of metrics.jsonl. shown: how many of them the file has.
-        seconds: of training so far.
+    The file metrics.jsonl has ``shown`` lines of its ``history``.
     """
 
     plan: TrainPlan
@@ -144,8 +142,7 @@ class Session:
     def begin_files(self) -> None:
         """Write config.yaml and its checksum, the only one while training, and the metrics."""
         folder.unseal(self.where)
-        text = to_yaml(self.plan.recorded)
-        files.write_atomically(self.where / folder.CONFIG, text.encode())
+        files.write_atomically(self.where / folder.CONFIG, to_yaml(self.plan.recorded).encode())
         folder.seal(self.where, (folder.CONFIG,))
         self._write_metrics()
 

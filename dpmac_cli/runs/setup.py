@@ -45,8 +45,7 @@ class Task:
 
     Attributes:
         model: the whole network, which takes images; it is what is published.
-        trained: the part of it that is trained, all of it but for what is frozen.
-        data: input of that part.
+        trained: the part of it that is trained on ``data``: all of it but for what is frozen.
         independence: how it is known that the network keeps samples apart.
         fingerprints: SHA-256 of what must be the same for a run to be resumed: your own records
             with their classes and constants, your own network, the file of public weights, and
@@ -199,7 +198,6 @@ def keys_of(plan: TrainPlan, base: int = 0) -> Keys:
 
 
 def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
-    """Build the network with its initial weights."""
     model = build_model(
         plan.model,
         plan.facts,
@@ -208,8 +206,7 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
         to_float32=plan.to_float32,
         features=_features(plan),
         frozen=plan.start.head_only,
-        isolated=plan.isolation == "always",
-        physical_batch=plan.physical_batch if plan.isolation == "never" else None,
+        **_trial(plan),
     )
     check_publishable(model)
     return model
@@ -227,13 +224,13 @@ def _check_at_hand(plan: TrainPlan, model: object) -> None:
             f"{getattr(model, '__name__', repr(model))} is no torch module. Give a network that is "
             "made, such as torch.nn.Linear(64, 10)."
         )
-    check_model(
-        model,
-        plan.facts.shape,
-        len(plan.facts.classes),
-        isolated=plan.isolation == "always",
-        physical_batch=plan.physical_batch if plan.isolation == "never" else None,
-    )
+    check_model(model, plan.facts.shape, len(plan.facts.classes), **_trial(plan))
+
+
+def _trial(plan: TrainPlan) -> dict[str, Any]:
+    """Return how networks are validated, as keywords of ``check_model``."""
+    batch = plan.physical_batch if plan.isolation == "never" else None
+    return {"isolated": plan.isolation == "always", "physical_batch": batch}
 
 
 def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[str, str]:
@@ -258,7 +255,6 @@ def _features(plan: TrainPlan) -> Features | None:
 def _independence(
     plan: TrainPlan, model: nn.Module, parts: FrozenFeatures | None, *, own: bool
 ) -> tuple[Independence, tuple[str, ...]]:
-    """Return how it is known that a network keeps samples apart, and notes on it."""
     if plan.isolation == "always":
         return "isolated", ()
     if not own:

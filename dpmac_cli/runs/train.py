@@ -37,8 +37,7 @@ def train(
         plan: from :func:`dpmac_cli.config.resolve.resolve`.
         stop: asked after every step; True ends the run early with everything written.
         data: already on the device; None to load it.
-        ranks: the processes of the run, of which this one is the first; the others
-            :func:`~dpmac_cli.runs.assist.assist`.
+        ranks: the processes of the run; the others :func:`~dpmac_cli.runs.assist.assist` this one.
         abandoned: events of attempts that this run replaces in a study. Its report lists them; the
             study's epsilon covers them, and its own does not.
 
@@ -53,8 +52,8 @@ def train(
     with explained():
         if isinstance(plan.out, Path):
             folder.check_chosen_folder(plan.out, plan.force)
-        before = Inherited(None, Spent((), plan.event, abandoned=abandoned))
-        session = yield from _session(plan, before, stop, data, ranks)
+        spent = Spent((), plan.event, 0, 0, False, True, abandoned)
+        session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
         yield from _first(session, stop)
 
 
@@ -99,9 +98,8 @@ def resume(
 
     Args:
         where: a run folder.
-        flags: settings that change nothing about what is computed (:data:`LOCAL`): where things
-            are and what is shown. ``model``, too, for a user-supplied model, whose code is not
-            imported because a file names it.
+        flags: settings that change nothing about what is computed (:data:`LOCAL`), and ``model``
+            if it is user-supplied: its code is not imported because a file names it.
         stop, data, ranks: as in :func:`train`.
 
     Raises:
@@ -137,8 +135,7 @@ def fork(
 
     Args:
         parent: a run folder.
-        flags: settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`; ``out``, the
-            new folder, among them.
+        flags: settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``.
         stop, data, ranks: as in :func:`train`.
 
     Raises:
@@ -161,7 +158,6 @@ def _session(
     data: Data | None,
     ranks: Ranks | None,
 ) -> Generator[Computing, None, Session]:
-    """Prepare a session, in a folder of its own unless there is one."""
     device = choose_device(plan.device, ranks)
     plan = replace(plan, device=str(device))
     if ranks is not None:
@@ -213,13 +209,12 @@ def _session(
 
 
 #: Settings that change nothing about what is computed: places, and what is shown and written.
-#: Where a dataset or a user-supplied model may have another path, its contents are compared by
-#: their fingerprints.
+#: A dataset or model at another path is compared by its fingerprint.
 LOCAL = (
     *("device", "data_dir", "dataset", "model", "checkpoint_every", "diagnostics", "tensorboard"),
     *("plot", "json", "quiet", "debug"),
 )
-#: Settings that make another run, which does not begin where a run was left.
+#: Settings that make another run, for which a fork is not enough.
 FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema", "seed"),
     *("canaries", "canary_kind", "guesses", "features", "feature_groups", "pretrained", "train"),
