@@ -22,20 +22,18 @@ SCHEMA_VERSION = 1
 MOST, PRECISION = 50.0, 1e-9
 
 
-def lower_bound(
-    canaries: int, guesses: int, right: int, delta: float, confidence: float = CONFIDENCE
-) -> float:
-    """Return the largest epsilon that the number of right guesses rules out, or 0.
+def lower_bound(canaries: int, guesses: int, right: int, delta: float) -> float:
+    """Return the largest epsilon that right guesses rule out with 95% confidence, or 0.
 
     Args:
         canaries: m, all of them, guessed or not.
         guesses: r, chosen before the run, in [0, m]. right: v of them are, in [0, r].
-        delta: of the guarantee. confidence: probability that the true epsilon is above.
+        delta: of the guarantee.
     """
     from scipy.optimize import bisect  # noqa: PLC0415  (a second to import)
 
     def too_likely(epsilon: float) -> float:
-        return chance(epsilon, canaries, guesses, right, delta) - (1 - confidence)
+        return chance(epsilon, canaries, guesses, right, delta) - (1 - CONFIDENCE)
 
     if too_likely(0.0) > 0:
         return 0.0
