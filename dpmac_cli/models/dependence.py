@@ -13,27 +13,28 @@ from torch.utils._pytree import tree_leaves, tree_map
 SAMPLES = 4
 
 
-def _names(text: str) -> set[str]:
+def names(text: str) -> set[str]:
+    """Return the words of a text."""
     return set(text.split())
 
 
 # How the outputs of an operation depend on its inputs. In-place forms belong to the same list, and
 # what torch itself tags as pointwise need not be listed.
-POINTWISE = _names("""
+POINTWISE = names("""
     _to_copy copy fill zero masked_fill clamp_min clamp_max hardswish hardsigmoid mish_backward
     hardtanh_backward leaky_relu_backward elu_backward softplus_backward hardswish_backward
     hardsigmoid_backward _prelu_kernel _prelu_kernel_backward log_sigmoid_forward
     log_sigmoid_backward
 """)
 #: On all inputs along ``dim`` or the last dimensions of ``normalized_shape``; else on all of them.
-ALONG = _names("""
+ALONG = names("""
     sum mean amax amin max min var var_mean std std_mean prod argmax argmin any all logsumexp
     linalg_vector_norm norm aminmax cumsum cumprod sort topk median _safe_softmax glu glu_backward
     _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
     native_layer_norm native_layer_norm_backward
 """)
 #: Row by row on the inputs of these names; the other inputs must come from no sample.
-BY_ROW = _names("""
+BY_ROW = names("""
     convolution convolution_backward native_group_norm native_group_norm_backward
     max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
     _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d
@@ -41,7 +42,7 @@ BY_ROW = _names("""
     upsample_bilinear2d upsample_bilinear2d_backward reflection_pad2d reflection_pad2d_backward
     nll_loss_forward nll_loss_backward pixel_shuffle pixel_unshuffle
 """)
-ROWS = _names("input self grad_output grad_out mean rstd indices target")
+ROWS = names("input self grad_output grad_out mean rstd indices target")
 #: On a row of the first factor and a column of the second.
 PRODUCTS = {
     "mm": ("self", "mat2"),
@@ -50,12 +51,12 @@ PRODUCTS = {
     "baddbmm": ("batch1", "batch2"),
 }
 #: On the numbers that are moved there, by places that must come from no sample.
-MOVING = _names("""
+MOVING = names("""
     cat stack index_select gather constant_pad_nd repeat flip roll index select_backward
     slice_backward select_scatter slice_scatter tril triu diagonal_backward
 """)
 PLACES = {"index", "indices"}
-FACTORIES = _names("""
+FACTORIES = names("""
     zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full
     new_empty_strided empty_strided
 """)

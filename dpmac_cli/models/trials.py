@@ -145,8 +145,7 @@ def _watch(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
     def note(name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         uses[name] += 1
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        for number, value in enumerate(tensors):
+        for number, value in enumerate(v for v in inputs if isinstance(v, Tensor)):
             seen[f"The inputs of layer {name} ({number}, use {uses[name]})"] = value.clone()
 
     with contextlib.ExitStack() as hooks:
