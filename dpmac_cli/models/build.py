@@ -86,9 +86,8 @@ def build_network(name: str, dataset: Dataset) -> nn.Module:
 
 def seen_by_network(dataset: Dataset, features: Features | None) -> Dataset:
     """Return a dataset with the shape that the network is given: of images or of features."""
-    if features is None:
-        return dataset
-    return replace(dataset, shape=features.shape_of(dataset.shape))
+    shape = features.shape_of(dataset.shape) if features else dataset.shape
+    return replace(dataset, shape=shape)
 
 
 def _call_factory(model: UserModel, dataset: Dataset) -> nn.Module:
@@ -102,12 +101,12 @@ def _call_factory(model: UserModel, dataset: Dataset) -> nn.Module:
         raise ModelError(
             f"--model {model}: the factory, called with {called}, failed: {what_failed(failure)}"
         ) from failure
-    if not isinstance(network, nn.Module):
-        raise ModelError(
-            f"--model {model}: the factory gave no torch.nn.Module, but a value of type "
-            f"{type(network).__name__}."
-        )
-    return network
+    if isinstance(network, nn.Module):
+        return network
+    raise ModelError(
+        f"--model {model}: the factory gave no torch.nn.Module, but a value of type "
+        f"{type(network).__name__}."
+    )
 
 
 def built_by(model: UserModel, dataset: Dataset) -> str:
@@ -137,13 +136,8 @@ def _find(model: UserModel) -> Callable[..., Any]:
     factory: Callable[..., Any] | None = getattr(module, model.factory, None)
     if callable(factory):
         return factory
-    offered = [
-        name
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", None) == module.__name__
-        and callable(value)
-        and not name.startswith("_")
-    ]
+    own = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
+    offered = [k for k, v in own.items() if getattr(v, "__module__", None) == module.__name__]
     known = f" There are: {', '.join(offered)}." if offered else ""
     raise InputError(
         f"--model {model}: {model.place} has no '{model.factory}' that can be called.{known}"
@@ -166,11 +160,11 @@ def _imported(model: UserModel) -> ModuleType:
         module.__file__ = place
         sys.modules[loader.name] = module  # where dataclasses look their module up
         loader.exec_module(module)
+        return module
     except (Exception, SystemExit) as failure:
         raise InputError(
             f"--model {model}: {place} cannot be imported: {what_failed(failure)}"
         ) from failure
-    return module
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:

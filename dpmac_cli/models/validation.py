@@ -57,7 +57,13 @@ def check_model(
     """
     _check_layers(model, frozen)
     _check_values(model, frozen)
-    single = _copied(model)
+    try:
+        single = copy.deepcopy(model)
+    except (Exception, SystemExit) as failure:
+        raise ModelError(
+            f"The model cannot be copied: {what_failed(failure)} Copies are made to validate it. "
+            "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
+        ) from failure
     with _explained(shape):
         probe = trials.prepared(copy.deepcopy(single), frozen).double()
         scored = copy.deepcopy(probe).eval()
@@ -94,33 +100,17 @@ def independence(
             raise UnprovenError(f"Its {opaque} could keep something that cannot be looked at.")
         if frozen is None:
             check_hooks(model)  # which copies may lack
-            _check_recordable(model)
+            for layer in find_layers(model):  # random draws in it could not be repeated
+                inside = list(layer.module.modules())[1:]
+                if any(isinstance(part, trials.DROPOUT) and part.p > 0 for part in inside):
+                    name = layer.name or "The model"
+                    raise UnprovenError(f"{name} holds parameters itself, and dropout layers too.")
             check_independent(probe, shape, classes)
         else:
             check_independent_forward(probe, shape)
     except UnprovenError as failure:
         return "isolated", str(failure)
     return "traced", ""
-
-
-def _check_recordable(model: nn.Module) -> None:
-    """Reject layers whose random draws could not be repeated for their gradients."""
-    for layer in find_layers(model):
-        inside = list(layer.module.modules())[1:]
-        if any(isinstance(module, trials.DROPOUT) and module.p > 0 for module in inside):
-            raise UnprovenError(
-                f"{layer.name or 'The model'} holds parameters itself, and dropout layers too."
-            )
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except (Exception, SystemExit) as failure:
-        raise ModelError(
-            f"The model cannot be copied: {what_failed(failure)} Copies are made to validate it. "
-            "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
-        ) from failure
 
 
 @contextlib.contextmanager
