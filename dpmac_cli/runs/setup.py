@@ -15,12 +15,11 @@ from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models.build import build_model, seen_by_network
+from dpmac_cli.models.build import build_model, built_by, seen_by_network, source_sum
 from dpmac_cli.models.feature_cache import Computing, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import Features, UserModel
 from dpmac_cli.models.trials import check_precision
-from dpmac_cli.models.user_models import built_by, source_sum
 from dpmac_cli.models.validation import Independence, check_model, independence
 from dpmac_cli.models.weights import PublicWeights, read_weights
 from dpmac_cli.randomness.keystream import Keys, make_keys
