@@ -91,6 +91,13 @@ def expendable(stream: TextIO) -> Console:
     return _console(Expendable(stream))
 
 
+def for_display(quiet: bool, json: bool) -> Console:
+    """Return the expendable console of progress: stderr if stdout is for JSON."""
+    console = expendable(sys.stderr if json else sys.stdout)
+    console.quiet = quiet
+    return console
+
+
 def check_kept() -> None:
     """Raise InputError if expendable output was lost on stdout, unless its reader closed it."""
     for failure in _failures:

@@ -104,10 +104,10 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         if not quiet:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
-    from dpmac_cli.cli.display import choose_display, follow  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
     from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
-    display = choose_display(quiet, json)
+    display = Display(console.for_display(quiet, json))
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
         if resolved:
             events = train(resolved.config, stop, ranks=ranks)
