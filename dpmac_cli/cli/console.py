@@ -40,7 +40,7 @@ class Expendable:
 
     def write(self, text: str) -> int:
         """Write a text, or discard it."""
-        self._attempt(lambda: self.stream.write(text))
+        self._attempt(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
@@ -51,9 +51,9 @@ class Expendable:
         """Return any other attribute of the stream."""
         return getattr(self.stream, name)
 
-    def _attempt(self, write: Callable[[], object]) -> None:
+    def _attempt(self, write: Callable[..., object], *text: str) -> None:
         try:
-            write()
+            write(*text)
         except OSError as failure:
             if self.lost is None:
                 self.lost = failure
