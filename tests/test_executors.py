@@ -213,9 +213,9 @@ Jobs = Callable[..., Iterator[RunEvent]]
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     """Carries out by processes here what SLURM would."""
     need("submitit")
-    from dpmac_cli.studies import cluster, slurm  # noqa: PLC0415
+    from dpmac_cli.studies import slurm  # noqa: PLC0415
 
-    monkeypatch.setattr(cluster, "POLL", 0.1)
+    monkeypatch.setattr(slurm.Array, "pause", 0.1)
 
     def events(
         grid: Grid, out: Path, numbers: Sequence[int], stop: Callable[[], bool] = never

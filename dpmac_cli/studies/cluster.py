@@ -1,8 +1,6 @@
-"""Runs as jobs on other machines, watched through their folders on storage that all share.
+"""Runs as jobs, in other processes or on other machines, watched through their folders."""
 
-Only settings are sent. A job loads the records where it runs, and writes its run's folder there.
-"""
-
+import multiprocessing
 import signal
 import threading
 import time
@@ -13,13 +11,12 @@ from typing import Any
 import torch
 
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.data.dataset import Data
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies.executor import Died, Ended, Moved, RunEvent
 from dpmac_cli.studies.worker import train_run
 
-#: Seconds between looks at the jobs and the folders of their runs.
-POLL = 0.5
 #: Signals that ask a job to stop: ray.cancel and scancel, the end of its time, and preemption.
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 #: Why a run failed, if it did, and its last step.
@@ -37,6 +34,9 @@ class Cluster(ABC):
         configs: of all runs, each with its ``out``.
         slots: runs at a time.
     """
+
+    #: Seconds between looks at the jobs and the folders of their runs.
+    pause = 0.5
 
     def __init__(self, configs: Sequence[TrainPlan], slots: int) -> None:
         self.configs, self.slots = configs, slots
@@ -74,7 +74,7 @@ class Cluster(ABC):
             if end:
                 del self._jobs[number]
                 yield end
-        time.sleep(POLL if self._jobs else 0)
+        time.sleep(self.pause if self._jobs else 0)
 
     def _progress(self, number: int, step: int) -> Iterator[Moved]:
         """Yield how far a run is by its folder, or by ``step`` where that is further."""
@@ -96,14 +96,23 @@ class Cluster(ABC):
         self.ask_to_stop()
 
 
-def train_job(config: TrainPlan, threads: int) -> Result:
-    """Train one run on as many threads, until it ends or a signal asks for it."""
+def train_job(config: TrainPlan, threads: int, data: Data | None = None) -> Result:
+    """Train one run on as many threads, until it ends, a signal comes or its parent is gone.
+
+    Args:
+        data: on the run's device; None to load it.
+    """
+    parent = multiprocessing.parent_process()
     asked = threading.Event()
     for number in REQUESTS:
         signal.signal(number, lambda *_: asked.set())
     torch.set_num_threads(threads)
     failure, step = None, 0
-    for event in train_run(0, config, None, asked.is_set):
+
+    def stop() -> bool:
+        return asked.is_set() or (parent is not None and not parent.is_alive())
+
+    for event in train_run(0, config, data, stop):
         if isinstance(event, Ended):
             failure = event.failure
         else:

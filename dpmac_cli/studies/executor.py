@@ -39,13 +39,11 @@ class Ended:
     Attributes:
         failure: why it failed; None if it finished or was asked to stop.
         again: whether its process died and the run will be started again.
-        broken: whether its process cannot train another run, because its device was lost.
     """
 
     number: int
     failure: str | None = None
     again: bool = False
-    broken: bool = False
 
 
 @dataclass(frozen=True)
