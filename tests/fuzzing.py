@@ -255,7 +255,9 @@ def _stop_soon() -> Iterator[Callable[[], bool]]:
 class InlinePool(workers.Pool):
     """A pool whose runs are trained in this process, one at a time."""
 
-    slots = 1
+    def __init__(self, configs: Sequence[Any], jobs: int, data: Any) -> None:
+        del jobs
+        super().__init__(configs, 1, data)
 
     def stop(self) -> bool:
         """As the command is asked to stop."""

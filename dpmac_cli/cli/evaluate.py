@@ -8,7 +8,7 @@ import typer
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import one_of, run_folders
+from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.config.given import parse
@@ -46,7 +46,6 @@ BROKEN = (
         "run",
         "A run folder, or a model.safetensors.",
         "RUN",
-        run_folders,
         kind=Path,
         default=inspect.Parameter.empty,
     ),
