@@ -26,7 +26,7 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -172,7 +172,7 @@ def ours(
     mechanism = (SecureMechanism if secure else GaussianMechanism)(SIGMA, size.batch)
     sampler, noise = None, None
     if ranks is None or ranks.leads:
-        sampler = make_sampler(
+        sampler = KeyedSampler(
             "poisson", size=len(data.train), batch=size.batch, key=keys.sampler, secure=secure
         )
         noise = Noise(keys.noise, secure=secure)

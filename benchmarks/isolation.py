@@ -27,7 +27,7 @@ from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer, forbid_tf32
@@ -125,7 +125,7 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
         ),
         randomness=Randomness(
             keys=keys,
-            sampler=make_sampler("poisson", size=RECORDS, batch=batch, key=keys.sampler),
+            sampler=KeyedSampler("poisson", size=RECORDS, batch=batch, key=keys.sampler),
             noise=Noise(keys.noise),
         ),
     )

@@ -31,7 +31,7 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -61,7 +61,7 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
         plan=Plan(steps=STEPS, steps_per_epoch=STEPS, physical_batch=RECORDS),
         randomness=Randomness(
             keys=keys,
-            sampler=make_sampler("poisson", size=facts.train_size, batch=BATCH, key=keys.sampler),
+            sampler=KeyedSampler("poisson", size=facts.train_size, batch=BATCH, key=keys.sampler),
             noise=Noise(keys.noise),
         ),
     )

@@ -125,10 +125,9 @@ def _data_sets() -> dict[str, Dataset]:
 
 def _own(shape: tuple[int, int, int], *, is_table: bool = False) -> Dataset:
     """Return facts of a dataset of your own with many records."""
-    sizes, constants, tested = (MANY, 1), ((0.0,), (1.0,)), np.zeros(1, np.int64)
-    return found(
-        Source(Path()), sizes, shape, ("a", "b"), constants, tested, is_table=is_table
-    ).facts
+    labels, constants = np.zeros(MANY, np.int64), ((0.0,), (1.0,))
+    whole = found(Source(Path()), (labels, labels), shape, "ab", constants, is_table=is_table)
+    return whole.facts
 
 
 def learning_rates() -> str:

@@ -13,7 +13,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-from dpmac_cli.cli.display import Lines, LiveBar
+from dpmac_cli.cli.display import Display
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.train import train
@@ -31,18 +31,17 @@ PICTURE = Path(__file__).resolve().with_name("train.svg")
 def main() -> None:
     """Train, stop to look, and draw."""
     shown = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True)
-    lines, bar = Lines(shown), LiveBar(Console(file=io.StringIO(), width=WIDTH))
+    display = Display(shown)
+    display._bar.disable = True  # until it is drawn below
     shown.print(Text.assemble(("$ ", "dim"), (COMMAND, "bold")))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         config = resolve({"dataset": "digits"}).config
         for event in train(config):
-            lines.show(event)
-            bar.show(event)
+            display.show(event)
             scored = event.event if isinstance(event, Update) else None
             if isinstance(scored, Evaluated) and scored.epoch >= EPOCHS_SHOWN:
                 break
-    shown.print(bar._bar)
-    bar.close()
+    shown.print(display._bar)
     shown.save_svg(str(PICTURE), title="dpmac", code_format=FORMAT, unique_id="dpmac-train")
 
 

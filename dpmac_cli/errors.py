@@ -8,11 +8,7 @@ BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 
 
 class DpmacError(Exception):
-    """A failure with messages for the user.
-
-    Args:
-        errors: every fault found, each a full sentence that says what to do.
-    """
+    """A failure with messages for the user, each a full sentence that says what to do."""
 
     exit_code: ClassVar[int] = BUG
 

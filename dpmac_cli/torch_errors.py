@@ -33,14 +33,10 @@ def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
 
 @contextmanager
 def code_of_network(x: Tensor) -> Iterator[None]:
-    """Turn a failure of a network's own code into a message that reveals nothing private.
+    """Turn a failure of a network on a batch, shape (samples, ...), into a ModelError.
 
-    Args:
-        x: the batch that the network is run on, shape (samples, ...).
-
-    Raises:
-        ModelError: without the text of the failure, which may quote private records, and without
-            the number of samples, which is drawn at random and private.
+    It has neither the text of the failure, which may quote private records, nor the number of
+    samples, which is drawn at random and private.
     """
     try:
         yield
@@ -64,14 +60,12 @@ def what_failed(failure: BaseException) -> str:
 
 def _place(failure: BaseException) -> str:
     """Return the last line of user code that ran, such as " at net.py, line 3"."""
-    others = [Path(package.__path__[0]) for package in (torch, importlib, dpmac_cli)]
-    lines = [
-        f" at {Path(frame.filename).name}, line {frame.lineno}"
-        for frame in extract_tb(failure.__traceback__)
-        if not frame.filename.startswith("<")
-        and not any(folder in Path(frame.filename).parents for folder in others)
-    ]
-    return lines[-1] if lines else ""
+    others = {Path(package.__path__[0]) for package in (torch, importlib, dpmac_cli)}
+    for frame in reversed(extract_tb(failure.__traceback__)):
+        file = Path(frame.filename)
+        if not frame.filename.startswith("<") and others.isdisjoint(file.parents):
+            return f" at {file.name}, line {frame.lineno}"
+    return ""
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.models.feature_cache import Computing, Featured
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.runs import task
+from dpmac_cli.runs import setup
 
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
@@ -77,4 +77,4 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
         return Featured(Data(split(data.train), split(data.test), *plain), "")
 
-    monkeypatch.setattr(task, "featured", featured)
+    monkeypatch.setattr(setup, "featured", featured)

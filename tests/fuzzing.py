@@ -35,7 +35,7 @@ from dpmac_cli.config.settings import SETTINGS, flag_name
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.runs import folder, scoring, task
+from dpmac_cli.runs import folder, scoring, setup
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.executor import RunEvent
 from dpmac_cli.studies.grid import NOT_IN_A_STUDY
@@ -255,7 +255,9 @@ def _stop_soon() -> Iterator[Callable[[], bool]]:
 class InlinePool(workers.Pool):
     """A pool whose runs are trained in this process, one at a time."""
 
-    slots = 1
+    def __init__(self, configs: Sequence[Any], jobs: int, data: Any) -> None:
+        del jobs
+        super().__init__(configs, 1, data)
 
     def stop(self) -> bool:
         """As the command is asked to stop."""
@@ -276,7 +278,7 @@ class InlinePool(workers.Pool):
 def quickened() -> Iterator[None]:
     """Commands that take no longer than they must: nobody waits for data, processes or steps."""
     with contextlib.ExitStack() as patched:
-        for module in (task, scoring, workers):
+        for module in (setup, scoring, workers):
             patched.enter_context(mock.patch.object(module, "load_data", _load_data))
         for command in (train_command, compare_command):
             patched.enter_context(mock.patch.object(command, "stop_request", _stop_soon))

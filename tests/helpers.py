@@ -19,7 +19,7 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, Normals, SeededNormals
-from dpmac_cli.randomness.sampling import Sampler, make_sampler
+from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.hooks import Hook
 from dpmac_cli.training.schedules import Plan
@@ -178,7 +178,7 @@ def make_trainer(
     torch.set_num_threads(1)
     data, keys = data or tiny_data(dtype), make_keys(seed)
     records, batch = len(data.train), int(mechanism.expected_batch)
-    sampler = sampler or make_sampler("poisson", size=records, batch=batch, key=keys.sampler)
+    sampler = sampler or KeyedSampler("poisson", size=records, batch=batch, key=keys.sampler)
     leads = ranks is None or ranks.leads
     return Trainer(
         model=model or tiny_model(dtype),

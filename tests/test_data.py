@@ -16,7 +16,7 @@ from torchvision.transforms.functional import normalize
 
 from dpmac_cli.data.dataset import Data, Split, fingerprint
 from dpmac_cli.data.loaders import BUNDLED, load_data
-from dpmac_cli.data.registry import DATASETS, Bundled, Torchvision
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 
 CPU = torch.device("cpu")
@@ -37,9 +37,8 @@ def digits() -> Data:
 
 
 def test_every_data_set_of_the_catalog_has_a_loader() -> None:
-    bundled = {f.origin.loader for f in DATASETS.values() if isinstance(f.origin, Bundled)}
-    assert BUNDLED.keys() == bundled
-    kinds = {f.origin.name for f in DATASETS.values() if isinstance(f.origin, Torchvision)}
+    assert BUNDLED.keys() == {name for name, facts in DATASETS.items() if not facts.torchvision}
+    kinds = {facts.torchvision for facts in DATASETS.values()} - {""}
     assert all(hasattr(torchvision.datasets, kind) for kind in kinds)
 
 

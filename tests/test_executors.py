@@ -215,7 +215,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     need("submitit")
     from dpmac_cli.studies import slurm  # noqa: PLC0415
 
-    monkeypatch.setattr(slurm, "POLL", 0.1)
+    monkeypatch.setattr(slurm.Array, "pause", 0.1)
 
     def events(
         grid: Grid, out: Path, numbers: Sequence[int], stop: Callable[[], bool] = never
@@ -433,14 +433,14 @@ import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *args: None)
 before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 from dpmac_cli.studies import ray_cluster
-from dpmac_cli.studies.executor import carry_out
+from dpmac_cli.studies.executor import Ended, carry_out
 usage = os.environ["RAY_USAGE_STATS_ENABLED"]
 with ray_cluster.connected(None):
     after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     from dpmac_cli.config.resolve import resolve
-    config = resolve({"dataset": "digits", "sigma": 6.0, "device": "cpu"}).config
+    config = resolve(dataset="digits", sigma=6, device="cpu", out="run").config
     begun = []
-    class Counted(ray_cluster.Cluster):
+    class Counted(ray_cluster.Tasks):
         def start(self, numbers):
             begun.extend(numbers)
             super().start(numbers)
@@ -448,7 +448,7 @@ with ray_cluster.connected(None):
     for answers in (iter([]), iter([False])):
         stop = lambda: next(answers, True)
         events = list(carry_out(Counted(configs, 1), configs, range(3), stop))
-        print(begun, [event.failure for event in events])
+        print(begun, [event.failure for event in events if isinstance(event, Ended)])
     print(before == after, usage, flush=True)
     sys.stdin.read()
 """

@@ -31,8 +31,7 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
-from dpmac_cli.runs.setup import keys_of
-from dpmac_cli.runs.task import make_task, outcome
+from dpmac_cli.runs.setup import keys_of, make_task, outcome
 from dpmac_cli.studies.grid import address
 from tests.digits_runs import digits_config, same_weights, train_digits, train_events, weights
 

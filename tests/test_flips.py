@@ -14,7 +14,7 @@ import torch
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import checkpoint, folder, ledger, scoring, task
+from dpmac_cli.runs import checkpoint, folder, ledger, scoring, setup
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
@@ -41,7 +41,7 @@ def digits() -> Data:
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set, which takes longer to read than these runs to train."""
-    for module in (task, scoring):
+    for module in (setup, scoring):
         monkeypatch.setattr(module, "load_data", lambda *args, **kwargs: digits())
 
 

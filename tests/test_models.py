@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.data.loaders import BUNDLED
-from dpmac_cli.data.registry import DATASETS, Bundled
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.build import build_model
@@ -44,8 +44,7 @@ class Through(nn.Module):
 
 def test_the_catalog_names_what_can_be_built_and_loaded() -> None:
     assert all(callable(getattr(architectures, kind.builder)) for kind in MODELS.values())
-    origins = [facts.origin for facts in DATASETS.values()]
-    assert {of.loader for of in origins if isinstance(of, Bundled)} == BUNDLED.keys()
+    assert {name for name, facts in DATASETS.items() if not facts.torchvision} == BUNDLED.keys()
     assert {facts.defaults.model for facts in DATASETS.values()} <= MODELS.keys()
 
 

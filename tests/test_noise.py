@@ -23,8 +23,8 @@ from dpmac_cli.randomness.keystream import (
     make_keys,
 )
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Noise, SeededNormals
-from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.randomness.noise import Bits, Noise, SeededNormals
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs import setup as assembly
 from tests.helpers import a_key
 
@@ -112,7 +112,7 @@ def test_a_run_gives_sampler_and_noise_a_stream_each(seed: int | None, sampler: 
     assert random.sampler is not None
     assert torch.equal(random.noise.at(1).standard_normal(LIKE), first(keys.noise, 9))
     size, rate = config.facts.train_size, config.event.sampling_rate
-    twin = make_sampler(sampler, size=size, batch=config.batch_size, key=keys.sampler, rate=rate)
+    twin = KeyedSampler(sampler, size=size, batch=config.batch_size, key=keys.sampler, rate=rate)
     assert random.sampler.draw(1).tolist() == twin.draw(1).tolist()
     if seed is not None:
         assert keys == make_keys(seed)
@@ -124,7 +124,7 @@ def test_a_stream_without_a_key_cannot_draw() -> None:
     uses: list[Callable[[], Any]] = [
         lambda: Noise(b""),
         lambda: generator(b""),
-        lambda: make_sampler("poisson", size=5, batch=2, key=b""),
+        lambda: KeyedSampler("poisson", size=5, batch=2, key=b""),
         lambda: LayerDraws(b"").words(1, np.arange(2), 1),
     ]
     for use in uses:
@@ -191,11 +191,11 @@ def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.Mo
     """torch.randn's do, on the CPU in float32. A draw that far takes a billion, so: the words."""
 
     def draw(word: int, turn: int) -> list[float]:
-        def advance(self: SeededNormals, work: Any, pairs: int) -> None:
-            work.words.fill_(word)
-            work.turns.fill_(turn)
+        def bits(self: SeededNormals, like: torch.Tensor) -> Bits:
+            kind = torch.int64 if like.dtype == torch.float64 else torch.int32
+            return Bits(torch.tensor([word]), torch.tensor([turn], dtype=kind))
 
-        monkeypatch.setattr(SeededNormals, "_advance", advance)
+        monkeypatch.setattr(SeededNormals, "_next", bits)
         source, like = Noise(a_key(0)).at(1), torch.empty(2, dtype=dtype)
         drawn: list[float] = source.standard_normal(like).tolist()
         assert source.bits(like).standard_normal(like).tolist() == drawn  # as compiled steps draw
@@ -278,8 +278,7 @@ def test_the_noise_of_a_step_is_handed_out_once(secure: bool) -> None:
 
 
 @pytest.mark.privacy
-def test_draws_share_memory_and_no_key_stream() -> None:
-    """The workspace is reused by the next step, which leaves what was drawn as it is."""
+def test_draws_share_neither_memory_nor_key_stream() -> None:
     noise = Noise(a_key(1))
     one = noise.at(1).standard_normal(torch.zeros(5000))
     kept = one.clone()

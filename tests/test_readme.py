@@ -18,7 +18,7 @@ from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import load_data
-from dpmac_cli.runs import scoring, task
+from dpmac_cli.runs import scoring, setup
 from dpmac_cli.runs.train import train
 from tests.digits_runs import after
 
@@ -89,7 +89,7 @@ def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
         data = load_data(*args, **facts)
         return replace(data, test=Split(data.test.images[:200], data.test.labels[:200]))
 
-    monkeypatch.setattr(task, "load_data", few)
+    monkeypatch.setattr(setup, "load_data", few)
     monkeypatch.setattr(scoring, "load_data", few)
 
 

@@ -19,7 +19,7 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.randomness.keystream import STREAMS
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import EpochSampler, IndependentSampler
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs import checkpoint, environment, folder, ledger
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
@@ -115,8 +115,7 @@ class Draws:
             return drawn
 
         monkeypatch.setattr(Noise, "at", recorded_at)
-        for kind in (IndependentSampler, EpochSampler):
-            monkeypatch.setattr(kind, "draw", recording(kind.draw))
+        monkeypatch.setattr(KeyedSampler, "draw", recording(KeyedSampler.draw))
 
 
 CHANGES: tuple[Mapping[str, str], ...] = (

@@ -16,7 +16,7 @@ from scipy.stats import binom, chisquare, kstest
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
-from dpmac_cli.randomness.sampling import Sampler, SecureDraws, make_sampler
+from dpmac_cli.randomness.sampling import KeyedSampler, Sampler, SecureDraws
 from dpmac_cli.runs import setup as assembly
 from tests.helpers import a_key
 
@@ -30,7 +30,7 @@ each_way = pytest.fixture(scope="module", params=[False, True], ids=["numpy", "c
 
 
 def sampler_of(name: str, size: int, batch: int, secure: bool, seed: int = 1) -> Sampler:
-    return make_sampler(name, size=size, batch=batch, key=a_key(seed), secure=secure)
+    return KeyedSampler(name, size=size, batch=batch, key=a_key(seed), secure=secure)
 
 
 def inclusions(sampler: Sampler, size: int, steps: int) -> NDArray[np.bool_]:
@@ -297,14 +297,14 @@ def test_a_batch_is_a_function_of_key_and_step(name: str, secure: bool) -> None:
 def test_epochs_begin_with_the_keys_of_a_branch(name: str, secure: bool) -> None:
     """A branch is charged for its own epochs: it must not continue one of another key."""
     for base in (0, 3, 5):
-        sampler = make_sampler(name, size=50, batch=15, key=a_key(1), secure=secure, base=base)
+        sampler = KeyedSampler(name, size=50, batch=15, key=a_key(1), secure=secure, base=base)
         drawn = np.concatenate([sampler.draw(base + step) for step in range(1, 5)])
         assert np.sort(drawn).tolist() == list(range(50))
 
 
 def test_no_such_sampler() -> None:
     with pytest.raises(ValueError, match="no sampler sorted"):
-        sampler_of("sorted", 10, 2, secure=False)
+        sampler_of("sorted", 10, 2, secure=False).draw(1)
 
 
 # By a cipher: what each record's 64 bits decide.

@@ -23,7 +23,7 @@ from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import Keys, KeyStream, Stretch
 from dpmac_cli.randomness.noise import Noise, SecureNormals, SeededNormals
-from dpmac_cli.randomness.sampling import IndependentSampler, SeededDraws
+from dpmac_cli.randomness.sampling import KeyedSampler, SeededDraws
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
@@ -95,8 +95,8 @@ def test_without_secure_nothing_is_changed() -> None:
     noise, sampler = trainer.randomness.noise, trainer.randomness.sampler
     assert noise is not None
     assert type(noise.at(1)) is SeededNormals
-    assert isinstance(sampler, IndependentSampler)
-    assert type(sampler._draws(1)) is SeededDraws
+    assert isinstance(sampler, KeyedSampler)
+    assert type(sampler._choices(1)) is SeededDraws
 
 
 @pytest.mark.privacy

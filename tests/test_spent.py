@@ -24,7 +24,7 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import checkpoint, environment, folder, ledger, task
+from dpmac_cli.runs import checkpoint, environment, folder, ledger, setup
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.recount import events_of
 from dpmac_cli.runs.session import Finished, RunEvent, Started
@@ -51,7 +51,7 @@ def digits() -> Data:
 @pytest.fixture(autouse=True)
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that is read once, and steps that are reserved one by one."""
-    monkeypatch.setattr(task, "load_data", lambda *args, **facts: digits())
+    monkeypatch.setattr(setup, "load_data", lambda *args, **facts: digits())
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     torch.set_num_threads(1)
 

@@ -56,10 +56,15 @@ def test_markdown_has_a_column_a_noise_and_a_row_a_setting() -> None:
     assert {len(row) for row in rows} == {4}
     assert rows[0][1:] == ["sigma 0.5", "sigma 1", "a run takes"]
     assert rows[2] == ["epsilon", "6", "3", ""]
-    assert rows[3] == ["dp-adam", "91.00 ± 1.41 ~", "81.00 ± 1.41", "0:02"]
-    expected = ["dp-macadam kappa paper_x", "92.00 ± 1.41 ~", "**88.50 ± 0.71**", "0:02"]
+    assert rows[3] == ["dp-adam", "91.00 ± 1.41 ~", "81.00 ± 1.41", "0:00:02"]
+    expected = ["dp-macadam kappa paper_x", "92.00 ± 1.41 ~", "**88.50 ± 0.71**", "0:00:02"]
     assert rows[4] == expected
     assert rows[5] == ["dp-sgd", "–", "–", "–"]
+
+
+def test_columns_of_the_table_stand_below_one_another() -> None:
+    lines = [line for line in as_markdown(WHOLE).splitlines() if line.startswith("|")]
+    assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in lines}) == 1
 
 
 def test_csv_and_json_have_a_row_a_cell() -> None:

@@ -16,7 +16,7 @@ from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import one_of, run_folders
+from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.config import question
@@ -54,7 +54,7 @@ def _choice(
 
 
 @with_options(
-    argument("run", "A run folder or report to price again.", "RUN", run_folders),
+    argument("run", "A run folder or report to price again.", "RUN"),
     _choice("dataset", DATASETS, "mnist", TRAINING),
     option("dataset_size", "n, for data we never see.", TRAINING, "INT"),
     option("batch_size", "Expected batch B. [default: the data set's]", TRAINING, "INT"),

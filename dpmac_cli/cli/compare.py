@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.compare_display import choose_display, print_comparison, print_plan
+from dpmac_cli.cli.compare_display import Display, print_plan
 from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
 from dpmac_cli.cli.options import DEBUG, option, path_option, switch, with_options
@@ -113,8 +115,21 @@ def compare(**flags: Any) -> None:
         raise InputError(
             f"--out {out} holds files that are not a study's. Name a new or an empty folder."
         )
-    failures, interrupted = _carry_out(grid, out, choice, quiet, as_json)
-    _write_results(grid, out, failures, as_json, quiet)
+    errors = [
+        f"{run.folder} holds a run with other settings, so it is no run of this study. Move it "
+        "out of that folder: the same command then trains it anew."
+        for run in grid.runs
+        if was_changed(run)
+    ]
+    if errors:
+        raise InputError(errors)
+    failures, interrupted = _carry_out(grid, out, choice, console.for_display(quiet, as_json))
+    document, summary = _write_results(grid, out, failures)
+    if as_json:
+        console.print_result(document)
+    elif not quiet:
+        console.stdout().print(Text(summary))
+    console.print_errors(_failed(grid, failures), label="failed")
     if interrupted:
         console.print_errors(["interrupted; the same command goes on."], label="stopped")
         raise typer.Exit(INTERRUPTED)
@@ -123,28 +138,23 @@ def compare(**flags: Any) -> None:
 
 
 def _carry_out(
-    grid: Grid, out: Path, choice: Choice, quiet: bool, as_json: bool
+    grid: Grid, out: Path, choice: Choice, screen: Console
 ) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return why some failed, by number, and whether it was interrupted."""
     from dpmac_cli.studies.local import share_data  # noqa: PLC0415  (loads torch)
 
-    _check_runs(grid)
     configs = [run.config for run in grid.runs]
     # Without data, or a cluster, nothing is written.
     data = share_data([configs[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         stop = held.enter_context(stop_request())
-        executor = None
-        if data:
-            executor = held.enter_context(opened(choice, configs, data, out / JOBS))
+        executor = held.enter_context(opened(choice, configs, data, out / JOBS)) if data else None
         folder.make_folder(out / RUNS)
         held.enter_context(folder.locked(out))
         missing = _missing(grid)
         console.print_notes(_damages(grid.runs[number] for number in missing))
-        display = held.enter_context(
-            contextlib.closing(choose_display(grid, missing, quiet, as_json))
-        )
+        display = held.enter_context(contextlib.closing(Display(screen, grid, missing)))
         if executor is None or not missing:
             return failures, False
         for event in carry_out(executor, configs, missing, stop):
@@ -154,22 +164,8 @@ def _carry_out(
         return failures, stop()
 
 
-def _check_runs(grid: Grid) -> None:
-    """Reject folders of runs with other settings. Raises InputError."""
-
-    errors = [
-        f"{run.folder} holds a run with other settings, so it is no run of this study. Move it "
-        "out of that folder: the same command then trains it anew."
-        for run in grid.runs
-        if was_changed(run)
-    ]
-    if errors:
-        raise InputError(errors)
-
-
 def _missing(grid: Grid) -> list[int]:
     """Return the numbers of the runs that are not finished."""
-
     return [number for number, run in enumerate(grid.runs) if finished_report(run) is None]
 
 
@@ -181,29 +177,20 @@ def _damages(runs: Iterable[Run]) -> Iterator[str]:
                 yield f"{run.folder / name} is damaged: the run goes on from its checkpoint."
 
 
-def _write_results(
-    grid: Grid, out: Path, failures: Mapping[int, str], as_json: bool, quiet: bool
-) -> None:
+def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[str, str]:
+    """Write the table in all its forms; return its JSON, and its text with the files' names."""
     from dpmac_cli.studies.figure import draw_comparison  # noqa: PLC0415  (loads matplotlib)
 
     comparison = collect(grid, failures)
-    document = files.to_json(tables.as_values(comparison))
-    texts = {
-        JSON: document,
-        CSV: tables.as_csv(comparison),
-        MARKDOWN: tables.as_markdown(comparison),
-    }
+    document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
+    texts = {JSON: document, CSV: tables.as_csv(comparison), MARKDOWN: text}
     folder.unseal(out)
     (out / PLOT).unlink(missing_ok=True)  # of an earlier study
-    for name, text in texts.items():
-        files.write_atomically(out / name, text.encode())
+    for name, content in texts.items():
+        files.write_atomically(out / name, content.encode())
     names = [*texts, PLOT] if draw_comparison(comparison, out / PLOT) else [*texts]
     folder.seal(out, names)
-    if as_json:
-        console.print_result(document)
-    elif not quiet:
-        print_comparison(console.stdout(), comparison, f"{out}: {', '.join([*names, folder.SUMS])}")
-    console.print_errors(list(_failed(grid, failures)), label="failed")
+    return document, f"{text}\n{out}: {', '.join([*names, folder.SUMS])}"
 
 
 def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:

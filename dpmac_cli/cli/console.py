@@ -40,7 +40,7 @@ class Expendable:
 
     def write(self, text: str) -> int:
         """Write a text, or discard it."""
-        self._attempt(lambda: self.stream.write(text))
+        self._attempt(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
@@ -51,9 +51,9 @@ class Expendable:
         """Return any other attribute of the stream."""
         return getattr(self.stream, name)
 
-    def _attempt(self, write: Callable[[], object]) -> None:
+    def _attempt(self, write: Callable[..., object], *text: str) -> None:
         try:
-            write()
+            write(*text)
         except OSError as failure:
             if self.lost is None:
                 self.lost = failure
@@ -89,6 +89,13 @@ def stdout() -> Console:
 def expendable(stream: TextIO) -> Console:
     """Return a console whose output may be lost; see :class:`Expendable`."""
     return _console(Expendable(stream))
+
+
+def for_display(quiet: bool, json: bool) -> Console:
+    """Return the expendable console of progress: stderr if stdout is for JSON."""
+    console = expendable(sys.stderr if json else sys.stdout)
+    console.quiet = quiet
+    return console
 
 
 def check_kept() -> None:

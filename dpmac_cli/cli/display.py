@@ -1,7 +1,6 @@
 """Display of training runs and evaluations."""
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import statements
-from dpmac_cli.cli.console import ATTENTION, expendable, print_errors
+from dpmac_cli.cli.console import ATTENTION, print_errors
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.runs import checkpoint, folder
@@ -34,18 +33,40 @@ def format_epsilon(epsilon: float | None) -> str:
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
-class Lines:
-    """One line per evaluation: for files, pipes and logs, and above the bar on a terminal."""
+class Display:
+    """One line per evaluation and, on a terminal, a live bar: of records, then of steps."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._computing = ""
         self._scored: evaluation.Evaluation | None = None
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[epsilon]}", style="bold"),
+            TextColumn("{task.fields[accuracy]}", style="bold"),
+            TimeRemainingColumn(compact=True),
+        ]
+        off = console.quiet or not console.is_terminal
+        self._bar = Progress(*columns, console=console, transient=True, expand=True, disable=off)
 
     def show(self, event: RunEvent) -> None:
-        """Print what has happened, if it is worth a line."""
+        """Move the bar, and print what has happened above it, if it is worth a line."""
+        if isinstance(event, (Started, Finished)):
+            self.close()
         for line in self._lines(event):
             self.console.print(line)
+        match event:
+            case Computing():
+                if not self._bar.tasks:
+                    self._begin("features", event.records, 0)
+                self._bar.update(self._task, completed=event.done)
+            case Started():
+                self._plan = event.plan
+                self._begin("epoch", event.steps, event.done)
+            case Update():
+                self._move(event)
 
     def _lines(self, event: RunEvent) -> Iterator[Text]:
         match event:
@@ -71,44 +92,6 @@ class Lines:
                     yield from (Text(f"note: {doubt}", "red") for doubt in doubts(self._scored))
                 yield from _summary(event)
 
-    def stopping(self) -> None:
-        """Confirm a request to stop."""
-        self.console.print("stopping after this step; once more to stop at once", style=ATTENTION)
-
-    def close(self) -> None:
-        """Stop showing anything, whether or not the run is finished."""
-
-
-class LiveBar(Lines):
-    """Lines, with a live bar below them: of records while features are computed, then of steps."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        columns = [
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[epsilon]}", style="bold"),
-            TextColumn("{task.fields[accuracy]}", style="bold"),
-            TimeRemainingColumn(compact=True),
-        ]
-        self._bar = Progress(*columns, console=console, transient=True, expand=True)
-
-    def show(self, event: RunEvent) -> None:
-        """Move the bar, and print a line above it if it is worth one."""
-        if isinstance(event, Computing):
-            if not self._bar.tasks:
-                self._begin("features", event.records, 0)
-            self._bar.update(self._task, completed=event.done)
-        elif isinstance(event, Update):
-            self._move(event)
-        elif isinstance(event, (Started, Finished)):
-            self.close()
-        super().show(event)
-        if isinstance(event, Started):
-            self._per_epoch, self._private = event.plan.steps_per_epoch, event.plan.private
-            self._begin(f"epoch {event.done // self._per_epoch + 1}", event.steps, event.done)
-
     def _begin(self, what: str, total: int, done: int) -> None:
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
@@ -122,22 +105,19 @@ class LiveBar(Lines):
         self._bar.update(
             self._task,
             completed=step,
-            description=f"epoch {math.ceil(step / self._per_epoch)}",
-            epsilon=spent if self._private else "no privacy",
+            description=f"epoch {math.ceil(step / self._plan.steps_per_epoch)}",
+            epsilon=spent if self._plan.private else "no privacy",
         )
         if isinstance(event.event, loop.Evaluated):
             self._bar.update(self._task, accuracy=f"test {event.event.result.accuracy:.2%}")
 
+    def stopping(self) -> None:
+        """Confirm a request to stop."""
+        self.console.print("stopping after this step; once more to stop at once", style=ATTENTION)
+
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the bar, whether or not the run is finished."""
         self._bar.stop()
-
-
-def choose_display(quiet: bool, json: bool) -> Lines:
-    """Return a bar on a terminal, else lines; on stderr if stdout is for JSON."""
-    console = expendable(sys.stderr if json else sys.stdout)
-    console.quiet = quiet
-    return LiveBar(console) if console.is_terminal and not quiet else Lines(console)
 
 
 def _computing(event: Computing) -> str:
@@ -255,7 +235,7 @@ def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table
     return table
 
 
-def follow(events: Iterator[RunEvent], display: Lines, stop: Callable[[], bool]) -> Finished:
+def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool]) -> Finished:
     """Show a run to its end; ``stop`` says whether the user has asked it to stop.
 
     Raises:

@@ -8,7 +8,7 @@ import typer
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import one_of, run_folders
+from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
 from dpmac_cli.config.given import parse
@@ -30,6 +30,7 @@ audit shows a claim to be false.
 WHAT = (
     f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. [default: what it was trained on]"
 )
+OWN_MODEL = "Where a network of your own is. What a model file names is never imported."
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
     "more."
@@ -45,17 +46,11 @@ BROKEN = (
         "run",
         "A run folder, or a model.safetensors.",
         "RUN",
-        run_folders,
         kind=Path,
         default=inspect.Parameter.empty,
     ),
     option("dataset", WHAT, "Task", "NAME|PATH", one_of(DATASETS)),
-    option(
-        "model",
-        "Where a network of your own is. What a model file names is never imported.",
-        "Task",
-        "FILE.py:FACTORY",
-    ),
+    option("model", OWN_MODEL, "Task", "FILE.py:FACTORY"),
     option("data_dir", "Where data sets lie (or DPMAC_DATA_DIR).", "Run", "PATH"),
     option("device", "auto, cpu, cuda or cuda:N. [default: auto]", "Run", "STR", default="auto"),
     switch("audit", "Of a run with --canaries: what the attack proves, what it claims.", "Task"),

@@ -22,12 +22,7 @@ def option(
     kind: Any = str | None,
     default: Any = None,
 ) -> inspect.Parameter:
-    """Return a keyword parameter that becomes an option.
-
-    Args:
-        text: its help, shown in the group ``panel``.
-        names: completes its value.
-    """
+    """Return a parameter that becomes an option; ``names`` completes its value."""
     shown = typer.Option(
         f"--{flag_name(name)}",
         help=text,

@@ -17,7 +17,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.completion import DEFAULT_ROOT, one_of
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import DEBUG, JSON, argument, option, switch, with_options
+from dpmac_cli.cli.options import DEBUG, JSON, argument, option, with_options
 from dpmac_cli.config.given import near
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.files import to_json
@@ -36,14 +36,10 @@ Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 
 #: States without a report: figures are as of the last epoch that was scored.
 UNREPORTED = ("running", "diverged", "cut-off")
-STYLES = {"finished": "", "running": "bold"} | dict.fromkeys(
-    ("diverged", "cut-off", "damaged"), "red"
-)
+STYLES = {"finished": "", "running": "bold", "diverged": "red", "cut-off": "red", "damaged": "red"}
 SEEDED, AUDITED = "*", "!"
 #: Units of time in seconds, the largest first.
-UNITS = {"years": 31_556_952, "months": 2_629_746, "days": 86_400, "h": 3600, "min": 60, "s": 1}
-#: Wider than any run's line: where no terminal limits it, a run is a line.
-UNLIMITED = 10_000
+UNITS = {"d": 86_400, "h": 3600, "min": 60, "s": 1}
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -52,7 +48,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-#: Sort keys; None for what is not known.
+#: Sort keys; None for what is not known, which comes last.
 ORDERS: Mapping[str, Callable[["Entry"], Any]] = {
     "age": lambda entry: -entry.changed,
     "name": lambda entry: _natural(entry.folder),
@@ -71,27 +67,27 @@ ORDERS: Mapping[str, Callable[["Entry"], Any]] = {
         names=one_of(ORDERS),
         default="age",
     ),
-    switch("reverse", "Reverse the order."),
     JSON,
     DEBUG,
 )
 @explained
-def runs(folders: list[Path] | None, sort: str, reverse: bool, json: bool) -> None:
+def runs(folders: list[Path] | None, sort: str, json: bool) -> None:
     """Find, sort and print runs."""
     from dpmac_cli.runs.listing import find_runs  # noqa: PLC0415  (loads pydantic)
 
     _check(folders or (), sort)
     roots = folders or [DEFAULT_ROOT]
-    entries = _ordered(find_runs(roots), sort, reverse)
+    order = ORDERS[sort]
+    entries = sorted(find_runs(roots), key=lambda entry: _natural(entry.folder))
+    entries.sort(key=lambda entry: (order(entry) is None, order(entry)))
     if json:
         console.print_result(to_json({"runs": [_values(entry) for entry in entries]}))
     elif entries:
         _print(console.stdout(), entries, roots)
     else:
         where = " or ".join(map(str, roots))
-        console.stdout().print(
-            Text(f"There are no runs in {where} yet. To make one: dpmac train --dataset digits")
-        )
+        hint = "To make one: dpmac train --dataset digits"
+        console.stdout().print(Text(f"There are no runs in {where} yet. {hint}"))
 
 
 def _check(roots: Iterable[Path], sort: str) -> None:
@@ -109,15 +105,6 @@ def _check(roots: Iterable[Path], sort: str) -> None:
         raise InputError(errors)
 
 
-def _ordered(entries: Iterable["Entry"], by: str, reverse: bool) -> list["Entry"]:
-    """Return runs sorted by a key of :data:`ORDERS`, then by name; unknown values come last."""
-    key = ORDERS[by]
-    named = sorted(entries, key=lambda entry: _natural(entry.folder))
-    known = [entry for entry in named if key(entry) is not None]
-    unknown = [entry for entry in named if key(entry) is None]
-    return [*sorted(known, key=key, reverse=reverse), *unknown]
-
-
 def _values(entry: "Entry") -> dict[str, Any]:
     """Return JSON values; an infinite epsilon is null, and then ``private`` is false."""
     changed = datetime.fromtimestamp(entry.changed, UTC).isoformat(timespec="seconds")
@@ -129,9 +116,8 @@ def _print(out: Console, entries: Sequence["Entry"], roots: Sequence[Path]) -> N
     from dpmac_cli.runs.listing import varied_settings  # noqa: PLC0415  (loads pydantic)
 
     # The name of a single root is printed once, in the header.
-    root = roots[0] if len(roots) == 1 else None
-    if any(entry.folder == root for entry in entries):
-        root = None
+    below = len(roots) == 1 and all(entry.folder != roots[0] for entry in entries)
+    root = roots[0] if below else None
     varied = [
         ", ".join(itertools.starmap(_setting, settings.items()))
         for settings in varied_settings(entries)
@@ -139,14 +125,11 @@ def _print(out: Console, entries: Sequence["Entry"], roots: Sequence[Path]) -> N
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run" if root is None else f"{root}/", overflow="fold")
     table.add_column("data set", overflow="fold")
-    table.add_column("optimizer", no_wrap=True)
-    table.add_column("epsilon", justify="right", no_wrap=True)
-    table.add_column("accuracy", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
+    for name in ("optimizer", "epsilon", "accuracy", "state", "age"):
+        right = name in ("epsilon", "accuracy", "age")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
     if any(varied):
         table.add_column("settings", overflow="fold")
-    now = time.time()
     for entry, settings in zip(entries, varied, strict=True):
         table.add_row(
             Text(str(entry.folder if root is None else entry.folder.relative_to(root))),
@@ -155,11 +138,11 @@ def _print(out: Console, entries: Sequence["Entry"], roots: Sequence[Path]) -> N
             _epsilon(entry),
             "-" if entry.accuracy is None else f"{entry.accuracy:.2%}",
             Text(entry.state, style=STYLES.get(entry.state, console.ATTENTION)),
-            age(now - entry.changed),
+            age(time.time() - entry.changed),
             *([Text(settings)] if any(varied) else []),
         )
     if not out.is_terminal:
-        out.width = UNLIMITED
+        out.width = 10_000  # one line per run
     out.print(table)
     for remark in _remarks(entries):
         out.print(Text(remark, style="dim"))
@@ -181,7 +164,6 @@ def _epsilon(entry: "Entry") -> Text:
 
 
 def _remarks(entries: Sequence["Entry"]) -> Iterator[str]:
-    """Yield what qualifies the figures above."""
     private = [entry for entry in entries if entry.private]
     promises = {(entry.delta, entry.adjacency) for entry in private}
     if len(promises) == 1:
@@ -193,15 +175,12 @@ def _remarks(entries: Sequence["Entry"]) -> Iterator[str]:
         yield f"{SEEDED} with --seed: no privacy against anyone who knows the seed"
     if any(entry.audit for entry in private):
         yield f"{AUDITED} an audit run: the model is unfit for release"
-    if states := [name for name in UNREPORTED if any(entry.state == name for entry in entries)]:
-        yield (
-            f"{', '.join(states)}: as of the last epoch that was scored; whether with --seed is "
-            "not known"
-        )
+    states = {entry.state for entry in entries}
+    if shown := ", ".join(name for name in UNREPORTED if name in states):
+        yield f"{shown}: as of the last epoch that was scored; whether with --seed is not known"
 
 
 def age(seconds: float) -> str:
     """Return a duration in its largest unit, rounded down."""
     unit, size = next((pair for pair in UNITS.items() if seconds >= pair[1]), ("s", 1))
-    count = int(max(seconds, 0) / size)
-    return f"1 {unit.removesuffix('s')}" if count == 1 and size > 3600 else f"{count} {unit}"
+    return f"{int(max(seconds, 0) / size)} {unit}"

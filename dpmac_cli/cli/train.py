@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import one_of, run_folders
+from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import explained, stop_request
 from dpmac_cli.cli.options import option, path_option, switch, with_options
 from dpmac_cli.config.given import parse
@@ -37,39 +37,29 @@ is written).
 
 
 def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
-    """Return the flag of a setting. Values stay text: one parser checks flags and YAML alike.
+    """Return the flag of a setting, or of ``several`` values with commas between.
 
-    Args:
-        several: whether it takes several values, with commas between.
+    Values stay text: one parser checks flags and YAML alike.
     """
     if setting.kind is bool:
         return switch(name, setting.help, setting.panel)
+    default = setting.otherwise if setting.default is None else setting.default
+    text = setting.help + (f" One of {setting.known}." if setting.choices else "")
+    text += "" if default == "" else f" [default: {default}]"
     metavar = "NAME" if setting.choices else setting.kind.__name__.upper()
     names = one_of(setting.choices, several=several) if setting.choices else None
-    return option(name, _help(setting), setting.panel, metavar, names)
-
-
-def _help(setting: Setting) -> str:
-    """Return a setting's help with its choices and, where it has one, its default."""
-    choices = f" One of {setting.known}." if setting.choices else ""
-    default = setting.otherwise if setting.default is None else setting.default
-    ending = "" if default == "" else f" [default: {default}]"
-    return f"{setting.help}{choices}{ending}"
+    return option(name, text, setting.panel, metavar, names)
 
 
 @with_options(
     path_option("config", "YAML with the same names; flags win.", "Task"),
     path_option(
-        "resume",
-        "Resume the run in this folder as it is; add --model if it is your own.",
-        "Task",
-        names=run_folders,
+        "resume", "Resume the run in this folder as it is; add --model if it is your own.", "Task"
     ),
     path_option(
         "fork",
         "Train on from the run in this folder with other settings, in a new folder --out.",
         "Task",
-        names=run_folders,
     ),
     *(text_option(name, setting) for name, setting in SETTINGS.items()),
 )
@@ -104,10 +94,10 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         if not quiet:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
-    from dpmac_cli.cli.display import choose_display, follow  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
     from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
-    display = choose_display(quiet, json)
+    display = Display(console.for_display(quiet, json))
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
         if resolved:
             events = train(resolved.config, stop, ranks=ranks)

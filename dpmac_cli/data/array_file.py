@@ -18,6 +18,7 @@ from dpmac_cli.errors import InputError
 
 #: How far from 0 the ends of a range may be, and how near to one another.
 FARTHEST, NARROWEST = 1e30, 1e-30
+PAIRS = (("x", "y"), ("x_test", "y_test"))
 ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high")
 
 
@@ -26,23 +27,25 @@ class ArrayFile:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._arrays = dict(_read_npz(source.path))
+        self._arrays = arrays = dict(_read_npz(source.path))
         if source.classes is not None:
-            self._arrays["classes"] = np.array(source.classes)
-        skipped = tuple(_leave_out_bad(self._arrays)) if source.skip_bad else ()
-        faults = list(_faults_of_arrays(self._arrays, source))
+            arrays["classes"] = np.array(source.classes)
+        if source.feature_range is not None:
+            arrays |= zip(("low", "high"), map(np.array, source.feature_range), strict=True)
+        skipped = tuple(_leave_out_bad(arrays)) if source.skip_bad else ()
+        faults = list(_faults_of_arrays(arrays, source))
         if faults:
             raise InputError([f"{source.path}: {fault}." for fault in faults])
-        names, own_test = self._arrays.get("classes"), "x_test" in self._arrays
-        labels = [self._arrays[name] for name in ("y", "y_test") if name in self._arrays]
-        count = 1 + max(int(part.max()) for part in labels)
+        names, held_out = arrays.get("classes"), "x_test" not in arrays
+        count = 1 + max(int(arrays[name].max()) for name in ("y", "y_test") if name in arrays)
         classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
-        if not own_test:
-            self._split(classes if names is None else None)
-        x, x_test = self._arrays["x"], self._arrays["x_test"]
+        x, y = arrays["x"], arrays["y"]
+        if held_out:
+            train, test = split(_keys(x, y), y, classes if names is None else None, source)
+            arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
         if x.ndim == 2:
-            low, high = self._range()
+            self._ends = low, high = _ends(arrays)
             standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
             shape = (x.shape[1], 1, 1)
         else:
@@ -57,49 +60,36 @@ class ArrayFile:
                 )
         self.found = found(
             source,
-            (len(x), len(x_test)),
+            (arrays["y"], arrays["y_test"]),
             shape,
             classes,
             standard,
-            self._arrays["y_test"],
             is_table=x.ndim == 2,
-            held_out=not own_test,
+            held_out=held_out,
             inferred=("classes",) if names is None else (),  # arrays declare a shape of themselves
             skipped=skipped,
         )
 
-    def _split(self, needed: list[str] | None) -> None:
-        """Hold test records out, in place."""
-        x, y = self._arrays["x"], self._arrays["y"]
-        train, test = split(_keys(x, y), y, needed, self._source)
-        self._arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
-
-    def _range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What columns are clipped to: the flag's numbers, or the file's."""
-        columns = self._arrays["x"].shape[1]
-        low, high = self._source.feature_range or (self._arrays["low"], self._arrays["high"])
-        return _spread(low, columns), _spread(high, columns)
-
     def load(self) -> tuple[Arrays, Arrays]:
         """Return training and test records."""
         train, test = (
-            (self._records(self._arrays[x]), self._arrays[y].astype(np.int64))
-            for x, y in (("x", "y"), ("x_test", "y_test"))
+            (self._records(self._arrays[x]), self._arrays[y].astype(np.int64)) for x, y in PAIRS
         )
         return train, test
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         if x.ndim == 2:
-            low, high = self._range()
-            rows: NDArray[np.float32] = np.clip(x, low, high).astype(np.float32)
+            rows: NDArray[np.float32] = np.clip(x, *self._ends).astype(np.float32)
             return rows.reshape(*x.shape, 1, 1)
         images = _channels_first(x)
         size = self._source.image_size
         return images.copy() if size is None else _resized(images, size)
 
 
-def _spread(values: Any, columns: int) -> NDArray[np.float64]:
-    return np.broadcast_to(np.asarray(values, np.float64), columns)
+def _ends(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+    """What columns are clipped to, shape (2, columns)."""
+    columns = arrays["x"].shape[1]
+    return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
 def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -120,7 +110,7 @@ def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
 def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
     """Remove records of no class, or with NaN or infinity, in place, and name each."""
     classes = arrays.get("classes")
-    for x_name, y_name in (("x", "y"), ("x_test", "y_test")):
+    for x_name, y_name in PAIRS:
         x, y = arrays.get(x_name), arrays.get(y_name)
         if x is None or y is None or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
             continue  # which is refused below
@@ -139,7 +129,7 @@ def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Ite
     if ("x_test" in arrays) != ("y_test" in arrays):
         yield "x_test and y_test go together; one of them is missing"
         return
-    pairs = [("x", "y"), *([("x_test", "y_test")] if "x_test" in arrays else [])]
+    pairs = [pair for pair in PAIRS if pair[0] in arrays]
     classes = arrays.get("classes")
     for x_name, y_name in pairs:
         x, y = arrays[x_name], arrays[y_name]
@@ -156,23 +146,21 @@ def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Ite
 
 def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
     columns = arrays["x"].shape[1]
-    if source.feature_range is not None:
-        name = "--feature-range"
-        low, high = (_spread(end, columns) for end in source.feature_range)
-    elif not {"low", "high"} <= arrays.keys():
+    if not {"low", "high"} <= arrays.keys():
         yield (
             "rows of numbers need a public range to be clipped to: --feature-range LOW,HIGH, "
             "or arrays low and high with a number a column. Take it from what the columns "
             "mean, not from these records, which are private"
         )
         return
-    else:
-        name, low, high = "low and high", arrays["low"], arrays["high"]
-        ends = (low, high)
+    name = "--feature-range"
+    if source.feature_range is None:
+        name, ends = "low and high", (arrays["low"], arrays["high"])
         good = all(end.shape == (columns,) and end.dtype.kind in "fiu" for end in ends)
-        if not (good and all(np.isfinite(end).all() for end in ends) and (low < high).all()):
+        if not (good and np.isfinite(ends).all() and (ends[0] < ends[1]).all()):
             yield f"low and high must be finite, one a column ({columns}), low below high"
             return
+    low, high = _ends(arrays)
     # Inputs and what standardises them are float32.
     first, last = (np.clip(end, -FARTHEST, FARTHEST).astype(np.float32) for end in (low, high))
     far = (np.abs(low) > FARTHEST) | (np.abs(high) > FARTHEST)
@@ -234,10 +222,8 @@ def _gap(y: NDArray[Any]) -> int | None:
 
 
 def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
-    """What tells records apart. Numbers of rows shift when one goes: contents do not.
-
-    Equal records are told apart by a count, so that not all of them come to one side; which of them
-    has which number does not matter.
+    """Yield what tells records apart: contents, as row numbers shift when one goes, and a count
+    of equal records, so that not all of them come to one side.
     """
     seen: Counter[bytes] = Counter()
     for row, label in zip(x, y, strict=True):

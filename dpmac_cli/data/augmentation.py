@@ -15,15 +15,12 @@ BITS = 31
 
 
 def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
-    """Augment each image several times; the views of one image are adjacent.
+    """Return K views of each image, shape (records * K, channels, height, width), in its place.
 
     Args:
         images: shape (records, channels, height, width).
         words: one uniform 64-bit word per view, shape (records, K).
         augment: a name of :data:`dpmac_cli.training.schedules.AUGMENTS`.
-
-    Returns:
-        Shape (records * K, channels, height, width).
     """
     views = images.repeat_interleave(words.shape[1], 0)
     size, channels, height, width = views.shape

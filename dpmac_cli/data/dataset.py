@@ -14,16 +14,10 @@ EVALUATION_BATCH = 2048
 
 @dataclass(frozen=True)
 class Split:
-    """Images and labels on the device.
+    """Images and labels on the device. Rows of numbers are float32, (records, columns, 1, 1)."""
 
-    Attributes:
-        images: uint8, shape (records, channels, height, width); rows of numbers are float32, of
-            shape (records, columns, 1, 1).
-        labels: int64, shape (records,).
-    """
-
-    images: Tensor
-    labels: Tensor
+    images: Tensor  # uint8, shape (records, channels, height, width)
+    labels: Tensor  # int64, shape (records,)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -35,25 +29,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set on the device.
+    """A data set on the device."""
 
-    Attributes:
-        train: the private records.
-        test: records the guarantee does not cover.
-        gain, offset: standardisation as one multiply-add, shape (channels, 1, 1).
-    """
-
-    train: Split
-    test: Split
-    gain: Tensor
+    train: Split  # the private records
+    test: Split  # records the guarantee does not cover
+    gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1)
     offset: Tensor
 
     def prepared_by(self, given: Mapping[str, Any]) -> "Data":
-        """The same records, standardised as the facts of a model say.
-
-        Args:
-            given: ``levels``, and ``mean`` and ``std`` with an entry for each channel.
-        """
+        """Return the same records, standardised by ``levels``, ``mean`` and ``std`` of a model."""
         mean, std = (list(map(float, given[name])) for name in ("mean", "std"))
         gain, offset = standardisation(float(given["levels"]), mean, std, self.gain.device)
         return replace(self, gain=gain, offset=offset)
@@ -77,7 +61,6 @@ def standardisation(
     levels: float, mean: Sequence[float], std: Sequence[float], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return gain and offset of (images / levels - mean) / std, shape (channels, 1, 1) each."""
-    means = torch.tensor(mean, dtype=torch.float64).view(-1, 1, 1)
-    stds = torch.tensor(std, dtype=torch.float64).view(-1, 1, 1)
+    means, stds = torch.tensor([mean, std], dtype=torch.float64).view(2, -1, 1, 1)
     gain, offset = 1 / (levels * stds), -means / stds
     return gain.to(device, torch.float32), offset.to(device, torch.float32)

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ GREY = ("1", "L", "LA", "I", "F")
 #: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
 DEEP = ("PNG", "PPM")
 TRAIN, TEST = "train", "test"
+NO_CLASS = -1
 REMEDY = " Remove them, or add --skip-bad to leave them out."
 
 
@@ -44,10 +44,9 @@ class ImageFolder:
         self._classes = declared or tuple(_class_names(parts[0] if parts else root))
         check_classes(self._classes, source)
         if parts and declared is None:
+            where = f"is in {parts[1]}, but not in {parts[0]}"
             strange = sorted(set(_class_names(parts[1])) - set(self._classes))
-            refuse(
-                [f"The class {name} is in {parts[1]}, but not in {parts[0]}" for name in strange]
-            )
+            refuse([f"The class {name} {where}" for name in strange])
         if parts:
             self._train, self._test = (self._files(part) for part in parts)
         else:
@@ -60,11 +59,10 @@ class ImageFolder:
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
             source,
-            (len(self._train), len(self._test)),
+            (_labels(self._train), _labels(self._test)),
             (channels, *size),
             self._classes,
             constants(source, channels),
-            _labels(self._test),
             held_out=not parts,
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(self._skipped),
@@ -72,14 +70,9 @@ class ImageFolder:
 
     def _files(self, part: Path) -> list[tuple[Path, int]]:
         """Images and their labels, in order."""
-        found: list[tuple[Path, int]] = []
-        strange: list[str] = []
-        for path, label in self._candidates(part):
-            reason = self._fault(path, label)
-            if reason is None and label is not None:
-                found.append((path, label))
-            else:
-                strange.append(f"{path} {reason}")
+        reasons = [(*file, self._fault(*file)) for file in self._candidates(part)]
+        found = [(path, label) for path, label, reason in reasons if reason is None]
+        strange = [f"{path} {reason}" for path, _, reason in reasons if reason is not None]
         if self._source.skip_bad:
             self._skipped += strange
         else:
@@ -95,21 +88,21 @@ class ImageFolder:
             raise InputError(f"{part} holds no images.")
         return found
 
-    def _candidates(self, part: Path) -> Iterator[tuple[Path, int | None]]:
-        """Files and their labels, in order; None for those of no declared class."""
+    def _candidates(self, part: Path) -> Iterator[tuple[Path, int]]:
+        """Files and their labels, in order; NO_CLASS for those of no declared class."""
         for label, name in enumerate(self._classes):
             if (part / name).is_dir():  # not every class has records
                 yield from ((path, label) for path in _visible(part / name))
         if self._source.classes is not None:
             for path in _visible(part):
                 if path.is_dir() and path.name not in self._classes:
-                    yield from ((inner, None) for inner in _visible(path))
+                    yield from ((inner, NO_CLASS) for inner in _visible(path))
                 elif path.suffix.lower() in SUFFIXES and not path.is_dir():
-                    yield path, None
+                    yield path, NO_CLASS
 
-    def _fault(self, path: Path, label: int | None) -> str | None:
+    def _fault(self, path: Path, label: int) -> str | None:
         """Why a file cannot be used, as far as it is looked at; None if it can."""
-        if label is None:
+        if label == NO_CLASS:
             return "belongs to no class of --classes"
         if path.is_dir():
             return "is a folder, but images of a class lie in one folder"
@@ -120,17 +113,12 @@ class ImageFolder:
         if not self._source.skip_bad:  # headers are looked at later, and contents when loading
             return None
         shape = (self._source.channels or 3, 1, 1)
-        return _fault_of_image(path, lambda image: _decode(image, shape, resize=True))
+        return _fault_of_image(path, lambda image: _decode(image, shape))
 
     def _survey(self, paths: Sequence[Path]) -> tuple[int, tuple[int, int]]:
         """Channels, and height and width, as declared or else by the headers of all images."""
         seen: list[tuple[str, int, int]] = []
-        faults = [
-            f"{path} {fault}"
-            for path in paths
-            if (fault := _fault_of_image(path, lambda i: seen.append((i.mode, i.height, i.width))))
-        ]
-        refuse(faults, REMEDY)
+        _look_at(paths, lambda image: seen.append((image.mode, image.height, image.width)))
         colour = any(mode.partition(";")[0] not in GREY for mode, *_ in seen)
         channels = self._source.channels or (3 if colour else 1)
         if self._source.image_size is not None:
@@ -146,18 +134,16 @@ class ImageFolder:
 
     def load(self) -> tuple[Arrays, Arrays]:
         """Return training and test images, decoded."""
-        faults: list[str] = []
-        train, test = (self._read(files, faults) for files in (self._train, self._test))
-        refuse(faults, REMEDY)
-        return train, test
+        shape, count = self.found.facts.shape, len(self._train)
+        paths = [path for path, _ in (*self._train, *self._test)]
+        images = np.zeros((len(paths), *shape), np.uint8)
+        rows = iter(images)
 
-    def _read(self, files: Sequence[tuple[Path, int]], faults: list[str]) -> Arrays:
-        images = np.zeros((len(files), *self.found.facts.shape), np.uint8)
-        resize = self._source.image_size is not None
-        for out, (path, _) in zip(images, files, strict=True):
-            fault = _fault_of_image(path, partial(_store, out, resize))
-            faults += [f"{path} {fault}"] if fault else []
-        return images, _labels(files)
+        def store(image: "Image") -> None:
+            next(rows)[:] = _decode(image, shape)
+
+        _look_at(paths, store)
+        return (images[:count], _labels(self._train)), (images[count:], _labels(self._test))
 
 
 def _labels(files: Sequence[tuple[Path, int]]) -> NDArray[np.int64]:
@@ -180,22 +166,23 @@ def _class_names(part: Path) -> list[str]:
     return names
 
 
-def _decode(opened: "Image", shape: tuple[int, ...], *, resize: bool) -> NDArray[np.uint8]:
-    """An image as (channels, height, width)."""
+def _decode(opened: "Image", shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """An image as (channels, height, width), resized where it has another size."""
     from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     channels, height, width = shape
     if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
         opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
     image = opened.convert("L" if channels == 1 else "RGB")
-    if resize:
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
     return pixels.transpose(2, 0, 1)
 
 
-def _store(out: NDArray[np.uint8], resize: bool, image: "Image") -> None:
-    out[:] = _decode(image, out.shape, resize=resize)
+def _look_at(paths: Sequence[Path], look: "Callable[[Image], object]") -> None:
+    """Open images one after the other, and refuse all that cannot be looked at."""
+    faults = [(path, _fault_of_image(path, look)) for path in paths]
+    refuse([f"{path} {fault}" for path, fault in faults if fault is not None], REMEDY)
 
 
 def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None:
@@ -205,10 +192,8 @@ def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None
     try:
         with Image.open(path) as image:
             if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
-                return (
-                    "has 32 bits a pixel, which no public range goes with (save it with 8 or 16 "
-                    "bits)"
-                )
+                fault = "has 32 bits a pixel, which no public range goes with"
+                return f"{fault} (save it with 8 or 16 bits)"
             look(image)
             return None
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpmac_cli.data.dataset import Data, Split, fingerprint, standardisation
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.own import load as load_own
-from dpmac_cli.data.registry import DATASETS, Bundled, Dataset, Torchvision
+from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
 
@@ -29,9 +29,7 @@ def load_data(
 
     Args:
         chosen: a key of :data:`dpmac_cli.data.registry.DATASETS`, or your own dataset.
-        data_dir: where registered data sets lie, or are downloaded to.
-        device: where the tensors go.
-        download: whether missing files may be downloaded.
+        data_dir: where registered data sets lie, or are downloaded to if ``download``.
         facts: of your own dataset, as they were read when the run was configured.
 
     Raises:
@@ -43,18 +41,13 @@ def load_data(
         train, test = (_split(x, y) for x, y in load_own(chosen, facts))
     else:
         facts = DATASETS[chosen]
-        if isinstance(facts.origin, Torchvision):
-            train, test = _from_torchvision(chosen, facts.origin, data_dir, download)
+        if chosen in BUNDLED:
+            train, test = BUNDLED[chosen]()
         else:
-            train, test = BUNDLED[_bundled(facts).loader]()
+            train, test = _from_torchvision(chosen, data_dir, download)
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
     return Data(train.to(device), test.to(device), gain, offset)
-
-
-def _bundled(facts: Dataset) -> Bundled:
-    assert isinstance(facts.origin, Bundled)  # noqa: S101
-    return facts.origin
 
 
 def _split(images: Any, labels: Any) -> Split:
@@ -64,13 +57,11 @@ def _split(images: Any, labels: Any) -> Split:
 def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
     """Reject files that are not the published data set."""
     facts = DATASETS[name]
-    shapes = [tuple(part.images.shape) for part in (train, test)]
-    wanted = [(size, *facts.shape) for size in (facts.train_size, facts.test_size)]
+    shapes = " and ".join(str(tuple(part.images.shape)) for part in (train, test))
+    sizes = facts.train_size, facts.test_size
+    wanted = " and ".join(str((size, *facts.shape)) for size in sizes)
     if shapes != wanted:
-        fault = (
-            f"its training and test images have the shapes {shapes[0]} and {shapes[1]} instead of "
-            f"{wanted[0]} and {wanted[1]}"
-        )
+        fault = f"its training and test images have the shapes {shapes} instead of {wanted}"
     elif facts.sha256 is not None and (found := fingerprint(train, test)) != facts.sha256:
         fault = f"its contents differ (SHA-256 {found[:16]}... instead of {facts.sha256[:16]}...)"
     else:
@@ -95,18 +86,17 @@ def _digits() -> tuple[Split, Split]:
     return train, test
 
 
-#: Loaders of training and test split, by the names that :class:`Bundled` gives.
+#: Loaders of training and test split of what needs no torchvision.
 BUNDLED: Mapping[str, Callable[[], tuple[Split, Split]]] = {"digits": _digits}
 
 
 def files_of(name: str, data_dir: Path) -> list[Path]:
     """Return the files of a registered data set; none for those of installed packages."""
-    origin = DATASETS[name].origin
-    if not isinstance(origin, Torchvision):
+    if name in BUNDLED:
         return []
-    kind = _kind(origin)
+    kind = _kind(name)
     if hasattr(kind, "resources"):  # MNIST and its like
-        raw = data_dir / origin.name / "raw"
+        raw = data_dir / DATASETS[name].torchvision / "raw"
         return [raw / Path(archive).stem for archive, _ in kind.resources]
     if hasattr(kind, "base_folder"):  # CIFAR
         listed = [file for file, _ in (*kind.train_list, *kind.test_list)]
@@ -120,23 +110,19 @@ def missing_files(name: str, data_dir: Path) -> tuple[int, int]:
     return len(_missing(files)), len(files)
 
 
-def _kind(origin: Torchvision) -> Any:
+def _kind(name: str) -> Any:
     from torchvision import datasets  # noqa: PLC0415  (seconds to import)
 
-    return getattr(datasets, origin.name)
+    return getattr(datasets, DATASETS[name].torchvision)
 
 
-def _from_torchvision(
-    name: str, origin: Torchvision, data_dir: Path, download: bool
-) -> tuple[Split, Split]:
+def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split, Split]:
     """Load from disk, or download what is not there; explain what fails."""
     files = files_of(name, data_dir)
     may_download = download and bool(_missing(files))
     try:
-        return (
-            _part(origin, data_dir, True, may_download),
-            _part(origin, data_dir, False, may_download),
-        )
+        train, test = (_part(name, data_dir, which, may_download) for which in ("train", "test"))
+        return train, test
     except Exception as failure:  # its parsers raise whatever a damaged file leads them to
         raise InputError(
             f"The data set {name} {_what_failed(files, may_download, failure)}; or name another "
@@ -145,12 +131,14 @@ def _from_torchvision(
         ) from failure
 
 
-def _part(origin: Torchvision, data_dir: Path, train: bool, download: bool) -> Split:
+def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
     """Load one split; torchvision checks the md5 of pickles before it reads them."""
     # Where torchvision finds a cache of MNIST's first versions, it would read that by torch.load.
-    kind: Any = type(origin.name, (_kind(origin),), {"_check_legacy_exist": lambda self: False})
-    which = {"split": "train" if train else "test"} if origin.by_split else {"train": train}
-    loaded = kind(data_dir, download=download, **which)
+    given = _kind(name)
+    kind: Any = type(given.__name__, (given,), {"_check_legacy_exist": lambda self: False})
+    by_name = hasattr(kind, "split_list")
+    part = {"split": which} if by_name else {"train": which == "train"}
+    loaded = kind(data_dir, download=download, **part)
     images: Tensor = torch.as_tensor(loaded.data)
     if images.ndim == 3:
         images = images.unsqueeze(1)

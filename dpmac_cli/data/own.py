@@ -1,8 +1,6 @@
 """Your own dataset: a folder with one folder of images per class, or an .npz of arrays.
 
-What a run must know before it begins (number of records, shape, classes) is read from names and
-headers by :func:`inspect`; :func:`load` reads the contents. Neither loads torch. All faults of the
-files are reported together.
+Neither function loads torch. All faults of the files are reported together.
 """
 
 import functools
@@ -15,15 +13,9 @@ from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.data.splits import Arrays
 from dpmac_cli.errors import InputError
 
-__all__ = ["inspect", "load"]
-
 
 def inspect(source: Source) -> Found:
-    """Look at names and headers.
-
-    Raises:
-        InputError: with every fault found.
-    """
+    """Return what names and headers say. Raises InputError with every fault found."""
     return _reader_of(source).found
 
 
@@ -55,8 +47,7 @@ def _reader_of(source: Source) -> ImageFolder | ArrayFile:
 
 
 @functools.lru_cache(maxsize=8)
-def _reader(source: Source, path: Path, changed: int) -> "ImageFolder | ArrayFile":
-    del path, changed
+def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
     if source.path.is_dir():
         return ImageFolder(source)
     if source.path.suffix == ".npz" and source.path.is_file():

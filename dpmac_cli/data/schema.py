@@ -17,51 +17,36 @@ STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 class Source:
     """Your own dataset and how to read it. All of it is public.
 
-    What is declared is never taken from the records, so that no record can change it.
-
-    Attributes:
-        path: a folder, or an .npz.
-        test_fraction: probability that a record is held out, where there is no test set.
-        split_seed: seed of that choice, which depends on each record alone.
-        channels: of the images, which are converted to it; None to take it from the records.
-        image_size: height and width to resize images to; None to leave them as they are.
-        classes: names, in the order of the labels; None to take them from the records.
-        standardise: a key of :data:`STANDARDS`.
-        feature_range: what every column of a table is clipped to; None where the file says.
-        skip_bad: leave out records that cannot be used, instead of refusing the dataset.
+    What is declared is never taken from the records, so that no record can change it. None is for
+    what is not declared: channels, size and classes are those of the records then.
     """
 
-    path: Path
-    test_fraction: float = 0.2
-    split_seed: int = 0
-    channels: int | None = None
-    image_size: int | None = None
-    classes: tuple[str, ...] | None = None
-    standardise: str = "half"
-    feature_range: tuple[float, float] | None = None
-    skip_bad: bool = False
+    path: Path  # a folder, or an .npz
+    test_fraction: float = 0.2  # probability that a record is held out, without a test set
+    split_seed: int = 0  # of that choice, which depends on each record alone
+    channels: int | None = None  # that images are converted to
+    image_size: int | None = None  # height and width that images are resized to
+    classes: tuple[str, ...] | None = None  # names, in the order of the labels
+    standardise: str = "half"  # a key of STANDARDS
+    feature_range: tuple[float, float] | None = None  # that all columns are clipped to
+    skip_bad: bool = False  # leave out records that cannot be used, instead of refusing the dataset
 
 
 @dataclass(frozen=True)
 class Found:
     """Facts of a dataset, read once, when a run is configured.
 
-    Attributes:
-        facts: as of a dataset of the catalogue.
-        name: of the dataset, without the folders above it.
-        held_out: whether the test records were split off the private ones.
-        inferred: parts of the schema that were taken from the records: "channels", "image size" and
-            "classes". One record can change them, so they are public only by decision.
-        skipped: records left out. Never published: one record can change it.
-        untested: classes without a test record. Never published either.
+    ``inferred`` names what was taken from the records, of "channels", "image size" and "classes":
+    one record can change that, so it is public only by decision. ``skipped`` and ``untested`` are
+    never published: one record can change them.
     """
 
     facts: Dataset
-    name: str
-    held_out: bool = False
+    name: str  # without the folders above it
+    held_out: bool = False  # the test records were split off the private ones
     inferred: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    untested: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()  # records left out
+    untested: tuple[str, ...] = ()  # classes without a test record
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -16,8 +16,7 @@ from dpmac_cli.errors import InputError
 NAMED = 5
 #: The least height and width that the convolutional network can halve twice.
 LEAST_CNN = 8
-
-
+#: Records and their labels.
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 
@@ -61,7 +60,7 @@ def split(
             "train on, or none to test on. Give more records, or another --test-fraction "
             "or --split-seed."
         )
-    only = sorted(set(labels[test].tolist()) - set(labels[train].tolist())) if classes else ()
+    only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
     refuse(
         [f"All records of the class {classes[label]} are held out" for label in only if classes],
         " Choose a smaller --test-fraction or another --split-seed, add records, or declare the "
@@ -79,11 +78,10 @@ def _is_held_out(key: bytes, source: Source) -> bool:
 
 def found(
     source: Source,
-    sizes: tuple[int, int],
+    labels: tuple[NDArray[np.int64], NDArray[np.int64]],
     shape: tuple[int, int, int],
     classes: Sequence[str],
     constants: tuple[tuple[float, ...], tuple[float, ...]],
-    tested: NDArray[np.int64],
     *,
     is_table: bool = False,
     **rest: Any,
@@ -91,22 +89,21 @@ def found(
     """Return facts like those of the registry, with cautious defaults.
 
     Args:
-        source: of the dataset. sizes: of training and test split.
+        source: of the dataset. labels: of training and test split.
         shape, classes: of the records. constants: mean and std.
-        tested: labels of the test split. is_table: see :class:`Dataset`.
-        rest: as of :class:`Found`.
+        is_table: see :class:`Dataset`. rest: as of :class:`Found`.
     """
+    sizes = len(labels[0]), len(labels[1])
     network: dict[str, Any] = {"model": "mlp", "h1": 1e-9, "h2": 1e-6}
     if not is_table and min(shape[1:]) >= LEAST_CNN:
         network = {"model": "cnn", "physical_batch": 32}
-    batch_size = min(256, sizes[0])
-    defaults = Defaults(batch_size=batch_size, sigma=1.0, epochs=10, **network)
+    defaults = Defaults(batch_size=min(256, sizes[0]), sigma=1.0, epochs=10, **network)
     levels = 1 if is_table else 255
     facts = Dataset(
         *sizes, shape, tuple(classes), *constants, defaults, "your own", levels, is_table=is_table
     )
-    labels = set(tested.tolist())
-    untested = tuple(name for label, name in enumerate(classes) if label not in labels)
+    tested = set(labels[1].tolist())
+    untested = tuple(name for label, name in enumerate(classes) if label not in tested)
     return Found(facts, name_of(source.path), untested=untested, **rest)
 
 

@@ -1,16 +1,26 @@
 """Build and validate a built-in or user-supplied network."""
 
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.errors import ModelError
-from dpmac_cli.models import architectures, user_models
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models import architectures
 from dpmac_cli.models.features import with_features
 from dpmac_cli.models.registry import MODELS, BuiltIn, Features, UserModel
-from dpmac_cli.models.validation import check_model
+from dpmac_cli.models.validation import MIXING_LAYERS, check_model
+from dpmac_cli.torch_errors import what_failed
 
 
 def build_model(
@@ -44,11 +54,11 @@ def build_model(
         torch.manual_seed(seed)
         seen = seen_by_network(dataset, features)
         if isinstance(model, UserModel):
-            network = user_models.build(model, seen)
+            network = _call_factory(model, seen)
         else:
             network = build_network(model.name, seen)
         if fix_norm:
-            network, _ = user_models.without_batch_norm(network)
+            network = without_batch_norm(network)
         if to_float32:
             network = network.float()
         if features is not None:
@@ -76,6 +86,99 @@ def build_network(name: str, dataset: Dataset) -> nn.Module:
 
 def seen_by_network(dataset: Dataset, features: Features | None) -> Dataset:
     """Return a dataset with the shape that the network is given: of images or of features."""
-    if features is None:
-        return dataset
-    return replace(dataset, shape=features.shape_of(dataset.shape))
+    shape = features.shape_of(dataset.shape) if features else dataset.shape
+    return replace(dataset, shape=shape)
+
+
+def _call_factory(model: UserModel, dataset: Dataset) -> nn.Module:
+    """Call a factory with (shape, classes), or with nothing if it does not take two arguments."""
+    factory = _find(model)
+    arguments = _arguments(factory, dataset)
+    try:
+        network = factory(*arguments)
+    except (Exception, SystemExit) as failure:
+        called = "(shape, classes)" if arguments else "()"
+        raise ModelError(
+            f"--model {model}: the factory, called with {called}, failed: {what_failed(failure)}"
+        ) from failure
+    if isinstance(network, nn.Module):
+        return network
+    raise ModelError(
+        f"--model {model}: the factory gave no torch.nn.Module, but a value of type "
+        f"{type(network).__name__}."
+    )
+
+
+def built_by(model: UserModel, dataset: Dataset) -> str:
+    """Return how a built factory was called, as code: "net.py:Net((1, 28, 28), 10)"."""
+    factory = getattr(sys.modules[_module_name(model.place)], model.factory)
+    arguments = ", ".join(map(repr, _arguments(factory, dataset)))
+    return f"{Path(model.place).name}:{model.factory}({arguments})"
+
+
+def source_sum(model: UserModel) -> str:
+    """Return SHA-256 of a built factory's source file, without its imports. Raises OSError."""
+    place = model.place
+    file = place if place.endswith(".py") else inspect.getfile(sys.modules[place])
+    return hashlib.sha256(Path(file).read_bytes() + f"\n{model.factory}".encode()).hexdigest()
+
+
+def _arguments(factory: Callable[..., Any], dataset: Dataset) -> tuple[Any, ...]:
+    try:
+        inspect.signature(factory).bind(None, None)
+    except (TypeError, ValueError):
+        return ()
+    return dataset.shape, len(dataset.classes)
+
+
+def _find(model: UserModel) -> Callable[..., Any]:
+    module = _imported(model)
+    factory: Callable[..., Any] | None = getattr(module, model.factory, None)
+    if callable(factory):
+        return factory
+    own = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
+    offered = [k for k, v in own.items() if getattr(v, "__module__", None) == module.__name__]
+    known = f" There are: {', '.join(offered)}." if offered else ""
+    raise InputError(
+        f"--model {model}: {model.place} has no '{model.factory}' that can be called.{known}"
+    )
+
+
+def _module_name(place: str) -> str:
+    return f"dpmac_model_{Path(place).stem}" if place.endswith(".py") else place
+
+
+def _imported(model: UserModel) -> ModuleType:
+    place = model.place
+    if place.endswith(".py") and not Path(place).is_file():
+        raise InputError(f"--model {model}: there is no file {place}.")
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        loader = SourceFileLoader(_module_name(place), place)
+        module = ModuleType(loader.name)
+        module.__file__ = place
+        sys.modules[loader.name] = module  # where dataclasses look their module up
+        loader.exec_module(module)
+        return module
+    except (Exception, SystemExit) as failure:
+        raise InputError(
+            f"--model {model}: {place} cannot be imported: {what_failed(failure)}"
+        ) from failure
+
+
+def without_batch_norm(model: nn.Module) -> nn.Module:
+    """Replace every batch norm by a group norm at scale 1 and shift 0; return the model.
+
+    The number of groups is the largest divisor of the channels up to 32 that leaves at least two
+    channels per group.
+    """
+    for name, child in list(model.named_modules()):
+        if isinstance(child, MIXING_LAYERS):
+            most = max(1, min(32, child.num_features // 2))
+            groups = next(g for g in range(most, 0, -1) if child.num_features % g == 0)
+            norm = nn.GroupNorm(groups, child.num_features, affine=child.affine)
+            if not name:
+                return norm
+            model.set_submodule(name, norm)
+    return model

@@ -1,44 +1,48 @@
 """Shadow memory: which samples each number of a forward and backward pass depends on."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-#: Samples that are told apart, a bit each.
+#: Samples that are told apart, a plane each.
 SAMPLES = 4
+
+
+def names(text: str) -> set[str]:
+    """Return the words of a text."""
+    return set(text.split())
+
 
 # How the outputs of an operation depend on its inputs. In-place forms belong to the same list, and
 # what torch itself tags as pointwise need not be listed.
-POINTWISE = {
-    *("_to_copy", "copy", "fill", "zero", "masked_fill", "clamp_min", "hardswish", "hardsigmoid"),
-    *("hardtanh_backward", "leaky_relu_backward", "elu_backward", "softplus_backward"),
-    *("hardswish_backward", "hardsigmoid_backward", "_prelu_kernel", "_prelu_kernel_backward"),
-    *("log_sigmoid_forward", "log_sigmoid_backward", "clamp_max", "mish_backward"),
-}
+POINTWISE = names("""
+    _to_copy copy fill zero masked_fill clamp_min clamp_max hardswish hardsigmoid mish_backward
+    hardtanh_backward leaky_relu_backward elu_backward softplus_backward hardswish_backward
+    hardsigmoid_backward _prelu_kernel _prelu_kernel_backward log_sigmoid_forward
+    log_sigmoid_backward
+""")
 #: On all inputs along ``dim`` or the last dimensions of ``normalized_shape``; else on all of them.
-ALONG = {
-    *("sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "std_mean", "prod"),
-    *("argmax", "argmin", "any", "all", "logsumexp", "linalg_vector_norm", "norm", "aminmax"),
-    *("cumsum", "cumprod", "sort", "topk", "median", "_safe_softmax", "glu", "glu_backward"),
-    *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
-    *("native_layer_norm", "native_layer_norm_backward"),
-}
+ALONG = names("""
+    sum mean amax amin max min var var_mean std std_mean prod argmax argmin any all logsumexp
+    linalg_vector_norm norm aminmax cumsum cumprod sort topk median _safe_softmax glu glu_backward
+    _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
+    native_layer_norm native_layer_norm_backward
+""")
 #: Row by row on the inputs of these names; the other inputs must come from no sample.
-BY_ROW = {
-    *("convolution", "convolution_backward", "native_group_norm", "native_group_norm_backward"),
-    *("max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d"),
-    *("avg_pool2d_backward", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
-    *("adaptive_max_pool2d", "adaptive_max_pool2d_backward", "im2col", "col2im"),
-    *("upsample_nearest2d", "upsample_nearest2d_backward", "upsample_bilinear2d"),
-    *("upsample_bilinear2d_backward", "reflection_pad2d", "reflection_pad2d_backward"),
-    *("nll_loss_forward", "nll_loss_backward", "pixel_shuffle", "pixel_unshuffle"),
-}
-ROWS = {"input", "self", "grad_output", "grad_out", "mean", "rstd", "indices", "target"}
+BY_ROW = names("""
+    convolution convolution_backward native_group_norm native_group_norm_backward
+    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d
+    adaptive_max_pool2d_backward im2col col2im upsample_nearest2d upsample_nearest2d_backward
+    upsample_bilinear2d upsample_bilinear2d_backward reflection_pad2d reflection_pad2d_backward
+    nll_loss_forward nll_loss_backward pixel_shuffle pixel_unshuffle
+""")
+ROWS = names("input self grad_output grad_out mean rstd indices target")
 #: On a row of the first factor and a column of the second.
 PRODUCTS = {
     "mm": ("self", "mat2"),
@@ -47,16 +51,15 @@ PRODUCTS = {
     "baddbmm": ("batch1", "batch2"),
 }
 #: On the numbers that are moved there, by places that must come from no sample.
-MOVING = {
-    *("cat", "stack", "index_select", "gather", "constant_pad_nd", "repeat", "flip", "roll"),
-    *("index", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "tril"),
-    *("triu", "diagonal_backward"),
-}
+MOVING = names("""
+    cat stack index_select gather constant_pad_nd repeat flip roll index select_backward
+    slice_backward select_scatter slice_scatter tril triu diagonal_backward
+""")
 PLACES = {"index", "indices"}
-FACTORIES = {
-    *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones"),
-    *("new_empty", "new_full", "new_empty_strided", "empty_strided"),
-}
+FACTORIES = names("""
+    zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full
+    new_empty_strided empty_strided
+""")
 
 
 class UnprovenError(Exception):
@@ -77,27 +80,31 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
 
     def mark(self, x: Tensor) -> None:
         """Have row i of x stand for sample i; there are :data:`SAMPLES` rows."""
-        own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, SAMPLES, *[1] * (x.ndim - 1))
-        self._of(x).copy_(own.expand(SAMPLES, *x.shape))
+        own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, *[1] * (x.ndim - 1), SAMPLES)
+        self._of(x).copy_(own.expand(*x.shape, SAMPLES))
 
     def check_rows(self, what: str, tensor: Tensor) -> None:
         """Raise UnprovenError, naming ``what`` it is, if row i depends on others than sample i."""
         rows = _by_row(self._of(tensor))
-        if rows.shape[1:] != (SAMPLES,) or bool((rows & ~torch.eye(SAMPLES).bool()).any()):
+        if rows.shape != (SAMPLES, SAMPLES) or bool((rows & ~torch.eye(SAMPLES).bool()).any()):
             raise UnprovenError(f"In {what} a row depends on more than its own sample.")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note from which samples its outputs were computed."""
         names = [argument.name for argument in func._schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        told = {name for name, value in named.items() if self._holds_samples(value)}
+        told = {
+            name
+            for name, value in named.items()
+            if any(bool(self._of(tensor).any()) for tensor in tensors_in(value))
+        }
         result = func(*args, **(kwargs or {}))
         if told:
             self._note(func, named, told, result)
         return result
 
     def _of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the planes of a tensor, bool, shape (SAMPLES, *shape)."""
+        """Return a view of the planes of a tensor, bool, shape (*shape, SAMPLES)."""
         size, place = tensor.untyped_storage().nbytes() // tensor.itemsize, _place(tensor)
         shadow = self._shadows.get(place)
         if shadow is None or place == 0:
@@ -107,11 +114,8 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         if shadow.shape[1] != size:
             raise UnprovenError("It looks at the bytes of numbers.")
         return shadow.as_strided(
-            (SAMPLES, *tensor.shape), (size, *tensor.stride()), tensor.storage_offset()
+            (*tensor.shape, SAMPLES), (*tensor.stride(), size), tensor.storage_offset()
         )
-
-    def _holds_samples(self, value: Any) -> bool:
-        return any(bool(self._of(tensor).any()) for tensor in tensors_in(value))
 
     def _note(self, func: Any, named: Mapping[str, Any], told: set[str], result: Any) -> None:
         """Set the planes of outputs, given the names of the inputs that hold samples."""
@@ -124,7 +128,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             return
         given = [self._of(t) for key in sorted(told) for t in tensors_in(named[key])]
         if torch.Tag.pointwise in func.tags or name in POINTWISE:
-            found = [_merged(given, out.shape) for out in outputs]
+            found = [_union(given)] * len(outputs)
         elif name in ALONG:
             found = _along(given, dims_of(func, named), outputs)
         elif told <= ROWS and (name in BY_ROW or named.get("training") is False):
@@ -132,16 +136,16 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         elif name in PRODUCTS:
             left, right = (self._of(named[factor]) for factor in PRODUCTS[name])
             added = [self._of(named["self"])] if "self" not in PRODUCTS[name] else []
-            reached = [left.any(-1, keepdim=True), right.any(-2, keepdim=True), *added]
-            found = [_merged(reached, outputs[0].shape)]
+            reached = [left.any(-2, keepdim=True), right.any(-3, keepdim=True), *added]
+            found = [_union(reached)]
         elif name in MOVING and not told & PLACES:
             found = self._moved(func, named)
         elif name == "embedding" and told == {"indices"}:
-            found = [given[0].unsqueeze(-1)]
+            found = [given[0].unsqueeze(-2)]
         else:
             raise UnprovenError(f"It is not known how {name} treats samples.")
         for out, planes in zip(outputs, found, strict=True):
-            self._of(out).copy_(planes.expand(SAMPLES, *out.shape))
+            self._of(out).copy_(planes.expand(*out.shape, SAMPLES))
 
     def _moved(self, func: Any, named: Mapping[str, Any]) -> list[Tensor]:
         """Return the planes of the outputs of an operation that moves numbers."""
@@ -149,12 +153,12 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         for sample in range(SAMPLES):
 
             def shadow(value: Any, sample: int = sample) -> Any:
-                return self._of(value)[sample].double() if isinstance(value, Tensor) else value
+                return self._of(value)[..., sample].double() if isinstance(value, Tensor) else value
 
             given = {n: v if n in PLACES else tree_map(shadow, v) for n, v in named.items()}
             given.pop("value", None)  # what is put around them
             found.append(tensors_in(func(**given)))
-        return [torch.stack(planes) > 0 for planes in zip(*found, strict=True)]
+        return [torch.stack(planes, -1) > 0 for planes in zip(*found, strict=True)]
 
 
 def name_of(func: Any) -> str:
@@ -181,38 +185,32 @@ def dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:
     return [dim] if isinstance(dim, int) else list(dim or ())
 
 
-def _merged(given: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return the union of planes, broadcast to (SAMPLES, *shape)."""
-    total = torch.zeros(SAMPLES, *shape, dtype=torch.bool)
-    for planes in given:
-        lacking = len(shape) - (planes.ndim - 1)
-        total |= planes.reshape(SAMPLES, *[1] * lacking, *planes.shape[1:])
-    return total
+def _union(given: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.logical_or, given, torch.tensor(False))  # a copy also of a single one
 
 
 def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return planes of outputs that depend on all inputs along some dimensions."""
-    whole = max(given, key=Tensor.numel)[0]
-    places = [1 + dim % whole.ndim for dim in dims or range(whole.ndim)]
+    whole = max(given, key=Tensor.numel)[..., 0]
+    places = [dim % whole.ndim for dim in dims or range(whole.ndim)]
     kept = [planes.any(places, keepdim=True) if places else planes for planes in given]
-    shape = np.broadcast_shapes(*(tuple(planes.shape[1:]) for planes in kept))
-    joined = _merged(kept, shape)
+    joined = _union(kept)
     return [joined if out.ndim == whole.ndim else joined.squeeze(places) for out in outputs]
 
 
 def _by_row(planes: Tensor) -> Tensor:
-    """Return from which samples each row was computed, shape (SAMPLES, rows)."""
-    return planes.flatten(2).any(2) if planes.ndim > 2 else planes
+    """Return from which samples each row was computed, shape (rows, SAMPLES)."""
+    return planes.flatten(1, -2).any(1) if planes.ndim > 2 else planes
 
 
 def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return planes of outputs whose rows depend on the same rows of inputs."""
-    if len({planes.shape[1] for planes in given}) > 1:
+    if min(planes.ndim for planes in given) < 2 or len({len(planes) for planes in given}) > 1:
         raise UnprovenError("Its rows are not those of the samples.")
     rows = torch.stack([_by_row(planes) for planes in given]).any(0)
     return [
-        rows.view(*rows.shape, *[1] * (out.ndim - 1))
-        if out.ndim and len(out) == rows.shape[1]
-        else torch.zeros(SAMPLES, *out.shape, dtype=torch.bool)
+        rows.view(len(rows), *[1] * (out.ndim - 1), SAMPLES)
+        if out.ndim and len(out) == len(rows)
+        else torch.zeros(*out.shape, SAMPLES, dtype=torch.bool)
         for out in outputs
     ]

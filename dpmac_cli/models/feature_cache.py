@@ -55,18 +55,16 @@ def featured(
     folder: Path,
     stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Computing, None, Featured]:
-    """Return the features of every record, from the cache or computed and kept there.
+    """Return the features of every image, from the cache or computed and kept there.
 
     Of several processes one computes them; the others wait.
 
     Args:
         parts: computes them, on the device of the data.
-        data: images.
         settings: what defines them beside weights and records, as JSON values.
-        folder: where they are kept.
         stop: asked between batches; KeyboardInterrupt is raised when it returns True.
     """
-    key, tensors, notes = _key(parts, data, settings), None, []
+    key, tensors, notes = _key(parts, data, settings), None, list[str]()
     path = folder / f"{key}.safetensors"
     # Only an flock ends with its process: a file system without one keeps no features.
     lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
@@ -84,11 +82,10 @@ def featured(
                     kept = _load(path, key)
                     if kept is None:
                         tensors = yield from _computed(parts, data, folder, stop)
-                        found = digest(tensors, {})
+                        header = {"key": key, "sha256": digest(tensors, {})}
                         with written_atomically(path, PRIVATE_MODE) as partial:
-                            header = {"key": key, "sha256": found}
                             safetensors.torch.save_file(tensors, partial, header)
-                        kept = _load(path, key) or (tensors, found)  # processes share its pages
+                        kept = _load(path, key) or (tensors, header["sha256"])  # pages are shared
             except Timeout:
                 if stop():
                     raise KeyboardInterrupt from None
@@ -98,10 +95,16 @@ def featured(
         kept = tensors, digest(tensors, {})
         why = (failure.strerror if isinstance(failure, OSError) else None) or str(failure)
         notes.append(
-            f"features cannot be kept in {folder} ({why}): each run computes them anew. "
+            f"features cannot be kept in {folder} ({why}): each run computes them again. "
             "Make room there, or name another folder by DPMAC_CACHE_DIR."
         )
-    return Featured(_as_data(kept[0], data), kept[1], tuple(notes))
+    found, sha256 = kept
+    one = torch.ones(1, 1, 1, device=data.gain.device)
+    train, test = (
+        Split(found[name].to(one.device), split.labels)
+        for name, split in (("train", data.train), ("test", data.test))
+    )
+    return Featured(Data(train, test, one, torch.zeros_like(one)), sha256, tuple(notes))
 
 
 def _key(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any]) -> str:
@@ -124,25 +127,19 @@ def _computed(
     done, records = 0, len(data.train) + len(data.test)
     yield Computing(done, records, folder)
     for name, split in (("train", data.train), ("test", data.test)):
-        size = 1 if parts.isolated else EVALUATION_BATCH
-        for begin in range(0, len(split), size):
-            if begin % EVALUATION_BATCH == 0 and stop():  # as often where samples run alone
+        for begin in range(0, len(split), EVALUATION_BATCH):
+            if stop():
                 raise KeyboardInterrupt
-            rows = slice(begin, begin + size)
-            batch = parts.features(data.standardised(split.images[rows]))
+            rows = slice(begin, begin + EVALUATION_BATCH)
+            images = data.standardised(split.images[rows])
+            batches = torch.split(images, 1 if parts.isolated else EVALUATION_BATCH)
+            batch = torch.cat([parts.features(x) for x in batches])
             if begin == 0:
                 found[name] = torch.empty(len(split), *batch.shape[1:], dtype=batch.dtype)
             found[name][rows] = batch
             done += len(batch)
             yield Computing(done, records, folder)
     return found
-
-
-def _as_data(found: Mapping[str, Tensor], images: Data) -> Data:
-    splits = (("train", images.train.labels), ("test", images.test.labels))
-    train, test = (Split(found[name].to(images.gain.device), labels) for name, labels in splits)
-    one = torch.ones(1, 1, 1, device=images.gain.device)
-    return Data(train, test, one, torch.zeros_like(one))
 
 
 def _load(path: Path, key: str) -> tuple[dict[str, Tensor], str] | None:

@@ -21,9 +21,7 @@ class FrozenFeatures(nn.Module):
     Args:
         frozen: maps images to features, (samples, channels, height, width).
         head: maps features to logits.
-        stored: dtype that features are rounded to, in training, which reads them from a cache, and
-            in evaluation, which does not.
-
+        stored: dtype that features are rounded to, in training and evaluation alike.
     """
 
     #: Whether the features of the records are computed one record at a time.
@@ -82,10 +80,6 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
     """Split a network into a frozen part and its last linear layer, which remain parts of it.
 
     The frozen part is in evaluation mode: batch norms in it are public constants.
-
-    Args:
-        network: maps images to logits.
-        shape: (channels, height, width) of an image.
 
     Raises:
         ModelError: it does not end in a linear layer of its own.

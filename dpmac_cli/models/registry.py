@@ -35,17 +35,11 @@ def parse_model(text: str) -> BuiltIn | UserModel:
 
 @dataclass(frozen=True)
 class NetworkKind:
-    """A built-in network.
+    """A built-in network."""
 
-    Attributes:
-        about: one line for help and reports.
-        builder: function of :mod:`dpmac_cli.models.architectures`.
-        arguments: of the builder, after the dataset.
-    """
-
-    about: str
-    builder: str
-    arguments: tuple[int, ...] = ()
+    about: str  # one line for help and reports
+    builder: str  # function of dpmac_cli.models.architectures
+    arguments: tuple[int, ...] = ()  # of the builder, after the dataset
 
 
 MODELS: Mapping[str, NetworkKind] = {
@@ -70,19 +64,12 @@ MODELS: Mapping[str, NetworkKind] = {
 
 @dataclass(frozen=True)
 class FeatureKind:
-    """Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
+    """Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`."""
 
-    Attributes:
-        channels: features per channel of an image.
-        shrink: factor by which height and width are divided.
-        groups: default for the group norm behind the features.
-        about: one line for help and reports.
-    """
-
-    channels: int
-    shrink: int
-    groups: int
-    about: str
+    channels: int  # per channel of an image
+    shrink: int  # factor by which height and width are divided
+    groups: int  # default for the group norm behind the features
+    about: str  # one line for help and reports
 
 
 FEATURES: Mapping[str, FeatureKind] = {

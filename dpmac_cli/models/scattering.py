@@ -26,12 +26,7 @@ PLANES = 16
 
 
 class Scattering(nn.Module):
-    """Features of images of one size. There is nothing in it to train or to save.
-
-    Args:
-        height, width: of the images; multiples of 4.
-        dtype: float32, or float64.
-    """
+    """Features of images of one size, multiples of 4. Nothing in it is trained or saved."""
 
     def __init__(self, height: int, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -42,21 +37,16 @@ class Scattering(nn.Module):
         for octave in (0, 1):
             bank = np.stack([_morlet(shape, octave, tilt) for tilt in tilts]) / 4**octave
             # Each value is there twice, for a real and an imaginary part.
-            self._keep(f"bank_{octave}", bank.repeat(2, -1), dtype)
+            kept = {f"bank_{octave}": bank.repeat(2, -1)}
             for axis, size in enumerate(shape):
-                self._keep(f"average_{octave}_{axis}", _averaging(size, 2**octave), dtype)
-
-    def _keep(self, name: str, values: Array, dtype: torch.dtype) -> None:
-        self.register_buffer(name, torch.from_numpy(values).to(dtype), persistent=False)
+                kept[f"average_{octave}_{axis}"] = _averaging(size, 2**octave)
+            for name, values in kept.items():
+                self.register_buffer(name, torch.from_numpy(values).to(dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features of images.
+        """Return features, shape (images, channels * 81, height / 4, width / 4).
 
-        Args:
-            x: shape (images, channels, height, width), in the dtype of the filters.
-
-        Returns:
-            Shape (images, channels * 81, height / 4, width / 4).
+        Images have shape (images, channels, height, width) and the dtype of the filters.
         """
         padded = pad(x, [SCALE] * 4, mode="reflect").flatten(0, 1)
         found = torch.cat([self._of(planes) for planes in torch.split(padded, PLANES)])

@@ -12,15 +12,11 @@ from torch import Tensor, nn
 from dpmac_cli.storage.digest import identical
 
 #: Types compared by their representation, in which NaN equals NaN.
-_PLAIN = (
-    *(int, float, complex, str, bytes, set, frozenset, np.generic, PurePath),
-    *(torch.dtype, torch.device),
-)
+_NUMBERS = int | float | complex | np.generic | torch.dtype | torch.device
+_PLAIN = _NUMBERS | str | bytes | set | frozenset | PurePath  # type: ignore[type-arg]
 #: Types whose whole state is compared.
-_COMPARED = (
-    *(*_PLAIN, type(None), list, tuple, dict, deque),
-    *(Tensor, np.ndarray, torch.Generator, Enum),
-)
+_HELD = (list, tuple, dict, deque, type(None))
+_COMPARED = (_PLAIN, *_HELD, Tensor, np.ndarray, torch.Generator, Enum)
 _OF_TORCH = vars(nn.Module()).keys()
 
 
@@ -28,9 +24,8 @@ def first_change(before: Any, after: Any) -> str | None:
     """Return the name of the first part that differs between an object and an earlier copy."""
     was, found = _state(before), _state(after)
     for path in was | found:
-        both = path in was and path in found
-        if not both or not _equal(was[path], found[path]):
-            return _name(path)
+        if not (path in was and path in found and _equal(was[path], found[path])):
+            return ".".join(map(str, path))
     return None
 
 
@@ -39,12 +34,8 @@ def first_opaque(value: Any) -> str | None:
     for path, part in _state(value).items():
         known = isinstance(part, _COMPARED) or callable(part) or hasattr(part, "__dict__")
         if not known:
-            return _name(path)
+            return ".".join(map(str, path))
     return None
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path))
 
 
 def _state(value: Any) -> dict[tuple[Any, ...], Any]:

@@ -26,31 +26,22 @@ from dpmac_cli.torch_errors import what_failed
 #: Largest batch for which the operations must be the same.
 LARGEST_BATCH = 1 << 20
 #: What gives a tensor another shape, of which the dimension of the samples is looked at.
-_RESHAPING = {
-    *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze"),
-    *("squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "alias", "getitem"),
-    *("sym_size", "repeat", "detach"),
-    *ops.FACTORIES,
-}
+_RESHAPING = ops.FACTORIES | ops.names("""
+    view _unsafe_view reshape permute transpose t expand unsqueeze squeeze select slice split
+    split_with_sizes unbind alias getitem sym_size repeat detach
+""")
 #: What may be told the number of samples: it only gives tensors their shape.
-_SHAPING = {
-    *("view", "_unsafe_view", "reshape", "expand", "unflatten", "repeat", "sym_size", "mul"),
-    *("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"),
-    "native_group_norm",
-}
+_SHAPING = ops.names("""
+    view _unsafe_view reshape expand unflatten repeat sym_size mul zeros ones empty full new_zeros
+    new_ones new_empty new_full native_group_norm
+""")
 
 
 def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
     """Prove that a network is independent across samples in training, forwards and backwards.
 
-    Args:
-        model: in the mode in which it is trained, its dropout layers being identities.
-            It is consumed: its parameters are moved.
-        shape: of one sample.
-        classes: how many there are.
-
-    Raises:
-        UnprovenError: it could not be proven, which does not mean that it is not so.
+    The model is in the mode in which it is trained, its dropout layers being identities. Its
+    parameters are moved. Raises UnprovenError, which does not mean that it is not independent.
     """
     check_uniform(model, shape)
     x, y = torch.randn(SAMPLES, *shape), torch.arange(SAMPLES) % classes
@@ -68,10 +59,9 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
 
 
 def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Prove that the output of a network that is not trained is independent across samples.
+    """Prove independence across samples of the output of a network that is not trained.
 
-    Raises:
-        UnprovenError: as :func:`check_independent`.
+    Raises UnprovenError.
     """
     check_uniform(model, shape)
     x = torch.randn(SAMPLES, *shape)
@@ -81,11 +71,7 @@ def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Reject hooks, which are run backwards, where nothing is traced symbolically.
-
-    Raises:
-        UnprovenError: naming the layer or parameter that has one.
-    """
+    """Reject hooks, which may run backwards, where nothing is traced. Raises UnprovenError."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
         if any(getattr(part, kind, None) for kind in kinds):
@@ -118,10 +104,10 @@ def _following(x: Tensor) -> Iterator[Dependence]:
 def _check_backward(losses: Tensor) -> None:
     """Reject functions with a backward of their own, of which only one batch was seen."""
     waiting: list[Any] = [losses.grad_fn]
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         kind = type(node).__name__
@@ -136,11 +122,7 @@ def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
 
     The batch is a symbol in the exported graph. No operation may compute with it, reduce over the
     dimension that has it, or work along that dimension: constants that are as many as the samples
-    would tell their number, and shifts would tell their places.
-
-    Raises:
-        UnprovenError: what it does depends on the size of the batch or on the numbers in it, or
-            it cannot be exported.
+    would tell their number, and shifts would tell their places. Raises UnprovenError.
     """
     x = torch.zeros(SAMPLES + 1, *shape)
     size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
@@ -204,15 +186,15 @@ def _batch_dim(tensor: Tensor) -> int | None:
     Raises UnprovenError if there are several, or its size is not a multiple of the batch's.
     """
     shape: Any = tensor.shape
-    symbolic = [d for d, size in enumerate(shape) if isinstance(size, torch.SymInt)]
-    for size in (shape[d] for d in symbolic):
-        symbols = size.node.expr.free_symbols
-        multiple = len(symbols) == 1 and (size.node.expr / next(iter(symbols))).is_Integer
-        if not multiple or str(next(iter(symbols))).startswith("u"):  # by the numbers in it
+    symbolic = {d: size.node.expr for d, size in enumerate(shape) if isinstance(size, torch.SymInt)}
+    for size in symbolic.values():
+        symbols = list(size.free_symbols)  # u..: by the numbers in it
+        alone = len(symbols) == 1 and not str(symbols[0]).startswith("u")
+        if not alone or not (size / symbols[0]).is_Integer:
             raise UnprovenError("A tensor of it has another size than a multiple of the batch's.")
     if len(symbolic) > 1:
         raise UnprovenError("It computes with pairs of samples.")
-    return symbolic[0] if symbolic else None
+    return next(iter(symbolic), None)
 
 
 def _why(failure: Exception) -> str:

@@ -80,7 +80,7 @@ def check_forward(model: nn.Module, shape: tuple[int, ...], trials: Iterable[Ten
     """Reject a model that mixes samples in forward passes, draws at random, or changes itself.
 
     Each batch is compared with three of its samples alone. The model is in float64 and
-    :func:`prepared`. Raises ModelError, naming the layer or the attribute.
+    :func:`prepared`. Raises ModelError.
     """
     before, x = copy.deepcopy(model), made_up(FEW, shape)
     seen = _watch(model, x)
@@ -145,8 +145,7 @@ def _watch(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
     def note(name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         uses[name] += 1
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        for number, value in enumerate(tensors):
+        for number, value in enumerate(v for v in inputs if isinstance(v, Tensor)):
             seen[f"The inputs of layer {name} ({number}, use {uses[name]})"] = value.clone()
 
     with contextlib.ExitStack() as hooks:
@@ -171,8 +170,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float = 1e-9, least: float = 1.0) ->
 def check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
     """Reject a model that mixes samples in a backward pass, or uses a weight outside of its layer.
 
-    Hooks and functions with a backward of their own can mix what a forward pass does not. The model
-    is in float64 and :func:`prepared`; its parameters are moved. Raises ModelError.
+    The model is in float64 and :func:`prepared`; its parameters are moved. Raises ModelError.
     """
     x, y = made_up(FEW, shape), torch.arange(FEW) % classes
     layers = find_layers(model)
@@ -232,10 +230,7 @@ class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 @torch.enable_grad()
 def check_precision(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Run a network on one sample of a shape, on its device; reject operations below 32 bits.
-
-    The network is not changed. Raises ModelError, naming the operation.
-    """
+    """Reject a network with an operation below 32 bits on its device. Raises ModelError."""
     x = made_up(1, shape).float()
     x = x.to(next(model.parameters(), x).device)
     if isinstance(model, FrozenFeatures):  # which may round: they are computed once

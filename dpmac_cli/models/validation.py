@@ -45,35 +45,41 @@ def check_model(
 
     Args:
         model: maps (samples, *shape) to logits, (samples, classes). It is not changed.
-        shape: of one sample.
-        classes: how many there are.
+        shape, classes: shape of one sample, number of classes.
         frozen: only the last layer, a linear one, is trained. The rest is checked in evaluation
             mode, in which it is run: batch norm is a public constant there.
-        isolated: each sample is run alone, so that mixing need not be looked for.
+        isolated: each sample is run alone, so mixing does not matter.
         built_in: the network is dpmac's own, for which a single trial is enough.
-        physical_batch: samples that are run at a time; where given, batches of this and other
-            sizes are tried, which takes longer.
+        physical_batch: samples that are run at a time; if given, batches of many sizes are tried.
 
     Raises:
         ModelError: naming the layer and the remedy.
     """
     _check_layers(model, frozen)
     _check_values(model, frozen)
-    probe = _copied(model)
+    try:
+        single = copy.deepcopy(model)
+    except (Exception, SystemExit) as failure:
+        raise ModelError(
+            f"The model cannot be copied: {what_failed(failure)} Copies are made to validate it. "
+            "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
+        ) from failure
     with _explained(shape):
-        single, probe = copy.deepcopy(probe), trials.prepared(probe, frozen).double()
+        probe = trials.prepared(copy.deepcopy(single), frozen).double()
         scored = copy.deepcopy(probe).eval()
         with torch.no_grad():
             _check_output(probe, trials.made_up(1 if isolated else trials.FEW, shape), classes)
             _check_output(scored, trials.made_up(trials.FEW, shape), classes, scored=True)
         if not frozen and not built_in:
             trials.check_precision(single, shape)
-        if not isolated:
-            with _remedied():
-                batches = trials.batches(shape, physical_batch)
-                trials.check_forward(probe, shape, [next(batches)] if built_in else batches)
-                if not frozen and not built_in:
-                    trials.check_backward(probe, shape, classes)
+    if isolated:
+        return
+    remedy = " Or add --isolate, which runs the network on each sample alone."
+    with _explained(shape, remedy):
+        batches = trials.batches(shape, physical_batch)
+        trials.check_forward(probe, shape, [next(batches)] if built_in else batches)
+        if not frozen and not built_in:
+            trials.check_backward(probe, shape, classes)
 
 
 def independence(
@@ -82,8 +88,7 @@ def independence(
     """Prove that a user-supplied network is independent across samples, or return why not.
 
     Args:
-        model: of :func:`check_model`, which it has passed.
-        shape, classes: as there.
+        model: has passed :func:`check_model`, with this shape and number of classes.
         frozen: the part of it that is not trained, if only its last layer is.
 
     Returns:
@@ -95,7 +100,11 @@ def independence(
             raise UnprovenError(f"Its {opaque} could keep something that cannot be looked at.")
         if frozen is None:
             check_hooks(model)  # which copies may lack
-            _check_recordable(model)
+            for layer in find_layers(model):  # random draws in it could not be repeated
+                inside = list(layer.module.modules())[1:]
+                if any(isinstance(part, trials.DROPOUT) and part.p > 0 for part in inside):
+                    name = layer.name or "The model"
+                    raise UnprovenError(f"{name} holds parameters itself, and dropout layers too.")
             check_independent(probe, shape, classes)
         else:
             check_independent_forward(probe, shape)
@@ -104,53 +113,23 @@ def independence(
     return "traced", ""
 
 
-def _check_recordable(model: nn.Module) -> None:
-    """Reject layers whose random draws could not be repeated for their gradients."""
-    for layer in find_layers(model):
-        inside = list(layer.module.modules())[1:]
-        if any(isinstance(module, trials.DROPOUT) and module.p > 0 for module in inside):
-            raise UnprovenError(
-                f"{layer.name or 'The model'} holds parameters itself, and dropout layers too."
-            )
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except (Exception, SystemExit) as failure:
-        raise ModelError(
-            f"The model cannot be copied: {what_failed(failure)} Copies are made to validate it. "
-            "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
-        ) from failure
-
-
 @contextlib.contextmanager
-def _explained(shape: tuple[int, ...]) -> Iterator[None]:
-    """Turn what user code raises on made-up samples, which are not private, into a ModelError."""
+def _explained(shape: tuple[int, ...], remedy: str = "") -> Iterator[None]:
+    """Turn what user code raises on made-up samples, which are not private, into a ModelError.
+
+    Rejections get the remedy for a network that treats samples in its own order.
+    """
     try:
         yield
     except (Exception, SystemExit) as failure:
         reason = failure.__cause__ if isinstance(failure, DpmacError) else failure
         if reason is None:
-            raise
+            raise ModelError(f"{failure}{remedy}") from None
         raise ModelError(
             f"The model, given samples of shape {shape} in float64, failed: "
             f"{what_failed(reason)} It must take any number of such samples, one alone too; what "
             "it makes by itself takes its dtype and device from them (x.new_zeros)."
         ) from failure
-
-
-@contextlib.contextmanager
-def _remedied() -> Iterator[None]:
-    """Add to every rejection the remedy for a network that treats samples in its own order."""
-    try:
-        yield
-    except ModelError as failure:
-        if failure.__cause__ is not None:
-            raise
-        raise ModelError(
-            f"{failure} Or add --isolate, which runs the network on each sample alone."
-        ) from None
 
 
 def _check_layers(model: nn.Module, frozen: bool) -> None:

@@ -48,25 +48,18 @@ def _stored(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PublicWeights:
-    """The contents of a file of public weights.
-
-    Attributes:
-        path, sha256, tensors: of the file.
-        trained_on: the dataset that dpmac trained them on; None where the file does not say.
-    """
+    """The contents of a file of public weights."""
 
     path: Path
-    sha256: str
+    sha256: str  # of the file
     tensors: Mapping[str, Tensor]
-    trained_on: str | None
+    trained_on: str | None  # the dataset that dpmac trained them on, if the file says so
 
     def adopted_by(self, model: nn.Module, head: str | None) -> Iterator[str]:
         """Load the weights into a model in place, and yield notes for its author.
 
-        The layer ``head`` may start fresh, where the file has none of its shape.
-
-        Raises:
-            ModelError: anything else does not fit; names the entries.
+        The layer ``head`` may start fresh, where the file has none of its shape. Raises ModelError
+        if anything else does not fit.
         """
         wanted, prefix = published(model), f"{head}."
         faults = {

@@ -23,23 +23,17 @@ STEP_BITS = 64
 class Keys:
     """Secret keys of a run, or of a part of it: 256 bits for each stream of random numbers.
 
-    Each stream has a key of its own, so that no draw for one purpose can be read off the draws for
-    another. A stream without a key (b"") cannot draw.
-
-    Attributes:
-        init: of the initial parameters. sampler: of the batches. noise: of the Gaussian noise.
-        canaries: of what canaries are. coins: of which of them are in the data set.
-        layers: of augmented views and dropout.
-        base: steps taken before these keys were made. Epochs of a sampler are counted from there.
+    No draw for one purpose can be read off the draws for another. A stream without a key (b"")
+    cannot draw.
     """
 
-    init: bytes = b""
-    sampler: bytes = b""
-    noise: bytes = b""
-    canaries: bytes = b""
-    coins: bytes = b""
-    layers: bytes = b""
-    base: int = 0
+    init: bytes = b""  # initial parameters
+    sampler: bytes = b""  # batches
+    noise: bytes = b""  # Gaussian noise
+    canaries: bytes = b""  # what canaries are
+    coins: bytes = b""  # which of them are in the data set
+    layers: bytes = b""  # augmented views and dropout
+    base: int = 0  # steps taken before; epochs of a sampler are counted from there
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys as JSON values, as secret as the keys."""
@@ -57,20 +51,12 @@ STREAMS = tuple(field.name for field in fields(Keys) if field.name != "base")
 
 
 def make_keys(seed: int | None, base: int = 0) -> Keys:
-    """Return new keys.
-
-    Args:
-        seed: the user's seed; None for fresh bits from the operating system for every stream.
-        base: steps taken before.
-    """
+    """Return new keys: of the seed or, for None, fresh bits from the operating system."""
     if seed is None:
         return Keys(base=base, **{name: secrets.token_bytes(KEY_BYTES) for name in STREAMS})
-    sequences = {
-        name: np.random.SeedSequence(seed, spawn_key=(place, 0))
-        for place, name in enumerate(STREAMS)
-    }
-    words = {name: each.generate_state(4, np.uint64) for name, each in sequences.items()}
-    return Keys(base=base, **{n: w.astype("<u8").tobytes() for n, w in words.items()})
+    sequences = (np.random.SeedSequence(seed, spawn_key=(i, 0)) for i in range(len(STREAMS)))
+    words = [each.generate_state(4, np.uint64).astype("<u8") for each in sequences]
+    return Keys(base=base, **{n: w.tobytes() for n, w in zip(STREAMS, words, strict=True)})
 
 
 def generator(key: bytes, step: int = 0) -> np.random.Generator:
@@ -79,14 +65,7 @@ def generator(key: bytes, step: int = 0) -> np.random.Generator:
 
 
 class KeyStream:
-    """Key stream of AES-256 in counter mode, unpredictable without the key.
-
-    Args:
-        key: 32 bytes.
-
-    Raises:
-        ValueError: the key has another length.
-    """
+    """Key stream of AES-256 in counter mode. Raises ValueError unless the key has 32 bytes."""
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AES256(key)
@@ -105,28 +84,19 @@ class KeyStream:
 
 
 class Stretch(ISeedSequence):
-    """Key stream of one step, no byte of which is handed out twice.
-
-    Args:
-        keys: that it belongs to.
-        cipher: at the first block of the step.
-    """
+    """Key stream of one step, no byte of which is handed out twice."""
 
     def __init__(self, keys: KeyStream, cipher: Any) -> None:
         self._keys, self._cipher = keys, cipher
 
     def fill(self, out: NDArray[Any], count: int) -> None:
-        """Overwrite the first numbers by the next bytes. The rest of a block is thrown away.
+        """Overwrite the first ``count`` numbers by the next bytes, in whole blocks.
 
-        Args:
-            out: shape (numbers,), contiguous; :data:`SPARE` bytes longer than what is filled, and
-                those are overwritten too.
-            count: of the numbers to fill.
+        ``out`` is contiguous, and :data:`SPARE` bytes longer; these are overwritten too.
         """
         size = -(-count * out.itemsize // AES_BLOCK) * AES_BLOCK
-        self._cipher.update_into(
-            self._keys.zeros(size), out.view(np.uint8).data[: size + AES_BLOCK]
-        )
+        room = out.view(np.uint8).data[: size + AES_BLOCK]
+        self._cipher.update_into(self._keys.zeros(size), room)
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
         """Return the next words, as numpy asks the seed of a generator for them."""

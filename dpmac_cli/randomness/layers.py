@@ -11,11 +11,9 @@ from dpmac_cli.randomness.keystream import KeyStream
 
 
 class LayerDraws:
-    """Random draws of every forward pass, each a function of the key and the step.
+    """Random draws of every forward pass, each a function of the secret key and the step.
 
-    Args:
-        key: secret.
-        rank: of this process. Dropout differs between ranks; augmented views do not.
+    Dropout differs between ranks; augmented views do not.
     """
 
     def __init__(self, key: bytes, rank: int = 0) -> None:
@@ -33,10 +31,7 @@ class LayerDraws:
             yield
 
     def words(self, step: int, records: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
-        """Return random words for records, shape (records, K).
-
-        Each row is a function of the key, the step and the record's index in the training set.
-        """
+        """Return random words, shape (records, K): a function of key, step and record number."""
         philox = np.random.Philox(key=self._keys.at(step).generate_state(2, np.uint64))
         state, words = philox.state, np.empty((len(records), count), np.uint64)
         for row, record in zip(words, records.tolist(), strict=True):

@@ -1,7 +1,6 @@
 """Batch samplers. The draws are secret: amplification by sampling holds only while they are."""
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -24,21 +23,15 @@ class Sampler(Protocol):
 
 
 class SeededDraws:
-    """Random choices of one step or epoch by numpy's generator.
+    """Random choices among n records, of one step or epoch, by numpy's generator."""
 
-    Args:
-        size: n.
-        draws: the generator, of the sampler's own key.
-    """
-
-    def __init__(self, size: int, draws: np.random.Generator) -> None:
-        self._size, self._generator = size, draws
+    def __init__(self, size: int, stretch: Stretch) -> None:
+        self._size, self._generator = size, stretch.generator()
 
     def independently(self, rate: float) -> Batch:
         """Draw each record with probability ``rate`` in (0, 1], independently of the others.
 
-        The number drawn is binomial, and all subsets of that size are equally likely: the same as
-        asking every record, at the cost of the batch instead of the data set.
+        The number drawn is binomial, and all subsets of that size are equally likely.
         """
         return self.exactly(int(self._generator.binomial(self._size, rate)))
 
@@ -56,14 +49,10 @@ class SeededDraws:
 
 
 class SecureDraws:
-    """Random choices of one step or epoch by the key stream of a cipher, 64 bits per record.
+    """The same choices by the key stream of a cipher, 64 bits per record.
 
     Where words leave a choice open, all are drawn again. Which words do so does not depend on how
     the records are named, so what is left is exactly even.
-
-    Args:
-        size: n.
-        stretch: of the key stream, of the sampler's own key.
     """
 
     def __init__(self, size: int, stretch: Stretch) -> None:
@@ -106,61 +95,8 @@ class SecureDraws:
         return self._words[: self._size]
 
 
-Draws = SeededDraws | SecureDraws
-
-
-class IndependentSampler:
-    """Draws each step's batch from scratch.
-
-    Args:
-        draws: the random choices of a step.
-        pick: a batch, by those.
-    """
-
-    def __init__(self, draws: Callable[[int], Draws], pick: Callable[[Draws], Batch]) -> None:
-        self._draws, self._pick = draws, pick
-
-    def draw(self, step: int) -> Batch:
-        """Return the records of step t."""
-        return self._pick(self._draws(step))
-
-
-class EpochSampler:
-    """Deals all records out to the batches of each epoch.
-
-    Args:
-        draws: the random choices of an epoch.
-        deal: the batch of each record in 0, 1, ... steps - 1, by those.
-        steps: of an epoch.
-        base: steps before the first epoch. Steps that continued an epoch of another key would
-            show a record more often than once per epoch that it is charged for.
-    """
-
-    def __init__(
-        self, draws: Callable[[int], Draws], deal: Callable[[Draws], Slots], steps: int, base: int
-    ) -> None:
-        self._draws, self._deal, self._steps, self._base = draws, deal, steps, base
-        self._epoch, self._dealt = -1, np.empty(0, np.int64)
-
-    def draw(self, step: int) -> Batch:
-        """Return the records of step t."""
-        epoch, place = divmod(step - 1 - self._base, self._steps)
-        if epoch != self._epoch:
-            self._epoch, self._dealt = epoch, self._deal(self._draws(epoch))
-        return np.flatnonzero(self._dealt == place)
-
-
-def make_sampler(
-    name: str,
-    *,
-    size: int,
-    batch: int,
-    key: bytes,
-    secure: bool = False,
-    rate: float | None = None,
-    base: int = 0,
-) -> Sampler:
-    """Return a sampler as :data:`dpmac_cli.accounting.samplers.SAMPLERS` prices it.
+class KeyedSampler:
+    """A sampler as :data:`dpmac_cli.accounting.samplers.SAMPLERS` prices it.
 
     Args:
         name: a key of that table.
@@ -169,25 +105,47 @@ def make_sampler(
         key: the sampler's own secret.
         secure: whether a cipher draws.
         rate: q of "poisson", in (0, 1]; None for B/n.
-        base: steps taken before the key was made.
+        base: steps taken before the key was made. Steps that continued an epoch of another key
+            would show a record more often than once per epoch that it is charged for.
     """
-    steps = math.ceil(size / batch)
-    keys = KeyStream(key)
 
-    def draws(place: int) -> Draws:
-        if secure:
-            return SecureDraws(size, keys.at(place))
-        return SeededDraws(size, keys.at(place).generator())
+    def __init__(
+        self,
+        name: str,
+        *,
+        size: int,
+        batch: int,
+        key: bytes,
+        secure: bool = False,
+        rate: float | None = None,
+        base: int = 0,
+    ) -> None:
+        self._name, self._size, self._batch, self._base = name, size, batch, base
+        self._rate = batch / size if rate is None else rate
+        self._keys, self._kind = KeyStream(key), SecureDraws if secure else SeededDraws
+        self._steps = math.ceil(size / batch)
+        self._epoch, self._dealt = -1, np.empty(0, np.int64)
 
-    match name:
-        case "poisson":
-            q = batch / size if rate is None else rate
-            return IndependentSampler(draws, lambda d: d.independently(q))
-        case "fixed-size":
-            return IndependentSampler(draws, lambda d: d.exactly(batch))
-        case "balls-in-bins":
-            return EpochSampler(draws, lambda d: d.bins(steps), steps, base)
-        case "shuffle":
-            slots = np.arange(size) // batch
-            return EpochSampler(draws, lambda d: d.shuffled(slots), steps, base)
-    raise ValueError(f"there is no sampler {name}")
+    def draw(self, step: int) -> Batch:
+        """Return the records of step t."""
+        match self._name:
+            case "poisson":
+                return self._choices(step).independently(self._rate)
+            case "fixed-size":
+                return self._choices(step).exactly(self._batch)
+        epoch, place = divmod(step - 1 - self._base, self._steps)
+        if epoch != self._epoch:
+            self._epoch, self._dealt = epoch, self._deal(epoch)
+        return np.flatnonzero(self._dealt == place)
+
+    def _deal(self, epoch: int) -> Slots:
+        """Return the batch of each record in an epoch."""
+        match self._name:
+            case "balls-in-bins":
+                return self._choices(epoch).bins(self._steps)
+            case "shuffle":
+                return self._choices(epoch).shuffled(np.arange(self._size) // self._batch)
+        raise ValueError(f"there is no sampler {self._name}")
+
+    def _choices(self, place: int) -> SeededDraws | SecureDraws:
+        return self._kind(self._size, self._keys.at(place))

@@ -13,8 +13,7 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, environment
 from dpmac_cli.runs.folder import resume_command
-from dpmac_cli.runs.setup import make_trainer
-from dpmac_cli.runs.task import Task, make_task, outcome
+from dpmac_cli.runs.setup import Task, make_task, make_trainer, outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
@@ -31,12 +30,11 @@ SHARED = ("data", "classes", "constants", "network", "pretrained")
 
 def check(plan: TrainPlan) -> None:
     """Raise InputError, with every fault, for what several processes cannot do."""
-    given = {"diagnostics": plan.diagnostics, "canaries": plan.audit.canaries}
-    given["compile"] = plan.compile
+    asked = (plan.diagnostics, plan.audit.canaries, plan.compile)
     faults = [
         f"--{name} is for a run of one process: {why}. Leave it out."
-        for name, why in ALONE.items()
-        if given[name]
+        for (name, why), given in zip(ALONE.items(), asked, strict=True)
+        if given
     ]
     if faults:
         raise InputError(faults)
@@ -60,12 +58,8 @@ def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Pa
 def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
     """Learn from rank 0 what the run is, and work on it until rank 0 ends it.
 
-    Args:
-        ranks: the processes.
-        local: settings of this machine, ``data_dir`` and ``device``, as typed.
-
-    Raises:
-        DpmacError: this rank cannot go on, or another one cannot.
+    ``local`` has the settings of this machine, ``data_dir`` and ``device``, as typed. Raises
+    DpmacError: this rank cannot go on, or another one cannot.
     """
     said = None
     try:

@@ -18,26 +18,22 @@ from dpmac_cli.runs import folder
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95
 SCHEMA_VERSION = 1
-#: The largest bound to look for, and the precision of the search.
+#: Largest bound to search for, and the precision of the search.
 MOST, PRECISION = 50.0, 1e-9
 
 
-def lower_bound(
-    canaries: int, guesses: int, right: int, delta: float, confidence: float = CONFIDENCE
-) -> float:
-    """Return the largest epsilon that the number of right guesses rules out, or 0.
+def lower_bound(canaries: int, guesses: int, right: int, delta: float) -> float:
+    """Return the largest epsilon that right guesses rule out with 95% confidence, or 0.
 
     Args:
         canaries: m, all of them, guessed or not.
-        guesses: r, chosen before the run, in [0, m].
-        right: v, number of right guesses, in [0, r].
+        guesses: r, chosen before the run, in [0, m]. right: v of them are, in [0, r].
         delta: of the guarantee.
-        confidence: probability that the true epsilon is above.
     """
     from scipy.optimize import bisect  # noqa: PLC0415  (a second to import)
 
     def too_likely(epsilon: float) -> float:
-        return chance(epsilon, canaries, guesses, right, delta) - (1 - confidence)
+        return chance(epsilon, canaries, guesses, right, delta) - (1 - CONFIDENCE)
 
     if too_likely(0.0) > 0:
         return 0.0
@@ -68,8 +64,6 @@ class Audit:
 
     Attributes:
         claimed: epsilon of the run, an upper bound; None if it is not finite.
-        delta: of the claim and of the lower bound.
-        kind: of the canaries.
         guesses: r, chosen before the run.
         scores: of every canary; a higher one makes its inclusion likelier.
         coins: whether each canary was included.
@@ -131,11 +125,7 @@ class Audit:
 
 
 def read_audit(run: Path) -> Audit:
-    """Read the audit of a finished run from its folder.
-
-    Raises:
-        InputError: there is none, or it is damaged.
-    """
+    """Read the audit of a finished run. Raises InputError if there is none, or it is damaged."""
     from dpmac_cli.runs.report_file import parse  # noqa: PLC0415  (loads pydantic)
 
     file = run / folder.AUDIT

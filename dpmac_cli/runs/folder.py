@@ -28,7 +28,6 @@ AUDIT = "audit.json"
 CURVES = "curves.svg"
 DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
 CHECKPOINTS = "checkpoint"
-#: The folder of events for TensorBoard.
 EVENTS = "tensorboard"
 LOCK = ".lock"
 #: In the folder of checkpoints: steps that may have begun.
@@ -42,6 +41,8 @@ FILES = (*SEALED, DIAGNOSTICS)
 #: of the diagnostics would tell something of them.
 SUMS = "SHA256SUMS"
 
+#: Exceptions raised by reading a JSON record that is missing or damaged.
+BROKEN = (OSError, ValueError, KeyError, TypeError, RecursionError)
 #: How often a lock is tried for, and the seconds in between. Who lists runs holds it for a moment.
 TRIES, PATIENCE = 10, 0.02
 
@@ -50,9 +51,7 @@ def private_folder(run: Path) -> Path:
     """Make the folder of a run's checkpoints, its owner's alone. Raises OSError."""
     where = run / CHECKPOINTS
     where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-    mode = where.stat().st_mode & 0o777
-    if mode & ~PRIVATE_FOLDER:  # a copy may have opened it
-        where.chmod(mode & PRIVATE_FOLDER)
+    where.chmod(where.stat().st_mode & PRIVATE_FOLDER)  # a copy may have opened it
     return where
 
 
@@ -73,14 +72,14 @@ def unseal(where: Path) -> None:
 
 
 def vouched(where: Path, name: str) -> bool | None:
-    """Whether a file is as SHA256SUMS says; None where that says nothing of it. Raises OSError."""
+    """Return whether a file matches SHA256SUMS; None if that does not list it. Raises OSError."""
     if not (where / SUMS).exists():
         return None
-    for line in (where / SUMS).read_text(encoding="utf-8", errors="replace").splitlines():
-        found, _, named = line.partition("  ")
-        if named == name:
-            return (where / name).exists() and found == _sum(where / name)
-    return None
+    lines = (where / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    found = next((line for line in lines if line.endswith(f"  {name}")), None)
+    if found is None:
+        return None
+    return (where / name).exists() and found == f"{_sum(where / name)}  {name}"
 
 
 def _sum(file: Path) -> str:
@@ -89,43 +88,37 @@ def _sum(file: Path) -> str:
 
 
 def reported_steps(run: Path) -> int:
-    """The steps of the model that a run's report is about; 0 while there is no whole report."""
+    """Return the steps of the model that a run's report is about; 0 without a whole report."""
     if not vouched(run, REPORT):
         return 0
     try:
         return int(json.loads((run / REPORT).read_bytes())["hyperparameters"]["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except BROKEN:
         return 0
 
 
 def new_folder(root: Path, stem: str) -> Path:
-    """Make the first free of root/stem-1, root/stem-2, ...
-
-    Raises:
-        InputError: the folder cannot be made.
-    """
+    """Make the first free of root/stem-1, root/stem-2, ... Raises InputError."""
     if os.path.lexists(root) and not root.is_dir():
         raise InputError(f"{root} is a file; runs are kept in a folder of that name.")
-    for number in itertools.count(1):
-        folder = root / f"{stem}-{number}"
-        with contextlib.suppress(FileExistsError):
-            return make_folder(folder, exist_ok=False)
-    raise AssertionError
+    with _writable(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            with contextlib.suppress(FileExistsError):
+                (root / f"{stem}-{number}").mkdir()
+                break
+    return root / f"{stem}-{number}"
 
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold a run's folder for oneself; the lock ends with the process, however that ends.
-
-    What a kill left half written is removed.
+    """Lock a run's folder, until the process ends at the latest, and remove partial files.
 
     Raises:
         InputError: another process holds it, or it cannot be written to.
     """
-    try:
+    with _writable(run):
         handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
-    except OSError as failure:
-        raise InputError(_unwritable(run, failure)) from failure
     try:
         if not _taken(handle, fcntl.LOCK_EX, TRIES):
             raise InputError(
@@ -141,7 +134,6 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def _taken(handle: int, kind: int, tries: int = 1) -> bool:
-    """Return whether a lock could be had, sooner or later. Raises OSError."""
     for attempt in range(tries):
         if attempt:
             time.sleep(PATIENCE)
@@ -152,11 +144,8 @@ def _taken(handle: int, kind: int, tries: int = 1) -> bool:
 
 
 def in_use(run: Path) -> bool:
-    """Whether a process holds a run's folder; False where that cannot be told.
-
-    The lock is shared with others who ask, and held for no longer than that takes: a run that
-    starts meanwhile tries again.
-    """
+    """Return whether a process holds a run's folder; False if that is unknown."""
+    # A run that starts while this holds the shared lock tries again.
     with contextlib.suppress(OSError), (run / LOCK).open("rb") as file:
         return not _taken(file.fileno(), fcntl.LOCK_SH)
     return False
@@ -171,16 +160,13 @@ def clear(run: Path) -> None:
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:
-    """Refuse a folder that a run must not be written to; changes nothing.
-
-    Raises:
-        InputError: it is a file, or holds a run and ``force`` is off, or holds something else.
-    """
+    """Reject a folder for a new run: a file, a run without ``force``, or other files."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--out {folder} is a file. Name a folder.")
     if not folder.exists() or all(map(_leftover, folder.iterdir())):
         return
-    if not _holds_run(folder):
+    ours = (REPORT, MODEL, f"{CHECKPOINTS}/{LEDGER}")
+    if not is_configured(folder) and not any((folder / name).exists() for name in ours):
         raise InputError(
             f"--out {folder} holds files that are not a run's. Name a new or an empty folder."
         )
@@ -192,20 +178,14 @@ def check_chosen_folder(folder: Path, force: bool) -> None:
 
 
 def _leftover(path: Path) -> bool:
-    """Whether a run that was killed before it had begun may have left a file."""
+    """Return whether a file may be from a run that was killed before it had begun."""
     if path.name == CHECKPOINTS and path.is_dir():
         return all(map(_leftover, path.iterdir()))
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
 
 
-def _holds_run(folder: Path) -> bool:
-    """Whether a folder is a run's: other tools, too, call a file config.yaml."""
-    ours = (REPORT, MODEL, f"{CHECKPOINTS}/{LEDGER}")
-    return any((folder / name).exists() for name in ours) or is_configured(folder)
-
-
 def is_configured(folder: Path) -> bool:
-    """Whether a folder holds a config.yaml, and it is one of ours."""
+    """Return whether a folder holds a config.yaml of dpmac."""
     try:
         return (folder / CONFIG).read_text(encoding="utf-8").startswith(HEADER)
     except (OSError, UnicodeDecodeError):
@@ -213,11 +193,7 @@ def is_configured(folder: Path) -> bool:
 
 
 def check_run_folder(run: Path, flag: str = "--resume") -> None:
-    """Reject a folder that is not a run's, or not as dpmac left it.
-
-    Raises:
-        InputError: it is not one, or its configuration was altered.
-    """
+    """Reject a folder that holds no run, or a run whose configuration was altered."""
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
         raise InputError(f"{flag} {run} is not a run folder: it holds no {CONFIG}.")
     if (run / CONFIG).exists() and vouched(run, CONFIG) is False:
@@ -230,12 +206,11 @@ def check_run_folder(run: Path, flag: str = "--resume") -> None:
 
 def resume_command(run: Path, flag: str = "--resume") -> str:
     """Return the command that resumes a run, with its user-supplied model, if it has one."""
-    model = None
-    with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-        settings = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-        model = settings.get("model") if isinstance(settings, dict) else None
-    named = isinstance(model, str) and isinstance(parse_model(model), UserModel)
-    own = f" --model {shlex.quote(str(model))}" if named and str(model).isprintable() else ""
+    own = ""
+    with contextlib.suppress(*BROKEN, AttributeError, yaml.YAMLError):
+        model = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))["model"]
+        if isinstance(parse_model(model), UserModel) and model.isprintable():
+            own = f" --model {shlex.quote(model)}"
     return f"dpmac train {flag} {run}{own}"
 
 
@@ -244,24 +219,19 @@ def fork_command(run: Path, changes: Sequence[str]) -> str:
     return f"{resume_command(run, '--fork')} --out NEW {' '.join(changes)}"
 
 
-def make_folder(run: Path, *, exist_ok: bool = True) -> Path:
-    """Make the folder that --out names, or take it as it is.
-
-    Raises:
-        FileExistsError: it is there, and ``exist_ok`` is off.
-        InputError: it cannot be made.
-    """
-    try:
-        run.mkdir(parents=True, exist_ok=exist_ok)
-    except OSError as failure:
-        if not exist_ok and isinstance(failure, FileExistsError):
-            raise
-        raise InputError(_unwritable(run, failure)) from failure
+def make_folder(run: Path) -> Path:
+    """Make a folder, if it is missing. Raises InputError."""
+    with _writable(run):
+        run.mkdir(parents=True, exist_ok=True)
     return run
 
 
-def _unwritable(folder: Path, failure: OSError) -> str:
-    return (
-        f"The run folder {folder} cannot be written to ({failure.strerror or failure}). "
-        "Make it writable, or name another with --out."
-    )
+@contextlib.contextmanager
+def _writable(run: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failure:
+        raise InputError(
+            f"The run folder {run} cannot be written to ({failure.strerror or failure}). "
+            "Make it writable, or name another with --out."
+        ) from failure

@@ -1,17 +1,17 @@
-"""What a resumed or forked run takes over from a run folder: checkpoint, charges, data, code."""
+"""State that a resumed or forked run inherits from a run folder: checkpoint and privacy cost."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.checkpoint import Checkpoint
 from dpmac_cli.runs.ledger import Spent
-from dpmac_cli.runs.task import Task
 from dpmac_cli.storage import files
 
 #: Fingerprints that may not change.
@@ -32,37 +32,34 @@ NOT_EXACTLY = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Inherited:
-    """What was done to the records before a session, and the state that it begins with.
+    """State at the beginning of a session.
 
     Attributes:
-        spent: by all sessions before; its event is the one that the session goes on with.
         saved: the checkpoint; None for a new run.
-        fresh_noise: why new keys are drawn; "" for those of the checkpoint.
-        lost_checkpoint: whether sessions took steps of which no checkpoint is left.
+        spent: by all sessions before; its event is the one that the session continues.
         notes: for the person who runs it.
+        fresh_noise: why new keys are drawn; "" for those of the checkpoint.
     """
 
+    saved: Checkpoint | None
     spent: Spent
-    saved: Checkpoint | None = None
-    fresh_noise: str = ""
-    lost_checkpoint: bool = False
     notes: tuple[str, ...] = ()
+    fresh_noise: str = ""
 
     def with_new_keys(self, why: str) -> "Inherited":
         """Return the same with new keys: steps that may have begun are an event of their own."""
         assert self.saved is not None  # noqa: S101
-        step = self.saved.record["state"]["step"]
+        step = self.saved.step
         spent = replace(self.spent, earlier=self.spent.events, base=step, begun=step)
         return replace(self, spent=spent, fresh_noise=why)
 
 
-def inherited(run: Path, saved: Checkpoint) -> Inherited:
+def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
     """Return what a session inherits from a run, charged by the largest of all witnesses."""
-    kept, found = Spent.of(saved.record["spent"]), ledger.read(run)
-    step = saved.record["state"]["step"]
-    notes = [f"{name} is damaged; resuming from step {step}." for name in saved.damaged]
+    kept, found, step = saved.spent, ledger.read(run), saved.step
+    notes = [*notes, *(f"{name} is damaged; resuming from step {step}." for name in saved.damaged)]
     same = found is not None and replace(found, begun=kept.begun) == kept
     if found is not None and (same or len(found.earlier) > len(kept.earlier)):
         shown = [line.get("step") for line in files.read_lines(run / folder.METRICS)]
@@ -75,17 +72,19 @@ def inherited(run: Path, saved: Checkpoint) -> Inherited:
             f"{checkpoint.FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
             f"many steps were taken: all {kept.event.steps} planned ones are charged."
         )
-    lost = len(spent.earlier) > len(kept.earlier)
-    return Inherited(spent=spent, saved=saved, lost_checkpoint=lost, notes=tuple(notes))
+    return Inherited(saved=saved, spent=spent, notes=tuple(notes))
 
 
-def named_again(
-    run: Path, recorded: Mapping[str, Any], given: Mapping[str, Any], flag: str
-) -> set[str]:
-    """Return which of dataset and model may have another path.
+def check_given(
+    run: Path,
+    recorded: Mapping[str, Any],
+    given: Mapping[str, Any],
+    flag: str,
+    fixed: Iterable[str],
+) -> None:
+    """Reject changes of ``fixed`` settings; your own dataset and model may have another path.
 
-    Raises:
-        InputError: one must be named again, or is another one.
+    ``recorded`` has the settings of the run and ``given`` those typed beside ``flag``.
     """
     moved = set()
     source, dataset, model = recorded["dataset"], given.get("dataset"), given.get("model")
@@ -103,19 +102,20 @@ def named_again(
                 f"code, so name it again, if you trust it: {folder.resume_command(run, flag=flag)}"
             )
         moved.add("model")
-    for name in ("dataset", "model"):
-        value = given.get(name)
-        if name not in moved and value is not None and str(value) != str(recorded[name]):
-            raise InputError(f"--{name} cannot change. Start a new run to change it.")
-    return moved
+    for name in fixed:
+        value, typed = given.get(name), flag_name(name)
+        if name not in moved and value is not None and str(value) != str(recorded.get(typed)):
+            raise InputError(
+                f"--{typed} cannot change in a {flag[2:]}. Start a new run to change it."
+            )
 
 
-def check_same(task: Task, before: Mapping[str, str], *, exactly: bool) -> None:
+def check_same(now: Mapping[str, str], before: Mapping[str, str], *, exactly: bool) -> None:
     """Reject other records (their number sets the rate), and in an exact resume other networks."""
     others = [
         f"{_SAME[of]} that the run began with. {NOT_EXACTLY if of in EXACT else SPENT}"
         for of in _SAME
-        if (exactly or of not in EXACT) and task.fingerprints.get(of) != before.get(of)
+        if (exactly or of not in EXACT) and now.get(of) != before.get(of)
     ]
     if others:
         raise InputError(others)

@@ -15,7 +15,6 @@ from dpmac_cli.storage import files
 FILE = folder.LEDGER
 #: Seconds of training that a reservation should last: it is synced to disk, which takes a while.
 SECONDS = 1.0
-LISTS = ("earlier", "abandoned")
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,9 @@ class Spent:
         return (*self.earlier, replace(self.event, steps=self.begun - self.base))
 
     @staticmethod
-    def nothing(event: TrainingEvent, abandoned: tuple[TrainingEvent, ...]) -> "Spent":
-        """Return what a new run has spent that plans ``event``."""
-        return Spent((), event, 0, 0, seeded=False, secure=True, abandoned=abandoned)
-
-    @staticmethod
     def of(values: Mapping[str, Any]) -> "Spent":
         """Return what ``asdict`` gave. Raises KeyError, TypeError."""
-        lists = {name: tuple(TrainingEvent(**event) for event in values[name]) for name in LISTS}
+        lists = {name: _events(values[name]) for name in ("earlier", "abandoned")}
         return Spent(**{**values, "event": TrainingEvent(**values["event"]), **lists})
 
 
@@ -68,7 +62,7 @@ def read(run: Path) -> Spent | None:
     try:
         kept = json.loads((run / folder.CHECKPOINTS / FILE).read_bytes())
         return Spent.of(kept["spent"]) if kept["sha256"] == _sum(kept["spent"]) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except folder.BROKEN:
         return None
 
 
@@ -82,7 +76,10 @@ def attempts(run: Path, planned: TrainingEvent, whole: bool = False) -> tuple[Tr
     if found is not None:
         last = (*found.earlier, found.event) if whole else found.events
         return (*found.abandoned, *last)
-    before = _kept_attempts(run)
+    try:
+        before = _events(json.loads((run / folder.ATTEMPTS).read_bytes()))
+    except folder.BROKEN:
+        before = ()
     begun = whole or (run / folder.CHECKPOINTS).exists() or folder.is_configured(run)
     return (*before, planned) if begun else before
 
@@ -93,12 +90,8 @@ def keep_attempts(run: Path, events: Iterable[TrainingEvent]) -> None:
     files.write_atomically(run / folder.ATTEMPTS, text.encode(), files.PRIVATE_MODE)
 
 
-def _kept_attempts(run: Path) -> tuple[TrainingEvent, ...]:
-    try:
-        found = json.loads((run / folder.ATTEMPTS).read_bytes())
-        return tuple(TrainingEvent(**event) for event in found)
-    except (OSError, ValueError, TypeError, RecursionError):
-        return ()
+def _events(values: Iterable[Mapping[str, Any]]) -> tuple[TrainingEvent, ...]:
+    return tuple(TrainingEvent(**event) for event in values)
 
 
 def _sum(values: Mapping[str, Any]) -> str:
@@ -106,10 +99,7 @@ def _sum(values: Mapping[str, Any]) -> str:
 
 
 class Ledger:
-    """The ledger of a run that is being trained, in its folder.
-
-    Steps that sessions before may have begun, up to ``spent.begun`` at first, stay charged.
-    """
+    """Ledger of a run that is being trained. Steps up to ``spent.begun`` stay charged."""
 
     def __init__(self, run: Path, spent: Spent) -> None:
         self.spent = spent
@@ -135,10 +125,6 @@ class Ledger:
         self._block = min(self._block, 1 + (step - self.spent.base) // 8)
         self.write(min(self.spent.end, step + self._block - 1))
         self._since = time.perf_counter()
-
-    def settle(self, step: int) -> None:
-        """Give back what was reserved beyond a step, after which none follows."""
-        self.write(self.charged(step))
 
     def charged(self, step: int) -> int:
         """Return the steps to charge for by the time that ``step`` is taken."""

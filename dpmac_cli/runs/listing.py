@@ -1,27 +1,30 @@
 """List runs and how they ended, from their public files alone. Loads no torch."""
 
 import contextlib
-import itertools
+import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import AliasPath, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.data.schema import name_of
+from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.report_file import read_report
 from dpmac_cli.storage import files
 
 #: States that no report has: a process holds the run; it diverged; it ended without a report; its
 #: files cannot be read or were changed.
 RUNNING, DIVERGED, CUT_OFF, DAMAGED = "running", "diverged", "cut-off", "damaged"
-#: Exceptions raised while reading a damaged file. Includes pydantic's ValidationError.
-DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
+#: Exceptions raised while reading a damaged file; pydantic's are ValueErrors.
+DAMAGE = (InputError, OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
 #: Settings with a column of their own, and settings that do not change the result.
 NOT_TOLD = (
     *("dataset", "optimizer", "delta", "no-dp"),
@@ -36,10 +39,9 @@ class Entry:
     Attributes:
         state: as in its report, or one of the states above.
         changed: time of the last write to a public file, in seconds since 1970.
-        epsilon: ``inf`` without privacy. It and the accuracy (0 to 1) are of the last evaluated
-            epoch if there is no report.
+        epsilon: ``inf`` without privacy; of the last evaluated epoch if there is no report, as is
+            the accuracy (0 to 1).
         seeded: whether the user chose a seed; only a report tells.
-        audit: whether it trained on canaries.
         settings: contents of config.yaml; empty if it cannot be read.
     """
 
@@ -58,24 +60,7 @@ class Entry:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Report(BaseModel):
-    """Fields of report.json, named as those of :class:`Entry`."""
-
-    state: str
-    optimizer: str
-    dataset: str = Field(validation_alias=AliasPath("dataset", "name"))
-    private: bool = Field(validation_alias=AliasPath("privacy", "private"))
-    epsilon: float | None = Field(validation_alias=AliasPath("privacy", "epsilon"))
-    delta: float | None = Field(validation_alias=AliasPath("privacy", "delta"))
-    adjacency: str | None = Field(validation_alias=AliasPath("privacy", "adjacency"))
-    accuracy: float = Field(validation_alias=AliasPath("test", "accuracy"))
-    seeded: bool = Field(validation_alias=AliasPath("privacy", "seed_policy", "given"))
-    audit: Any = None
-
-
 class _Config(BaseModel):
-    """Fields of config.yaml."""
-
     dataset: str
     optimizer: str
     sampler: str
@@ -83,8 +68,6 @@ class _Config(BaseModel):
 
 
 class _Line(BaseModel):
-    """Fields of a line of metrics.jsonl."""
-
     epsilon: float | None = None
     test_accuracy: float | None = None
     diverged: bool = False
@@ -117,7 +100,11 @@ def _is_run(where: Path) -> bool:
     with contextlib.suppress(*DAMAGE):
         if (where / folder.CHECKPOINTS).is_dir() and (where / folder.LOCK).is_file():
             return True
-        return folder.is_configured(where) or bool(_reported(where))
+        if folder.is_configured(where):
+            return True
+        # Any report, also one that cannot be read: what it cost is not to be overlooked.
+        report = json.loads((where / folder.REPORT).read_bytes())
+        return {"schema_version", "privacy"} <= set(report)
     return False
 
 
@@ -132,10 +119,9 @@ def _entry(where: Path) -> Entry:
 
 
 def _changed(path: Path) -> float:
-    """Return the time of a file's last change; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
-    except OSError:
+    except OSError:  # there is none
         return 0.0
 
 
@@ -149,19 +135,13 @@ def _read(where: Path) -> dict[str, Any]:
         return _unreported(where, CUT_OFF)
     if intact is False:
         raise ValueError(f"{folder.REPORT} does not match its checksum")
-    found = _reported(where)
+    report = read_report(where)
+    found = report.model_dump(include={field.name for field in fields(Entry)})
+    found["epsilon"] = math.inf if report.epsilon is None else report.epsilon
+    found["audit"] = report.audit is not None
     with contextlib.suppress(*DAMAGE):
         found["settings"] = _settings(where)
     return found
-
-
-def _reported(where: Path) -> dict[str, Any]:
-    """Return a report's values as fields of :class:`Entry`. Raises ``DAMAGE``."""
-    report = _Report.model_validate_json((where / folder.REPORT).read_bytes())
-    if report.private and (report.delta is None or report.adjacency is None):
-        raise ValueError(f"{folder.REPORT} has no delta or adjacency")
-    epsilon = math.inf if report.epsilon is None else report.epsilon
-    return {**dict(report), "epsilon": epsilon, "audit": report.audit is not None}
 
 
 def _settings(where: Path) -> dict[str, Any]:
@@ -194,19 +174,18 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
 
 def varied_settings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Return, for each run, the settings in which runs of its dataset and optimizer differ."""
-    values: dict[tuple[str | None, str | None, str], set[str]] = {}
-    names = dict.fromkeys(name for entry in entries for name in entry.settings)
-    for entry, name in itertools.product(entries, names):
-        if entry.settings:
+    names = {name for entry in entries for name in entry.settings}
+    values: dict[tuple[str | None, str | None, str], set[str]] = defaultdict(set)
+    for entry in entries:
+        for name in names if entry.settings else ():
             # A switch that does not apply to a run is not recorded: it is off.
             value = str(entry.settings.get(name, False))
-            values.setdefault((entry.dataset, entry.optimizer, name), set()).add(value)
+            values[entry.dataset, entry.optimizer, name].add(value)
     return [
         {
-            name: entry.settings[name]
-            for name in names
-            if name in entry.settings and name not in NOT_TOLD
-            if len(values[entry.dataset, entry.optimizer, name]) > 1
+            name: value
+            for name, value in entry.settings.items()
+            if name not in NOT_TOLD and len(values[entry.dataset, entry.optimizer, name]) > 1
         }
         for entry in entries
     ]

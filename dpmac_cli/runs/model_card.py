@@ -15,12 +15,7 @@ TEMPLATE = "model_card.md.jinja"
 
 
 def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
-    """Return the model card of a run, as Markdown.
-
-    Args:
-        report: see :func:`dpmac_cli.runs.report.build_report`.
-        model: of :func:`dpmac_cli.models.build.build_model`; the names of its layers become code.
-    """
+    """Return the model card of a run, as Markdown; names of layers of the model become code."""
     environment = Environment(  # noqa: S701  (Markdown)
         loader=PackageLoader("dpmac_cli.runs", ""),
         undefined=StrictUndefined,

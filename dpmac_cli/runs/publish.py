@@ -4,7 +4,7 @@ One safetensors file. Its header holds the facts as JSON, with a checksum of wei
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,7 @@ WANTED = f"Name a run folder of dpmac train, or a {folder.MODEL}."
 
 @dataclass(frozen=True)
 class Released:
-    """A published model, loaded.
-
-    Attributes:
-        model: in evaluation mode.
-        facts: published with it.
-        path: of the file.
-    """
+    """A published model in evaluation mode, the facts published with it, and its file."""
 
     model: nn.Module
     facts: Mapping[str, Any]
@@ -100,12 +94,14 @@ def load_model(
         raise ModelError(f"{file} was trained on {name}, which this version does not know.")
     reference, features = _network(file, facts, factory), _features(file, facts)
     misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
+    wanted, held = {"an image": f"{described.shape}"}, {"an image": f"{facts.shape}"}
+    held |= _forms(tensors)
     if isinstance(reference, BuiltIn):
         with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
             shapes = build_network(reference.name, seen_by_network(described, features))
             if features is not None:
                 shapes = FrozenFeatures(nn.Identity(), shapes, torch.float16)
-            _check_fit(misfit, described, shapes, facts, tensors)
+            _check_fit(misfit, held, wanted | _forms(published(shapes)))
     model = build_model(
         reference,
         described,
@@ -116,15 +112,15 @@ def load_model(
         frozen=facts.trained_part == "head",
         isolated=True,  # scoring needs no independence across samples
     )
-    _check_fit(misfit, described, model, facts, tensors)
+    _check_fit(misfit, held, wanted | _forms(published(model)))
     adopt(model, tensors)
     return Released(model.to(device).eval(), kept, file)
 
 
-def read_facts(path: Path) -> tuple[Path, Mapping[str, Any]]:
+def read_facts(path: Path) -> tuple[Path, Facts]:
     """Return the model file that a path names, and its facts. Raises InputError."""
     file = _find(path)
-    return file, _read(file)[1]
+    return file, _read(file)[2]
 
 
 def _network(file: Path, facts: Facts, factory: str | None) -> BuiltIn | UserModel:
@@ -144,44 +140,38 @@ def _network(file: Path, facts: Facts, factory: str | None) -> BuiltIn | UserMod
 
 def _features(file: Path, facts: Facts) -> Features | None:
     """Return the fixed features that the network takes. Raises ModelError."""
-    if facts.features is None:
+    kind, groups = facts.features, facts.feature_groups
+    if kind is None:
         return None
-    if facts.features not in FEATURES or facts.feature_groups is None:
-        raise ModelError(
-            f"{file} takes features '{facts.features}', which this version does not know."
-        )
-    return Features(facts.features, facts.feature_groups)
+    if kind not in FEATURES or groups is None:
+        raise ModelError(f"{file} takes features '{kind}', which this version does not know.")
+    return Features(kind, groups)
 
 
 def _described(facts: Facts) -> Dataset:
     """Return the dataset that a model was trained on, as far as a network depends on it."""
-    return replace(
-        DATASETS["mnist"],
-        shape=facts.shape,
-        classes=facts.classes,
-        levels=facts.levels,
-        mean=facts.mean,
-        std=facts.std,
-        sha256=None,
-        is_table=facts.levels == 1,
-    )
+    names = ("shape", "classes", "levels", "mean", "std")
+    given = {name: getattr(facts, name) for name in names}
+    return replace(DATASETS["mnist"], **given, sha256=None, is_table=facts.levels == 1)
 
 
 def _find(path: Path) -> Path:
     """Return the model file that a path names. Raises InputError, saying what is there instead."""
     file = path / folder.MODEL if path.is_dir() and path.name != folder.MODEL else path
     if file.is_dir():
-        raise InputError(f"{file} is a folder, but a model is a file. {WANTED}")
-    if file.exists():
+        fault = f"{file} is a folder, but a model is a file."
+    elif file.exists():
         return file
-    if file.name == folder.MODEL and (file.parent / folder.CONFIG).is_file():
+    elif file.name == folder.MODEL and (file.parent / folder.CONFIG).is_file():
         raise InputError(
             f"The run in {file.parent} has not written its {folder.MODEL}: it is still training, "
             f"or was stopped before it could. To go on: {folder.resume_command(file.parent)}"
         )
-    if not path.exists():
-        raise InputError(f"{path} does not exist. {WANTED}")
-    raise InputError(f"{path} is not a run folder: it holds no {folder.MODEL}. {WANTED}")
+    elif path.exists():
+        fault = f"{path} is not a run folder: it holds no {folder.MODEL}."
+    else:
+        fault = f"{path} does not exist."
+    raise InputError(f"{fault} {WANTED}")
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], Facts]:
@@ -200,7 +190,6 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], Facts]:
             "it came from, or train again."
         )
     _check_weights(file, tensors)
-    kept["dataset"].setdefault("own", False)  # files of the first versions do not have it
     return tensors, kept, facts
 
 
@@ -229,23 +218,21 @@ def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
         raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
 
 
-def _check_fit(
-    misfit: str, described: Dataset, model: nn.Module, facts: Facts, tensors: Mapping[str, Tensor]
-) -> None:
+def _check_fit(misfit: str, held: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Compare shapes and dtypes of a file with those wanted. Raises ModelError, naming each."""
-    wanted = {"an image": str(described.shape), **dict(_forms(published(model)))}
-    found = {"an image": str(facts.shape), **dict(_forms(tensors))}
     faults = [
-        f"{key}: {found.get(key, 'missing')} in the file, {wanted.get(key, 'nothing')} wanted"
-        for key in sorted(wanted | found)
-        if wanted.get(key) != found.get(key)
+        f"{key}: {held.get(key, 'missing')} in the file, {wanted.get(key, 'nothing')} wanted"
+        for key in sorted(wanted.keys() | held.keys())
+        if wanted.get(key) != held.get(key)
     ]
     if faults:
         raise ModelError(f"{misfit}: {'; '.join(faults)}.")
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield each name with its shape, and its dtype if that is not float32."""
-    for name, tensor in tensors.items():
-        of = "" if tensor.dtype == torch.float32 else f" of {tensor.dtype}".replace("torch.", "")
-        yield name, f"{tuple(tensor.shape)}{of}"
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the shape of each tensor, and its dtype if that is not float32."""
+    return {
+        name: f"{tuple(tensor.shape)}"
+        + ("" if tensor.dtype == torch.float32 else f" of {tensor.dtype}".replace("torch.", ""))
+        for name, tensor in tensors.items()
+    }

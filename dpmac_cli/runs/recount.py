@@ -1,4 +1,4 @@
-"""A run priced again from its report: whether the epsilon that it states holds."""
+"""Recount of a run: its epsilon computed again from its report."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,7 @@ BESIDE_A_RUN = ("delta", "accountant", "runs")
 
 @dataclass(frozen=True)
 class Recount:
-    """A run priced again.
-
-    Attributes:
-        rows: the cost, for the delta and the accountants asked for.
-        stored: epsilon in the report; ``inf`` where it has none. again: what it should be.
-    """
+    """Rows for the delta and accountants asked for; epsilon as stored, and as it should be."""
 
     rows: list[Row]
     stored: float
@@ -34,7 +29,7 @@ class Recount:
 
     @property
     def right(self) -> bool:
-        """Whether the report holds, but for what another version of the accountant may move."""
+        """Whether they agree, up to differences between versions of the accountant."""
         return math.isclose(self.again, self.stored, rel_tol=TOLERANCE, abs_tol=1e-9)
 
 
@@ -69,12 +64,10 @@ def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> 
 
 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
-    """Return the events of a run; those that were planned, if it was killed.
+    """Return the events of a run; as planned, if it was killed.
 
-    ``attempts`` adds the events of attempts that it replaced in a study.
-
-    Raises:
-        InputError: neither report nor ledger can be read.
+    ``attempts`` adds the attempts that it replaced in a study. Raises InputError if neither report
+    nor ledger can be read.
     """
     found = ledger.read(run)
     if found is not None and (run / SUMS).exists() and not vouched(run, REPORT):

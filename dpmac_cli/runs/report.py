@@ -83,13 +83,9 @@ NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of a run.
+    """Outcome of a run: lines of metrics.jsonl, values and seconds of training at its end.
 
-    Attributes:
-        history: lines of metrics.jsonl, at least one.
-        post_noise: see :meth:`dpmac_cli.training.trainer.Trainer.public_values`, at the end.
-        seconds: of training; ``total_seconds`` since the run was last started.
-        chunk: physical batch at the end.
+    ``total_seconds`` count from when the run was last started. ``chunk`` is the physical batch.
     """
 
     state: State
@@ -103,14 +99,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Bill:
-    """Events of a run, and the randomness that they used.
+    """Events of a run, one per part, and the randomness that they used.
 
-    Attributes:
-        events: of every part; the last one trained the published model.
-        planned: the last event as planned.
-        seeded: whether any part used a chosen seed.
-        secure: whether every part ran with --secure.
-        abandoned: events of attempts that the run replaces in a study; not part of its epsilon.
+    ``planned`` is the last event as planned. ``seeded`` if any part used a chosen seed, ``secure``
+    if every part ran with --secure. Epsilon leaves out ``abandoned``, the events of attempts that
+    the run replaces in a study.
     """
 
     events: tuple[TrainingEvent, ...]
@@ -124,11 +117,8 @@ class Bill:
 class Network:
     """Public facts of a network that the configuration does not hold.
 
-    Attributes:
-        parameters: how many; ``trained`` of them are trained.
-        independence: evidence that samples are independent.
-        built_by: code that constructs a user-supplied network.
-        pretrained: SHA-256 of the file of public weights.
+    Numbers of parameters and of trained ones, evidence that samples are independent, code that
+    constructs a user-supplied network, SHA-256 of the file of public weights.
     """
 
     parameters: int
@@ -139,10 +129,10 @@ class Network:
 
 
 def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
-    """Return the guarantee of a run, all parts counted; without one, the same keys are null.
+    """Return the guarantee of a run, all parts counted.
 
-    ``steps``, ``noise_multiplier`` and ``sampling_rate`` are those of all parts together, the
-    latter two null where parts differ; ``events`` holds each.
+    Null are ``noise_multiplier`` and ``sampling_rate`` where parts differ, and what a run without
+    privacy does not have.
     """
     epsilon = accounting.total_epsilon(bill.events, plan.delta)
     planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), plan.delta)
@@ -173,13 +163,7 @@ def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
 
 def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any]:
     """Return the facts to publish with the weights, in the model file's header."""
-    facts, inferred = plan.facts, plan.found.inferred
-    audit = {
-        "canaries": plan.audit.canaries,
-        "kind": plan.audit.kind,
-        "guesses": plan.audit.guesses,
-        "statement": AUDIT_RUN,
-    }
+    facts, inferred, kind = plan.facts, plan.found.inferred, network.independence
     return {
         "schema_version": SCHEMA_VERSION,
         "optimizer": plan.optimizer,
@@ -200,21 +184,16 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
             "fix_norm": plan.fix_norm,
             "to_float32": plan.to_float32,
             "built_by": network.built_by,
-            "independence": {
-                "kind": network.independence,
-                "statement": INDEPENDENCE[network.independence],
-            },
+            "independence": {"kind": kind, "statement": INDEPENDENCE[kind]},
             **_public_part(plan, network),
         },
         "input": {
-            "shape": list(facts.shape),
             "levels": facts.levels,
-            "mean": list(facts.mean),
-            "std": list(facts.std),
+            **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
         "classes": list(facts.classes),
         "privacy": privacy(plan, bill),
-        "audit": audit if plan.audit.canaries else None,
+        "audit": {**vars(plan.audit), "statement": AUDIT_RUN} if plan.audit.canaries else None,
     }
 
 
@@ -227,8 +206,6 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
     if isinstance(start, PublicFile):
         file = start.path.name
         said += [PRETRAINED.format(file=file), *([FROZEN] if start.head_only else [])]
-    if not said:
-        return {}
     part = {
         "features": plan.recorded.get("features"),
         "feature_groups": plan.recorded.get("feature-groups"),
@@ -238,7 +215,7 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
         "trained_parameters": network.trained,
         "statement": " ".join(said),
     }
-    return {"public_part": part}
+    return {"public_part": part} if said else {}
 
 
 def build_report(
@@ -247,10 +224,8 @@ def build_report(
     """Return the whole report, as in docs/report.schema.json.
 
     Args:
-        plan: of the run.
-        facts: see :func:`public_facts`; part of the report.
+        facts: of :func:`public_facts`.
         steps: number of steps that the published model was trained for.
-        outcome: of the run.
     """
     last = outcome.history[-1]
     best = max(outcome.history, key=lambda line: float(line["test_accuracy"]))
@@ -282,10 +257,7 @@ def build_report(
             "steps_per_second": round(speed, 2),
             "samples_per_second": round(speed * plan.batch_size, 1),
         },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in PACKAGES},
-        },
+        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
         "machine": {
             "device": outcome.device,
             "system": platform.system(),

@@ -17,7 +17,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
@@ -100,8 +99,8 @@ class Report(BaseModel):
 
     def training_events(self, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
         """Return the events of all parts; with ``attempts``, first those the run replaced."""
-        listed = (*self.abandoned, *self.events) if attempts else self.events
-        return tuple(TrainingEvent(**dict(event)) for event in listed)
+        before = self.abandoned if attempts else ()
+        return tuple(TrainingEvent(**dict(event)) for event in (*before, *self.events))
 
 
 class Facts(BaseModel):
@@ -142,14 +141,9 @@ class _Versioned(BaseModel):
 
 
 def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
-    """Return the JSON text of a file as a model.
+    """Return the JSON text of a file as ``kind``, a model above or a dataclass.
 
-    Args:
-        kind: a model above, or a dataclass.
-        text: contents, or a part of them.
-        file: to name in messages.
-        complaint: what to say of the file in a message; its faults follow in brackets.
-        remedy: last sentence of the message.
+    A message names the file, the complaint, faults in brackets, and the remedy.
 
     Raises:
         InputError: a key is missing or has a value that dpmac does not write, or a newer version
@@ -160,7 +154,8 @@ def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: 
         if version <= SCHEMA_VERSION:
             return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as failure:
-        faults = list(map(_described, failure.errors()))
+        found = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in failure.errors()]
+        faults = [fault.removeprefix(": ").replace("Value error, ", "") for fault in found]
         more = [f"{len(faults) - NAMED} more"] * (len(faults) > NAMED)
         raise InputError(
             f"{file} {complaint} ({'; '.join(faults[:NAMED] + more)}). {remedy}"
@@ -169,11 +164,6 @@ def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: 
         f"{file} was written by a newer dpmac (format {version}; this one knows "
         f"{SCHEMA_VERSION}). Upgrade dpmac."
     )
-
-
-def _described(fault: ErrorDetails) -> str:
-    place, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
 
 
 def read_report(path: Path) -> Report:

@@ -1,9 +1,7 @@
 """Scoring of a published model on a test split."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import data_settings, resolve
@@ -13,18 +11,14 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.runs.publish import load_model, read_facts
+from dpmac_cli.runs.report_file import Facts
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's result on every test sample.
-
-    Attributes:
-        classes: names, in the order of the confusion matrix.
-        path: of the model file.
-    """
+    """Result of a model file on every test sample; classes as ordered in the confusion matrix."""
 
     result: Evaluation
     dataset: str
@@ -46,7 +40,7 @@ def score(
         dataset: a name, or the path of your own data; None for what it was trained on.
         data_dir: where data sets lie; None for the environment's or the cache.
         device: as in ``--device``.
-        factory: where a user-supplied model is, as FILE.py:FACTORY.
+        factory: ``FILE.py:FACTORY`` of a user-supplied model.
 
     Raises:
         InputError: a file is missing or damaged.
@@ -56,30 +50,34 @@ def score(
     file, facts = read_facts(Path(path))
     plan = _chosen(file, facts, dataset)
     own = plan.facts if plan.own_data else None
-    released = load_model(Path(path), plan.dataset_name, where, own=own, factory=factory)
+    released = load_model(file, plan.dataset_name, where, own=own, factory=factory)
     folder = data_folder(Path(data_dir) if data_dir else None)
-    data = load_data(plan.data, folder, where, facts=plan.facts).prepared_by(facts["input"])
-    if own is not None and own.classes != tuple(facts["classes"]):
+    data = load_data(plan.data, folder, where, facts=plan.facts)
+    if own is not None and own.classes != facts.classes:
         raise ModelError(
             f"{plan.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "
-            f"{', '.join(facts['classes'])}."
+            f"{', '.join(facts.classes)}."
         )
+    data = data.prepared_by({"levels": facts.levels, "mean": facts.mean, "std": facts.std})
     result = evaluate(released.model, data, data.test)
-    return Scored(result, plan.dataset_name, list(plan.facts.classes), released.path)
+    return Scored(result, plan.dataset_name, list(plan.facts.classes), file)
 
 
-def _chosen(file: Path, facts: Mapping[str, Any], dataset: str | None) -> TrainPlan:
+def _chosen(file: Path, facts: Facts, dataset: str | None) -> TrainPlan:
     """Return a plan with the data to score on. Raises InputError and ModelError."""
     beside = file.parent / CONFIG
-    name, own = facts["dataset"]["name"], facts["dataset"]["own"]
-    if own and beside.is_file():
+    if facts.own and beside.is_file():
         # A run's config.yaml says how your own data was read and split.
         return data_settings(beside, dataset)
-    if dataset is None and own:
-        raise InputError(f"{file} was trained on your own data, {name}. Name it with --dataset.")
-    if dataset is None and name not in DATASETS:
-        raise ModelError(f"{file} was trained on {name}, which this version does not know.")
-    plan = resolve({"dataset": name if dataset is None else dataset}).config
+    if dataset is None and facts.own:
+        raise InputError(
+            f"{file} was trained on your own data, {facts.dataset}. Name it with --dataset."
+        )
+    if dataset is None and facts.dataset not in DATASETS:
+        raise ModelError(
+            f"{file} was trained on {facts.dataset}, which this version does not know."
+        )
+    plan = resolve({"dataset": facts.dataset if dataset is None else dataset}).config
     if plan.found.held_out:
         raise InputError(
             f"{dataset} has no test set of its own, and which records were held out stands in the "

@@ -28,7 +28,7 @@ from dpmac_cli.runs.report import (
     metrics_line,
     public_facts,
 )
-from dpmac_cli.runs.task import Task
+from dpmac_cli.runs.setup import Task
 from dpmac_cli.runs.tensorboard import EventLog
 from dpmac_cli.storage import files
 from dpmac_cli.training.diagnostics import Diagnosis, Diagnostics
@@ -42,12 +42,11 @@ class Started:
     """A run is about to take its first step, or its first one since it was resumed or forked.
 
     Attributes:
-        plan: of the run. folder: where its files go.
         parameters: d.
         done: steps taken before. steps: that it will end at.
         cut_short: whether --max-epsilon allows fewer steps than were asked for.
         fresh_noise: why noise and batches are drawn with new keys; "" where they are not.
-        notes: what the person who runs it should know.
+        notes: for the person who runs it.
     """
 
     plan: TrainPlan
@@ -66,9 +65,9 @@ class Update:
 
     Attributes:
         event: of the training loop.
-        epsilon: spent up to the event's step, exactly after the last one and as an upper bound
-            before; None while costs are still being computed, which they are by the first
-            Evaluated; ``inf`` without privacy.
+        epsilon: spent up to the event's step, exact after the last one and an upper bound before;
+            None while it is being computed, at most until the first Evaluated; ``inf`` without
+            privacy.
         planned: epsilon of the whole run, likewise.
         not_private: averages since the last evaluation, if diagnostics are on.
     """
@@ -81,11 +80,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is over and its files are written.
-
-    Attributes:
-        report: as in report.json. folder: of the run. state: how it ended.
-    """
+    """The run is over and its files are written; ``report`` is as in report.json."""
 
     report: dict[str, Any]
     folder: Path
@@ -94,11 +89,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Memory ran out in the step just taken: fewer samples are worked on at a time from now on.
-
-    Attributes:
-        step: t. chunk: samples at a time.
-    """
+    """Memory ran out in the step just taken: from now on, ``chunk`` samples run at a time."""
 
     step: int
     chunk: int
@@ -109,11 +100,9 @@ RunEvent = Computing | Started | Update | Reduced | Finished
 
 @dataclass(kw_only=True)
 class Session:
-    """A run that is being trained, at ``trainer.state.step``.
+    """A run that is being trained, after ``seconds`` of training at ``trainer.state.step``.
 
-    Attributes:
-        history: lines of metrics.jsonl. shown: how many of them the file has.
-        seconds: of training so far.
+    The file metrics.jsonl has ``shown`` lines of its ``history``.
     """
 
     plan: TrainPlan
@@ -135,14 +124,9 @@ class Session:
         """Step that the run will end at."""
         return self.ledger.spent.end
 
-    @property
-    def base(self) -> int:
-        """Step at which the current event began: 0 unless keys changed or the run is a fork."""
-        return self.ledger.spent.base
-
     def event(self, steps: int) -> TrainingEvent:
         """Return the current event by the time the run has taken ``steps`` in all."""
-        return self.plan.event_of(steps - self.base)
+        return self.plan.event_of(steps - self.ledger.spent.base)
 
     def bill(self) -> Bill:
         """Return what has been done with the records, by this session and by those before."""
@@ -158,8 +142,7 @@ class Session:
     def begin_files(self) -> None:
         """Write config.yaml and its checksum, the only one while training, and the metrics."""
         folder.unseal(self.where)
-        text = to_yaml(self.plan.recorded)
-        files.write_atomically(self.where / folder.CONFIG, text.encode())
+        files.write_atomically(self.where / folder.CONFIG, to_yaml(self.plan.recorded).encode())
         folder.seal(self.where, (folder.CONFIG,))
         self._write_metrics()
 
@@ -202,10 +185,10 @@ class Session:
             # That it diverged was computed from the records, so a fork must count those steps.
             epoch = failure.step / self.plan.steps_per_epoch
             self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
-            self.ledger.settle(failure.step)
+            self.ledger.write(self.ledger.charged(failure.step))
             self._show()
             raise
-        self.ledger.settle(self.trainer.state.step)
+        self.ledger.write(self.ledger.charged(self.trainer.state.step))
         if self.ranks is not None:
             self.ranks.dismiss()
         self.save()
@@ -214,7 +197,7 @@ class Session:
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
         plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoint_every
-        saved, chunk = time.perf_counter(), trainer.state.chunk
+        saved, chunk, spent = time.perf_counter(), trainer.state.chunk, self.ledger.spent
 
         def due(step: int) -> bool:
             return interval.steps > 0 and step % interval.steps == 0
@@ -222,17 +205,13 @@ class Session:
         with ThreadPoolExecutor(1) as pool:
             # Costs are composed beside the training, which they must not hold up.
             costs = pool.submit(
-                epsilon_schedule,
-                self.event(self.steps),
-                plan.delta,
-                plan.steps_per_epoch,
-                self.ledger.spent.earlier,
+                epsilon_schedule, spent.event, plan.delta, plan.steps_per_epoch, spent.earlier
             )
             for event in fit(trainer, stop, due, self.seconds, self.ledger.before):
                 self.seconds = event.seconds
                 scored = isinstance(event, Evaluated)
                 schedule = costs.result() if scored or costs.done() else None
-                epsilon = None if schedule is None else schedule.at(event.step - self.base)
+                epsilon = None if schedule is None else schedule.at(event.step - spent.base)
                 if isinstance(event, Evaluated):
                     if event.last:  # as in the report: a run may end between the schedule's points
                         epsilon = total_epsilon(self.bill().events, plan.delta)
@@ -254,17 +233,11 @@ class Session:
                 if reduced:
                     chunk = trainer.state.chunk
                     yield Reduced(event.step, chunk)
-                yield Update(
-                    event=event,
-                    epsilon=epsilon,
-                    planned=schedule.points[-1][1] if schedule else None,
-                    not_private=self._diagnosis(event.step) if scored else None,
-                )
-
-    def _diagnosis(self, step: int) -> Diagnosis | None:
-        if self.diagnostics is None:
-            return None
-        return self.diagnostics.flush(self.where / folder.DIAGNOSTICS, step)
+                planned = schedule.points[-1][1] if schedule else None
+                diagnosis = None
+                if scored and self.diagnostics is not None:
+                    diagnosis = self.diagnostics.flush(self.where / folder.DIAGNOSTICS, event.step)
+                yield Update(event=event, epsilon=epsilon, planned=planned, not_private=diagnosis)
 
     def _publish(self, total_seconds: float) -> Finished:
         """Write the files that a run ends with, their checksums last."""
@@ -294,7 +267,7 @@ class Session:
         report = build_report(plan, facts, trainer.state.step, outcome)
         files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
         files.write_atomically(where / folder.REPORT, files.to_json(report).encode())
-        if state != "interrupted":
+        if state != "interrupted":  # coins and all: only of a run that cannot be resumed
             self._write_audit(report)
         self._write_metrics()
         if plan.plot:
@@ -306,7 +279,6 @@ class Session:
         return Finished(report, where, state)
 
     def _write_audit(self, report: Mapping[str, Any]) -> None:
-        """Write audit.json, coins and all: only when the run is over, and cannot be resumed."""
         canaries = self.trainer.audited()
         if canaries is None:
             return
@@ -319,6 +291,7 @@ class Session:
     def _write_metrics(self) -> None:
         text = "".join(map(files.to_line, self.history))
         files.write_atomically(self.where / folder.METRICS, text.encode())
+        self.shown = len(self.history)
 
     def _show(self) -> None:
         """Add to metrics.jsonl, and to the TensorBoard events, the lines that are missing there."""

@@ -1,33 +1,65 @@
 """From a plan to a trainer: network, data, optimizer and secret keys put together."""
 
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
 import torch
 from torch import nn
 
-from dpmac_cli.config.plan import Secret, TrainPlan
-from dpmac_cli.data.dataset import Data
+from dpmac_cli.config.plan import PublicFile, Secret, TrainPlan
+from dpmac_cli.data.dataset import Data, fingerprint
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.schema import Source
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
-from dpmac_cli.errors import InputError
-from dpmac_cli.models.registry import UserModel
+from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models.build import build_model, built_by, seen_by_network, source_sum
+from dpmac_cli.models.feature_cache import Computing, featured
+from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
+from dpmac_cli.models.registry import Features, UserModel
+from dpmac_cli.models.trials import check_precision
+from dpmac_cli.models.validation import Independence, check_model, independence
+from dpmac_cli.models.weights import PublicWeights, read_weights
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import make_sampler
+from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.task import Task, make_task, outcome, task_of
+from dpmac_cli.runs.publish import check_publishable
+from dpmac_cli.storage.digest import digest
+from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.training.canaries import Canaries, GradientCanaries, ImageCanaries
 from dpmac_cli.training.diagnostics import Diagnostics
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.hooks import Hook
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
 
-def keys_of(plan: TrainPlan, base: int = 0) -> Keys:
-    """Return the keys of a plan's seed, or fresh ones; ``base`` steps were taken before."""
-    return make_keys(None if isinstance(plan.seed, Secret) else plan.seed, base=base)
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Network and data of a run.
+
+    Attributes:
+        model: the whole network, which takes images; it is what is published.
+        trained: the part of it that is trained on ``data``: all of it but for what is frozen.
+        independence: how it is known that the network keeps samples apart.
+        fingerprints: SHA-256 of what must be the same for a run to be resumed: your own records
+            with their classes and constants, your own network, the file of public weights, and
+            the features. Private, like the records.
+        notes: for the person who runs it.
+        built_by: how a user-supplied network was constructed, as code; its file may change later.
+    """
+
+    model: nn.Module
+    trained: nn.Module
+    data: Data
+    independence: Independence
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    built_by: str = ""
 
 
 def make_trainer(
@@ -47,16 +79,14 @@ def make_trainer(
 
     Args:
         plan: of the run.
-        steps: T; None for the plan's.
-        device: None for the plan's.
+        steps, device: None for the plan's.
         diagnostics: sees losses and norms that are not private.
         keys: those of a run that is resumed exactly; None for those of the plan's seed, or fresh
             ones. Ranks other than the first use that of the layers alone.
         data: on the device; None to load it.
-        task: of :func:`~dpmac_cli.runs.task.make_task`; None to make it of ``data``.
+        task: of :func:`make_task`; None to make it of ``data`` and ``model``.
         ranks: the processes of the run.
-        model: a network that is at hand, in place of the one that the plan names. It is trained as
-            it is, in place.
+        model: a network to train in place, instead of the one that the plan names.
         rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
 
     Raises:
@@ -66,14 +96,11 @@ def make_trainer(
     """
     device = device or choose_device(plan.device)
     keys = keys or keys_of(plan)
-    if model is not None:
-        task = task_of(model, plan, device, data)
-    task = task or outcome(make_task(plan, device, keys, data))
+    task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
     canaries = _canaries(plan, task, keys)
     # Built-in networks draw no random numbers in their forward pass; others may.
     own = model is not None or isinstance(plan.model, UserModel)
-    observers: tuple[Hook | None, ...] = (diagnostics, canaries)
     isolated = task.independence == "isolated" and not plan.start.head_only
     return Trainer(
         model=task.trained,
@@ -82,22 +109,185 @@ def make_trainer(
             plan.method, plan.hyper, private=plan.private, decay=plan.recipe.weight_decay, rule=rule
         ),
         mechanism=_mechanism(plan),
-        plan=_schedule(plan, steps, isolated=isolated),
+        plan=Plan(
+            steps=plan.steps if steps is None else steps,
+            steps_per_epoch=plan.steps_per_epoch,
+            physical_batch=plan.physical_batch,
+            private=plan.private,
+            compiled=plan.compile,
+            recipe=plan.recipe,
+            isolated=isolated,
+        ),
         randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),
-        hooks=[hook for hook in observers if hook is not None],
+        hooks=[hook for hook in (diagnostics, canaries) if hook is not None],
         ranks=ranks,
     )
 
 
-def _schedule(plan: TrainPlan, steps: int | None, *, isolated: bool) -> Plan:
-    return Plan(
-        steps=plan.steps if steps is None else steps,
-        steps_per_epoch=plan.steps_per_epoch,
-        physical_batch=plan.physical_batch,
-        private=plan.private,
-        compiled=plan.compile,
-        recipe=plan.recipe,
-        isolated=isolated,
+def make_task(
+    plan: TrainPlan,
+    device: torch.device,
+    keys: Keys,
+    data: Data | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    model: nn.Module | None = None,
+) -> Generator[Computing, None, Task]:
+    """Load the data and build the network of a run; report progress where that takes time.
+
+    Arguments and errors are those of :func:`make_trainer`. ``stop`` is asked between batches of
+    features; KeyboardInterrupt is raised if it returns True.
+    """
+    shape, at_hand = plan.facts.shape, model is not None
+    own = at_hand or isinstance(plan.model, UserModel)
+    notes: tuple[str, ...] = ()
+    if model is None:
+        model = _build(plan, keys)
+    else:
+        _check_at_hand(plan, model)
+    fingerprints = _fingerprints(plan, data, at_hand=at_hand)
+    data = data or load_data(plan.data, plan.data_dir, device, facts=plan.facts)
+    if isinstance(plan.data, Source):
+        fingerprints["data"] = fingerprint(data.train, data.test)
+    if isinstance(plan.start, PublicFile):
+        weights = read_weights(plan.start.path)
+        notes = (*_doubts(plan, weights), *weights.adopted_by(model, head_of(model, shape)))
+        fingerprints["pretrained"] = weights.sha256
+    trained = model = model.to(device)
+    parts = model if isinstance(model, FrozenFeatures) and not at_hand else None
+    if parts is None and plan.start.head_only:
+        parts = cut_before_head(model, shape)
+    kind, why = _independence(plan, model, parts, own=own)
+    if device.type == "cuda" and not plan.start.head_only:  # autocast there is not seen on the CPU
+        check_precision(model, shape)
+    if parts is not None:
+        parts.isolated = plan.start.head_only and kind == "isolated"
+        settings = {"head_only": plan.start.head_only, "isolation": plan.isolation}
+        if isinstance(plan.features, Features):
+            settings |= vars(plan.features)
+        found = yield from featured(parts, data, settings, cache_folder(), stop)
+        fingerprints["features"] = found.sha256
+        trained, data, notes = parts.head, found.data, (*notes, *found.notes)
+    built = ""
+    if isinstance(plan.model, UserModel) and not at_hand:
+        built = built_by(plan.model, seen_by_network(plan.facts, _features(plan)))
+    return Task(
+        model=model,
+        trained=trained,
+        data=data,
+        independence=kind,
+        fingerprints=fingerprints,
+        notes=(*notes, *why),
+        built_by=built,
+    )
+
+
+def outcome(events: Generator[Any, None, Task]) -> Task:
+    """Return what :func:`make_task` makes, without its progress."""
+    while True:
+        try:
+            next(events)
+        except StopIteration as end:
+            return cast(Task, end.value)
+
+
+def keys_of(plan: TrainPlan, base: int = 0) -> Keys:
+    """Return the keys of a plan's seed, or fresh ones; ``base`` steps were taken before."""
+    return make_keys(None if isinstance(plan.seed, Secret) else plan.seed, base=base)
+
+
+def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
+    model = build_model(
+        plan.model,
+        plan.facts,
+        int.from_bytes(keys.init[:4], "little"),
+        fix_norm=plan.fix_norm,
+        to_float32=plan.to_float32,
+        features=_features(plan),
+        frozen=plan.start.head_only,
+        **_trial(plan),
+    )
+    check_publishable(model)
+    return model
+
+
+def _check_at_hand(plan: TrainPlan, model: object) -> None:
+    """Validate a network like one that is built. Raises InputError, ModelError."""
+    if isinstance(plan.features, Features) or isinstance(plan.start, PublicFile):
+        raise InputError(
+            "features and pretrained are for a network that the settings name: leave them out, or "
+            "do what they do in the network that is given."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{getattr(model, '__name__', repr(model))} is no torch module. Give a network that is "
+            "made, such as torch.nn.Linear(64, 10)."
+        )
+    check_model(model, plan.facts.shape, len(plan.facts.classes), **_trial(plan))
+
+
+def _trial(plan: TrainPlan) -> dict[str, Any]:
+    """Return how networks are validated, as keywords of ``check_model``."""
+    batch = plan.physical_batch if plan.isolation == "never" else None
+    return {"isolated": plan.isolation == "always", "physical_batch": batch}
+
+
+def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[str, str]:
+    """Return checksums of what is the user's own, but for the records themselves."""
+    facts, sums = plan.facts, {}
+    if isinstance(plan.data, Source):
+        sums["classes"] = digest({}, {"classes": facts.classes})
+        sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
+    elif data is not None and facts.sha256 is not None:
+        found = fingerprint(data.train, data.test)
+        if found != facts.sha256:  # records of the caller's own under a registered name
+            sums["data"] = found
+    if isinstance(plan.model, UserModel) and not at_hand:
+        sums["network"] = source_sum(plan.model)
+    return sums
+
+
+def _features(plan: TrainPlan) -> Features | None:
+    return plan.features if isinstance(plan.features, Features) else None
+
+
+def _independence(
+    plan: TrainPlan, model: nn.Module, parts: FrozenFeatures | None, *, own: bool
+) -> tuple[Independence, tuple[str, ...]]:
+    if plan.isolation == "always":
+        return "isolated", ()
+    if not own:
+        return "built in", ()
+    if plan.isolation == "never":
+        return "probed", ()
+    shape, classes = plan.facts.shape, len(plan.facts.classes)
+    if parts is not None and isinstance(plan.features, Features):
+        model, shape = parts.head, plan.features.shape_of(shape)
+    frozen = parts.frozen if parts is not None and plan.start.head_only else None
+    kind, why = independence(model, shape, classes, frozen)
+    if kind == "traced":
+        return kind, ()
+    return kind, (
+        "The network is run on each sample alone, which is slower, because it could not be proven "
+        f"that it keeps samples apart. {why} To trust a trial instead: --no-isolate.",
+    )
+
+
+def _doubts(plan: TrainPlan, weights: PublicWeights) -> tuple[str, ...]:
+    """Return notes on weights that may not be public. Raises InputError if they are not."""
+    name = weights.trained_on
+    if name != plan.dataset_name or not plan.private:
+        return ()
+    if not isinstance(plan.data, Source):
+        raise InputError(
+            f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
+            "public to a run on the same records, and epsilon would not count what they tell. Give "
+            "weights from other data; to train a run further: dpmac train --fork."
+        )
+    return (
+        f"{weights.path.name} was trained by dpmac on data that is called {name}, too. If these "
+        "are the same records, its weights are not public, and epsilon does not count what they "
+        "tell.",
     )
 
 
@@ -144,7 +334,7 @@ def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomn
     layers = LayerDraws(keys.layers, rank) if own or plan.recipe.augmented else None
     if rank > 0:
         return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
-    sampler = make_sampler(
+    sampler = KeyedSampler(
         plan.event.sampler,
         size=plan.facts.train_size + plan.audit.canaries,
         batch=plan.batch_size,

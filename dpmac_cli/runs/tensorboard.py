@@ -23,8 +23,7 @@ FILE = "events.out.tfevents.dpmac"
 class EventLog:
     """The events of a run. Replaces those that are there, which may lie past its checkpoint.
 
-    Raises:
-        OSError: the file cannot be written; here and in :meth:`follow`.
+    The constructor and :meth:`follow` raise OSError.
     """
 
     def __init__(self, run: Path) -> None:

@@ -5,24 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.budget import affordable
 from dpmac_cli.config.plan import NewFolder, Secret, TrainPlan
 from dpmac_cli.config.resolve import change
-from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs import assist, checkpoint, folder, ledger
 from dpmac_cli.runs.environment import choose_device, differences, environment, repeatable
-from dpmac_cli.runs.inherited import Inherited, check_same, inherited, named_again
+from dpmac_cli.runs.inherited import Inherited, check_given, check_same, inherited
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
-from dpmac_cli.runs.setup import keys_of, make_trainer
-from dpmac_cli.runs.task import make_task
+from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.diagnostics import Diagnostics
 from dpmac_cli.training.distributed import Ranks
@@ -41,8 +37,7 @@ def train(
         plan: from :func:`dpmac_cli.config.resolve.resolve`.
         stop: asked after every step; True ends the run early with everything written.
         data: already on the device; None to load it.
-        ranks: the processes of the run, of which this one is the first; the others
-            :func:`~dpmac_cli.runs.assist.assist`.
+        ranks: the processes of the run; the others :func:`~dpmac_cli.runs.assist.assist` this one.
         abandoned: events of attempts that this run replaces in a study. Its report lists them; the
             study's epsilon covers them, and its own does not.
 
@@ -55,12 +50,10 @@ def train(
         RunError: training diverged, memory ran out, or the device failed.
     """
     with explained():
-        device = choose_device(plan.device, ranks)
         if isinstance(plan.out, Path):
             folder.check_chosen_folder(plan.out, plan.force)
-        plan = replace(plan, device=str(device))
-        before = Inherited(spent=Spent.nothing(plan.event, abandoned))
-        session = yield from _session(plan, device, before, stop, data, ranks)
+        spent = Spent((), plan.event, 0, 0, False, True, abandoned)
+        session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
         yield from _first(session, stop)
 
 
@@ -83,11 +76,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
 
 
 def finish(events: Iterable[RunEvent]) -> Finished:
-    """Run to the end, without a look at the progress.
-
-    Args:
-        events: of :func:`train`, :func:`resume` or :func:`fork`, whose exceptions come through.
-    """
+    """Run to the end: ``finish(train(plan))``. Exceptions come through."""
     *_, last = events
     assert isinstance(last, Finished)  # noqa: S101
     return last
@@ -109,20 +98,26 @@ def resume(
 
     Args:
         where: a run folder.
-        flags: settings that change nothing about what is computed (:data:`LOCAL`): where things
-            are and what is shown. ``model``, too, for a user-supplied model, whose code is not
-            imported because a file names it.
+        flags: settings that change nothing about what is computed (:data:`LOCAL`), and ``model``
+            if it is user-supplied: its code is not imported because a file names it.
         stop, data, ranks: as in :func:`train`.
 
     Raises:
-        InputError: there is no such run, it is finished, or a setting would change.
-            Or no checkpoint is whole, or config.yaml was altered.
+        InputError: there is no such run, it is finished, a setting would change, no checkpoint is
+            whole, or config.yaml was altered.
         RunError: as in :func:`train`.
     """
     where = Path(where)
     folder.check_run_folder(where)
     with folder.locked(where), explained():
-        session = yield from _resumed(where, flags or {}, stop, data, ranks)
+        plan, before = _resumed(where, _given(flags or {}), ranks)
+        session = yield from _session(plan, before, stop, data, ranks)
+        # First of all what was spent: where a kill comes next, the run has no checkpoint with the
+        # new keys, and its next resume charges for them.
+        session.ledger.write(session.ledger.spent.begun)
+        if session.trainer.state.step == before.spent.base:  # no older keys may stay
+            checkpoint.discard(where, but=session.save())
+        session.begin_files()  # which removes the checksums of what changes next
         yield from session.drive(stop)
 
 
@@ -140,8 +135,7 @@ def fork(
 
     Args:
         parent: a run folder.
-        flags: settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`; ``out``, the
-            new folder, among them.
+        flags: settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``.
         stop, data, ranks: as in :func:`train`.
 
     Raises:
@@ -152,19 +146,20 @@ def fork(
     folder.check_run_folder(parent, "--fork")
     with explained():
         with folder.locked(parent):
-            session = yield from _forked(parent, flags, stop, data, ranks)
+            plan, before = _forked(parent, _given(flags), ranks)
+            session = yield from _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 
 
 def _session(
     plan: TrainPlan,
-    device: torch.device,
     before: Inherited,
     stop: Callable[[], bool],
     data: Data | None,
     ranks: Ranks | None,
 ) -> Generator[Computing, None, Session]:
-    """Prepare a session, in a folder of its own unless there is one."""
+    device = choose_device(plan.device, ranks)
+    plan = replace(plan, device=str(device))
     if ranks is not None:
         assist.check(plan)
     spent, saved = before.spent, before.saved
@@ -176,7 +171,7 @@ def _session(
         keys = Keys.of_json(saved.record["state"]["keys"])
     task = yield from make_task(plan, device, keys, data, stop)
     if saved is not None:
-        check_same(task, saved.record["fingerprints"], exactly=exact)
+        check_same(task.fingerprints, saved.record["fingerprints"], exactly=exact)
     trainer = make_trainer(
         plan,
         steps=steps,
@@ -198,7 +193,7 @@ def _session(
         seeded=spent.seeded or not isinstance(plan.seed, Secret),
         secure=spent.secure and plan.secure,
     )
-    session = Session(
+    return Session(
         plan=plan,
         task=task,
         trainer=trainer,
@@ -206,23 +201,20 @@ def _session(
         ledger=Ledger(where, spent),
         diagnostics=diagnostics,
         ranks=ranks,
+        history=[] if saved is None else list(saved.record["history"]),
+        seconds=0.0 if saved is None else saved.record["seconds"],
         notes=(*before.notes, *task.notes),
         fresh_noise=before.fresh_noise,
     )
-    if saved is not None:
-        session.history, session.seconds = list(saved.record["history"]), saved.record["seconds"]
-        session.shown = len(session.history)
-    return session
 
 
 #: Settings that change nothing about what is computed: places, and what is shown and written.
-#: Where a dataset or a user-supplied model may have another path, its contents are compared by
-#: their fingerprints.
+#: A dataset or model at another path is compared by its fingerprint.
 LOCAL = (
     *("device", "data_dir", "dataset", "model", "checkpoint_every", "diagnostics", "tensorboard"),
     *("plot", "json", "quiet", "debug"),
 )
-#: Settings that make another run, which does not begin where a run was left.
+#: Settings that make another run, for which a fork is not enough.
 FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema", "seed"),
     *("canaries", "canary_kind", "guesses", "features", "feature_groups", "pretrained", "train"),
@@ -233,53 +225,36 @@ FIXED = (
 
 
 def _resumed(
-    where: Path,
-    flags: Mapping[str, Any],
-    stop: Callable[[], bool],
-    data: Data | None,
-    ranks: Ranks | None,
-) -> Generator[Computing, None, Session]:
+    where: Path, given: Mapping[str, Any], ranks: Ranks | None
+) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(where)
-    recorded = saved.record["config"]
-    given = _given(flags)
-    named_again(where, recorded, given, "--resume")
+    recorded, step = saved.record["config"], saved.step
+    check_given(where, recorded, given, "--resume", ("dataset", "model"))
     resolved = change(recorded, given)
     plan = resolved.config
     _check_unchanged(where, plan, recorded, given)
     device = choose_device(plan.device, ranks)
-    plan = replace(plan, device=str(device), out=where)
-    step = saved.record["state"]["step"]
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
     if step >= plan.steps and told and folder.reported_steps(where) >= step:
         raise InputError(
             f"{where} is finished: it took {step} of {plan.steps} steps. To train on: "
             f"{folder.fork_command(where, ['--epochs N'])} (N above {step // plan.steps_per_epoch})"
         )
-    before = inherited(where, saved)
+    before = inherited(where, saved, resolved.notes)
     changed = sorted(differences(saved.record["environment"], environment(device, ranks)))
     reasons = [f"the machine or its software changed ({', '.join(changed)})"] if changed else []
     if not repeatable(device) and before.spent.end > step:
         reasons.append("steps on a GPU cannot be repeated bit for bit")
-    if before.lost_checkpoint:
+    if len(before.spent.earlier) > len(saved.spent.earlier):
         reasons.append("the checkpoint of the last session is lost")
     if reasons and plan.audit.canaries:
         raise InputError(
             f"{where} is an audit run, which can only be resumed exactly ({'; '.join(reasons)}): "
             "an audit is of one guarantee, and guesses one set of coins. Start a new run."
         )
-    before = replace(before, notes=(*resolved.notes, *before.notes))
     if reasons:
         before = before.with_new_keys("; ".join(reasons))
-    session = yield from _session(plan, device, before, stop, data, ranks)
-    # First of all what was spent: where a kill comes next, the run has no checkpoint with the new
-    # keys, and its next resume charges for them.
-    session.ledger.write(session.ledger.spent.begun)
-    if reasons:
-        checkpoint.discard(where, but=session.save())
-    elif step == before.spent.base:  # a kill may have left some with the keys before these
-        checkpoint.discard(where, but=saved.path)
-    session.begin_files()  # which removes the checksums of what changes next
-    return session
+    return replace(plan, out=where), before
 
 
 def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,27 +284,17 @@ def _check_unchanged(
 
 
 def _forked(
-    parent: Path,
-    flags: Mapping[str, Any],
-    stop: Callable[[], bool],
-    data: Data | None,
-    ranks: Ranks | None,
-) -> Generator[Computing, None, Session]:
+    parent: Path, given: Mapping[str, Any], ranks: Ranks | None
+) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(parent)
-    recorded = saved.record["config"]
-    given = _given(flags)
-    moved = named_again(parent, recorded, given, "--fork")
-    for name in FIXED:
-        value, flag = given.get(name), flag_name(name)
-        if name not in moved and value is not None and str(value) != str(recorded.get(flag)):
-            raise InputError(f"--{flag} cannot change in a fork. Start a new run to change it.")
+    recorded, step = saved.record["config"], saved.step
+    check_given(parent, recorded, given, "--fork", FIXED)
     resolved = change(recorded, given)
     plan = resolved.config
     if isinstance(plan.out, Path):
         if plan.out.resolve() == parent.resolve():
             raise InputError(f"--out {plan.out} is the run to fork. Name a new folder.")
         folder.check_chosen_folder(plan.out, plan.force)
-    step = saved.record["state"]["step"]
     if plan.audit.canaries:
         raise InputError(
             f"{parent} is an audit run, which cannot be forked: an audit is of one guarantee. "
@@ -340,22 +305,15 @@ def _forked(
             f"{parent} has taken {step} steps already, and {plan.steps} are asked for. Give more "
             f"with --epochs (above {step // plan.steps_per_epoch}) or --steps (above {step})."
         )
-    device = choose_device(plan.device, ranks)
-    before = inherited(parent, saved).with_new_keys(f"a fork of {parent}")
-    before = replace(before, notes=(*resolved.notes, *before.notes))
-    plan = replace(plan, device=str(device))
-    return (yield from _session(plan, device, before, stop, data, ranks))
+    before = inherited(parent, saved, resolved.notes).with_new_keys(f"a fork of {parent}")
+    return plan, before
 
 
 def resumes_exactly(where: Path, device: str) -> bool:
-    """Return whether resuming a run would repeat it bit for bit, here, on a device.
-
-    Raises:
-        InputError: there is no such device.
-    """
+    """Return whether a run can be resumed bit for bit, here, on a device. Raises InputError."""
     try:
-        record = checkpoint.newest(where).record
+        saved = checkpoint.newest(where)
     except InputError:
         return False
-    here, over = choose_device(device), record["state"]["step"] >= Spent.of(record["spent"]).end
-    return record["environment"] == environment(here) and (repeatable(here) or over)
+    here, over = choose_device(device), saved.step >= saved.spent.end
+    return saved.record["environment"] == environment(here) and (repeatable(here) or over)

@@ -57,19 +57,18 @@ class Choice:
     @property
     def sbatch(self) -> dict[str, str]:
         """The options of :attr:`slurm`, by sbatch's own names."""
-        return dict(self._options())
+        pairs = (part.removeprefix("--").partition("=") for part in self._parts())
+        return {name.replace("_", "-"): value for name, _, value in pairs}
 
-    def _options(self) -> Iterator[tuple[str, str]]:
-        """Yield names and values of :attr:`slurm`; for what is no option, "" and the text."""
-        for part in filter(None, map(str.strip, (self.slurm or "").split(","))):
-            match = re.fullmatch(r"(?:--)?([a-z][a-z_-]*)=([^\s=]\S*)", part)
-            yield (match[1].replace("_", "-"), match[2]) if match else ("", part)
+    def _parts(self) -> list[str]:
+        return [part.strip() for part in (self.slurm or "").split(",") if part.strip()]
 
     def _slurm_faults(self) -> Iterator[str]:
-        for name, value in self._options():
-            if not name:
-                yield f"--slurm '{value}' is not KEY=VALUE, such as partition=gpu,time=60."
-            elif name in OURS:
+        for part in self._parts():
+            if not re.fullmatch(r"(--)?[a-z][a-z_-]*=[^\s=]\S*", part):
+                yield f"--slurm '{part}' is not KEY=VALUE, such as partition=gpu,time=60."
+        for name in self.sbatch:
+            if name in OURS:
                 yield f"--slurm {name} cannot be chosen: dpmac depends on it. Leave it out."
         if "time" not in self.sbatch:
             yield (
@@ -99,7 +98,7 @@ def opened(
         from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
 
         with ray_cluster.connected(choice.cluster):
-            yield ray_cluster.Cluster(placed, choice.jobs)
+            yield ray_cluster.Tasks(placed, choice.jobs)
     elif choice.name == "slurm":
         from dpmac_cli.studies import slurm  # noqa: PLC0415  (loads submitit)
 

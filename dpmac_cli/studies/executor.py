@@ -39,13 +39,11 @@ class Ended:
     Attributes:
         failure: why it failed; None if it finished or was asked to stop.
         again: whether its process died and the run will be started again.
-        broken: whether its process cannot train another run, because its device was lost.
     """
 
     number: int
     failure: str | None = None
     again: bool = False
-    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,13 +125,7 @@ def carry_out(
 def _judge(
     end: Ended | Died, config: TrainPlan, step: int, attempt: int, *, stopped: bool
 ) -> Ended:
-    """Decide from how a process ended whether its run is over.
-
-    Args:
-        end: as the executor reports it.
-        config: of the run. step: last one reported. attempt: times that the run was started.
-        stopped: whether the runs were asked to stop.
-    """
+    """Decide from how a process ended, after which step and start, whether its run is over."""
     number, failure = end.number, end.failure if isinstance(end, Ended) else None
     if stopped or failure is not None:
         return Ended(number, failure)
@@ -160,7 +152,6 @@ def _judge(
 
 
 def _finished(config: TrainPlan) -> bool:
-    """Return whether the folder of a run holds the report of a finished run."""
     return folder.reported_steps(config.folder) >= config.steps
 
 

@@ -1,13 +1,10 @@
 """Runs in processes on this machine; one that dies does not affect the others."""
 
 import contextlib
-import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.synchronize import Event
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -18,10 +15,11 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.studies.executor import PATIENCE, Died, Ended, RunEvent, usable_cores
-from dpmac_cli.studies.worker import train_run
+from dpmac_cli.studies.cluster import Cluster, LostError, Result, train_job
+from dpmac_cli.studies.executor import usable_cores
 
-SPAWN = processes.get_context("spawn")
+#: Processes are forked from one that has loaded torch, and nothing else.
+CONTEXT = processes.get_context("forkserver")
 
 #: Data sets by what --dataset names.
 SharedData = Mapping[str | Source, Data]
@@ -48,119 +46,70 @@ def share_data(configs: Sequence[TrainPlan]) -> dict[str | Source, Data]:
 
 @dataclass
 class _Worker:
-    """A process, and the run that it is training."""
+    """A process that trains one run, and its place among those of the pool."""
 
     process: Any
     pipe: Connection
-    number: int
+    place: int
 
 
-@dataclass
-class Pool:
-    """Executor with up to ``jobs`` worker processes on this machine, which share ``data``."""
+class Pool(Cluster):
+    """Executor with up to ``jobs`` processes at a time on this machine, which share ``data``."""
 
-    configs: Sequence[TrainPlan]
-    jobs: int
-    data: SharedData
-    _asked: Event = field(default_factory=SPAWN.Event)
-    _busy: dict[int, _Worker] = field(default_factory=dict)  # by index, which chooses the GPU
-    _idle: dict[int, _Worker] = field(default_factory=dict)
+    pause = 0.05
 
-    @property
-    def slots(self) -> int:
-        """Number of processes at a time."""
-        return min(self.jobs, len(self.configs))
-
-    def start(self, numbers: Sequence[int]) -> None:
-        """Give runs to idle processes, or to new ones."""
-        for number in numbers:
-            index = min(set(range(self.slots)) - self._busy.keys())
-            worker = self._idle.pop(index, None)
-            if worker is None or not worker.process.is_alive():
-                worker = self._new_worker(index)
-            worker.number = number
-            self._busy[index] = worker
-            with contextlib.suppress(OSError):  # it died meanwhile, and poll() will see it
-                worker.pipe.send((number, self.configs[number]))
-
-    def _new_worker(self, index: int) -> _Worker:
-        mine, theirs = SPAWN.Pipe()
+    def __init__(self, configs: Sequence[TrainPlan], jobs: int, data: SharedData) -> None:
+        super().__init__(configs, min(jobs, len(configs)))
+        self.data = data
+        self._places = list(range(self.slots))
         # The same in every call of the same command, or runs could not be resumed exactly.
-        threads = max(1, torch.get_num_threads() // self.slots)
-        arguments = (theirs, self._asked, self.data, index, threads, os.getpid())
-        process = SPAWN.Process(target=_work, args=arguments)
+        self._threads = max(1, torch.get_num_threads() // self.slots)
+        CONTEXT.set_forkserver_preload(["__main__", __name__])
+
+    def _submit(self, configs: Sequence[TrainPlan]) -> Sequence[_Worker]:
+        return [self._begin(config) for config in configs]
+
+    def _begin(self, config: TrainPlan) -> _Worker:
+        place = self._places.pop(0)
+        mine, theirs = CONTEXT.Pipe()
+        arguments = (theirs, config, self.data[config.data], place, self._threads)
+        process = CONTEXT.Process(target=_work, args=arguments)
         process.start()
         theirs.close()
-        return _Worker(process, mine, -1)
+        return _Worker(process, mine, place)
 
-    def poll(self) -> Iterator[RunEvent | Died]:
-        """Wait for workers and yield an event of each that has one."""
-        waiting = {worker.pipe: index for index, worker in self._busy.items()}
-        for pipe in wait(list(waiting), PATIENCE):
-            yield self._hear(waiting[pipe])  # type: ignore[index]
-
-    def _hear(self, index: int) -> RunEvent | Died:
-        """Return the next event of a worker, or its death."""
-        worker = self._busy[index]
+    def _result(self, job: _Worker) -> Result | None:
+        if not job.pipe.poll():
+            return None
+        self._places.append(job.place)
         try:
-            event: RunEvent = worker.pipe.recv()
+            result: Result = job.pipe.recv()
         except (EOFError, OSError):
-            del self._busy[index]
-            worker.process.join()
-            code = worker.process.exitcode
-            return Died(worker.number, f"signal {-code}" if code < 0 else f"exit code {code}")
-        if isinstance(event, Ended):
-            del self._busy[index]
-            if event.broken:
-                worker.process.join()
-            else:
-                self._idle[index] = worker
-        return event
+            job.process.join()
+            code = job.process.exitcode
+            raise LostError(f"signal {-code}" if code < 0 else f"exit code {code}") from None
+        job.process.join()
+        return result
 
-    def ask_to_stop(self) -> None:
-        """Ask every run to finish its step, save and end."""
-        self._asked.set()
+    def _cancel(self, job: _Worker) -> None:
+        job.process.terminate()
 
     def close(self) -> None:
-        """Stop the workers and wait for them."""
-        self._asked.set()
-        for worker in (*self._busy.values(), *self._idle.values()):
-            with contextlib.suppress(OSError):
-                worker.pipe.send(None)
-            worker.process.join()
+        """Stop the processes and wait for them."""
+        super().close()
+        for job in self._jobs.values():
+            job.process.join()
 
 
-def _work(
-    pipe: Connection, asked: Event, data: SharedData, index: int, threads: int, parent: int
-) -> None:
-    """Train one run after another, until there is none: the main function of a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    torch.set_num_threads(threads)
-
-    def stop() -> bool:
-        return asked.is_set() or os.getppid() != parent
-
-    on_device: dict[tuple[str | Source, str], Data] = {}
-    while not stop() and (task := pipe.recv()) is not None:
-        number, config = task
-        device = choose_device(config.device)
-        if device.type == "cuda" and ":" not in config.device:  # the workers share out the GPUs
-            device = torch.device("cuda", index % torch.cuda.device_count())
-        config = replace(config, device=str(device))
-        place = (config.data, config.device)
-        if place not in on_device:
-            on_device[place] = _moved(data[config.data], device)
-        # A network may print, and the parent's stdout may be read by a program.
-        with contextlib.redirect_stdout(sys.stderr):
-            for event in train_run(number, config, on_device[place], stop):
-                pipe.send(event)
-                if isinstance(event, Ended) and event.broken:
-                    return  # another process takes the other runs
-
-
-def _moved(data: Data, device: torch.device) -> Data:
+def _work(pipe: Connection, config: TrainPlan, data: Data, place: int, threads: int) -> None:
+    """Train one run: the main function of a process."""
+    device = choose_device(config.device)
+    if device.type == "cuda" and ":" not in config.device:  # the processes share out the GPUs
+        device = torch.device("cuda", place % torch.cuda.device_count())
     train, test = (
         Split(part.images.to(device), part.labels.to(device)) for part in (data.train, data.test)
     )
-    return Data(train, test, data.gain.to(device), data.offset.to(device))
+    moved = Data(train, test, data.gain.to(device), data.offset.to(device))
+    # A network may print, and the parent's stdout may be read by a program.
+    with contextlib.redirect_stdout(sys.stderr):
+        pipe.send(train_job(replace(config, device=str(device)), threads, moved))

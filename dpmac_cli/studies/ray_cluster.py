@@ -1,29 +1,21 @@
-"""Runs as tasks on a Ray cluster.
-
-Only settings, events and the request to stop are sent. Each task loads the records where it runs,
-from storage that all machines share, and writes its run's folder there.
-"""
+"""Runs as tasks on a Ray cluster."""
 
 import os
 import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.studies.executor import PATIENCE, Died, Ended, Moved, RunEvent
+from dpmac_cli.studies.cluster import Cluster, LostError, Result, train_job
 
 #: No usage statistics are sent. Read when ray is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 #: For a cluster that dpmac starts: no dashboard, and little memory for objects, which are small.
 OWN = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
@@ -72,17 +64,8 @@ def _reach(where: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
 
 
-@dataclass
-class _Task:
-    """A run on the cluster: whether it has reported anything, and how it ended."""
-
-    number: int
-    begun: bool = False
-    ended: Ended | None = None
-
-
-class Cluster:
-    """Executor on the Ray cluster that this process is connected to.
+class Tasks(Cluster):
+    """Executor of runs as tasks on the cluster that this process is connected to.
 
     Args:
         configs: of all runs, each with its ``out``.
@@ -90,59 +73,30 @@ class Cluster:
     """
 
     def __init__(self, configs: Sequence[TrainPlan], jobs: int | None) -> None:
-        there = ray.cluster_resources()
-        self._configs = configs
-        self._kinds = [resource(config.device, there) for config in configs]
-        self.slots = jobs or int(there[self._kinds[0]])
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        request = ray.remote(threading.Event).options(num_cpus=0, scheduling_strategy=here)
-        self._request = request.remote()
-        self._tasks: dict[Any, _Task] = {}  # by their streams of events
+        self._there = ray.cluster_resources()
+        kinds = [resource(config.device, self._there) for config in configs]
+        super().__init__(configs, jobs or int(self._there[kinds[0]]))
 
-    def start(self, numbers: Sequence[int]) -> None:
-        """Submit runs as tasks that stream their events."""
+    def _submit(self, configs: Sequence[TrainPlan]) -> Sequence[Any]:
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
-        for number in numbers:
-            gpus = int(self._kinds[number] == "GPU")
-            train = ray.remote(_train).options(
-                num_returns="streaming", max_retries=0, num_cpus=1, num_gpus=gpus
-            )
-            arguments = (number, self._configs[number], os.getcwd(), places, self._request)
-            self._tasks[train.remote(*arguments)] = _Task(number)
+        tasks = []
+        for config in configs:
+            gpus = int(resource(config.device, self._there) == "GPU")
+            train = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=gpus)
+            tasks.append(train.remote(config, os.getcwd(), places))
+        return tasks
 
-    def poll(self) -> Iterator[RunEvent | Died]:
-        """Wait for tasks and yield an event of each that has one."""
-        heard, _ = ray.wait(list(self._tasks), timeout=PATIENCE)
-        for stream in heard:
-            task = self._tasks[stream]
-            why = "it ended without a word"
-            try:
-                event: RunEvent = ray.get(next(stream))
-            except StopIteration:
-                pass
-            except RayTaskError as failure:
-                why = str(failure).strip().rpartition("\n")[2]
-            except RayError as failure:
-                why = type(failure).__name__
-            else:
-                task.begun = True
-                if isinstance(event, Moved):
-                    yield event
-                else:  # told when the task has ended, too, and given its place back
-                    task.ended = event
-                continue
-            del self._tasks[stream]
-            yield task.ended or Died(task.number, why)
+    def _result(self, job: Any) -> Result | None:
+        try:
+            result: Result | None = ray.get(job) if ray.wait([job], timeout=0)[0] else None
+        except RayTaskError as failure:
+            raise LostError(str(failure).strip().rpartition("\n")[2]) from failure
+        except RayError as failure:
+            raise LostError(type(failure).__name__) from failure
+        return result
 
-    def ask_to_stop(self) -> None:
-        """Ask every run to finish its step, save and end; cancel tasks that wait for room."""
-        self._request.set.remote()
-        for stream, task in self._tasks.items():
-            if not task.begun:
-                ray.cancel(stream)
-
-    def close(self) -> None:
-        """Do nothing: tasks end with the connection to the cluster."""
+    def _cancel(self, job: Any) -> None:
+        ray.cancel(job)
 
 
 def resource(device: str, there: Mapping[str, float]) -> str:
@@ -162,36 +116,11 @@ def resource(device: str, there: Mapping[str, float]) -> str:
     return kind
 
 
-def _train(
-    number: int, config: TrainPlan, folder: str, places: Mapping[str, str], request: Any
-) -> Iterator[RunEvent]:
+def _train(config: TrainPlan, folder: str, places: Mapping[str, str]) -> Result:
     """Train one run as if it were started where the command was: the main function of a task."""
-    import torch  # noqa: PLC0415  (not needed in the process that holds the request to stop)
-
-    from dpmac_cli.studies.worker import train_run  # noqa: PLC0415  (loads torch)
-
     try:
         os.chdir(folder)
     except OSError as failure:
-        yield Ended(number, f"on another machine: {explain_os_error(failure)}")
-        return
+        return f"on another machine: {explain_os_error(failure)}", 0
     os.environ.update(places)
-    torch.set_num_threads(1)
-    yield from train_run(number, config, None, _stop_of(request))
-
-
-def _stop_of(request: Any) -> Callable[[], bool]:
-    """Return a function that tells whether the runs were asked to stop; it asks now and then."""
-    asked, due = False, 0.0
-
-    def stop() -> bool:
-        nonlocal asked, due
-        if not asked and time.monotonic() >= due:
-            try:
-                asked = bool(ray.get(request.is_set.remote()))
-            except RayError:  # the command that could ask is gone
-                asked = True
-            due = time.monotonic() + PATIENCE
-        return asked
-
-    return stop
+    return train_job(config, 1)

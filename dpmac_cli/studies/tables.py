@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +14,7 @@ from dpmac_cli.studies.results import LEVEL, Cell, Comparison, Cost
 SCHEMA_VERSION = 1
 MISSING = "–"
 TEST = (
-    "Bold: better than every other of its column by a paired t-test over seeds (two-sided, "
+    "Bold (**): better than every other of its column by a paired t-test over seeds (two-sided, "
     f"{LEVEL:.0%} over the column by Holm's method). Tied with the best otherwise: ~."
 )
 NO_TEST = (
@@ -67,51 +68,31 @@ def as_csv(comparison: Comparison) -> str:
 
 
 def as_markdown(comparison: Comparison) -> str:
-    """Return a table with the epsilons below the columns' titles, and the remarks after it."""
-    titles, epsilons = titles_of(comparison)
-    rows = [
-        [name.replace("|", "\\|"), *(marked(cell, "**{}**") for cell in cells), time]
-        for (name, cells), time in zip(comparison.rows, run_times(comparison), strict=True)
+    """Return an aligned table with the epsilons below the columns' titles, and the remarks."""
+    columns = comparison.columns
+    epsilons = map(comparison.epsilon_of, columns)
+    worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons]
+    rows = [["epsilon", *worth, ""]]
+    for name, cells in comparison.rows:
+        seconds = [cell.seconds for cell in cells if cell and cell.scores]
+        time = str(timedelta(seconds=round(fmean(seconds)))) if seconds else MISSING
+        rows.append([name.replace("|", "\\|"), *map(_accuracy, cells), time])
+    head = ["", *(f"{comparison.grid.column} {column:g}" for column in columns), "a run takes"]
+    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
+    lines = [
+        f"| {' | '.join(map(str.ljust, cells, widths))} |"
+        for cells in (head, ["-" * width for width in widths], *rows)
     ]
-    head = ["", *titles, "a run takes"]
-    table = [head, ["---"] * len(head), ["epsilon", *epsilons, ""], *rows]
-    lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    return lines + "\n\n" + "\n\n".join(remarks(comparison)) + "\n"
+    return "\n".join(lines) + "\n\n" + "\n\n".join(remarks(comparison)) + "\n"
 
 
-def titles_of(comparison: Comparison) -> tuple[list[str], list[str]]:
-    """Return the title of each column, such as "sigma 0.5", and its epsilon, rounded up."""
-    epsilons = map(comparison.epsilon_of, comparison.columns)
-    return (
-        [f"{comparison.grid.column} {column:g}" for column in comparison.columns],
-        ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons],
-    )
-
-
-def marked(cell: Cell | None, best: str) -> str:
-    """Return mean and spread in percent; formatted by ``best`` if best, with a tilde if tied."""
+def _accuracy(cell: Cell | None) -> str:
+    """Return mean and spread in percent, bold if best, with a tilde if tied."""
     if cell is None or not cell.scores:
         return MISSING
     spread = "" if cell.std is None else f" ± {100 * cell.std:.2f}"
     text = f"{100 * cell.mean:.2f}{spread}"
-    return {"best": best.format(text), "tied": f"{text} ~"}.get(cell.standing, text)
-
-
-def run_times(comparison: Comparison) -> list[str]:
-    """Return how long a run of each row trained, on average over its columns."""
-    means = (
-        [cell.seconds for cell in cells if cell and cell.scores] for _, cells in comparison.rows
-    )
-    return [clock(fmean(seconds)) if seconds else MISSING for seconds in means]
-
-
-def clock(seconds: float) -> str:
-    """Format a time such as 1:05:09, 0:12 or <0:01."""
-    if 0 < seconds < 0.5:
-        return "<0:01"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return {"best": f"**{text}**", "tied": f"{text} ~"}.get(cell.standing, text)
 
 
 def remarks(comparison: Comparison) -> list[str]:

@@ -9,7 +9,7 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executor import Ended, Moved, RunEvent
-from dpmac_cli.torch_errors import device_lost, what_failed
+from dpmac_cli.torch_errors import what_failed
 from dpmac_cli.training.loop import Evaluated
 
 
@@ -24,7 +24,7 @@ def train_run(
         data: on the run's device; None to load it.
         stop: called after every step; True saves the run and ends it.
     """
-    failure, broken = None, False
+    failure = None
     try:
         for event in _events(config, data, stop):
             yield Moved(number, *event)
@@ -32,12 +32,11 @@ def train_run(
         pass
     except DpmacError as problem:
         failure = str(problem)
-        broken = problem.__cause__ is not None and device_lost(problem.__cause__)
     except OSError as problem:
         failure = explain_os_error(problem)
     except Exception as problem:  # noqa: BLE001  (the other runs continue, whatever it is)
         failure = f"a bug in dpmac, {what_failed(problem)} dpmac train --debug shows all of it."
-    yield Ended(number, failure, broken=broken)
+    yield Ended(number, failure)
 
 
 def _events(

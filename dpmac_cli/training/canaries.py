@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data, Split
@@ -35,13 +34,7 @@ LEAST_NOISE = 1e-6
 
 
 class Canaries(Hook):
-    """Canaries of any kind: they are the records from n on.
-
-    Args:
-        first: n, the number of the first of them.
-        count: K.
-        keys: of what they are, and of the coins.
-        device: of the tensors.
+    """Canaries of any kind: they are the K = ``count`` records from n = ``first`` on.
 
     Attributes:
         coins: which are in the data set, bool, shape (K,). Secret while training.
@@ -55,10 +48,8 @@ class Canaries(Hook):
         self.scores = torch.zeros(count, dtype=torch.float64, device=device)
 
     def part(self, drawn: Batch) -> tuple[Batch, Batch]:
-        """Return the records of a draw, and the numbers from 0 of its canaries that are in.
-
-        Leaving out what is not in leaves every other record its own probability.
-        """
+        """Return the records of a draw, and the numbers from 0 of its canaries that are in."""
+        # Leaving out what is not in leaves every other record its own probability.
         records = drawn[drawn < self.first]
         canaries = drawn[drawn >= self.first] - self.first
         return records, canaries[self.coins.cpu().numpy()[canaries]]
@@ -81,9 +72,7 @@ class GradientCanaries(Canaries):
     clipping that is left out shows.
 
     Args:
-        parameters: d.
-        rate: q.
-        batch: B.
+        parameters: d. rate: q. batch: B.
         first, count, keys, device: as in :class:`Canaries`.
 
     Raises:
@@ -171,13 +160,9 @@ class ImageCanaries(Canaries):
     """Canaries that are images of uniform noise with random labels, trained on like any other.
 
     Args:
-        data: that they join; see :attr:`data`.
-        levels: the largest value of a pixel.
-        classes: number of labels.
+        data: that they join, behind its training records.
+        levels: the largest value of a pixel. classes: number of labels.
         count, keys: as in :class:`Canaries`.
-
-    Attributes:
-        data: the data set with all of them behind its training records.
     """
 
     def __init__(self, data: Data, *, levels: int, classes: int, count: int, keys: Keys) -> None:
@@ -185,21 +170,13 @@ class ImageCanaries(Canaries):
         super().__init__(len(data.train), count, keys, device)
         random = generator(self._key)
         shape = (count, *data.train.images.shape[1:])
-        images = random.integers(0, levels + 1, shape, np.uint8)
-        labels: NDArray[np.int64] = random.integers(0, classes, count)
-        self.data = replace(
-            data,
-            train=Split(
-                torch.cat([data.train.images, torch.from_numpy(images).to(device)]),
-                torch.cat([data.train.labels, torch.from_numpy(labels).to(device)]),
-            ),
+        images = torch.from_numpy(random.integers(0, levels + 1, shape, np.uint8)).to(device)
+        labels = torch.from_numpy(random.integers(0, classes, count)).to(device)
+        train = Split(
+            torch.cat([data.train.images, images]), torch.cat([data.train.labels, labels])
         )
-
-    @property
-    def split(self) -> Split:
-        """The canaries alone; views."""
-        train = self.data.train
-        return Split(train.images[self.first :], train.labels[self.first :])
+        self.data = replace(data, train=train)
+        self.split = Split(train.images[self.first :], train.labels[self.first :])
 
     def records(self, drawn: Batch) -> Batch:
         """Return all of a draw but the canaries that are not in."""
@@ -208,8 +185,8 @@ class ImageCanaries(Canaries):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name. The coins are secret."""
-        here = self.split
-        return {**super().tensors(), "canary_images": here.images, "canary_labels": here.labels}
+        images, labels = self.split.images, self.split.labels
+        return {**super().tensors(), "canary_images": images, "canary_labels": labels}
 
     def finish(self, model: nn.Module) -> None:
         """Score by losses: the lower that of the trained model, the likelier is a canary in."""

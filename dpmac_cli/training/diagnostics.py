@@ -1,6 +1,6 @@
 """Diagnostics: losses and norms computed without noise. NOT private."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,54 +17,39 @@ DIAGNOSTICS_WARNING = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Averages over the samples of some steps. NOT private.
-
-    Attributes:
-        samples: seen. not_finite: how many of them had no finite gradient.
-        mean_loss: of the others.
-        mean_norm: of their centred gradients, in units of the clipping norm.
-        clipped_share: of them, 0 to 1. Both are None in a run that does not clip.
-    """
+    """Averages over the samples of some steps; no norms in a run without clipping. NOT private."""
 
     samples: int
-    not_finite: int
+    not_finite: int  # samples without a finite gradient; the averages are of the others
     mean_loss: float | None
-    mean_norm: float | None
-    clipped_share: float | None
+    mean_norm: float | None  # of centred gradients, in units of the clipping norm
+    clipped_share: float | None  # 0 to 1
 
 
-@dataclass
 class Diagnostics(Hook):
-    """Collects losses and norms for --diagnostics. NOT private.
+    """Collects losses and norms for --diagnostics, and compares them if the run clips."""
 
-    Attributes:
-        clipped: whether the run clips; there is no norm to compare to otherwise.
-    """
-
-    clipped: bool
-    _losses: list[Tensor] = field(default_factory=list)
-    _norms: list[Tensor] = field(default_factory=list)
+    def __init__(self, clipped: bool) -> None:
+        self._clips = clipped
+        self._seen = [torch.zeros(2, 0)]
 
     def observe(self, losses: Tensor, norms: Tensor) -> None:
         """Keep a chunk's per-sample losses and whitened norms, shape (samples,) each."""
-        self._losses.append(losses)
-        self._norms.append(norms)
+        self._seen.append(torch.stack([losses, norms]))
 
     def flush(self, file: Path, step: int) -> Diagnosis:
         """Average what was seen since the last time, and append it to a file."""
-        losses = torch.cat(self._losses or [torch.zeros(0)])
-        norms = torch.cat(self._norms or [torch.zeros(0)])
-        self._losses.clear()
-        self._norms.clear()
-        finite = torch.isfinite(norms)
-        seen = int(finite.sum())
-        clipped = seen and self.clipped
+        every = torch.cat([part.cpu() for part in self._seen], 1)
+        del self._seen[1:]
+        losses, norms = every[:, every[1].isfinite()]
+        seen = len(norms)
+        clipped = seen and self._clips
         diagnosis = Diagnosis(
-            samples=len(norms),
-            not_finite=len(norms) - seen,
-            mean_loss=float(losses[finite].mean()) if seen else None,
-            mean_norm=float(norms[finite].mean()) if clipped else None,
-            clipped_share=float((norms[finite] > 1).double().mean()) if clipped else None,
+            samples=every.shape[1],
+            not_finite=every.shape[1] - seen,
+            mean_loss=float(losses.mean()) if seen else None,
+            mean_norm=float(norms.mean()) if clipped else None,
+            clipped_share=float((norms > 1).double().mean()) if clipped else None,
         )
         if not file.exists():
             files.append_line(file, {"warning": DIAGNOSTICS_WARNING}, files.PRIVATE_MODE)

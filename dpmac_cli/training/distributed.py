@@ -3,8 +3,7 @@
 Rank 0 leads. It alone has the run's secrets: it draws the batches and the noise, and it alone
 writes and prints. In every step each rank gets its share of one global draw, their clipped sums are
 added up at rank 0, noise is added there, once, and the private mean goes back to all. From it every
-rank works out the same next parameters and ellipsoid. So nothing of the guarantee depends on how
-many ranks there are.
+rank computes the same next parameters and ellipsoid: no guarantee depends on how many there are.
 """
 
 import contextlib
@@ -40,14 +39,21 @@ class DismissedError(Exception):
     """Rank 0 needs this rank no more."""
 
 
-class Alone:
-    """The only process of a run: what :class:`Ranks` does among several.
+class Ranks:
+    """The processes of a run: one, or several that meet in collective operations.
 
-    Attributes:
-        rank: of this process, from 0.
+    Args:
+        rank: of this one, from 0.
+        size: how many there are.
+        store: that all of several reach.
+        local: number of this one on its machine, which is that of its GPU.
     """
 
-    rank = 0
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: Store | None = None, local: int = 0
+    ) -> None:
+        self.rank, self.size, self.local = rank, size, local
+        self._store: Store = store or dist.HashStore()  # type: ignore[attr-defined]
 
     @property
     def leads(self) -> bool:
@@ -55,46 +61,9 @@ class Alone:
         return self.rank == 0
 
     def share(self, drawn: Batch | None) -> Batch:
-        """Return this rank's part of a global draw, which rank 0 has.
-
-        Raises:
-            DismissedError: there is no more to draw.
-        """
-        if drawn is None:
-            raise DismissedError
-        return drawn
-
-    def reduce(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks in float64, shape as given; valid at rank 0 alone."""
-        return part
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's tensor to all ranks, in place."""
-
-    def least(self, number: int) -> int:
-        """Return the least of the ranks' numbers."""
-        return number
-
-    def agree(self, tensors: Iterable[Tensor]) -> None:
-        """Raise RunError unless tensors are the same at every rank, bit by bit."""
-
-
-class Ranks(Alone):
-    """One of several processes of a run.
-
-    Args:
-        rank: of this one, from 0.
-        size: how many there are, two or more.
-        store: that all of them reach.
-        local: number of this one on its machine, which is that of its GPU.
-    """
-
-    def __init__(self, rank: int, size: int, store: Store, local: int = 0) -> None:
-        self.rank, self.size, self.local = rank, size, local
-        self._store = store
-
-    def share(self, drawn: Batch | None) -> Batch:
-        """Return this rank's part of a global draw; see :meth:`Alone.share`."""
+        """Return this rank's part of a draw, which rank 0 has. Raises DismissedError for None."""
+        if self.size == 1 and drawn is not None:
+            return drawn
         count = torch.tensor([NO_MORE if drawn is None else len(drawn)])
         self.broadcast(count)
         if int(count) == NO_MORE:
@@ -107,7 +76,9 @@ class Ranks(Alone):
         return mine
 
     def reduce(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks in float64, shape as given; valid at rank 0 alone."""
+        """Return the sum over several ranks in float64, shape (d,); valid at rank 0 alone."""
+        if self.size == 1:
+            return part
         total = part.double()
         self._meet(dist.reduce, total, 0)
         return total
@@ -123,11 +94,12 @@ class Ranks(Alone):
         return int(said)
 
     def agree(self, tensors: Iterable[Tensor]) -> None:
-        """Check that tensors are the same at every rank, bit by bit.
+        """Raise RunError unless tensors are the same at every rank, bit by bit.
 
-        Raises:
-            RunError: they are not: then samples are clipped to other regions than noise is for.
+        Samples would be clipped to other regions than noise is for.
         """
+        if self.size == 1:
+            return
         sums = torch.stack([t.detach().reshape(-1).view(torch.int32).sum().cpu() for t in tensors])
         if not self.alike(sums).all():
             raise RunError(
@@ -147,7 +119,7 @@ class Ranks(Alone):
         self._store.set(f"machine {self.rank}", json.dumps(machine))
 
     def posted(self) -> list[dict[str, Any]]:
-        """Return what the others compute on. Raises RunError if one of them never says."""
+        """Return what the others compute on. Raises RunError if one never says."""
         names = [f"machine {rank}" for rank in range(1, self.size)]
         try:
             self._store.wait(names, ARRIVAL)
@@ -161,14 +133,14 @@ class Ranks(Alone):
         length = torch.tensor([len(text)])
         self.broadcast(length)
         letters = torch.zeros(int(length), dtype=torch.uint8)
-        if text:
+        if said is not None:
             letters.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self.broadcast(letters)
         heard: dict[str, Any] = json.loads(bytes(letters.tolist()))
         return heard
 
     def dismiss(self) -> None:
-        """Rank 0 lets the others go: between two steps."""
+        """Let the other ranks go, between two steps."""
         with contextlib.suppress(DismissedError):
             self.share(None)
 
@@ -176,30 +148,27 @@ class Ranks(Alone):
         """End this rank's part in the run. Rank 0 stays until the others have heard of its end."""
         with contextlib.suppress(RuntimeError):
             self._store.set(OVER if self.leads else f"left {self.rank}", "yes")
-        self._disconnect()
+        _disconnect()
         if self.leads:
             with contextlib.suppress(RuntimeError):
                 self._store.wait([f"left {rank}" for rank in range(1, self.size)], FAREWELL)
 
-    def _disconnect(self) -> None:
-        """Close this rank's connections, which fails the operations of ranks that wait for it."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     def _meet(self, operation: Any, tensor: Tensor, *rest: Any) -> None:
-        """Perform a collective operation.
+        """Perform a collective operation; nothing if this is the only process.
 
         Raises:
             DismissedError: rank 0 has ended.
             RunError: a rank is gone, or does not answer.
         """
+        if self.size == 1:
+            return
         try:
             operation(tensor, *rest)
             return
         except RuntimeError as failure:
             lost = self._lost(failure)
         # Not within the handler of the failure, whose traceback would keep the connections open.
-        self._disconnect()
+        _disconnect()
         with contextlib.suppress(RuntimeError):  # the machine of rank 0 may host the store
             if not self.leads and self._store.check([OVER]):
                 raise DismissedError
@@ -214,12 +183,14 @@ class Ranks(Alone):
         )
 
 
-def join() -> Ranks:
-    """Join the ranks that a launcher such as torchrun has started.
+def _disconnect() -> None:
+    """Close this rank's connections, which fails the operations of ranks that wait for it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
-    Raises:
-        InputError: the launcher's variables cannot be used.
-    """
+
+def join() -> Ranks:
+    """Join the ranks of a launcher such as torchrun. Raises InputError if its variables are bad."""
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

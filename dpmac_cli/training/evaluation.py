@@ -17,32 +17,38 @@ class Evaluation:
 
     Attributes:
         loss: mean cross entropy.
-        confusion: counts, confusion[true class, predicted class], int64.
-        unanswered: counts by true class of samples for which the output holds NaN, int64; no class
-            is predicted for these, which is wrong.
+        counts: by true class and predicted class, int64, shape (classes, classes + 1); the last
+            column is of samples whose output holds NaN, which is wrong.
     """
 
     loss: float
-    confusion: Tensor
-    unanswered: Tensor
+    counts: Tensor
+
+    @property
+    def confusion(self) -> Tensor:
+        """Counts by true and predicted class, shape (classes, classes)."""
+        return self.counts[:, :-1]
+
+    @property
+    def unanswered(self) -> Tensor:
+        """Counts by true class of samples for which no class is predicted, shape (classes,)."""
+        return self.counts[:, -1]
 
     @property
     def samples(self) -> int:
         """Number of samples scored."""
-        return int(self.confusion.sum() + self.unanswered.sum())
+        return int(self.counts.sum())
 
     @property
     def accuracy(self) -> float:
         """Fraction classified correctly, 0 to 1."""
-        return int(self.confusion.diagonal().sum()) / self.samples
+        return int(self.counts.diagonal().sum()) / self.samples
 
     @property
     def per_class(self) -> list[float]:
         """Accuracy within each true class, 0 to 1; nan for a class without samples."""
-        right = (
-            self.confusion.diagonal().double() / (self.confusion.sum(1) + self.unanswered).double()
-        )
-        return [float(value) for value in right]
+        right: list[float] = (self.counts.diagonal().double() / self.counts.sum(1)).tolist()
+        return right
 
 
 @torch.no_grad()
@@ -61,19 +67,15 @@ def _logits(model: nn.Module, data: Data, split: Split) -> Iterator[tuple[Tensor
 
 def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
     """Score every sample of a split."""
-    loss, confusion, unanswered = 0.0, None, None
+    loss, counts = 0.0, torch.zeros(())
     for logits, labels in _logits(model, data, split):
         loss += cross_entropy(logits, labels, reduction="sum").item()
         classes = logits.shape[1]
-        lost = logits.isnan().any(1)
-        cells = labels * classes + logits.argmax(1)
-        cells = torch.bincount(cells[~lost], minlength=classes**2).view(classes, classes)
-        without = torch.bincount(labels[lost], minlength=classes)
-        confusion = cells if confusion is None else confusion + cells
-        unanswered = without if unanswered is None else unanswered + without
-    assert confusion is not None  # noqa: S101  (a split is not empty)
-    assert unanswered is not None  # noqa: S101
-    return Evaluation(loss / len(split), confusion.cpu(), unanswered.cpu())
+        guesses = logits.argmax(1).masked_fill_(logits.isnan().any(1), classes)
+        cells = (classes + 1) * labels + guesses
+        found = torch.bincount(cells, minlength=classes * (classes + 1))
+        counts = counts.to(found) + found.view(classes, classes + 1)
+    return Evaluation(loss / len(split), counts.cpu())
 
 
 def losses_of(model: nn.Module, data: Data, split: Split) -> Tensor:

@@ -21,22 +21,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The test set scored after some step, with post-noise values beside it.
-
-    Attributes:
-        step: t. epoch: t over ceil(n/B).
-        seconds: of training so far, evaluation left out.
-        result: on the test set.
-        last: no step follows in this session.
-        public: see :meth:`Trainer.public_values`.
-    """
+    """The test set scored after some step, with post-noise values beside it."""
 
     step: int
-    epoch: float
-    seconds: float
+    epoch: float  # t over ceil(n/B)
+    seconds: float  # of training so far, evaluation left out
     result: Evaluation
-    last: bool
-    public: dict[str, float] = field(default_factory=dict)
+    last: bool  # no step follows in this session
+    public: dict[str, float] = field(default_factory=dict)  # of :meth:`Trainer.public_values`
 
 
 def fit(
@@ -49,7 +41,7 @@ def fit(
     """Train to the plan's end, scoring the test set after each epoch and at the end.
 
     Args:
-        trainer: a trainer, fresh or part way.
+        trainer: fresh or part way.
         stop: asked after every step; True ends the run early, after a last evaluation.
         pause: asked after every step; True yields a Progress however early.
         seconds: of training before, in a run that is resumed.

@@ -18,23 +18,16 @@ AUGMENTS = ("crop+flip", "crop", "flip")
 class Recipe:
     """Training practice around an optimizer.
 
-    Attributes:
-        schedule: of the learning rate, a name of :data:`SCHEDULES`.
-        warmup: steps in which the rate rises to its peak.
-        weight_decay: lambda of theta - eta lambda theta, apart from the gradient (Loshchilov and
-            Hutter 2019, arXiv 1711.05101).
-        ema: decay of the average of weights that is scored and published; 0 for the last ones.
-        views: K, of each image in each step: the mean of their gradients is clipped (De et al.
-            2022, arXiv 2204.13650).
-        augment: how views are drawn, a name of :data:`AUGMENTS`; "none" for images as they are.
+    Weight decay is apart from the gradient (Loshchilov and Hutter 2019, arXiv 1711.05101). Of the
+    augmented views of an image the mean gradient is clipped (De et al. 2022, arXiv 2204.13650).
     """
 
-    schedule: str = "constant"
-    warmup: int = 0
-    weight_decay: float = 0.0
-    ema: float = 0.0
-    views: int = 1
-    augment: str = "none"
+    schedule: str = "constant"  # of the learning rate, a name of SCHEDULES
+    warmup: int = 0  # steps in which the rate rises to its peak
+    weight_decay: float = 0.0  # lambda of theta - eta lambda theta
+    ema: float = 0.0  # decay of the weights' average that is published; 0 for the last weights
+    views: int = 1  # K, of each image in each step
+    augment: str = "none"  # how views are drawn, a name of AUGMENTS; "none" for images as they are
 
     @property
     def augmented(self) -> bool:
@@ -57,22 +50,12 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of a run, fixed before it begins.
+    """Plan of a run, fixed before it begins."""
 
-    Attributes:
-        steps: T.
-        steps_per_epoch: ceil(n/B).
-        physical_batch: samples worked on at a time; noise is added once per step all the same.
-        private: False trains without clipping and noise, as a baseline.
-        compiled: whether torch.compile fuses the operations on vectors.
-        recipe: practice around the optimizer.
-        isolated: run the network on each sample alone, so that it cannot mix samples.
-    """
-
-    steps: int
-    steps_per_epoch: int
-    physical_batch: int
-    private: bool = True
-    compiled: bool = False
+    steps: int  # T
+    steps_per_epoch: int  # ceil(n/B)
+    physical_batch: int  # samples worked on at a time; noise is added once per step all the same
+    private: bool = True  # False trains without clipping and noise, as a baseline
+    compiled: bool = False  # torch.compile fuses the operations on vectors
     recipe: Recipe = field(default_factory=Recipe)
-    isolated: bool = False
+    isolated: bool = False  # run the network on each sample alone, so that it cannot mix samples

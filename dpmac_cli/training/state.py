@@ -20,43 +20,28 @@ from dpmac_cli.randomness.sampling import Sampler
 class Randomness:
     """Random draws of a run, all of them functions of a key and the step.
 
-    Attributes:
-        keys: of all of them; secret. Ranks other than the first have that of ``layers`` alone.
-        sampler: draws the batches. noise: added to the sums. None where another rank has them.
-        layers: of forward passes: augmented views, dropout. None where there is none.
+    Ranks other than the first have the key of ``layers`` alone, and neither sampler nor noise.
     """
 
     keys: Keys
     sampler: Sampler | None
     noise: Noise | None
-    layers: LayerDraws | None = None
+    layers: LayerDraws | None = None  # augmented views and dropout, if there are any
 
 
 @dataclass(kw_only=True)
 class TrainState:
-    """All state of a run in one value.
+    """All state of a run in one value."""
 
-    Attributes:
-        theta: the parameters, shape (d,); the model's tensors are views of it.
-        moments: m and v of the private means.
-        region: the ellipsoid that the next step clips to.
-        spread: what the geometry remembers; None for a ball.
-        step: t, steps taken.
-        chunk: samples worked on at a time: the physical batch, halved when memory runs out.
-        keys: of every random draw; secret. With the step, they determine all further draws.
-        average: of theta, which is scored and published; None where theta itself is.
-        extra: tensors of hooks, such as the coins of canaries, which are secret.
-    """
-
-    theta: Tensor
-    moments: Moments
-    region: Ellipsoid
-    spread: Spread | None
-    chunk: int
-    keys: Keys
-    step: int = 0
-    average: Tensor | None = None
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    theta: Tensor  # parameters, shape (d,); the model's tensors are views of it
+    moments: Moments  # m and v of the private means
+    region: Ellipsoid  # that the next step clips to
+    spread: Spread | None  # memory of the geometry; None for a ball
+    chunk: int  # samples worked on at a time: the physical batch, halved when memory runs out
+    keys: Keys  # secret; with the step, they determine all further draws
+    step: int = 0  # t, steps taken
+    average: Tensor | None = None  # of theta, scored and published; None where theta itself is
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # of hooks: secret coins of canaries
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name. All but those of hooks are post-noise."""
@@ -90,8 +75,7 @@ class TrainState:
         """Copy a saved state into this one.
 
         Args:
-            tensors: of :meth:`tensors`.
-            numbers: of :meth:`numbers`.
+            tensors, numbers: of the methods of these names.
             exactly: whether the steps to come repeat those of the saved run. They draw from the
                 saved keys then, and otherwise from new ones.
 

@@ -22,7 +22,7 @@ from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.storage.digest import identical
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import ChunkedSum
-from dpmac_cli.training.distributed import Alone
+from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 from dpmac_cli.training.hooks import Hook
 from dpmac_cli.training.schedules import Plan
@@ -60,14 +60,14 @@ class Trainer:
         plan: Plan,
         randomness: Randomness,
         hooks: Sequence[Hook] = (),
-        ranks: Alone | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("a run without privacy clips nothing, so noise would have no scale")
         forbid_tf32()
         self.model, self.data, self.algorithm = model, data, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
-        self.randomness, self._ranks = randomness, ranks or Alone()
+        self.randomness, self._ranks = randomness, ranks or Ranks()
         self._sums = ChunkedSum(model, data, plan, mechanism.expected_batch, randomness.layers)
         theta = self._sums.theta
         self._untrained = {n: t.clone() for n, t in _untrained(model, self._sums.trained)}

@@ -41,19 +41,19 @@ def table(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "training_seconds"} for row in rows]
 
 
-def children(parent: int) -> list[int]:
-    """Worker processes of a command."""
-    found = []
+def children(command: int) -> list[int]:
+    """Processes of a command that train a run: of the server that forks them."""
+    parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                command = (entry / "cmdline").read_text()
+                line = (entry / "cmdline").read_text()
             except OSError:
                 continue
-            if int(fields[1]) == parent and "spawn_main" in command:
-                found.append(int(entry.name))
-    return found
+            if "multiprocessing.forkserver" in line:
+                parents[int(entry.name)] = int(fields[1])
+    return [pid for pid, parent in parents.items() if parents.get(parent) == command]
 
 
 def wait_for_steps(out: Path) -> None:

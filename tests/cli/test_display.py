@@ -7,23 +7,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dpmac_cli.cli.compare_display import Lines, LiveRuns, print_comparison
+from dpmac_cli.cli import compare_display
 from dpmac_cli.cli.console import Expendable
-from dpmac_cli.cli.display import LiveBar
+from dpmac_cli.cli.display import Display
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executor import Ended, Moved
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import Comparison
 from dpmac_cli.training.loop import Progress
 from tests.digits_runs import digits_config
-from tests.test_tables import cell, comparison
 
 STEPS = 58_800
 
 
-def bar(width: int) -> tuple[LiveBar, Console]:
+def bar(width: int) -> tuple[Display, Console]:
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    display = LiveBar(console)
+    display = Display(console)
     config = digits_config(steps=STEPS)
     display.show(
         Started(
@@ -79,35 +77,12 @@ def test_a_lost_stream_takes_everything_and_says_why() -> None:
     assert isinstance(seen[1], OSError)
 
 
-def many_columns(sigmas: int) -> Comparison:
-    names = ("adaclip", "dp-macadam", "dp-macadambc with a longer name")
-    cells = tuple(
-        cell(name, 0.5 + i / 10, 0.5, 0.9, standing="tied") for name in names for i in range(sigmas)
-    )
-    return comparison(*cells)
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_comparison_fits_the_screen_and_shows_every_cell(width: int) -> None:
-    console = Console(width=width, file=io.StringIO())
-    print_comparison(console, many_columns(6), "here")
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
-    assert text.count("70.00 ± 28.28 ~") == 18
-    assert text.count("dp-macadambc with a longer name") == {60: 6, 80: 3, 200: 1}[width]
-    for i in range(6):
-        assert f"sigma {0.5 + i / 10:g}" in text
-    assert text.count("0:02") == 3
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
     grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
     console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
     why = " ".join(f"word{i}" for i in range(60))
-    display = (LiveRuns if terminal else Lines)(console, grid, range(len(grid.runs)))
+    display = compare_display.Display(console, grid, range(len(grid.runs)))
     display.show(Ended(0, why))
     display.close()
     assert isinstance(console.file, io.StringIO)
@@ -119,7 +94,7 @@ def test_live_runs_keep_to_a_line_each(width: int) -> None:
     flags = {"dataset": "digits", "optimizers": "all", "kappa": "paper,tracked", "sigma": "1,2"}
     grid = plan(flags, None, Path("runs"))
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    display = LiveRuns(console, grid, range(len(grid.runs)))
+    display = compare_display.Display(console, grid, range(len(grid.runs)))
     for number in (0, 5, 30):
         display.show(Moved(number, 58_799, 58_800, 0.98765))
     lines = console.render_lines(display._bars.get_renderable())

@@ -27,8 +27,6 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Reduced
 from dpmac_cli.storage import files
-from dpmac_cli.studies import local as workers
-from dpmac_cli.studies import worker
 from dpmac_cli.training import loop
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import contents, digits_config, same_weights, train_digits
@@ -558,35 +556,3 @@ def test_a_run_killed_again_and_again_ends_bit_identical() -> None:
     ends = [json.loads(Path(name, "report.json").read_text()) for name in ("run", "whole")]
     assert ends[0]["privacy"] == ends[1]["privacy"]
     assert ends[0]["test"] == ends[1]["test"]
-
-
-def test_a_worker_whose_device_failed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it did with another run would fail as well: the device is lost to its process."""
-
-    def lost(*args: object, **kwargs: object) -> None:
-        with faults.explained():
-            raise LOST[0]
-
-    class Pipe:
-        """A run to do, and then another."""
-
-        def __init__(self) -> None:
-            self.sent: list[Any] = []
-            self.tasks = iter([(0, digits_config(out="a")), (1, digits_config(out="b")), None])
-
-        def recv(self) -> Any:
-            return next(self.tasks)
-
-        def send(self, event: Any) -> None:
-            self.sent.append(event)
-
-    pipe = Pipe()
-    monkeypatch.setattr(worker, "_events", lost)
-    monkeypatch.setattr(workers, "_moved", lambda data, device: data)
-    monkeypatch.setattr(signal, "signal", lambda *args: None)
-    asked: Any = type("Never", (), {"is_set": lambda self: False})()
-    data: Any = {"digits": None}
-    workers._work(pipe, asked, data, 0, 1, os.getppid())  # type: ignore[arg-type]
-    [ended] = pipe.sent
-    assert ended.number == 0
-    assert ended.failure.startswith("The device failed (CUDA error: unspecified launch failure)")
