@@ -83,7 +83,7 @@ class Instantiated:
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly; nothing cancels."""
         step = max(1, _piece(self.g) // max(1, self.g.shape[1]))
-        found = [self._squares(g, metric) for g in self.g.split(step)]
+        found = [self._squares(g, metric) for g in torch.split(self.g, step)]
         value = (found[0] if len(found) == 1 else torch.cat(found)).div_(metric.factor)
         slack = roundoff(ROW, self.g.dtype) * value
         return SquaredNorms(value, slack, torch.zeros_like(value))

@@ -145,14 +145,14 @@ def through_standardisation(conv: Any, by_kernel: Tensor) -> dict[str, Tensor]:
 
     Args:
         conv: the layer.
-        by_kernel: (samples, out, in, height, width).
+        by_kernel: (samples, out, in, height, width); is overwritten.
     """
     g = by_kernel.flatten(2)
     direction, scale = (t.to(g.dtype) for t in conv.standardised())  # z / ||z||, 1 / ||z||
     along = (g * direction).sum(2, keepdim=True)
     moves = scale.square() * LEAST_SQUARE < 1  # otherwise ||z|| is treated as a constant
-    by_centred = scale * (g - torch.where(moves, direction * along, 0.0))
-    weight = conv.gain.unsqueeze(1) * (by_centred - by_centred.mean(2, keepdim=True))
+    g.addcmul_(direction, along * moves, value=-1)
+    weight = g.sub_(g.mean(2, keepdim=True)).mul_(conv.gain.unsqueeze(1) * scale)
     return {"weight": weight, "gain": along}
 
 

@@ -6,6 +6,7 @@ from Gram matrices, from pairs of positions or from pieces of G_i that fit in a 
 away; the clipped sum is one product, that of a plain weight gradient, with c_i delta_it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
-from torch.nn.functional import unfold
+from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_weight
 
 from dpmac_cli.dp.clipping.layer_rules import Use, is_plain, through_standardisation
@@ -29,9 +30,16 @@ from dpmac_cli.dp.clipping.norms import (
     row_sums,
 )
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.clipping.patches import (
+    gradients_by_position,
+    gram_by_position,
+    inputs_by_position,
+    means_by_position,
+    squares_by_position,
+)
 
-#: Numbers of a piece of gradients, and of the factors of a group of samples: half a CPU's cache.
-PIECE = 1 << 17
+#: Numbers of a piece of gradients, and of the factors of a group of samples: a CPU's cache.
+PIECE = 1 << 18
 #: The same on CUDA, where starting an operation takes longer than this many numbers.
 DEVICE_PIECE = 1 << 24
 #: Samples that one float32 product adds up; products are added up in float64.
@@ -42,29 +50,38 @@ PASSES = 12
 
 
 class Sizes(NamedTuple):
-    """Public sizes of a layer's use: all that the choice of a form depends on."""
+    """Public sizes of a layer's uses: all that the choice of a form depends on."""
 
     positions: int  # T, over all uses and views
     inputs: int  # K, of one position
     outputs: int  # O
+    gram: int  # multiplications, or what takes as long, of a norm by Gram matrices
+
+    @property
+    def product(self) -> int:
+        """Multiplications of one G_i."""
+        return self.positions * self.inputs * self.outputs
 
     @property
     def instantiating(self) -> int:
         """Multiplications, or what takes as long, of writing G_i and reading it once."""
         slow = 1 if self.positions >= 64 else 2  # short products run at half the speed
-        return (self.positions * slow + PASSES) * self.inputs * self.outputs
+        return self.product * slow + PASSES * self.inputs * self.outputs
 
     @property
-    def norm_by_factors(self) -> tuple[int, int]:
-        """The same of a norm without G_i: of a ball by Gram matrices, of an ellipsoid by pairs."""
-        t, weights = self.positions, self.inputs * self.outputs
-        return 2 * t * t * (self.inputs + self.outputs), (t * (t + 1) // 2 + t) * weights
+    def pairs(self) -> int:
+        """Multiplications of a norm by pairs of positions."""
+        t = self.positions
+        return (t * (t + 1) // 2 + t) * self.inputs * self.outputs
+
+    def norm(self, ball: bool) -> int:
+        """Multiplications of the cheapest norm."""
+        return min(self.instantiating, self.gram if ball else self.pairs)
 
     def holding_pays(self, ball: bool) -> bool:
         """Return whether holding all G_i until they are added costs less than a second product."""
-        twice = self.instantiating + PASSES * self.inputs * self.outputs
-        norm = min(self.instantiating, self.norm_by_factors[0 if ball else 1])
-        return twice <= norm + self.positions * self.inputs * self.outputs
+        holding = self.instantiating + PASSES * self.inputs * self.outputs
+        return holding <= self.norm(ball) + self.product
 
 
 def sizes(layer: Layer, uses: Sequence[Use], views: int) -> Sizes | None:
@@ -72,17 +89,25 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> Sizes | None:
     module: Any = layer.module
     if "weight" not in layer.parameters or not all(is_plain(layer, use) for use in uses):
         return None
-    if type(module) is nn.Linear:
-        positions = sum(use.delta[0].numel() for use in uses) // module.out_features
-    elif type(module) in {nn.Conv2d, StandardisedConv2d}:
-        zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        if not zeros or module.groups != 1 or any(use.inputs[0].ndim != 4 for use in uses):
+    linear = type(module) is nn.Linear
+    if not linear:
+        if type(module) not in {nn.Conv2d, StandardisedConv2d} or module.groups != 1:
             return None
-        positions = sum(use.delta[0, 0].numel() for use in uses)
-    else:
-        return None
+        zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        if not zeros or any(use.inputs[0].ndim != 4 for use in uses):
+            return None
     outputs = len(module.weight)
-    return Sizes(positions * views, module.weight.numel() // outputs, outputs)
+    k = module.weight.numel() // outputs
+    t = sum(use.delta[0].numel() for use in uses) // outputs * views
+    by_inputs = t * t * k
+    if not linear and len(uses) * views == 1:
+        channels, *image = uses[0].inputs[0].shape[1:]
+        taps = math.prod(module.kernel_size)
+        by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
+    gram = 2 * (by_inputs + t * t * outputs)  # in float64
+    if isinstance(module, StandardisedConv2d):
+        gram += t * k * outputs // 2  # a convolution, faster than other products
+    return Sizes(t, k, outputs, gram)
 
 
 @dataclass(frozen=True)
@@ -96,11 +121,13 @@ class PositionProducts:
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute norms of a few samples at a time, in the way that costs least."""
-        by_factors = self.sizes.norm_by_factors[metric.centre is not None]
-        standardised = isinstance(self.layer.module, StandardisedConv2d)
-        whole = not standardised and by_factors < self.sizes.instantiating
-        part = self._by_factors if whole else self._by_pieces
-        return concatenated(part(delta, a, metric) for delta, a in self._groups())
+        sizes, ball = self.sizes, metric.centre is None
+        norm, numbers = self._by_pieces, sizes.positions * (sizes.inputs + sizes.outputs)
+        if sizes.norm(ball) < sizes.instantiating and ball:
+            norm, numbers = self._by_gram, 4 * sizes.gram // (sizes.inputs + sizes.outputs)
+        elif sizes.norm(ball) < sizes.instantiating and not self._standardised:
+            norm = self._by_pairs
+        return concatenated(norm(uses, metric) for uses in self._groups(numbers))
 
     def weighted_sum(
         self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
@@ -128,57 +155,83 @@ class PositionProducts:
 
     def instantiated(self) -> Tensor:
         """Return all gradients, (samples, d_layer)."""
-        layer, begin = self.layer, 0
-        g = self.uses[0].delta.new_empty(
-            len(self.uses[0].delta) // self.views, layer.stop - layer.start
-        )
-        for delta, a in self._groups():
+        layer, begin, like = self.layer, 0, self.uses[0].delta
+        g = like.new_empty(len(like) // self.views, layer.stop - layer.start)
+        for uses in self._groups(self.sizes.positions * (self.sizes.inputs + self.sizes.outputs)):
+            delta, a = self._factors(uses)
             kernel = torch.bmm(delta.mT, a)
             parts = {"weight": kernel, "bias": delta.sum(1)}
-            if isinstance(layer.module, StandardisedConv2d):
+            if self._standardised:
                 parts |= through_standardisation(layer.module, kernel)
             rows = g[begin : begin + len(delta)]
             torch.cat([parts[name].flatten(1) for name in layer.parameters], 1, out=rows)
             begin += len(delta)
         return g
 
-    def _groups(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield delta, (samples, T, O), and a, (samples, T, K), of as many samples as fit."""
-        like, views = self.uses[0].delta, self.views
-        room = DEVICE_PIECE if like.is_cuda else 4 * PIECE
-        step = max(1, room // (self.sizes.positions * (self.sizes.inputs + self.sizes.outputs)))
-        for begin in range(0, len(like) // views, step):
-            rows = slice(begin * views, (begin + step) * views)
-            factors = [self._factors(use.part(rows)) for use in self.uses]
-            deltas, inputs = zip(*factors, strict=True)
-            yield (
-                deltas[0] if len(deltas) == 1 else torch.cat(deltas, 1),
-                inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1),
-            )
+    @property
+    def _standardised(self) -> bool:
+        return isinstance(self.layer.module, StandardisedConv2d)
 
-    def _factors(self, use: Use) -> tuple[Tensor, Tensor]:
-        """Return delta, (samples, positions, O), and a, (samples, positions, K), of one use."""
-        module: Any = self.layer.module
-        a, delta = use.inputs[0], use.delta
-        if not isinstance(module, nn.Linear):
-            a = unfold(a, module.kernel_size, module.dilation, module.padding, module.stride).mT
-            delta = delta.flatten(2).mT
-        samples = len(delta) // self.views
+    def _groups(self, numbers: int) -> Iterator[list[Use]]:
+        """Yield the uses of a few samples at a time, each of which takes so many numbers."""
+        like, views = self.uses[0].delta, self.views
+        step = max(1, (DEVICE_PIECE if like.is_cuda else 4 * PIECE) // numbers)
+        for begin in range(0, len(like) // views, step):
+            yield [use.part(slice(begin * views, (begin + step) * views)) for use in self.uses]
+
+    def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
+        """Return delta, (samples, T, O), and a, (samples, T, K)."""
+        module = self.layer.module
         return (
-            delta.reshape(samples, -1, self.sizes.outputs),
-            a.reshape(samples, -1, self.sizes.inputs),
+            self._by_sample([gradients_by_position(module, use.delta) for use in uses]),
+            self._by_sample([inputs_by_position(module, use.inputs[0]) for use in uses]),
         )
 
-    def _by_factors(self, delta: Tensor, a: Tensor, metric: LayerMetric) -> SquaredNorms:
-        return OuterProducts(delta, a, "bias" in self.layer.parameters).squared_norms(metric)
+    def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
+        """Put positions of all views and uses of a sample side by side."""
+        apart = [t.reshape(len(t) // self.views, -1, *t.shape[2:]) for t in rows]
+        return apart[0] if len(apart) == 1 else torch.cat(apart, 1)
 
-    def _by_pieces(self, delta: Tensor, a: Tensor, metric: LayerMetric) -> SquaredNorms:
+    def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
+        bias = "bias" in self.layer.parameters
+        return OuterProducts(*self._factors(uses), bias).squared_norms(metric)
+
+    def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
+        """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
+        module = self.layer.module
+        kernel = _Kernel(self.layer, metric, torch.float64)
+        delta = self._by_sample([gradients_by_position(module, use.delta) for use in uses])
+        if len(uses) * self.views == 1:
+            gram = gram_by_position(module, uses[0].inputs[0])
+        else:
+            a = self._factors(uses)[1].double()
+            gram = a @ a.mT
+        reach = kernel.reach(delta, gram.diagonal(dim1=1, dim2=2))
+        u = roundoff(sum(self.sizes[:3]), torch.float64)
+        value, slack = torch.zeros_like(reach), 2 * u * reach
+        if self._standardised:
+            [use] = uses
+            by_gain, rest = kernel.along(use)
+            off = reach.sqrt() * roundoff(self.sizes.inputs + ROW, use.delta.dtype)
+            value += by_gain
+            slack += off * (2 * rest.sqrt() + off)
+            means = means_by_position(module, use.inputs[0])
+            gram.baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-self.sizes.inputs)
+        if "bias" in self.layer.parameters:
+            value += kernel.distance(delta.sum(1, dtype=torch.float64), "bias")
+        delta = kernel.scaled(delta.double())
+        value += torch.bmm(delta, delta.mT).mul_(gram).sum((1, 2)).mul_(metric.inverse)
+        return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
+
+    def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         """Compute norms from G_i itself, some outputs of some samples at a time.
 
         G_i is off by at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
+        delta, a = self._factors(uses)
         kernel = _Kernel(self.layer, metric, delta.dtype)
-        reach = kernel.reach(delta, a)
+        squares = [squares_by_position(self.layer.module, use.inputs[0]) for use in uses]
+        reach = kernel.reach(delta, self._by_sample(squares))
         total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
         if "bias" in self.layer.parameters:
             total += kernel.distance(delta.sum(1), "bias")
@@ -195,11 +248,9 @@ class PositionProducts:
                 value, before = kernel.squares(torch.bmm(by_output[:, part], a[some]), part)
                 total[some] += value
                 gross[some] += before
-        u = roundoff(self.sizes.positions + kernel.extra, delta.dtype)
-        off = reach.sqrt().mul_(u)
+        off = reach.sqrt().mul_(roundoff(self.sizes.positions + kernel.extra, delta.dtype))
         slack = off * (2 * gross.sqrt() + off) + roundoff(ROW + kernel.extra, delta.dtype) * gross
-        norms = (total, slack, reach)
-        return SquaredNorms(*(n.div_(metric.factor) for n in norms))
+        return SquaredNorms(*(n.div_(metric.factor) for n in (total, slack, reach)))
 
     def _add_up(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """Write the sum of c_i G_i; products of at most :data:`ADDED` samples."""
@@ -219,7 +270,7 @@ class PositionProducts:
                         total[name] += part
                     else:
                         total[name] = part.double() if several else part
-        if isinstance(self.layer.module, StandardisedConv2d):
+        if self._standardised:
             total |= through_standardisation(self.layer.module, total["weight"].unsqueeze(0))
         torch.cat([total[name].flatten() for name in self.layer.parameters], out=out)
 
@@ -251,7 +302,7 @@ class _Kernel:
             self._parts[name] = slice(begin, begin + p.numel())
             begin += p.numel()
         module: Any = layer.module
-        self._rows = len(module.weight)
+        self._module = module
         self.extra, self._standardised = 0, isinstance(module, StandardisedConv2d)
         if self._standardised:
             direction, scale = module.standardised()
@@ -264,17 +315,40 @@ class _Kernel:
         """Return the squared norm of g - m over one parameter, float64, shape (samples,)."""
         return self._squares(g, self._parts[name])
 
-    def reach(self, delta: Tensor, a: Tensor) -> Tensor:
-        """Return R_i^2, or more: float64, shape (samples,)."""
+    def reach(self, delta: Tensor, squares: Tensor) -> Tensor:
+        """Return R_i^2, or more: float64, shape (samples,).
+
+        Args:
+            delta: (samples, T, O).
+            squares: of the norms of a, float64, (samples, T).
+        """
         largest = self._metric.largest.double()
         weights = largest
         if self._standardised:
             weights = self._scale.double().square() + float("gain" in self._parts)
             weights = weights.mul_(largest)
         by_delta = vector_norm(delta * weights.sqrt(), dim=2)
-        squares = vector_norm(a, dim=2, dtype=torch.float64).square_()
-        by_input = squares.add_(float("bias" in self._parts)).sqrt_()
+        by_input = (squares + float("bias" in self._parts)).sqrt_()
         return (by_delta * by_input).sum(1).square_()
+
+    def scaled(self, delta: Tensor) -> Tensor:
+        """Return delta for G_i by the weight instead of W-hat, (samples, T, O)."""
+        return delta * self._scale if self._standardised else delta
+
+    def along(self, use: Use) -> tuple[Tensor, Tensor]:
+        """Return what the map of :func:`through_standardisation` changes about norms in a ball.
+
+        Returns:
+            what the gain adds and the direction of W takes away, and the sum of both sizes, float64,
+            shape (samples,) each.
+        """
+        a, conv = use.inputs[0], self._module
+        direction = self._direction.to(a.dtype).view_as(conv.weight)
+        output = conv2d(a, direction, None, conv.stride, conv.padding, conv.dilation)
+        along = output.mul_(use.delta).flatten(2).sum(2, dtype=torch.float64).square_()
+        gained = along.sum(1) if "gain" in self._parts else torch.zeros_like(along[:, 0])
+        lost = along @ (self._scale.square() * self._moves)
+        return (gained - lost) * self._metric.inverse, (gained + lost) * self._metric.inverse
 
     def centred(self, a: Tensor) -> Tensor:
         """Return inputs that make G_i centred where the map centres it."""
@@ -319,5 +393,4 @@ class _Kernel:
         if metric.centre is None:
             return row_sums(g.square()).mul_(metric.inverse)
         squares = (g - metric.centre[part]).square_()
-        total: Tensor = row_sums(squares.mul_(metric.inverse[part]))
-        return total
+        return row_sums(squares.mul_(metric.inverse[part]))

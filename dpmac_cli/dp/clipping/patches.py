@@ -1,0 +1,82 @@
+"""Inputs of a layer at its positions: patches of a convolution, their norms and inner products."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+from torch.nn.functional import conv2d, unfold
+
+
+def inputs_by_position(module: Any, a: Tensor) -> Tensor:
+    """Return what a Linear layer or a convolution reads at each position, (rows, T, K)."""
+    if isinstance(module, nn.Linear):
+        return a.reshape(len(a), -1, module.in_features)
+    return unfold(a, module.kernel_size, module.dilation, module.padding, module.stride).mT
+
+
+def gradients_by_position(module: Any, delta: Tensor) -> Tensor:
+    """Return gradients by a layer's outputs, (rows, T, O)."""
+    if isinstance(module, nn.Linear):
+        return delta.reshape(len(delta), -1, module.out_features)
+    return delta.flatten(2).mT
+
+
+def squares_by_position(module: Any, a: Tensor) -> Tensor:
+    """Return squared norms of the inputs, float64, (rows, T)."""
+    if isinstance(module, nn.Linear):
+        rows = inputs_by_position(module, a)
+        return vector_norm(rows, dim=2, dtype=torch.float64).square_()
+    pixels = vector_norm(a, dim=1, keepdim=True, dtype=torch.float64).square_()
+    return _over_kernel(module, pixels)
+
+
+def means_by_position(conv: Any, a: Tensor) -> Tensor:
+    """Return means of patches, float64, (rows, T)."""
+    return _over_kernel(conv, a.double().sum(1, keepdim=True)) / conv.weight[0].numel()
+
+
+def gram_by_position(module: Any, a: Tensor) -> Tensor:
+    """Return inner products of the inputs of any two positions, float64, (rows, T, T).
+
+    Those of patches are sums, over the taps of the kernel, of products of two pixels: each pair of
+    pixels is multiplied once, not once per tap.
+    """
+    if isinstance(module, nn.Linear):
+        rows = inputs_by_position(module, a).double()
+        return rows @ rows.mT
+    flat = a.double().flatten(2)
+    height, width = a.shape[2:]
+    pairs = (flat.mT @ flat).view(len(a), height, width, height, width)
+    ys, xs = (_taps(module, axis, size) for axis, size in enumerate((height, width)))
+    out = pairs.new_zeros(len(a), ys[0][2], xs[0][2], ys[0][2], xs[0][2])
+    for to_y, from_y, _ in ys:
+        for to_x, from_x, _ in xs:
+            out[:, to_y, to_x, to_y, to_x] += pairs[:, from_y, from_x, from_y, from_x]
+    return out.flatten(3).flatten(1, 2)
+
+
+def _over_kernel(conv: Any, pixels: Tensor) -> Tensor:
+    """Add up numbers of pixels, (rows, 1, height, width), over each patch: (rows, T)."""
+    ones = pixels.new_ones(1, 1, *conv.kernel_size)
+    return conv2d(pixels, ones, None, conv.stride, conv.padding, conv.dilation).flatten(1)
+
+
+def _taps(conv: Any, axis: int, size: int) -> list[tuple[slice, slice, int]]:
+    """Return for each tap of a kernel, along one axis, which outputs read which pixels.
+
+    Returns:
+        slices of the outputs and of the pixels, and the number of all outputs.
+    """
+    kernel, stride = conv.kernel_size[axis], conv.stride[axis]
+    padding, dilation = conv.padding[axis], conv.dilation[axis]
+    outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    found = []
+    for tap in range(kernel):
+        shift = tap * dilation - padding  # output i reads pixel i * stride + shift
+        first = max(0, -(shift // stride))
+        last = min(outputs - 1, (size - 1 - shift) // stride)
+        pixels = slice(first * stride + shift, last * stride + shift + 1, stride)
+        if first <= last:
+            found.append((slice(first, last + 1), pixels, outputs))
+    return found
