@@ -26,8 +26,8 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.algorithm import build_algorithm
-from dpmac_cli.dp.clipping.forms import OuterProducts
 from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise

@@ -157,14 +157,14 @@ def too_many(
     """
     whole, tried, sizes = trainer._sums.clipped_sum._centred_sum, itertools.count(), []
 
-    def centred_sum(gradients: Any, c: Tensor, valid: Tensor, metric: Metric, out: Tensor) -> None:
-        whole(gradients, c, valid, metric, out)
+    def centred_sum(gradients: Any, c: Tensor, *rest: Any) -> None:
+        whole(gradients, c, *rest)
         if len(c) > most(next(tried)):
-            out.fill_(torch.nan)
+            rest[-1].fill_(torch.nan)
             raise fault()
         sizes.append(len(c))
 
-    trainer._sums.clipped_sum._centred_sum = centred_sum  # type: ignore[method-assign]
+    trainer._sums.clipped_sum._centred_sum = centred_sum  # type: ignore[method-assign,assignment]
     return sizes
 
 

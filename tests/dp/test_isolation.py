@@ -14,11 +14,12 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit
-from dpmac_cli.dp.clipping.forms import Instantiated, OuterProducts
+from dpmac_cli.dp.clipping.forms import Instantiated
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.clipping.layers import Layer, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.modules import StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.errors import ModelError
 from dpmac_cli.training.trainer import Trainer
@@ -310,7 +311,7 @@ def test_views_of_one_sample_may_be_mixed() -> None:
 
 def test_recorded_layers_are_held_in_the_cheapest_form() -> None:
     subject = alone("lora")
-    _, forms = subject.isolated(*subject.batch())
+    _, forms = subject.isolated(*subject.batch(), ball=True)
     assert [type(form) for form in forms] == [Instantiated, OuterProducts]
 
 
@@ -514,7 +515,7 @@ def test_dropout_differs_between_samples_and_repeats_with_the_seed(loop: bool) -
 
     def losses(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return subject.isolated(x, y)[0]
+        return subject.isolated(x, y, ball=True)[0]
 
     assert subject.isolated.vmapped is not loop
     assert len(set(losses(0).tolist())) == len(x)
@@ -544,7 +545,7 @@ def test_a_sample_that_seeds_the_generator_seeds_no_other() -> None:
 
     def losses(x: Tensor) -> Tensor:
         torch.manual_seed(0)
-        return subject.isolated(x, y)[0]
+        return subject.isolated(x, y, ball=True)[0]
 
     moved = torch.cat([x[:1] + 1, x[1:]])
     assert not subject.isolated.vmapped

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_weights
-from dpmac_cli.dp.clipping.forms import Norms, OuterProducts, total_squared_norms
-from dpmac_cli.dp.clipping.layers import find_layers
+from dpmac_cli.dp.clipping.forms import Norms, total_squared_norms
+from dpmac_cli.dp.clipping.layer_rules import Use
+from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms, sum_rounded_up
+from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.randomness.noise import Normals
 from tests.helpers import Batches, in_chunks_of, make_trainer
@@ -246,8 +249,8 @@ def test_terms_that_cancel_cannot_lift_a_sample_above_one(
     torch.manual_seed(0)
     if form != "whole":
         monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PIECE", 1)
-    if form == "pairs":
-        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.PAIRED", 100)
+        monkeypatch.setattr("dpmac_cli.dp.clipping.forms.HELD", 0)
+        monkeypatch.setattr(Sizes, "instantiating" if form == "pieces" else "pairs", 0)
     linear = nn.Linear(8, 10, bias=False)
     model = linear if over == "views" else Bag(together=over == "positions")
     subject = prepare(model, views=100 if over == "views" else 1)
@@ -265,10 +268,19 @@ def test_terms_that_cancel_cannot_lift_a_sample_above_one(
     assert worst <= 1
 
 
+def by_position(layer: Layer, a: Tensor, delta: Tensor) -> PositionProducts:
+    uses = (Use((a,), delta),)
+    found = sizes(layer, uses, 1)
+    assert found is not None
+    return PositionProducts(layer, uses, 1, found)
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize("rest", [0.0, 1e-4, 1.0])
 @pytest.mark.parametrize("kind", ["ball", "ellipsoid"])
-def test_the_slack_of_pairs_of_terms_is_a_bound(kind: str, rest: float) -> None:
+def test_the_slack_of_pairs_of_terms_is_a_bound(
+    kind: str, rest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of three terms that cancel, and a rest."""
     torch.manual_seed(0)
     delta, a = torch.randn(20, 4, 10), torch.randn(20, 4, 300)
@@ -280,7 +292,8 @@ def test_the_slack_of_pairs_of_terms_is_a_bound(kind: str, rest: float) -> None:
     region = ball(1.0, torch.zeros(3000))
     if kind == "ellipsoid":
         region = ellipsoid(torch.randn(3000), torch.exp(torch.randn(3000)))
-    found = OuterProducts(delta, a, False).squared_norms(Metric(region).of(layer))
+    monkeypatch.setattr(Sizes, "pairs", 0)
+    found = by_position(layer, a, delta).squared_norms(Metric(region).of(layer))
     exact = whiten((delta.double().mT @ a.double()).flatten(1), region).square().sum(1)
     assert ((found.value - exact).abs() <= found.slack + 1e-12 * exact).all()
 
@@ -294,13 +307,14 @@ def test_the_slack_of_pairs_of_terms_is_a_bound(kind: str, rest: float) -> None:
 
 @pytest.mark.privacy
 def test_terms_that_cancel_do_not_grow_the_rounding_of_the_sum() -> None:
-    """Which is of all samples: one more of another kind would round them all anew."""
+    """That sum is over all samples: one of another kind would change how all are rounded."""
     torch.manual_seed(0)
     delta, a = torch.randn(512, 1, 4).expand(-1, 2, -1), torch.randn(512, 2, 6)
     a[:, 1] = 1e-2 * a[:, 1] - a[:, 0]
-    linear = OuterProducts(delta, a, False)
+    [layer] = find_layers(nn.Linear(6, 4, bias=False))
+    linear = by_position(layer, a, delta)
     c, total = torch.ones(512), torch.empty(24)
-    linear.weighted_sum(c, None, total)
+    linear.weighted_sum(c, None, total, torch.ones(512, dtype=torch.bool))
     exact = torch.empty(24, dtype=torch.float64)
     linear.select(slice(None)).weighted_sum(c.double(), None, exact)
     torch.testing.assert_close(total, exact.float(), rtol=2**-23, atol=0)

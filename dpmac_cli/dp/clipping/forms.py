@@ -34,7 +34,7 @@ DEVICE_PIECE = 1 << 24
 #: Numbers of one layer's gradients to hold between norm and sum: 32 MiB, above which glibc maps
 #: memory afresh for every step.
 HELD = 1 << 23
-#: Positions from which a grouped convolution instantiates gradients faster than products of patches.
+#: Positions from which a grouped convolution instantiates gradients faster than patches do.
 BY_CONVOLUTION = 64
 
 
@@ -163,16 +163,17 @@ def choose_form(
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start
     found = sizes(layer, uses, views)
+    small = samples * size <= _piece(delta)
     if found is not None:
         if found.positions == 1 and type(layer.module) is nn.Linear:
             a = uses[0].inputs[0].reshape(samples, 1, -1)
             return OuterProducts(delta.reshape(samples, 1, -1), a, "bias" in layer.parameters)
         products = PositionProducts(layer, tuple(uses), views, found)
-        if samples * size > HELD or not found.holding_pays(ball):
+        if not small and (samples * size > HELD or not found.holding_pays(ball)):
             return products
-        if found.positions < BY_CONVOLUTION:
+        if not small and found.positions < BY_CONVOLUTION:
             return Instantiated(products.instantiated())
-    elif samples * size > _piece(delta) and not isinstance(layer.module, nn.Conv2d):
+    elif not small and not isinstance(layer.module, nn.Conv2d):
         # Gradients of other convolutions are too expensive to compute twice.
         return InPieces(layer, tuple(uses), views)
     return Instantiated(_held(layer, uses, views))

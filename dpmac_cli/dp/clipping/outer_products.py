@@ -73,20 +73,13 @@ class OuterProducts:
         return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
 
     def _in_a_ball(self, inverse: Tensor) -> SquaredNorms:
-        """Compute norms times ``inverse``, the A of all coordinates; in float64."""
+        """Compute norms of single terms times ``inverse``, the A of all coordinates; in float64."""
         widths = self.a.shape[2] + self.bias + self.delta.shape[2]
-        if self.a.shape[1] == 1:
-            norms = vector_norm(self.delta, dim=(1, 2), dtype=torch.float64)
-            s1 = norms.square_().mul_(inverse) * (
-                vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
-            )
-            return SquaredNorms(s1, roundoff(widths, self.a.dtype) * s1, torch.zeros_like(s1))
-        delta, a = self.delta.double(), self.a.double()
-        by_pair = delta @ delta.mT * (a @ a.mT + float(self.bias))
-        reach = by_pair.diagonal(dim1=1, dim2=2).sqrt().sum(1)
-        reach = reach.square_().mul_(inverse)
-        slack = reach * 2 * roundoff(widths, torch.float64)
-        return SquaredNorms(by_pair.sum((1, 2)).mul_(inverse), slack, reach)
+        norms = vector_norm(self.delta, dim=(1, 2), dtype=torch.float64)
+        s1 = norms.square_().mul_(inverse) * (
+            vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
+        )
+        return SquaredNorms(s1, roundoff(widths, self.a.dtype) * s1, torch.zeros_like(s1))
 
     def _underflow(self, a_squared: Tensor, delta_squared: Tensor, metric: LayerMetric) -> Tensor:
         """Bound what S1 - 2 S2 loses where products are too small for their dtype.

@@ -12,7 +12,8 @@ def inputs_by_position(module: Any, a: Tensor) -> Tensor:
     """Return what a Linear layer or a convolution reads at each position, (rows, T, K)."""
     if isinstance(module, nn.Linear):
         return a.reshape(len(a), -1, module.in_features)
-    return unfold(a, module.kernel_size, module.dilation, module.padding, module.stride).mT
+    patches: Tensor = unfold(a, module.kernel_size, module.dilation, module.padding, module.stride)
+    return patches.mT
 
 
 def gradients_by_position(module: Any, delta: Tensor) -> Tensor:
@@ -26,14 +27,16 @@ def squares_by_position(module: Any, a: Tensor) -> Tensor:
     """Return squared norms of the inputs, float64, (rows, T)."""
     if isinstance(module, nn.Linear):
         rows = inputs_by_position(module, a)
-        return vector_norm(rows, dim=2, dtype=torch.float64).square_()
-    pixels = vector_norm(a, dim=1, keepdim=True, dtype=torch.float64).square_()
-    return _over_kernel(module, pixels)
+        norms: Tensor = vector_norm(rows, dim=2, dtype=torch.float64)
+        return norms.square_()
+    pixels = vector_norm(a, dim=1, keepdim=True, dtype=torch.float64)
+    return _over_kernel(module, pixels.square_())
 
 
 def means_by_position(conv: Any, a: Tensor) -> Tensor:
     """Return means of patches, float64, (rows, T)."""
-    return _over_kernel(conv, a.double().sum(1, keepdim=True)) / conv.weight[0].numel()
+    sums = _over_kernel(conv, a.sum(1, keepdim=True, dtype=torch.float64))
+    return sums / len(conv.weight[0].flatten())
 
 
 def gram_by_position(module: Any, a: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class PositionProducts:
         if exact is None:
             self._add_up(c, valid, out)
             return
-        rest = out.double()
+        rest = torch.empty_like(out, dtype=torch.float64)
         self.select(exact)._add_up(c[exact].double(), None, rest)
         self._add_up(torch.where(exact, 0, c), ~exact if valid is None else valid & ~exact, out)
         out.copy_(rest.add_(out))
@@ -212,7 +212,7 @@ class PositionProducts:
         if self._standardised:
             [use] = uses
             by_gain, rest = kernel.along(use)
-            off = reach.sqrt() * roundoff(self.sizes.inputs + ROW, use.delta.dtype)
+            off = reach.sqrt() * roundoff(self.sizes.inputs, use.delta.dtype)
             value += by_gain
             slack += off * (2 * rest.sqrt() + off)
             means = means_by_position(module, use.inputs[0])
@@ -306,7 +306,7 @@ class _Kernel:
         self.extra, self._standardised = 0, isinstance(module, StandardisedConv2d)
         if self._standardised:
             direction, scale = module.standardised()
-            self.extra = ROW
+            self.extra = min(ROW, module.weight[0].numel())
             self._moves = (scale.square() * LEAST_SQUARE < 1).to(dtype).squeeze(1)
             self._direction = direction.to(dtype)
             self._scale = (module.gain * scale.squeeze(1)).to(dtype)  # (O,)
@@ -322,14 +322,23 @@ class _Kernel:
             delta: (samples, T, O).
             squares: of the norms of a, float64, (samples, T).
         """
-        largest = self._metric.largest.double()
-        weights = largest
+        weights = self._largest("weight")
         if self._standardised:
-            weights = self._scale.double().square() + float("gain" in self._parts)
-            weights = weights.mul_(largest)
-        by_delta = vector_norm(delta * weights.sqrt(), dim=2)
+            weights = weights * self._scale.double().square()
+        if "bias" in self._parts:
+            weights = torch.maximum(weights, self._largest("bias"))
+        if "gain" in self._parts:
+            weights = weights + self._largest("gain")
+        by_delta: Tensor = vector_norm(delta * weights.sqrt(), dim=2)
         by_input = (squares + float("bias" in self._parts)).sqrt_()
         return (by_delta * by_input).sum(1).square_()
+
+    def _largest(self, name: str) -> Tensor:
+        """Return the largest A of each output's coordinates in one parameter, float64, (O,)."""
+        inverse = self._metric.inverse
+        if self._metric.centre is not None:
+            inverse = inverse[self._parts[name]].view(len(self._module.weight), -1).amax(1)
+        return inverse.double()
 
     def scaled(self, delta: Tensor) -> Tensor:
         """Return delta for G_i by the weight instead of W-hat, (samples, T, O)."""
@@ -339,8 +348,8 @@ class _Kernel:
         """Return what the map of :func:`through_standardisation` changes about norms in a ball.
 
         Returns:
-            what the gain adds and the direction of W takes away, and the sum of both sizes, float64,
-            shape (samples,) each.
+            what the gain adds less what the direction of W takes away, and the sum of both,
+            float64, shape (samples,) each.
         """
         a, conv = use.inputs[0], self._module
         direction = self._direction.to(a.dtype).view_as(conv.weight)
