@@ -132,11 +132,11 @@ def peak_with_views(views: int) -> int:
 
 
 def test_views_cost_activations_but_no_gradients_of_their_own() -> None:
-    """Of one view, the gradients written out are 54 MiB."""
+    """All gradients of the samples together would take 54 MiB."""
     one, many = peak_with_views(1), peak_with_views(8)
     activations = 16 * 4 * 2 * (64 * 64 + 512 * 16 + 128 * 4)  # with their gradients
-    assert one > 50 * MIB
-    assert many <= one + 7 * 3 * activations
+    assert one < 18 * MIB
+    assert many <= one + 7 * 3 * activations + 16 * MIB  # float64 factors of a few samples
 
 
 # Memory that runs out.
@@ -195,7 +195,7 @@ def test_when_memory_runs_out_chunks_are_halved_and_the_sum_is_the_same(
         expected = undisturbed._clip_and_sum(rows).double()
         assert (found - expected).norm() <= 1e-6 * expected.norm()
         assert sum(sizes) == 600
-        assert trainer.state.chunk == max(sizes[-2:]) in (64, 4)
+        assert max(sizes[-2:]) <= trainer.state.chunk in (128, 64, 4)
 
 
 @pytest.mark.privacy
@@ -266,7 +266,7 @@ def test_what_has_nothing_to_do_with_memory_is_not_tried_again(failure: Exceptio
 
 def test_a_step_in_which_memory_ran_out_is_told_at_once() -> None:
     trainer = chunked("dp-adam")
-    too_many(trainer, lambda n: 256 if n < 4 else 100)
+    too_many(trainer, lambda n: 256 if n < 4 else 60)
     steps = fit(trainer, lambda: False)
     assert next(event.step for event in steps if trainer.state.chunk == 64) == 2
 
