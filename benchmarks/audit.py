@@ -103,7 +103,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name, BUGS[setting["bug"]]():
         out = Path(name) / "run"
-        config = resolve({**flags, "device": "cpu", "out": out}).config
+        config = resolve({**flags, "device": "cpu", "out": out}).plan
         *_, last = run.train(config)
         found = read_audit(out)
     assert isinstance(last, Finished)

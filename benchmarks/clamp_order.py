@@ -56,7 +56,7 @@ class ClampBefore(MacAdam):
 def build(setting: Setting) -> tuple[TrainPlan, Trainer]:
     """A trainer with one order or the other."""
     flags = {name: value for name, value in setting.items() if name != "order"}
-    config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).config
+    config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", **flags}).plan
     trainer = make_trainer(config, device=torch.device("cpu"))
     if setting["order"] == "before":
         geometry = ClampBefore(config.hyper.beta1, config.hyper.h1, config.hyper.h2, "paper")

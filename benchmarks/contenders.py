@@ -167,7 +167,7 @@ def ours(
     ranks: Ranks | None = None,
 ) -> Step:
     """One of the six, by the trainer that ``dpmac train`` uses."""
-    config = resolve({"dataset": IMAGES[size.model], "optimizer": name}).config
+    config = resolve({"dataset": IMAGES[size.model], "optimizer": name}).plan
     keys = make_keys(0)
     mechanism = (SecureMechanism if secure else GaussianMechanism)(SIGMA, size.batch)
     sampler, noise = None, None

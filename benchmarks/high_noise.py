@@ -84,7 +84,7 @@ GRIDS = {"sigma": sigma_grid, "bounds": bounds_grid, "adaclip": adaclip_grid, "c
 def measure(setting: Setting) -> dict[str, Any]:
     """Train one setting on MNIST: accuracies and trace."""
     settings = {name: value for name, value in setting.items() if name != "start"}
-    config = resolve({"dataset": "mnist", **settings}).config
+    config = resolve({"dataset": "mnist", **settings}).plan
     trainer = make_trainer(config, device=torch.device("cpu"))
     if "start" in setting:
         start_from(trainer.state, setting["start"])

@@ -110,7 +110,7 @@ def plain(task: Task, data: Data, batch: int) -> Step:
 
 def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = False) -> Step:
     """DP-Adam; isolated by vmap, or by a loop over the samples."""
-    config = resolve({"dataset": task.dataset, "optimizer": "dp-adam"}).config
+    config = resolve({"dataset": task.dataset, "optimizer": "dp-adam"}).plan
     keys = make_keys(0)
     trainer = Trainer(
         model=task.build().to(data.gain.device),

@@ -52,7 +52,7 @@ def build(width: int, sigma: float, kappa: Any) -> Trainer:
     facts = DATASETS["mnist"]
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
     keys = make_keys(0)
-    config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", "kappa": kappa}).config
+    config = resolve({"dataset": "mnist", "optimizer": "dp-macadam", "kappa": kappa}).plan
     return Trainer(
         model=model,
         data=load_data("mnist", data_folder(None), torch.device("cpu")),

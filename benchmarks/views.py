@@ -20,7 +20,7 @@ def build(optimizer: str, views: int) -> Trainer:
     """A trainer of the paper's network for CIFAR-10."""
     settings = {"dataset": "cifar10", "optimizer": optimizer, "sigma": 0.8, "seed": 0}
     more = {"augmentations": views} if views > 1 else {}
-    config = resolve({**settings, **more}).config
+    config = resolve({**settings, **more}).plan
     return make_trainer(config, device=torch.device("cpu"))
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     display._bar.disable = True  # until it is drawn below
     shown.print(Text.assemble(("$ ", "dim"), (COMMAND, "bold")))
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        config = resolve({"dataset": "digits"}).config
+        config = resolve({"dataset": "digits"}).plan
         for event in train(config):
             display.show(event)
             scored = event.event if isinstance(event, Update) else None

@@ -29,7 +29,7 @@ def digits_config(file: Path | None = None, **flags: Any) -> TrainPlan:
             short["steps"] = 3
         if not {"sigma", "epsilon", "no_dp"} & flags.keys():
             short["sigma"] = SIGMA
-    return resolve({**short, "device": "cpu", **flags}, file).config
+    return resolve({**short, "device": "cpu", **flags}, file).plan
 
 
 def after(steps: int) -> Callable[[], bool]:

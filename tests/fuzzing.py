@@ -265,7 +265,7 @@ class InlinePool(workers.Pool):
 
     def start(self, numbers: Sequence[int]) -> None:
         [number] = numbers
-        config = self.configs[number]
+        config = self.plans[number]
         self._stream = train_run(number, config, self.data[config.data], self.stop)
 
     def poll(self) -> Iterator[RunEvent]:

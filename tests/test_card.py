@@ -84,7 +84,7 @@ def test_the_code_block_gives_the_reports_accuracy_without_dpmac(finished: Finis
 def test_the_code_block_of_every_network_computes_what_the_network_does(
     finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, dataset: str
 ) -> None:
-    config = resolve({"dataset": dataset, "model": model}).config
+    config = resolve({"dataset": dataset, "model": model}).plan
     torch.manual_seed(0)
     network = build_model(BuiltIn(model), config.facts, seed=1).eval()
     facts = public_facts(config, bill(steps=1), Network(parameters=0, trained=0))

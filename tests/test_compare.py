@@ -136,7 +136,7 @@ def test_a_run_that_its_fork_has_replaced_is_no_run_of_the_study(
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "4", "seeds": "2"}
     study = plan({**flags, "device": "cpu"}, None, tmp_path)
     for one in study.runs:
-        list(run.train(one.config, after(3)))
+        list(run.train(one.plan, after(3)))
     assert not any(map(was_changed, study.runs))
     fork, replaced = tmp_path / "fork", study.runs[0].folder
     list(run.fork(replaced, {**changed, "out": fork}))
@@ -153,8 +153,8 @@ def test_a_run_that_went_on_with_new_keys_is_priced_as_it_went(
     """After a kill and on another machine, say: the same settings, and more steps in all."""
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sigma": "6", "steps": "8", "seeds": "1"}
     study = plan({**flags, "device": "cpu"}, None, tmp_path)
-    list(run.train(study.runs[0].config))
-    twice = (study.runs[0].config.event,) * 2
+    list(run.train(study.runs[0].plan))
+    twice = (study.runs[0].plan.event,) * 2
     monkeypatch.setattr(compare, "events_of", lambda _, **__: twice)
     found = collect(study, {})
     spent = total_epsilon(twice, 1e-5)

@@ -191,15 +191,15 @@ def test_every_flag_is_a_key_of_the_file_and_says_the_same(file: Path, separator
         value = str(VALUES[name]) if kind is Path else VALUES[name]
         typed = value if kind is bool else str(value)
         beside = BESIDE.get(name, {})
-        config = from_file(file, {name.replace("_", separator): value, **beside}).config
+        config = from_file(file, {name.replace("_", separator): value, **beside}).plan
         assert name == "debug" or PLANNED[name](config) == VALUES[name], name
-        assert config == resolve({name: typed, **beside}).config, name
+        assert config == resolve({name: typed, **beside}).plan, name
         assert parse({name: typed}) == {name: VALUES[name]}
 
 
 def test_flags_win_over_the_file(file: Path) -> None:
     body = {"sigma": 2.0, "lr": 0.5, "optimizer": "dp-sgd", "batch-size": 32}
-    config = from_file(file, body, sigma="3", optimizer="dp-adam").config
+    config = from_file(file, body, sigma="3", optimizer="dp-adam").plan
     assert (config.sigma, config.optimizer) == (3.0, "dp-adam")
     assert (config.hyper.lr, config.batch_size) == (0.5, 32)
 
@@ -219,9 +219,9 @@ def test_flags_win_over_the_file(file: Path) -> None:
 def test_a_flag_displaces_the_files_answer_to_the_same_question(
     file: Path, body: Mapping[str, Any], flags: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> None:
-    config = from_file(file, body, **flags).config
+    config = from_file(file, body, **flags).plan
     assert {name: PLANNED[name](config) for name in expected} == expected
-    assert config == resolve(flags).config
+    assert config == resolve(flags).plan
     undone = body.keys() - flags.keys() - {"sigma"}
     assert not any(config.recorded.get(name) for name in undone)
 
@@ -261,13 +261,13 @@ def test_the_file_means_what_the_flag_means(
     file: Path, name: str, written: str, value: object
 ) -> None:
     # YAML 1.1 would have text, text, 8, 8, a date and false.
-    config = from_file(file, f"{name}: {written}\n").config
+    config = from_file(file, f"{name}: {written}\n").plan
     assert PLANNED[name.replace("-", "_")](config) == value
 
 
 @pytest.mark.parametrize("body", ["", "# nothing\n", "---\n", "sigma: null\n", "no-dp: false\n"])
 def test_a_file_without_answers_is_no_file(file: Path, body: str) -> None:
-    assert from_file(file, body).config == resolve({}).config
+    assert from_file(file, body).plan == resolve({}).plan
 
 
 @pytest.mark.parametrize(
@@ -481,12 +481,12 @@ def test_bounds_read_well(name: str, said: str) -> None:
 
 def test_more_steps_than_a_run_takes_are_refused() -> None:
     # 235 steps an epoch.
-    assert resolve({"epochs": "42553"}).config.steps == 9_999_955
+    assert resolve({"epochs": "42553"}).plan.steps == 9_999_955
     assert the_error({"epochs": "42554"}) == (
         "--epochs 42554 is 10,000,190 steps in all at a --batch-size of 256; a run takes at most "
         "10,000,000. Choose fewer epochs or larger batches."
     )
-    config = resolve({"epochs": "42554", "batch_size": "512"}).config
+    config = resolve({"epochs": "42554", "batch_size": "512"}).plan
     assert config.steps == 42_554 * config.steps_per_epoch
 
 
@@ -533,7 +533,7 @@ def test_faults_between_settings_are_refused(flags: Mapping[str, str], said: str
 @pytest.mark.privacy
 def test_no_noise_must_be_asked_for_by_name() -> None:
     assert "--no-dp" in the_error({"sigma": "0"})
-    assert resolve({}).config.private is True
+    assert resolve({}).plan.private is True
 
 
 # What comes of it
@@ -542,7 +542,7 @@ def test_no_noise_must_be_asked_for_by_name() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
     for name, dataset in DATASETS.items():
-        config = resolve({"dataset": name, "optimizer": optimizer}).config
+        config = resolve({"dataset": name, "optimizer": optimizer}).plan
         defaults, hyper = dataset.defaults, config.hyper
         row = OPTIMIZERS[optimizer]
         assert hyper.lr == row.lr_on.get(name, row.lr), name
@@ -560,12 +560,12 @@ def test_defaults_are_the_data_sets_by_optimizer(optimizer: str) -> None:
 
 
 def test_the_papers_settings_for_mnist() -> None:
-    config = resolve({}).config
+    config = resolve({}).plan
     hyper = config.hyper
     assert (config.dataset, config.optimizer, config.model.name) == ("mnist", "dp-macadam", "mlp")
     assert (config.batch_size, config.steps, config.delta) == (256, 5 * 235, 1e-5)
     assert (hyper.lr, hyper.h1, hyper.h2, hyper.clip_norm) == (1e-3, 1e-9, 1e-6, 1)
-    assert resolve({"optimizer": "dp-sgd"}).config.hyper.lr == 0.1
+    assert resolve({"optimizer": "dp-sgd"}).plan.hyper.lr == 0.1
     assert (hyper.kappa, hyper.phi) == ("paper", "paper")
 
 
@@ -581,7 +581,7 @@ def test_the_papers_settings_for_mnist() -> None:
     ],
 )
 def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, total: int) -> None:
-    config = resolve(flags).config
+    config = resolve(flags).plan
     assert config.event.sampling_rate == rate
     assert (config.steps_per_epoch, config.steps) == (per_epoch, total)
 
@@ -596,14 +596,14 @@ def test_rate_and_steps(flags: Mapping[str, Any], rate: float, per_epoch: int, t
 )
 def test_the_written_file_says_the_same_again(file: Path, extra: Mapping[str, Any]) -> None:
     flags = {"lr": 1 / 3, "h1": 1e-7 / 3, "delta": 1e-6 / 7, **extra}
-    config = resolve(flags).config
-    assert from_file(file, to_yaml(config.recorded)).config == config
+    config = resolve(flags).plan
+    assert from_file(file, to_yaml(config.recorded)).plan == config
 
 
 @pytest.mark.privacy
 def test_seed_and_places_are_never_written() -> None:
     flags = {"seed": 918273645, "data_dir": "secret-place", "out": "elsewhere", "force": True}
-    text = to_yaml(resolve(flags).config.recorded)
+    text = to_yaml(resolve(flags).plan.recorded)
     written = set(yaml.safe_load(text))
     assert not written & {"seed", "data-dir", "out", "force", "json", "quiet", "debug"}
     for value in ("918273645", "secret-place", "elsewhere"):
@@ -650,7 +650,7 @@ def test_a_delta_that_lets_whole_records_out_is_noted(dataset: str, size: int) -
 
 
 def test_a_plan_is_frozen() -> None:
-    config = resolve({}).config
+    config = resolve({}).plan
     assert isinstance(config, TrainPlan)
     with pytest.raises(AttributeError):
         config.delta = 0.1  # type: ignore[misc]

@@ -150,7 +150,7 @@ def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
         arrays: dict[str, Any] = {"x": x[:records], "y": y[:records], "x_test": x, "y_test": y}
         np.savez(tmp_path / f"{name}.npz", **arrays)
     few, *many = (
-        resolve(dataset=str(tmp_path / name), optimizer=optimizer, feature_range="0,1").config
+        resolve(dataset=str(tmp_path / name), optimizer=optimizer, feature_range="0,1").plan
         for name, optimizer in (("few.npz", "dp-sgd"), *(("many.npz", row) for row in OPTIMIZERS))
     )
     text = (ROOT / "docs" / "configuration.md").read_text()

@@ -93,7 +93,7 @@ def written(out: Path) -> dict[str, Any]:
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The table of a pool of processes here that nothing happened to."""
     grid = grid_in(tmp_path_factory.mktemp("local"))
-    configs = [run.config for run in grid.runs]
+    configs = [run.plan for run in grid.runs]
     ended = [
         event
         for event in carry_out(Pool(configs, 1, share_data(configs)), configs, range(4), never)
@@ -220,7 +220,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     def events(
         grid: Grid, out: Path, numbers: Sequence[int], stop: Callable[[], bool] = never
     ) -> Iterator[RunEvent]:
-        configs = [run.config for run in grid.runs]
+        configs = [run.plan for run in grid.runs]
         array = slurm.Array(configs, None, out / "jobs", {"time": "60"}, cluster="local")
         return carry_out(array, configs, numbers, stop)
 
@@ -253,11 +253,11 @@ def test_as_jobs_the_table_is_the_same_though_one_is_killed_and_nothing_private_
     assert lost.again
     assert "its process died (job " in str(lost.failure)
     assert {e.number: e.step for e in seen if isinstance(e, Moved)} == dict.fromkeys(
-        range(4), grid.runs[0].config.steps
+        range(4), grid.runs[0].plan.steps
     )
     assert table(as_values(collect(grid, {}))) == local
     assert stat.S_IMODE((tmp_path / "jobs").stat().st_mode) == 0o700
-    records = share_data([grid.runs[0].config])["digits"].train.images
+    records = share_data([grid.runs[0].plan])["digits"].train.images
     told_to_jobs = list((tmp_path / "jobs").rglob("*.pkl"))
     assert len(told_to_jobs) >= 4
     for path in told_to_jobs:
@@ -307,7 +307,7 @@ class Scripted:
 
 
 def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) -> None:
-    configs = [run.config for run in grid_in(tmp_path, seeds="2", epochs="1").runs]
+    configs = [run.plan for run in grid_in(tmp_path, seeds="2", epochs="1").runs]
     dies = Scripted(*(Died(number, "signal 9") for number in (0, 1, 1, 0, 0, 1)))
     ended = list(carry_out(dies, configs, [0, 1], never))
     assert dies.started == [0, 1, 0, 1, 1, 0]
@@ -317,7 +317,7 @@ def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) 
 
 
 def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
-    configs = [run.config for run in grid_in(tmp_path, epochs="1").runs]
+    configs = [run.plan for run in grid_in(tmp_path, epochs="1").runs]
     answers = iter([False, True])
     asked = Scripted(Moved(0, 1, 9, None), Died(1, "cancelled"), Ended(0))
     ended = list(carry_out(asked, configs, [0, 1, 2], lambda: next(answers)))
@@ -327,7 +327,7 @@ def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
 
 def test_a_process_killed_after_its_run_was_finished_is_no_failure(tmp_path: Path) -> None:
     grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
-    config = grid.runs[0].config
+    config = grid.runs[0].plan
     assert list(train_run(0, config, None, never))[-1] == Ended(0)
     assert list(carry_out(Scripted(Died(0, "job 7_0")), [config], [0], never)) == [Ended(0)]
 
@@ -346,7 +346,7 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
     from dpmac_cli.studies import slurm  # noqa: PLC0415
 
     sbatch = Choice("slurm", 3, None, "partition=short,time=1:30:00, cpus_per_task=2").sbatch
-    configs = [run.config for run in grid_in(tmp_path, device="cuda").runs]
+    configs = [run.plan for run in grid_in(tmp_path, device="cuda").runs]
     (tmp_path / "bin").mkdir()
     for name in ("srun", "sbatch"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
@@ -438,7 +438,7 @@ usage = os.environ["RAY_USAGE_STATS_ENABLED"]
 with ray_cluster.connected(None):
     after = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     from dpmac_cli.config.resolve import resolve
-    config = resolve(dataset="digits", sigma=6, device="cpu", out="run").config
+    config = resolve(dataset="digits", sigma=6, device="cpu", out="run").plan
     begun = []
     class Counted(ray_cluster.Tasks):
         def start(self, numbers):

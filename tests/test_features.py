@@ -526,7 +526,7 @@ def test_a_study_tells_files_of_weights_apart_by_their_contents(public: Path, ne
 
 
 def test_runs_without_any_of_it_keep_their_names() -> None:
-    config = resolve({"dataset": "digits"}).config
+    config = resolve({"dataset": "digits"}).plan
     settings = {"features", "feature-groups", "pretrained", "train"}
     assert not settings & config.recorded.keys()
 

@@ -159,7 +159,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("study")
     flags = {"dataset": "digits", "optimizers": "dp-adam", "sigma": "6", "steps": "14"}
     [planned] = plan({**flags, "seeds": "1", "device": "cpu"}, None, root).runs
-    assert list(worker._events(planned.config, digits(), lambda: False))
+    assert list(worker._events(planned.plan, digits(), lambda: False))
     assert compare.finished_report(planned) is not None
     return planned
 
@@ -177,7 +177,7 @@ def test_a_flipped_byte_changes_no_table(name: str, study: Run) -> None:
         report = compare.finished_report(study)
         if report is None:
             again += 1
-            assert list(worker._events(study.config, digits(), lambda: False))
+            assert list(worker._events(study.plan, digits(), lambda: False))
         assert result(study.folder) == expected
     shutil.rmtree(study.folder)
     shutil.copytree("before", study.folder)

@@ -37,7 +37,7 @@ def settings(images: Path, model: str, **more: Any) -> dict[str, Any]:
 
 
 def run_of(images: Path, model: str, **more: Any) -> Finished:
-    return finish(train(resolve(**settings(images, model, **more)).config))
+    return finish(train(resolve(**settings(images, model, **more)).plan))
 
 
 @pytest.mark.privacy
@@ -72,7 +72,7 @@ def test_report_and_card_say_how_samples_are_kept_apart(
 @pytest.mark.parametrize("model", ["WhitenedIfLarge", "GhostNorm", "VisionTransformer"])
 def test_what_is_not_proven_is_trained_on_one_sample_at_a_time(images: Path, model: str) -> None:
     """One record less in a batch of 17 moves the whitened sum by 1 at most."""
-    config = resolve(**settings(images, model, optimizer="dp-sgd")).config
+    config = resolve(**settings(images, model, optimizer="dp-sgd")).plan
     trainer = make_trainer(config)
     trainer.model.eval()  # dropout draws otherwise for another batch
     rows = np.arange(17)
@@ -84,7 +84,7 @@ def test_what_is_not_proven_is_trained_on_one_sample_at_a_time(images: Path, mod
 
 @pytest.mark.privacy
 def test_a_network_at_hand_is_isolated_unless_it_is_proven(images: Path) -> None:
-    config = resolve(**settings(images, "mlp-small")).config
+    config = resolve(**settings(images, "mlp-small")).plan
     assert make_trainer(config, model=WhitenedIfLarge()).plan.isolated
     assert not make_trainer(config, model=Perceptron()).plan.isolated
 
@@ -99,7 +99,7 @@ def test_a_trial_finds_what_large_batches_mix_where_no_proof_is_asked_for(
 
 
 def test_a_person_is_told_why_their_network_is_isolated(images: Path) -> None:
-    events = list(train(resolve(**settings(images, "VisionTransformer")).config))
+    events = list(train(resolve(**settings(images, "VisionTransformer")).plan))
     [started] = [event for event in events if isinstance(event, Started)]
     assert any("run on each sample alone" in note and "--no-isolate" in note
                and "holds parameters itself" in note for note in started.notes)  # fmt: skip
@@ -107,8 +107,8 @@ def test_a_person_is_told_why_their_network_is_isolated(images: Path) -> None:
 
 def test_an_isolated_run_with_dropout_resumes_exactly(images: Path) -> None:
     chosen = settings(images, "VisionTransformer", steps=6)
-    whole = finish(train(resolve(**chosen, out=images.parent / "whole").config))
-    part = finish(train(resolve(**chosen, out=images.parent / "part").config, stop=after(3)))
+    whole = finish(train(resolve(**chosen, out=images.parent / "whole").plan))
+    part = finish(train(resolve(**chosen, out=images.parent / "part").plan, stop=after(3)))
     again = finish(resume(part.folder, {"model": chosen["model"]}))
     assert len(again.report["privacy"]["events"]) == 1
     assert same_weights(whole.folder, again.folder)

@@ -70,7 +70,7 @@ def test_prices_and_settings_load_no_torch() -> None:
     script = (
         "import sys\n"
         "from dpmac_cli import total_epsilon, resolve, price, plan, OPTIMIZERS\n"
-        "config = resolve(dataset='digits', sigma=6, steps=3).config\n"
+        "config = resolve(dataset='digits', sigma=6, steps=3).plan\n"
         "assert total_epsilon((config.event,), 1e-5) > 0\n"
         "slow = ('torch', 'torchvision', 'sklearn', 'matplotlib', 'typer')\n"
         "print(*(m for m in slow if m in sys.modules))"
@@ -85,9 +85,9 @@ def test_prices_and_settings_load_no_torch() -> None:
 
 
 def test_settings_are_given_by_name_in_their_own_types() -> None:
-    config = resolve(dataset="digits", sigma=2, lr=0.5, optimizer="dp-sgd", out=Path("x")).config
+    config = resolve(dataset="digits", sigma=2, lr=0.5, optimizer="dp-sgd", out=Path("x")).plan
     assert config == resolve({"dataset": "digits", "sigma": "2", "lr": "0.5"}, None,
-                             optimizer="dp-sgd", out="x").config  # fmt: skip
+                             optimizer="dp-sgd", out="x").plan  # fmt: skip
     assert (config.sigma, config.steps, config.batch_size) == (2.0, 20 * 12, 128)
 
 
@@ -171,7 +171,7 @@ def test_a_run_on_the_callers_own_records_is_resumed_with_those_only() -> None:
 @pytest.mark.privacy
 def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
     """A target for epsilon is no sigma of 0."""
-    config = resolve(dataset="digits", epsilon=0.1, steps=3, device="cpu").config
+    config = resolve(dataset="digits", epsilon=0.1, steps=3, device="cpu").plan
     trainer = make_trainer(config, model=net())
     assert trainer.mechanism.noise_multiplier == config.sigma > 4
     assert total_epsilon((config.event,), config.delta) <= 0.1

@@ -390,7 +390,7 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
 
 def test_batches_of_all_records_are_remarked_on() -> None:
     wine("wine.npz")
-    size = resolve({"dataset": "wine.npz"}).config.facts.train_size
+    size = resolve({"dataset": "wine.npz"}).plan.facts.train_size
     assert size < 256
     (note,) = resolve({"dataset": "wine.npz"}).notes
     assert f"of --batch-size {size} every record takes part" in note
@@ -418,7 +418,7 @@ def interrupted(data: str, *flags: str) -> Finished:
     """A run that was stopped after its third step of eight."""
     named = dict(zip(flags[::2], flags[1::2], strict=True))
     settings = {"steps": "8", "batch_size": "64", "sigma": "4", "device": "cpu", "out": "run"}
-    return finish(train(resolve({"dataset": data, **settings, **named}).config, after(3)))
+    return finish(train(resolve({"dataset": data, **settings, **named}).plan, after(3)))
 
 
 @pytest.mark.privacy
@@ -462,8 +462,8 @@ def test_data_that_has_moved_is_named_anew_and_the_run_goes_on_exactly(kind: str
         photos(data, split=False)
     settings = {"model": "mlp-small", "steps": "8", "batch_size": "64", "sigma": "4"}
     common = {"dataset": data, "device": "cpu", "seed": "5", **settings}
-    whole = finish(train(resolve(common, out="whole").config))
-    finish(train(resolve(common, out="run").config, after(3)))
+    whole = finish(train(resolve(common, out="whole").plan))
+    finish(train(resolve(common, out="run").plan, after(3)))
     Path("there").mkdir()
     Path(data).rename(moved)
     said = refused("train", "--resume", "run")
@@ -495,7 +495,7 @@ def test_only_the_same_records_may_be_named_anew() -> None:
         assert "not those that the run began with" in said
     assert "cannot change" in refused("train", "--resume", "run", "--dataset", "digits")
     assert Path("run/config.yaml").read_bytes() == before
-    finish(train(resolve(dataset="digits", steps=2, sigma=4, out="digits").config, after(1)))
+    finish(train(resolve(dataset="digits", steps=2, sigma=4, out="digits").plan, after(1)))
     assert "cannot change" in refused("train", "--resume", "digits", "--dataset", "wine.npz")
 
 
@@ -609,7 +609,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> N
     photos("photos", records=100)
     settings = {"steps": "40", "batch_size": "8", "sigma": "1", "device": "cpu", "out": "run"}
     events: list[RunEvent] = []
-    for event in train(resolve({"dataset": "photos", "model": "mlp-small", **settings}).config):
+    for event in train(resolve({"dataset": "photos", "model": "mlp-small", **settings}).plan):
         if not events and what == "more":
             for number in range(120):
                 shutil.copy("photos/train/digit-1/1.png", f"photos/train/digit-1/new-{number}.png")
@@ -632,7 +632,7 @@ def test_files_that_come_or_go_during_a_run_change_nothing_of_it(what: str) -> N
 @pytest.mark.parametrize("kind", ["folder", "npz"])
 def test_records_that_changed_before_they_were_loaded_are_refused(kind: str) -> None:
     data = wine("wine.npz") if kind == "npz" else photos("photos")
-    config = resolve(dataset=data, steps=2, batch_size=8, sigma=4, device="cpu", out="run").config
+    config = resolve(dataset=data, steps=2, batch_size=8, sigma=4, device="cpu", out="run").plan
     if kind == "npz":
         arrays = dict(np.load(data))
         np.savez(data, **{**arrays, "x": arrays["x"][:-1], "y": arrays["y"][:-1]})
@@ -646,7 +646,7 @@ def test_records_that_changed_before_they_were_loaded_are_refused(kind: str) -> 
 def test_the_file_of_a_network_may_change_during_its_run() -> None:
     Path("net_own.py").write_text(NETWORKS["recurrent"])
     settings = {"steps": "2", "batch_size": "8", "sigma": "4", "device": "cpu", "out": "run"}
-    events = train(resolve(settings, dataset=wine("wine.npz"), model="net_own.py:make").config)
+    events = train(resolve(settings, dataset=wine("wine.npz"), model="net_own.py:make").plan)
     next(iter(events))
     Path("net_own.py").unlink()
     assert finish(events).report["model"]["built_by"] == "net_own.py:make((13, 1, 1), 3)"
@@ -691,14 +691,14 @@ def test_what_is_not_declared_is_said_to_be_public_and_how_to_declare_it() -> No
         "Channels, image size and classes of photos were taken from its records and are treated as "
         f"public. Declare them to avoid that: --channels 1 --image-size 8 --classes {names_of(10)}"
     )
-    found = resolve(dataset="photos").config.facts
-    assert resolve({"dataset": "photos", **DECLARED}).config.facts == found
+    found = resolve(dataset="photos").plan.facts
+    assert resolve({"dataset": "photos", **DECLARED}).plan.facts == found
     assert "taken from its records" not in str(notes_on("photos", no_dp=True))
     done("train", "--dataset", "photos", "--out", "run", *typed(DECLARED), *SHORT)
     assert report_of("run")["dataset"]["taken_from_records"] == []
     statement = report_of("run")["dataset"]["public_note"]
     assert statement == "The numbers of training and test records are public."
-    digits = finish(train(resolve(dataset="digits", steps=1, sigma=4, out="digits").config)).report
+    digits = finish(train(resolve(dataset="digits", steps=1, sigma=4, out="digits").plan)).report
     assert digits["dataset"]["taken_from_records"] == []
 
 

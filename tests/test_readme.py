@@ -102,13 +102,13 @@ def test_every_command_of_the_readme_runs(
     monkeypatch.setenv("DPMAC_DATA_DIR", str(real_data_dir))
     set_scene(tmp_path)
     interrupted = {"dataset": "mnist", "sigma": "0.8", "steps": "2", "out": RUN}
-    list(train(resolve(interrupted).config, after(1)))
+    list(train(resolve(interrupted).plan, after(1)))
     assert len(commands()) > 30
     for command in map(shortened, commands()):
         program, *typed = shlex.split(command)
         if typed[:3] == ["train", "--resume", "mine"]:  # it is finished by now
             again = {"model": typed[-1], "out": "mine", "force": True}
-            list(train(resolve(again, Path("mine/config.yaml")).config, after(1)))
+            list(train(resolve(again, Path("mine/config.yaml")).plan, after(1)))
         if program == "dpmac":
             result = CliRunner().invoke(app, typed)
             assert result.exit_code == 0, f"{command}\n{result.output}"

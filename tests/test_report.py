@@ -139,7 +139,7 @@ def bill(steps: int, seeded: bool = False) -> Bill:
 
 @pytest.mark.privacy
 def test_a_given_seed_is_admitted_and_not_told() -> None:
-    config = resolve({"dataset": "digits", "seed": 918273645}).config
+    config = resolve({"dataset": "digits", "seed": 918273645}).plan
     policy = privacy(config, bill(steps=1, seeded=True))["seed_policy"]
     assert policy["given"] is True
     assert "only against those who do not" in policy["statement"]
@@ -149,7 +149,7 @@ def test_a_given_seed_is_admitted_and_not_told() -> None:
 @pytest.mark.privacy
 def test_an_epsilon_without_bound_is_not_mistaken_for_training_without_noise() -> None:
     # No grid resolves a delta this small: the price is infinite, but there was noise.
-    config = resolve({"dataset": "digits", "delta": "1e-300"}).config
+    config = resolve({"dataset": "digits", "delta": "1e-300"}).plan
     price = privacy(config, bill(steps=3))
     json.dumps(price, allow_nan=False)
     assert price["private"] is True

@@ -181,7 +181,7 @@ def test_a_comparison_is_as_described(tmp_path: Path) -> None:
     flags = {"optimizers": "dp-sgd,dp-adam", "sigma": "6,8", "seeds": "1", "steps": "1"}
     grid = plan({"dataset": "digits", "device": "cpu", **flags}, None, tmp_path)
     for run in grid.runs[:-1]:
-        finish(train(replace(run.config, seed=run.seed)))
+        finish(train(replace(run.plan, seed=run.seed)))
     study = json.loads(to_json(as_values(collect(grid, {3: "memory ran out"}))))
     assert faults(COMPARE, study) == []
     assert [row["failures"] for row in study["rows"]] == [{}, {}, {}, {"0": "memory ran out"}]

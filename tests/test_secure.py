@@ -72,7 +72,7 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
         fill(self, out, count)
 
     monkeypatch.setattr(Stretch, "fill", kept)
-    config = resolve({"dataset": "digits", "secure": True, "sampler": sampler}).config
+    config = resolve({"dataset": "digits", "secure": True, "sampler": sampler}).plan
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     noise, keys = trainer.randomness.noise, trainer.state.keys
     assert type(trainer.mechanism) is SecureMechanism
@@ -89,7 +89,7 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
 
 
 def test_without_secure_nothing_is_changed() -> None:
-    config = resolve({"dataset": "digits"}).config
+    config = resolve({"dataset": "digits"}).plan
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     assert type(trainer.mechanism) is GaussianMechanism
     noise, sampler = trainer.randomness.noise, trainer.randomness.sampler
@@ -115,7 +115,7 @@ def test_each_optimizer_trains_securely(optimizer: str) -> None:
 
 def drawn(where: Path) -> Mapping[str, Tensor]:
     """What a run would draw next, noise and batch as numbers."""
-    config = resolve({}, where / folder.CONFIG).config
+    config = resolve({}, where / folder.CONFIG).plan
     state = checkpoint.newest(where).record["state"]
     keys, step = Keys.of_json(state["keys"]), state["step"] + 1
     random = assembly.make_trainer(
@@ -312,7 +312,7 @@ def test_a_model_too_large_for_the_grid_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_secure_is_kept_in_the_configuration() -> None:
-    config: TrainPlan = resolve({"dataset": "digits", "secure": True}).config
+    config: TrainPlan = resolve({"dataset": "digits", "secure": True}).plan
     assert config.secure is True
     assert config.recorded["secure"] is True
-    assert resolve({"dataset": "digits"}).config.recorded["secure"] is False
+    assert resolve({"dataset": "digits"}).plan.recorded["secure"] is False

@@ -143,13 +143,13 @@ def _carry_out(
     """Train unfinished runs; return why some failed, by number, and whether it was interrupted."""
     from dpmac_cli.studies.local import share_data  # noqa: PLC0415  (loads torch)
 
-    configs = [run.config for run in grid.runs]
+    plans = [run.plan for run in grid.runs]
     # Without data, or a cluster, nothing is written.
-    data = share_data([configs[number] for number in _missing(grid)])
+    data = share_data([plans[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         stop = held.enter_context(stop_request())
-        executor = held.enter_context(opened(choice, configs, data, out / JOBS)) if data else None
+        executor = held.enter_context(opened(choice, plans, data, out / JOBS)) if data else None
         folder.make_folder(out / RUNS)
         held.enter_context(folder.locked(out))
         missing = _missing(grid)
@@ -157,7 +157,7 @@ def _carry_out(
         display = held.enter_context(contextlib.closing(Display(screen, grid, missing)))
         if executor is None or not missing:
             return failures, False
-        for event in carry_out(executor, configs, missing, stop):
+        for event in carry_out(executor, plans, missing, stop):
             display.show(event)
             if isinstance(event, Ended) and event.failure and not event.again:
                 failures[event.number] = event.failure

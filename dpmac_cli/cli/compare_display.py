@@ -19,7 +19,7 @@ class Display:
 
     def __init__(self, console: Console, grid: Grid, missing: Sequence[int]) -> None:
         self.console, self._grid = console, grid
-        self._left = {n: grid.runs[n].config.steps for n in missing}
+        self._left = {n: grid.runs[n].plan.steps for n in missing}
         self._accuracy: dict[int, str] = {}
         self._ended = 0
         name = Column(no_wrap=True, ratio=1, overflow="ellipsis")
@@ -75,7 +75,7 @@ class Display:
 
     def _name(self, number: int) -> str:
         run = self._grid.runs[number]
-        return f"{row_name(run.labels)}  sigma {run.config.sigma:.4g}  seed {run.seed}"
+        return f"{row_name(run.labels)}  sigma {run.plan.sigma:.4g}  seed {run.seed}"
 
     def close(self) -> None:
         """Remove the bars."""
@@ -88,10 +88,10 @@ def print_plan(out: Console, grid: Grid) -> None:
     for title in ("run", grid.column, "epsilon", "steps", "seeds"):
         table.add_column(title, justify="left" if title == "run" else "right")
     for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
-        config = run.config
-        epsilon = total_epsilon((config.event,), config.delta) if config.private else None
+        plan = run.plan
+        epsilon = total_epsilon((plan.event,), plan.delta) if plan.private else None
         price = "no privacy" if epsilon is None else format_epsilon(epsilon)
-        steps, seeds = f"{config.steps:,}", str(len(grid.seeds))
+        steps, seeds = f"{plan.steps:,}", str(len(grid.seeds))
         table.add_row(row_name(run.labels), f"{run.column:g}", price, steps, seeds)
     out.print(table)
     count = len(grid.runs)

@@ -90,7 +90,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         parse(flags)
     else:
         resolved = resolve(flags, file)
-        quiet, json = resolved.config.quiet, resolved.config.json
+        quiet, json = resolved.plan.quiet, resolved.plan.json
         if not quiet:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
@@ -100,7 +100,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
     display = Display(console.for_display(quiet, json))
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
         if resolved:
-            events = train(resolved.config, stop, ranks=ranks)
+            events = train(resolved.plan, stop, ranks=ranks)
         elif resumed:
             events = resume(resumed, flags, stop, ranks=ranks)
         else:

@@ -51,7 +51,7 @@ _noise_for = lru_cache(calibrate_noise)
 class Resolved:
     """A checked plan, and what its author should know about it."""
 
-    config: TrainPlan
+    plan: TrainPlan
     notes: tuple[str, ...]
 
 
@@ -107,7 +107,7 @@ def data_settings(file: Path, dataset: str | None) -> TrainPlan:
         for name, entry in read_settings(file, errors).items()
         if name == "dataset" or SETTINGS[name].panel == DATA
     }
-    return _resolved({"dataset": dataset}, given, errors).config
+    return _resolved({"dataset": dataset}, given, errors).plan
 
 
 def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str]) -> Resolved:

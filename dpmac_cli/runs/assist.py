@@ -66,7 +66,7 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
         with explained():
             ranks.post(environment(choose_device(local.get("device") or "auto", ranks)))
             said = ranks.brief()
-            plan, keys = change(said["config"], local).config, Keys.of_json(said["keys"])
+            plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
             device = choose_device(plan.device, ranks)
             task = outcome(make_task(plan, device, keys))
             trainer = make_trainer(

@@ -77,7 +77,7 @@ def _chosen(file: Path, facts: Facts, dataset: str | None) -> TrainPlan:
         raise ModelError(
             f"{file} was trained on {facts.dataset}, which this version does not know."
         )
-    plan = resolve({"dataset": facts.dataset if dataset is None else dataset}).config
+    plan = resolve({"dataset": facts.dataset if dataset is None else dataset}).plan
     if plan.found.held_out:
         raise InputError(
             f"{dataset} has no test set of its own, and which records were held out stands in the "

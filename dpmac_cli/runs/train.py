@@ -231,7 +231,7 @@ def _resumed(
     recorded, step = saved.record["config"], saved.step
     check_given(where, recorded, given, "--resume", ("dataset", "model"))
     resolved = change(recorded, given)
-    plan = resolved.config
+    plan = resolved.plan
     _check_unchanged(where, plan, recorded, given)
     device = choose_device(plan.device, ranks)
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
@@ -290,7 +290,7 @@ def _forked(
     recorded, step = saved.record["config"], saved.step
     check_given(parent, recorded, given, "--fork", FIXED)
     resolved = change(recorded, given)
-    plan = resolved.config
+    plan = resolved.plan
     if isinstance(plan.out, Path):
         if plan.out.resolve() == parent.resolve():
             raise InputError(f"--out {plan.out} is the run to fork. Name a new folder.")

@@ -79,13 +79,13 @@ class Choice:
 
 @contextmanager
 def opened(
-    choice: Choice, configs: Sequence[TrainPlan], data: "SharedData", jobs: Path
+    choice: Choice, plans: Sequence[TrainPlan], data: "SharedData", jobs: Path
 ) -> Iterator[Executor]:
     """Provide the chosen executor. Writes nothing yet.
 
     Args:
         choice: without faults.
-        configs: of all runs, each with its ``out``.
+        plans: of all runs, each with its ``out``.
         data: see :func:`dpmac_cli.studies.local.share_data`; for processes here only.
         jobs: folder for what SLURM's jobs print.
 
@@ -93,7 +93,7 @@ def opened(
         InputError: there is no such cluster.
     """
     # Another machine chooses among its own GPUs.
-    placed = [replace(config, device=config.device.partition(":")[0]) for config in configs]
+    placed = [replace(plan, device=plan.device.partition(":")[0]) for plan in plans]
     if choice.name == "ray":
         from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)
 
@@ -107,4 +107,4 @@ def opened(
     else:
         from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
 
-        yield local.Pool(configs, choice.jobs or local.default_jobs(configs[0].device), data)
+        yield local.Pool(plans, choice.jobs or local.default_jobs(plans[0].device), data)

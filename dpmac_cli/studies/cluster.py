@@ -31,20 +31,20 @@ class Cluster(ABC):
     """Executor whose runs are jobs.
 
     Args:
-        configs: of all runs, each with its ``out``.
+        plans: of all runs, each with its ``out``.
         slots: runs at a time.
     """
 
     #: Seconds between looks at the jobs and the folders of their runs.
     pause = 0.5
 
-    def __init__(self, configs: Sequence[TrainPlan], slots: int) -> None:
-        self.configs, self.slots = configs, slots
+    def __init__(self, plans: Sequence[TrainPlan], slots: int) -> None:
+        self.plans, self.slots = plans, slots
         self._jobs: dict[int, Any] = {}
         self._steps: dict[int, int] = {}
 
     @abstractmethod
-    def _submit(self, configs: Sequence[TrainPlan]) -> Sequence[Any]:
+    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
         """Begin a job of :func:`train_job` for each of some runs."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Cluster(ABC):
 
     def start(self, numbers: Sequence[int]) -> None:
         """Submit runs."""
-        jobs = self._submit([self.configs[number] for number in numbers])
+        jobs = self._submit([self.plans[number] for number in numbers])
         self._jobs |= zip(numbers, jobs, strict=True)
 
     def poll(self) -> Iterator[RunEvent | Died]:
@@ -78,13 +78,13 @@ class Cluster(ABC):
 
     def _progress(self, number: int, step: int) -> Iterator[Moved]:
         """Yield how far a run is by its folder, or by ``step`` where that is further."""
-        config = self.configs[number]
-        lines = files.read_lines(config.folder / folder.METRICS)
+        plan = self.plans[number]
+        lines = files.read_lines(plan.folder / folder.METRICS)
         last = lines[-1] if lines else {"step": 0}
         step = max(step, int(last["step"]))
         if step != self._steps.get(number, 0):
             self._steps[number] = step
-            yield Moved(number, step, config.steps, last.get("test_accuracy"))
+            yield Moved(number, step, plan.steps, last.get("test_accuracy"))
 
     def ask_to_stop(self) -> None:
         """Ask every run to finish its step, save and end."""
@@ -96,7 +96,7 @@ class Cluster(ABC):
         self.ask_to_stop()
 
 
-def train_job(config: TrainPlan, threads: int, data: Data | None = None) -> Result:
+def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result:
     """Train one run on as many threads, until it ends, a signal comes or its parent is gone.
 
     Args:
@@ -112,7 +112,7 @@ def train_job(config: TrainPlan, threads: int, data: Data | None = None) -> Resu
     def stop() -> bool:
         return asked.is_set() or (parent is not None and not parent.is_alive())
 
-    for event in train_run(0, config, data, stop):
+    for event in train_run(0, plan, data, stop):
         if isinstance(event, Ended):
             failure = event.failure
         else:

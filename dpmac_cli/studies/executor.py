@@ -79,7 +79,7 @@ class Executor(Protocol):
 
 def carry_out(
     executor: Executor,
-    configs: Sequence[TrainPlan],
+    plans: Sequence[TrainPlan],
     numbers: Sequence[int],
     stop: Callable[[], bool],
 ) -> Iterator[RunEvent]:
@@ -90,7 +90,7 @@ def carry_out(
 
     Args:
         executor: trains the runs; closed at the end.
-        configs: of all runs of the study, each with its ``out``.
+        plans: of all runs of the study, each with its ``out``.
         numbers: of the runs to carry out, as indices into ``configs``.
         stop: called between events; True lets every run finish its step, save and end.
     """
@@ -114,7 +114,7 @@ def carry_out(
                     yield event
                     continue
                 step, attempt = steps.pop(number), attempts[number]
-                ended = _judge(event, configs[number], step, attempt, stopped=asked)
+                ended = _judge(event, plans[number], step, attempt, stopped=asked)
                 if ended.again:
                     waiting.appendleft(number)
                 yield ended
@@ -122,25 +122,23 @@ def carry_out(
         executor.close()
 
 
-def _judge(
-    end: Ended | Died, config: TrainPlan, step: int, attempt: int, *, stopped: bool
-) -> Ended:
+def _judge(end: Ended | Died, plan: TrainPlan, step: int, attempt: int, *, stopped: bool) -> Ended:
     """Decide from how a process ended, after which step and start, whether its run is over."""
     number, failure = end.number, end.failure if isinstance(end, Ended) else None
     if stopped or failure is not None:
         return Ended(number, failure)
     if isinstance(end, Died):
-        if _finished(config):  # killed after its run was finished
+        if _finished(plan):  # killed after its run was finished
             return Ended(number)
         why = end.why
-    elif step < config.steps:
+    elif step < plan.steps:
         why = "it was asked to end by its cluster"
-    elif _appears(config):
+    elif _appears(plan):
         return Ended(number)
     else:
         return Ended(
             number,
-            f"it ended on another machine, and its folder {config.folder} is not seen here. Name "
+            f"it ended on another machine, and its folder {plan.folder} is not seen here. Name "
             "an --out on storage that all machines share.",
         )
     if attempt < ATTEMPTS:
@@ -151,19 +149,19 @@ def _judge(
     )
 
 
-def _finished(config: TrainPlan) -> bool:
-    return folder.reported_steps(config.folder) >= config.steps
+def _finished(plan: TrainPlan) -> bool:
+    return folder.reported_steps(plan.folder) >= plan.steps
 
 
-def _appears(config: TrainPlan) -> bool:
+def _appears(plan: TrainPlan) -> bool:
     """Wait until the report of a finished run is visible here; False after :data:`GRACE`."""
     deadline = time.monotonic() + GRACE
-    while not _finished(config):
+    while not _finished(plan):
         if time.monotonic() > deadline:
             return False
         time.sleep(PATIENCE)
-        if config.folder.is_dir():
-            os.listdir(config.folder)  # makes a network file system look again
+        if plan.folder.is_dir():
+            os.listdir(plan.folder)  # makes a network file system look again
     return True
 
 

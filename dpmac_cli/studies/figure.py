@@ -43,15 +43,15 @@ def draw_comparison(comparison: "Comparison", path: Path) -> bool:
             spreads = [100 * (cell.std or 0.0) for cell in private]
             look = {"marker": "o", "markersize": 3.5, "capsize": 3, "elinewidth": 1, **style}
             axes[0].errorbar([cell.epsilon for cell in private], means, spreads, **look)
-    config, seeds = comparison.grid.config, len(comparison.grid.seeds)
-    axes[0].set_xlabel(f"epsilon at delta {config.delta:g}")
+    plan, seeds = comparison.grid.plan, len(comparison.grid.seeds)
+    axes[0].set_xlabel(f"epsilon at delta {plan.delta:g}")
     least = min(cell.sigma for cell in comparison.cells)
     by_step.set_xlabel(f"step, at sigma {least:.4g}")
     for panel in axes:
         panel.set_ylabel("test accuracy, %")
     figure.set_figheight(figure.get_figheight() + 0.1 * len(rows))  # room for the legend
     figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
-    title = f"{config.dataset}, mean and standard deviation of {seeds} seeds"
+    title = f"{plan.dataset}, mean and standard deviation of {seeds} seeds"
     figure.suptitle(title, fontsize="medium")
     write_figure(figure, path)
     return True

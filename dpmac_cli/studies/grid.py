@@ -39,12 +39,12 @@ class Run:
     """One training run of a study.
 
     Attributes:
-        config: all of its settings, ``out`` included.
+        plan: all of its settings, ``out`` included.
         labels: what tells its row from the others, by the names of the flags.
         column: its value of the study's column setting.
     """
 
-    config: TrainPlan
+    plan: TrainPlan
     seed: int
     labels: Labels
     column: float
@@ -52,7 +52,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """Folder of the run."""
-        return self.config.folder
+        return self.plan.folder
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class Grid:
     notes: tuple[str, ...]
 
     @property
-    def config(self) -> TrainPlan:
+    def plan(self) -> TrainPlan:
         """Settings of the first run, which share dataset and delta with the others."""
-        return self.runs[0].config
+        return self.runs[0].plan
 
     @property
     def name(self) -> str:
         """Name that depends on the runs alone, and not on where they are kept."""
         names = "\n".join(sorted(run.folder.name for run in self.runs))
-        return f"{self.config.dataset_name}-{_digest(names.encode())}"
+        return f"{self.plan.dataset_name}-{_digest(names.encode())}"
 
 
 def row_name(labels: Labels) -> str:
@@ -190,24 +190,24 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
             errors |= dict.fromkeys(failure.errors)
             continue
         shown = tuple((flag_name(name), label) for name, label in labels.items())
-        config = resolved.config
-        value = config.target_epsilon if column == "epsilon" else config.sigma
-        cells.setdefault((shown, value), config)
+        plan = resolved.plan
+        value = plan.target_epsilon if column == "epsilon" else plan.sigma
+        cells.setdefault((shown, value), plan)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
     errors |= dict.fromkeys(_mixed(cells.values()))
     if errors:
         raise InputError(tuple(errors))
     runs = []
-    for (row, value), config in cells.items():
+    for (row, value), plan in cells.items():
         for seed in seeds:
-            placed = replace(config, seed=seed, out=root / address(config, seed), force=True)
+            placed = replace(plan, seed=seed, out=root / address(plan, seed), force=True)
             runs.append(Run(placed, seed, row, value))
     return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
 
 
-def _mixed(configs: Iterable[TrainPlan]) -> Iterator[str]:
+def _mixed(plans: Iterable[TrainPlan]) -> Iterator[str]:
     """Yield why epsilons cannot be compared in one table."""
-    names = sorted({config.event.sampler for config in configs if config.private})
+    names = sorted({plan.event.sampler for plan in plans if plan.private})
     if len({SAMPLERS[name].adjacency for name in names}) > 1:
         yield (
             f"--sampler {','.join(names)}: these are priced under different adjacencies, so that "
@@ -221,15 +221,15 @@ def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
     return (name for name in flags if SETTINGS[name].panel == OPTIMIZER and name not in used)
 
 
-def address(config: TrainPlan, seed: int) -> str:
+def address(plan: TrainPlan, seed: int) -> str:
     """Return the name of a run's folder, a function of settings and seed. Raises OSError."""
     aside = ("device", "secure")  # the second is the same in every study
-    settings = {name: value for name, value in config.recorded.items() if name not in aside}
-    if isinstance(config.start, PublicFile):
-        content = config.start.path.read_bytes()
+    settings = {name: value for name, value in plan.recorded.items() if name not in aside}
+    if isinstance(plan.start, PublicFile):
+        content = plan.start.path.read_bytes()
         settings["pretrained"] = hashlib.sha256(content).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
-    return f"{config.dataset_name}-{config.optimizer}-{_digest(text.encode())}"
+    return f"{plan.dataset_name}-{plan.optimizer}-{_digest(text.encode())}"
 
 
 def _digest(content: bytes) -> str:

@@ -32,15 +32,15 @@ def default_jobs(device: str) -> int:
     return usable_cores()
 
 
-def share_data(configs: Sequence[TrainPlan]) -> dict[str | Source, Data]:
+def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
     """Load every data set once, into memory that processes share."""
     shared = {}
-    for config in configs:
-        if config.data not in shared:
-            data = load_data(config.data, config.data_dir, torch.device("cpu"), facts=config.facts)
+    for plan in plans:
+        if plan.data not in shared:
+            data = load_data(plan.data, plan.data_dir, torch.device("cpu"), facts=plan.facts)
             for tensor in (*vars(data.train).values(), *vars(data.test).values()):
                 tensor.share_memory_()
-            shared[config.data] = data
+            shared[plan.data] = data
     return shared
 
 
@@ -58,21 +58,21 @@ class Pool(Cluster):
 
     pause = 0.05
 
-    def __init__(self, configs: Sequence[TrainPlan], jobs: int, data: SharedData) -> None:
-        super().__init__(configs, min(jobs, len(configs)))
+    def __init__(self, plans: Sequence[TrainPlan], jobs: int, data: SharedData) -> None:
+        super().__init__(plans, min(jobs, len(plans)))
         self.data = data
         self._places = list(range(self.slots))
         # The same in every call of the same command, or runs could not be resumed exactly.
         self._threads = max(1, torch.get_num_threads() // self.slots)
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
-    def _submit(self, configs: Sequence[TrainPlan]) -> Sequence[_Worker]:
-        return [self._begin(config) for config in configs]
+    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[_Worker]:
+        return [self._begin(plan) for plan in plans]
 
-    def _begin(self, config: TrainPlan) -> _Worker:
+    def _begin(self, plan: TrainPlan) -> _Worker:
         place = self._places.pop(0)
         mine, theirs = CONTEXT.Pipe()
-        arguments = (theirs, config, self.data[config.data], place, self._threads)
+        arguments = (theirs, plan, self.data[plan.data], place, self._threads)
         process = CONTEXT.Process(target=_work, args=arguments)
         process.start()
         theirs.close()
@@ -101,10 +101,10 @@ class Pool(Cluster):
             job.process.join()
 
 
-def _work(pipe: Connection, config: TrainPlan, data: Data, place: int, threads: int) -> None:
+def _work(pipe: Connection, plan: TrainPlan, data: Data, place: int, threads: int) -> None:
     """Train one run: the main function of a process."""
-    device = choose_device(config.device)
-    if device.type == "cuda" and ":" not in config.device:  # the processes share out the GPUs
+    device = choose_device(plan.device)
+    if device.type == "cuda" and ":" not in plan.device:  # the processes share out the GPUs
         device = torch.device("cuda", place % torch.cuda.device_count())
     train, test = (
         Split(part.images.to(device), part.labels.to(device)) for part in (data.train, data.test)
@@ -112,4 +112,4 @@ def _work(pipe: Connection, config: TrainPlan, data: Data, place: int, threads: 
     moved = Data(train, test, data.gain.to(device), data.offset.to(device))
     # A network may print, and the parent's stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        pipe.send(train_job(replace(config, device=str(device)), threads, moved))
+        pipe.send(train_job(replace(plan, device=str(device)), threads, moved))

@@ -68,22 +68,22 @@ class Tasks(Cluster):
     """Executor of runs as tasks on the cluster that this process is connected to.
 
     Args:
-        configs: of all runs, each with its ``out``.
+        plans: of all runs, each with its ``out``.
         jobs: runs at a time; None for one per core or GPU of the cluster.
     """
 
-    def __init__(self, configs: Sequence[TrainPlan], jobs: int | None) -> None:
+    def __init__(self, plans: Sequence[TrainPlan], jobs: int | None) -> None:
         self._there = ray.cluster_resources()
-        kinds = [resource(config.device, self._there) for config in configs]
-        super().__init__(configs, jobs or int(self._there[kinds[0]]))
+        kinds = [resource(plan.device, self._there) for plan in plans]
+        super().__init__(plans, jobs or int(self._there[kinds[0]]))
 
-    def _submit(self, configs: Sequence[TrainPlan]) -> Sequence[Any]:
+    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
         places = {name: os.environ[name] for name in PLACES if name in os.environ}
         tasks = []
-        for config in configs:
-            gpus = int(resource(config.device, self._there) == "GPU")
+        for plan in plans:
+            gpus = int(resource(plan.device, self._there) == "GPU")
             train = ray.remote(_train).options(max_retries=0, num_cpus=1, num_gpus=gpus)
-            tasks.append(train.remote(config, os.getcwd(), places))
+            tasks.append(train.remote(plan, os.getcwd(), places))
         return tasks
 
     def _result(self, job: Any) -> Result | None:
@@ -116,11 +116,11 @@ def resource(device: str, there: Mapping[str, float]) -> str:
     return kind
 
 
-def _train(config: TrainPlan, folder: str, places: Mapping[str, str]) -> Result:
+def _train(plan: TrainPlan, folder: str, places: Mapping[str, str]) -> Result:
     """Train one run as if it were started where the command was: the main function of a task."""
     try:
         os.chdir(folder)
     except OSError as failure:
         return f"on another machine: {explain_os_error(failure)}", 0
     os.environ.update(places)
-    return train_job(config, 1)
+    return train_job(plan, 1)

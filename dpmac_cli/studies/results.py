@@ -134,10 +134,10 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = _judged([_cell(list(runs), failures) for _, runs in groups])
     events = tuple(_events(grid.runs))
-    epsilon = epsilon_beside = total_epsilon(events, grid.config.delta)
+    epsilon = epsilon_beside = total_epsilon(events, grid.plan.delta)
     beside = list(_beside(grid))
     if others := [entry for entry in beside if entry.private is not False]:
-        epsilon_beside = _together(events, others, grid.config.delta)
+        epsilon_beside = _together(events, others, grid.plan.delta)
     counts = {"beside": len(beside), "beside_plain": len(beside) - len(others)}
     return Comparison(grid, cells, Cost(epsilon=epsilon, epsilon_beside=epsilon_beside, **counts))
 
@@ -145,15 +145,15 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     scores, failed = [], {}
     first = runs[0][1]
-    config = first.config
-    epsilon = total_epsilon((config.event,), config.delta) if config.private else math.inf
+    plan = first.plan
+    epsilon = total_epsilon((plan.event,), plan.delta) if plan.private else math.inf
     for number, run in runs:
         report = finished_report(run)
         if report is None:
             failed[run.seed] = failures.get(number, "not finished")
             continue
-        if config.private and (did := events_of(run.folder)) != (config.event,):
-            epsilon = max(epsilon, total_epsilon(did, config.delta))
+        if plan.private and (did := events_of(run.folder)) != (plan.event,):
+            epsilon = max(epsilon, total_epsilon(did, plan.delta))
         lines = files.read_lines(run.folder / folder.METRICS)
         history = {int(line["step"]): float(line["test_accuracy"]) for line in lines}
         accuracy, seconds = report["test"]["accuracy"], report["timings"]["training_seconds"]
@@ -161,7 +161,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
     return Cell(
         labels=first.labels,
         column=first.column,
-        sigma=config.sigma,
+        sigma=plan.sigma,
         epsilon=epsilon,
         scores=tuple(scores),
         failures=failed,
@@ -172,7 +172,7 @@ def finished_report(run: Run) -> dict[str, Any] | None:
     """Return a run's report, if it and the metrics are intact and the run took all its steps."""
     if not folder.vouched(run.folder, folder.METRICS):
         return None
-    if folder.reported_steps(run.folder) < run.config.steps:
+    if folder.reported_steps(run.folder) < run.plan.steps:
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
     return report if report.get("state") == "finished" else None
@@ -186,28 +186,28 @@ def was_changed(run: Run) -> bool:
         return False  # there is none, or it is damaged, which is handled elsewhere
     if not isinstance(kept, dict):
         return False
-    asked = run.config.recorded
+    asked = run.plan.recorded
     both = (kept.keys() & asked.keys()) - set(ASIDE)  # an earlier version has fewer
-    longer = folder.reported_steps(run.folder) > run.config.steps
+    longer = folder.reported_steps(run.folder) > run.plan.steps
     return longer or any(kept[name] != asked[name] for name in both)
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     """Yield events of all attempts at private runs, not added up: each begins its own epochs."""
     for run in runs:
-        if not run.config.private:
+        if not run.plan.private:
             continue
         if finished_report(run) is not None:
             yield from events_of(run.folder, attempts=True)
         else:
-            yield from attempts(run.folder, run.config.event, whole=True)
+            yield from attempts(run.folder, run.plan.event, whole=True)
 
 
 def _beside(grid: Grid) -> Iterator[Entry]:
     """Yield other runs in the study's folder on data of the same name; damaged ones count."""
     own = {run.folder.resolve() for run in grid.runs}
     for entry in find_runs([grid.runs[0].folder.parent]):
-        same = entry.dataset in (None, grid.config.dataset_name)
+        same = entry.dataset in (None, grid.plan.dataset_name)
         if same and entry.folder.resolve() not in own:
             yield entry
 

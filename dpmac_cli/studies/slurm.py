@@ -37,7 +37,7 @@ class Array(Cluster):
     """Executor whose runs are an array of jobs, which SLURM queues itself.
 
     Args:
-        configs: of all runs, each with its ``out``.
+        plans: of all runs, each with its ``out``.
         jobs: at a time; None for as many as SLURM lets run.
         where: folder for what the jobs print and are told; made when the first starts.
         sbatch: options of a job, by sbatch's names.
@@ -46,16 +46,16 @@ class Array(Cluster):
 
     def __init__(
         self,
-        configs: Sequence[TrainPlan],
+        plans: Sequence[TrainPlan],
         jobs: int | None,
         where: Path,
         sbatch: Mapping[str, str],
         cluster: str = "slurm",
     ) -> None:
-        super().__init__(configs, slots=len(configs))
+        super().__init__(plans, slots=len(plans))
         self._limit = {} if jobs is None else {"slurm_array_parallelism": jobs}
         self._where, self._options, self._cluster = where, dict(sbatch), cluster
-        if configs[0].device == "cuda" and not sbatch.keys() & set(GPUS):
+        if plans[0].device == "cuda" and not sbatch.keys() & set(GPUS):
             self._options["gpus-per-node"] = "1"
 
     def submitter(self) -> Any:
@@ -67,8 +67,8 @@ class Array(Cluster):
         )
         return executor
 
-    def _submit(self, configs: Sequence[TrainPlan]) -> Sequence[Any]:
-        jobs: Sequence[Any] = self.submitter().map_array(_train, configs)
+    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
+        jobs: Sequence[Any] = self.submitter().map_array(_train, plans)
         return jobs
 
     def _result(self, job: Any) -> Result | None:
@@ -82,6 +82,6 @@ class Array(Cluster):
         job.cancel(check=False)  # SLURM gives it half a minute to save
 
 
-def _train(config: TrainPlan) -> Result:
+def _train(plan: TrainPlan) -> Result:
     """Train one run: the main function of a job."""
-    return train_job(config, int(os.environ.get("SLURM_CPUS_PER_TASK", "1")))
+    return train_job(plan, int(os.environ.get("SLURM_CPUS_PER_TASK", "1")))

@@ -28,8 +28,8 @@ def as_values(comparison: Comparison) -> dict[str, Any]:
     grid, cost = comparison.grid, comparison.cost
     return {
         "schema_version": SCHEMA_VERSION,
-        "dataset": grid.config.dataset,
-        "delta": grid.config.delta,
+        "dataset": grid.plan.dataset,
+        "delta": grid.plan.delta,
         "axes": list(grid.axes),
         "column": grid.column,
         "rows": [_row(cell) for cell in comparison.cells],
@@ -122,7 +122,7 @@ def warnings(comparison: Comparison) -> list[str]:
             "An epsilon above is the price of one run fixed in advance. "
             f"The {runs} runs{counted} are on the same records: publishing what was learnt from "
             f"all of them, such as which is best, costs epsilon {format_epsilon(cost.epsilon)} at "
-            f"delta {comparison.grid.config.delta:g} in all. That covers attempts at these runs "
+            f"delta {comparison.grid.plan.delta:g} in all. That covers attempts at these runs "
             "that were begun again from scratch, but no deleted runs, nor runs replaced by dpmac "
             "train --force."
         )

@@ -14,19 +14,19 @@ from dpmac_cli.training.loop import Evaluated
 
 
 def train_run(
-    number: int, config: TrainPlan, data: Data | None, stop: Callable[[], bool]
+    number: int, plan: TrainPlan, data: Data | None, stop: Callable[[], bool]
 ) -> Iterator[RunEvent]:
     """Train a run, or resume it, and yield its progress and one :class:`Ended`.
 
     Args:
         number: index of the run in the grid.
-        config: with its ``out``.
+        plan: with its ``out``.
         data: on the run's device; None to load it.
         stop: called after every step; True saves the run and ends it.
     """
     failure = None
     try:
-        for event in _events(config, data, stop):
+        for event in _events(plan, data, stop):
             yield Moved(number, *event)
     except KeyboardInterrupt:  # asked to stop before its first step
         pass
@@ -40,16 +40,16 @@ def train_run(
 
 
 def _events(
-    config: TrainPlan, data: Data | None, stop: Callable[[], bool]
+    plan: TrainPlan, data: Data | None, stop: Callable[[], bool]
 ) -> Iterator[tuple[int, int, float | None]]:
     """Train a run, resuming it where that is exact; yield step, total steps and accuracy."""
-    steps, accuracy = config.steps, None
-    if run.resumes_exactly(config.folder, config.device):
-        flags = {"device": config.device, "model": config.recorded["model"]}
-        events = run.resume(config.folder, flags, stop, data)
+    steps, accuracy = plan.steps, None
+    if run.resumes_exactly(plan.folder, plan.device):
+        flags = {"device": plan.device, "model": plan.recorded["model"]}
+        events = run.resume(plan.folder, flags, stop, data)
     else:  # a run that cannot be resumed here: the study is charged for what was done before
-        before = attempts(config.folder, config.event) if config.private else ()
-        events = run.train(config, stop, data, abandoned=before)
+        before = attempts(plan.folder, plan.event) if plan.private else ()
+        events = run.train(plan, stop, data, abandoned=before)
     for event in events:
         if isinstance(event, Started):
             yield event.done, steps, accuracy

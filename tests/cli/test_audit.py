@@ -182,7 +182,7 @@ def test_a_tenth_is_guessed_and_a_few_at_least(canaries: int, guesses: int) -> N
 
 @pytest.mark.privacy
 def test_a_config_file_repeats_an_audit(trained: tuple[Path, Result]) -> None:
-    config = resolve({}, trained[0] / folder.CONFIG).config
+    config = resolve({}, trained[0] / folder.CONFIG).plan
     assert (config.audit.canaries, config.audit.guesses) == (100, 20)
     assert config.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
     with pytest.raises(InputError, match="without a claim there is nothing to audit"):

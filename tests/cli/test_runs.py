@@ -374,7 +374,7 @@ def test_what_varied_in_a_comparison_is_shown() -> None:
     flags = {"dataset": "digits", "optimizers": "dp-sgd,dp-macadam", "kappa": "paper,tracked"}
     more = {"sigma": "6,8", "lr": "0.01,0.5", "steps": "1", "seeds": "1", "device": "cpu"}
     for planned in plan({**flags, **more}, None, Path("study/runs")).runs:
-        finish(run.train(planned.config))
+        finish(run.train(planned.plan))
     lines = dpmac("runs", "study", "--sort", "name").stdout.splitlines()
     assert "settings" in lines[0]
     rows = [line for line in lines if "digits-dp-" in line]
