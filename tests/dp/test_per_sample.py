@@ -24,6 +24,7 @@ from dpmac_cli.dp.clipping.forms import (
     InPieces,
     Instantiated,
     Norms,
+    Parts,
     PerSampleGradients,
     total_squared_norms,
 )
@@ -418,7 +419,10 @@ def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
 @pytest.mark.privacy
 @pytest.mark.parametrize("views", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice"])
+@pytest.mark.parametrize(
+    "name",
+    ["sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice", "attention", "transformer"],
+)
 def test_pairs_of_positions_match_the_oracle(
     name: str, kind: str, views: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +431,7 @@ def test_pairs_of_positions_match_the_oracle(
     monkeypatch.setattr(Sizes, "pairs", 0)
     net = {**NETS, **AGAIN}[name]
     [form, *_] = prepare(net.build(), views=views).forms(*views_of(net, views))
-    assert isinstance(form, OuterProducts | PositionProducts)
+    assert isinstance(form, OuterProducts | PositionProducts | Parts)
     assert_viewed_matches_oracle(name, kind, views)
 
 
