@@ -83,14 +83,26 @@ class GatedRoot(Gated):
 class SelfAttention(nn.Module):
     """torch's own attention, which is given names and gives a tuple."""
 
-    def __init__(self, width: int, *, weights: bool) -> None:
+    def __init__(self, width: int, *, weights: bool, **options: Any) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, **options)
         self._weights = weights
 
     def forward(self, x: Tensor) -> Tensor:
         out, weights = self.attention(x, x, x, need_weights=self._weights)
         return torch.cat([out, weights], 2) if self._weights else out
+
+
+class CrossAttention(nn.Module):
+    """Attention whose keys and values are not its queries."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, x.flip(1), x.tanh(), need_weights=False)[0]
+        return out
 
 
 def frozen(module: nn.Module, *names: str) -> nn.Module:
@@ -212,6 +224,21 @@ NETS: Mapping[str, Net] = {
     "attention-and-its-weights": Net(
         lambda: nn.Sequential(nn.Linear(3, 4), SelfAttention(4, weights=True), head(45)), (5, 3)
     ),
+    "attention-without-bias": Net(
+        lambda: nn.Sequential(SelfAttention(4, weights=False, bias=False), nn.Tanh(), head(20)),
+        (5, 4),
+    ),
+    "attention-frozen-projection": Net(
+        lambda: nn.Sequential(
+            frozen(SelfAttention(4, weights=False), "attention.in_proj_weight"), head(20)
+        ),
+        (5, 4),
+    ),
+    "attention-and-zeros": Net(
+        lambda: nn.Sequential(SelfAttention(4, weights=False, add_zero_attn=True), head(20)),
+        (5, 4),
+    ),
+    "attention-to-others": Net(lambda: nn.Sequential(CrossAttention(4), head(20)), (5, 4)),
     "transformer": Net(
         lambda: nn.Sequential(
             nn.Linear(3, 4),
