@@ -26,7 +26,7 @@ def projections(layer: Layer, uses: Sequence[Use]) -> list[tuple[Layer, list[Use
         None where the layer is no nn.MultiheadAttention, or its calls are not plain self-attention.
     """
     module: Any = layer.module
-    if type(module) is not nn.MultiheadAttention or not all(_plain(module, use) for use in uses):
+    if type(module) is not nn.MultiheadAttention or not all(_is_self_attention(module, use) for use in uses):
         return None
     inner, outer = zip(*(_by_projection(module, use) for use in uses), strict=True)
     width, begin = module.embed_dim, layer.start
@@ -45,7 +45,7 @@ def projections(layer: Layer, uses: Sequence[Use]) -> list[tuple[Layer, list[Use
     return found
 
 
-def _plain(module: Any, use: Use) -> bool:
+def _is_self_attention(module: Any, use: Use) -> bool:
     """Return whether a use is self-attention whose output for a sample is its first tensor."""
     named = {name: value for name, value in use.call.named.items() if name not in FREE}
     read = {(x.data_ptr(), x.shape, x.stride()) for x in use.inputs}
