@@ -24,6 +24,7 @@ from dpmac_cli.dp.clipping.forms import (
     InPieces,
     Instantiated,
     Norms,
+    Parts,
     PerSampleGradients,
     total_squared_norms,
 )
@@ -82,14 +83,26 @@ class GatedRoot(Gated):
 class SelfAttention(nn.Module):
     """torch's own attention, which is given names and gives a tuple."""
 
-    def __init__(self, width: int, *, weights: bool) -> None:
+    def __init__(self, width: int, *, weights: bool, **options: Any) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, **options)
         self._weights = weights
 
     def forward(self, x: Tensor) -> Tensor:
         out, weights = self.attention(x, x, x, need_weights=self._weights)
         return torch.cat([out, weights], 2) if self._weights else out
+
+
+class CrossAttention(nn.Module):
+    """Attention whose keys and values are not its queries."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, x.flip(1), x.tanh(), need_weights=False)[0]
+        return out
 
 
 def frozen(module: nn.Module, *names: str) -> nn.Module:
@@ -211,6 +224,21 @@ NETS: Mapping[str, Net] = {
     "attention-and-its-weights": Net(
         lambda: nn.Sequential(nn.Linear(3, 4), SelfAttention(4, weights=True), head(45)), (5, 3)
     ),
+    "attention-without-bias": Net(
+        lambda: nn.Sequential(SelfAttention(4, weights=False, bias=False), nn.Tanh(), head(20)),
+        (5, 4),
+    ),
+    "attention-frozen-projection": Net(
+        lambda: nn.Sequential(
+            frozen(SelfAttention(4, weights=False), "attention.in_proj_weight"), head(20)
+        ),
+        (5, 4),
+    ),
+    "attention-and-zeros": Net(
+        lambda: nn.Sequential(SelfAttention(4, weights=False, add_zero_attn=True), head(20)),
+        (5, 4),
+    ),
+    "attention-to-others": Net(lambda: nn.Sequential(CrossAttention(4), head(20)), (5, 4)),
     "transformer": Net(
         lambda: nn.Sequential(
             nn.Linear(3, 4),
@@ -418,7 +446,10 @@ def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
 @pytest.mark.privacy
 @pytest.mark.parametrize("views", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice"])
+@pytest.mark.parametrize(
+    "name",
+    ["sequence", "linear-no-bias", "mlp", "recurrent", "linear-twice", "attention", "transformer"],
+)
 def test_pairs_of_positions_match_the_oracle(
     name: str, kind: str, views: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +458,7 @@ def test_pairs_of_positions_match_the_oracle(
     monkeypatch.setattr(Sizes, "pairs", 0)
     net = {**NETS, **AGAIN}[name]
     [form, *_] = prepare(net.build(), views=views).forms(*views_of(net, views))
-    assert isinstance(form, OuterProducts | PositionProducts)
+    assert isinstance(form, OuterProducts | PositionProducts | Parts)
     assert_viewed_matches_oracle(name, kind, views)
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.dp.clipping.attention import projections
 from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import (
@@ -149,6 +150,29 @@ class InPieces:
                 yield g if self.chosen is None else g.double()
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Gradients of a layer as those of several, side by side."""
+
+    forms: tuple[PerSampleGradients, ...]
+    slices: tuple[slice, ...]  # of the layer's parameters, by form
+
+    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
+        """Add up the norms of the parts."""
+        return total_squared_norms(self.forms, [metric.part(part) for part in self.slices])
+
+    def weighted_sum(
+        self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
+    ) -> None:
+        """Compute the sums of the parts."""
+        for form, part in zip(self.forms, self.slices, strict=True):
+            form.weighted_sum(c, valid, out[part], exact)
+
+    def select(self, rows: Tensor | slice) -> "Parts":
+        """Return some samples, in float64."""
+        return Parts(tuple(form.select(rows) for form in self.forms), self.slices)
+
+
 def choose_form(
     layer: Layer, uses: Sequence[Use], views: int = 1, *, ball: bool
 ) -> PerSampleGradients:
@@ -160,6 +184,11 @@ def choose_form(
         views: rows per sample in each use, next to each other; its gradient is their sum.
         ball: True if norms are taken in a ball.
     """
+    if (parts := projections(layer, uses)) is not None:
+        return Parts(
+            tuple(choose_form(*part, views, ball=ball) for part in parts),
+            tuple(slice(of.start - layer.start, of.stop - layer.start) for of, _ in parts),
+        )
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start
     found = sizes(layer, uses, views)

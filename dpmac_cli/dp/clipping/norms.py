@@ -56,6 +56,14 @@ class LayerMetric:
     largest: Tensor  # the largest A, ()
     factor: Tensor  # float64, ()
 
+    def part(self, part: slice) -> "LayerMetric":
+        """Return the metric of some of the layer's coordinates."""
+        if self.centre is None or self.centre_inverse is None:
+            return self
+        inverse, centre, product = self.inverse[part], self.centre[part], self.centre_inverse[part]
+        s3 = sum_rounded_up(centre * product)
+        return LayerMetric(inverse, product, centre, s3, inverse.max(), self.factor)
+
 
 class Metric:
     """The metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
