@@ -673,6 +673,22 @@ def test_samples_beyond_reach_are_added_in_float64(
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("name", ["linear-1", "conv-1"])
+def test_products_of_many_samples_are_added_up_in_float64(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each product's rounding is left, and that of one sum."""
+    layer = SEARCHED[name].layer()
+    use = Use((torch.ones(4096, *SEARCHED[name].shape),), torch.ones(4096, *SEARCHED[name].shape))
+    use.delta.mul_(1 + 1e-3 * torch.rand(4096, *[1] * (use.delta.ndim - 1)))
+    total, form = torch.empty(1), make_form(layer, (use,))
+    exact = exact_gradients(layer, (use,)).sum(0)
+    monkeypatch.setattr(products, "ADDED", 1)
+    form.weighted_sum(torch.ones(4096, dtype=torch.float64), None, total)
+    assert (total - exact).abs() <= 2**-23 * exact
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_near_the_end_of_float32_weigh_no_more_than_one(way: str) -> None:
     """Their c_i has few digits in float32, or none."""
