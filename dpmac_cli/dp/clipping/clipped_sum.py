@@ -31,6 +31,9 @@ CANCELLATION_LIMIT = 250.0
 #: is at most 1, but the terms that it is the sum of reach further.
 REACH = 8.0
 
+#: c_i below which a sample adds nothing: float32 has few digits left for it.
+LEAST_WEIGHT = 1e-30
+
 Observer = Callable[[Tensor, Tensor], None]
 #: Computes per-sample losses, shape (samples,), and every layer's per-sample gradients, in the
 #: forms for a ball or an ellipsoid.
@@ -178,4 +181,4 @@ def clip_weights(squared: SquaredNorms, limit: float = CLIP_LIMIT) -> tuple[Tens
     upper = squared.value.clamp(min=0) + squared.slack
     valid = torch.isfinite(upper)
     c = (limit / upper.sqrt()).clamp(max=1.0)
-    return torch.where(valid, c, 0.0), valid
+    return torch.where(valid & (c > LEAST_WEIGHT), c, 0.0), valid

@@ -1,5 +1,6 @@
 """Norms of the gradient by a layer's kernel, in the layer's metric, from a few of its rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Kernel:
         self._module = module
         self.extra, self._standardised = 0, isinstance(module, StandardisedConv2d)
         if self._standardised:
-            direction, scale = module.standardised()
+            direction, scale = module.standardised(torch.float64)
             self.extra = min(ROW, module.weight[0].numel())
             self._moves = (scale.square() * LEAST_SQUARE < 1).to(dtype).squeeze(1)
             self._direction = direction.to(dtype)
@@ -55,7 +56,7 @@ class Kernel:
             weights = torch.maximum(weights, self._largest("bias"))
         if "gain" in self._parts:
             weights = weights + self._largest("gain")
-        by_delta: Tensor = vector_norm(delta * weights.sqrt(), dim=2)
+        by_delta: Tensor = vector_norm(delta.double() * weights.sqrt(), dim=2)
         by_input = (squares + float("bias" in self._parts)).sqrt_()
         return (by_delta * by_input).sum(1).square_()
 
@@ -70,17 +71,21 @@ class Kernel:
         """Return delta for G_i by the weight instead of W-hat, (samples, T, O)."""
         return delta * self._scale if self._standardised else delta
 
-    def along(self, use: Use) -> tuple[Tensor, Tensor]:
+    def along(self, uses: Sequence[Use], views: int) -> tuple[Tensor, Tensor]:
         """Return what the map of :func:`through_standardisation` changes about norms in a ball.
 
         Returns:
             what the gain adds less what the direction of W takes away, and the sum of both,
             float64, shape (samples,) each.
         """
-        a, conv = use.inputs[0], self._module
-        direction = self._direction.to(a.dtype).view_as(conv.weight)
-        output = conv2d(a, direction, None, conv.stride, conv.padding, conv.dilation)
-        along = output.mul_(use.delta).flatten(2).sum(2, dtype=torch.float64).square_()
+        conv, by_use = self._module, []
+        for use in uses:
+            a = use.inputs[0]
+            direction = self._direction.to(a.dtype).view_as(conv.weight)
+            output = conv2d(a, direction, None, conv.stride, conv.padding, conv.dilation)
+            by_row = output.mul_(use.delta).flatten(2).sum(2, dtype=torch.float64)
+            by_use.append(by_row.view(-1, views, by_row.shape[1]).sum(1))
+        along = torch.stack(by_use).sum(0).square_()
         gained = along.sum(1) if "gain" in self._parts else torch.zeros_like(along[:, 0])
         lost = along @ (self._scale.square() * self._moves)
         return (gained - lost) * self._metric.inverse, (gained + lost) * self._metric.inverse

@@ -148,11 +148,13 @@ def through_standardisation(conv: Any, by_kernel: Tensor) -> dict[str, Tensor]:
         by_kernel: (samples, out, in, height, width); is overwritten.
     """
     g = by_kernel.flatten(2)
-    direction, scale = (t.to(g.dtype) for t in conv.standardised())  # z / ||z||, 1 / ||z||
-    along = (g * direction).sum(2, keepdim=True)
+    direction, scale = conv.standardised(torch.float64)  # z / ||z||, 1 / ||z||
     moves = scale.square() * LEAST_SQUARE < 1  # otherwise ||z|| is treated as a constant
+    scale = (conv.gain.unsqueeze(1) * scale).to(g.dtype)
+    direction = direction.to(g.dtype)
+    along = (g * direction).sum(2, keepdim=True)
     g.addcmul_(direction, along * moves, value=-1)
-    weight = g.sub_(g.mean(2, keepdim=True)).mul_(conv.gain.unsqueeze(1) * scale)
+    weight = g.sub_(g.mean(2, keepdim=True)).mul_(scale)
     return {"weight": weight, "gain": along}
 
 

@@ -208,12 +208,11 @@ class PositionProducts:
         u = roundoff(sum(self.sizes[:3]), torch.float64)
         value, slack = torch.zeros_like(reach), 2 * u * reach
         if self._standardised:
-            [use] = uses
-            by_gain, rest = kernel.along(use)
-            off = reach.sqrt() * roundoff(self.sizes.inputs, use.delta.dtype)
+            by_gain, rest = kernel.along(uses, self.views)
+            off = reach.sqrt() * roundoff(self.sizes.inputs, uses[0].delta.dtype)
             value += by_gain
             slack += off * (2 * rest.sqrt() + off)
-            means = means_by_position(module, use.inputs[0])
+            means = self._by_sample([means_by_position(module, use.inputs[0]) for use in uses])
             gram.baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-self.sizes.inputs)
         if "bias" in self.layer.parameters:
             value += kernel.distance(delta.sum(1, dtype=torch.float64), "bias")
