@@ -28,7 +28,7 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.randomness.sampling import Batch, KeyedSampler
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -164,6 +164,17 @@ class Batches:
         self._begin += self._batch
         train = self._data.train
         return self._data.standardised(train.images[rows]), train.labels[rows]
+
+
+class FixedSize:
+    """A sampler that draws the first ``size`` records at every step."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def draw(self, _: int) -> Batch:
+        """Return the records of a step."""
+        return np.arange(self.size)
 
 
 def plain(size: Size, data: Data, *, fused: bool) -> Step:

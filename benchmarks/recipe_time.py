@@ -17,30 +17,17 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from contenders import noise_images
+from contenders import FixedSize, noise_images
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.trainer import Trainer
 
 #: Chunks of the longer of the two steps that are timed.
 CHUNKS = 3
-
-
-class FixedSize:
-    """A sampler that draws the first ``size`` records at every step."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def draw(self, _: int) -> Batch:
-        """Return the records of a step."""
-        return np.arange(self.size)
 
 
 class Timed(NamedTuple):
