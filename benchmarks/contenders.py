@@ -4,6 +4,7 @@ Every step begins with the indices of its batch and ends with updated weights; f
 standardising the images is part of it for all of them.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,18 +16,19 @@ from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientCli
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, gelu
+from torchvision.models.resnet import BasicBlock
 
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
-from dpmac_cli.randomness.sampling import KeyedSampler
+from dpmac_cli.randomness.sampling import Batch, KeyedSampler
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -34,7 +36,15 @@ from dpmac_cli.training.trainer import Trainer, forbid_tf32
 
 SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.
-IMAGES = {"mlp": "mnist", "cnn": "cifar10"}
+IMAGES = {
+    "mlp": "mnist",
+    "cnn": "cifar10",
+    "wrn-16-4": "cifar10",
+    "resnet18": "cifar10",
+    "vit-tiny": "cifar10",
+}
+#: Networks on which our optimizers get ``--physical-batch B``.
+DEEP = ("wrn-16-4", "resnet18", "vit-tiny")
 PLAIN = "plain-adam"
 #: Parameters of a network that only three are timed on.
 LARGE = 10**7
@@ -46,7 +56,37 @@ def arithmetic_of(name: str) -> None:
     """Set the precision of products that a contender runs with: ours has TF32 off everywhere."""
     forbid_tf32()
     if name.partition(" ")[0] not in OPTIMIZERS:
-        torch.backends.cudnn.conv.fp32_precision = "tf32"  # torch's default
+        cudnn: Any = torch.backends.cudnn  # its stub has no conv
+        cudnn.conv.fp32_precision = "tf32"  # torch's default
+
+
+class VisionTransformer(nn.Module):
+    """A small vision transformer in the style of timm: class token, position embedding, pre-norm.
+
+    The token and the embedding are parameters of the network itself, as in timm.
+    """
+
+    def __init__(self, dataset: Dataset, width: int = 192, depth: int = 6, patch: int = 4) -> None:
+        super().__init__()
+        channels, *image = dataset.shape
+        tokens = 1 + (image[0] // patch) * (image[1] // patch)
+        self.patch_embed = nn.Conv2d(channels, width, patch, stride=patch)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, tokens, width))
+        block = nn.TransformerEncoderLayer(
+            width, 3, 4 * width, 0.0, gelu, batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, len(dataset.classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of images, shape (samples, classes)."""
+        tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
+        first = self.cls_token.expand(len(x), -1, -1)
+        tokens = torch.cat([first, tokens], 1) + self.pos_embed
+        logits: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return logits
 
 
 @dataclass(frozen=True)
@@ -54,7 +94,7 @@ class Size:
     """What is timed.
 
     Attributes:
-        model: mlp or cnn.
+        model: a key of :data:`IMAGES`.
         batch: the expected batch.
         width: hidden units of the mlp; None for the paper's network.
     """
@@ -67,6 +107,8 @@ class Size:
         """The network, always with the same weights."""
         facts = DATASETS[IMAGES[self.model]]
         torch.manual_seed(0)
+        if self.model == "vit-tiny":
+            return VisionTransformer(facts)
         if self.width is None:
             return build_network(self.model, facts)
         pixels = int(np.prod(facts.shape))
@@ -78,14 +120,24 @@ class Size:
         )
 
     @property
+    def physical_batch(self) -> int | None:
+        """Samples that our optimizers work on at a time; None for the default of the images."""
+        return self.batch if self.model in DEEP else None
+
+    @property
     def parameters(self) -> int:
         """d."""
         return sum(p.numel() for p in self.build().parameters())
 
 
 def random_images(model: str, device: torch.device) -> Data:
-    """Noise in the shape and number of the real images: time does not depend on what they show."""
-    facts, generator = DATASETS[IMAGES[model]], torch.Generator().manual_seed(0)
+    """Images that a network is timed on: time does not depend on what they show."""
+    return noise_images(DATASETS[IMAGES[model]], device)
+
+
+def noise_images(facts: Dataset, device: torch.device) -> Data:
+    """Return noise in the shape and number of a dataset's images."""
+    generator = torch.Generator().manual_seed(0)
 
     def split(size: int) -> Split:
         shape = (size, *facts.shape)
@@ -114,23 +166,40 @@ class Batches:
         return self._data.standardised(train.images[rows]), train.labels[rows]
 
 
+class FixedSize:
+    """A sampler that draws the first ``size`` records at every step."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def draw(self, _: int) -> Batch:
+        """Return the records of a step."""
+        return np.arange(self.size)
+
+
 def plain(size: Size, data: Data, *, fused: bool) -> Step:
     """Torch's own Adam on the whole batch, at its default settings or fused."""
     model, batches = size.build().to(data.gain.device), Batches(data, size.batch)
-    optimizer = torch.optim.Adam(model.parameters(), lr=LR, **({"fused": True} if fused else {}))
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=fused or None)
 
     def step() -> None:
         x, y = batches()
         optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
+        loss: Any = cross_entropy(model(x), y)
+        loss.backward()
         optimizer.step()
 
     return step
 
 
 def opacus(size: Size, data: Data, *, mode: str) -> Step:
-    """DP-Adam by Opacus: per-sample gradients by hooks or functorch, or ghost clipping."""
+    """DP-Adam by Opacus: per-sample gradients by hooks or functorch, or ghost clipping.
+
+    Its hooks need operations out of place: in-place ReLU is switched off, and so are the in-place
+    sums of ResNet-18.
+    """
     network, batches = size.build().to(data.gain.device), Batches(data, size.batch)
+    _out_of_place(network)
     adam = torch.optim.Adam(network.parameters(), lr=LR)
     numbers: dict[str, Any] = {
         "noise_multiplier": SIGMA,
@@ -155,6 +224,23 @@ def opacus(size: Size, data: Data, *, mode: str) -> Step:
         optimizer.step()
 
     return step
+
+
+def _out_of_place(network: nn.Module) -> None:
+    """Replace in-place operations of built-in networks, which backward hooks do not allow."""
+    for module in network.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+        elif isinstance(module, BasicBlock):
+            module.forward = partial(_basic_block, module)
+
+
+def _basic_block(block: Any, x: Tensor) -> Tensor:
+    """Return the output of a block of ResNet-18, added up out of place."""
+    out = block.bn2(block.conv2(block.relu(block.bn1(block.conv1(x)))))
+    around = x if block.downsample is None else block.downsample(x)
+    result: Tensor = block.relu(out + around)
+    return result
 
 
 def ours(
@@ -184,7 +270,7 @@ def ours(
         plan=Plan(
             steps=10**6,
             steps_per_epoch=100,
-            physical_batch=config.physical_batch,
+            physical_batch=size.physical_batch or config.physical_batch,
             compiled=compiled,
         ),
         randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
@@ -204,22 +290,26 @@ def contenders(size: Size, *, peers: bool, largest_gib: float) -> Mapping[str, B
         peers: whether to time Opacus too.
         largest_gib: per-sample gradients that take more than this are left out.
     """
-    if size.parameters > LARGE:
-        some = {name: partial(ours, size, name=name) for name in ("dp-adam", "dp-macadam")}
-        return {PLAIN: partial(plain, size, fused=False), **some}
-    made: dict[str, Build] = {
-        PLAIN: partial(plain, size, fused=False),
-        "plain-adam-fused": partial(plain, size, fused=True),
-    }
-    for name in OPTIMIZERS:
-        made[name] = partial(ours, size, name=name)
-    for name in ("dp-adam", "dp-macadam"):
-        made[f"{name} --compile"] = partial(ours, size, name=name, compiled=True)
-        made[f"{name} --secure"] = partial(ours, size, name=name, secure=True)
+    made: dict[str, Build] = {PLAIN: partial(plain, size, fused=False)}
+    modes = ["ghost", "hooks", "functorch"]
+    names: tuple[str, ...]
+    if size.model in DEEP:
+        names, peer_modes = ("dp-adam", "dp-macadam"), modes[:2]
+    elif size.parameters > LARGE:
+        names, peer_modes = ("dp-adam", "dp-macadam"), []
+    else:
+        names, peer_modes = tuple(OPTIMIZERS), modes
+        made["plain-adam-fused"] = partial(plain, size, fused=True)
+    made |= {name: partial(ours, size, name=name) for name in names}
+    if names == tuple(OPTIMIZERS):
+        for name in ("dp-adam", "dp-macadam"):
+            made[f"{name} --compile"] = partial(ours, size, name=name, compiled=True)
+            made[f"{name} --secure"] = partial(ours, size, name=name, secure=True)
     if peers:
-        modes = ["ghost"]
-        if size.parameters * size.batch * 4 * 2 <= largest_gib * 2**30:
-            modes += ["hooks", "functorch"]
-        for mode in modes:
-            made[f"opacus-{mode}"] = partial(opacus, size, mode=mode)
+        gib = size.parameters * size.batch * 4 * 2 / 2**30
+        for mode in peer_modes:
+            if mode == "ghost" or gib <= largest_gib:
+                made[f"opacus-{mode}"] = partial(opacus, size, mode=mode)
+            else:
+                sys.stderr.write(f"left out: opacus-{mode} ({gib:.0f} GiB of gradients)\n")
     return made

@@ -6,6 +6,9 @@ of plain torch with Adam in the same round.
 
     python benchmarks/step_time.py --quick                  # the headline sizes
     python benchmarks/step_time.py --json docs/data/step_time.json
+    python benchmarks/step_time.py --model wrn-16-4 resnet18 vit-tiny --json step_time_deep.json
+
+On deep networks our optimizers run with ``--physical-batch B``, as the table says below.
 """
 
 import argparse
@@ -13,17 +16,28 @@ import gc
 import json
 import os
 import platform
+import resource
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from contenders import PLAIN, Build, Size, Step, arithmetic_of, contenders, random_images
+from contenders import (
+    IMAGES,
+    PLAIN,
+    Build,
+    Size,
+    Step,
+    arithmetic_of,
+    contenders,
+    random_images,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.data.dataset import Data
@@ -34,6 +48,12 @@ SWEEP = (
     *(Size("mlp", 256, width) for width in (250, 4000)),
     Size("mlp", 512, 63_000),  # 50 million parameters
     *(Size("cnn", batch) for batch in (64, 2048)),
+)
+#: Sizes that are timed only where ``--model`` names them.
+DEEP_SIZES = (
+    *(Size("wrn-16-4", batch) for batch in (64, 256)),
+    *(Size("resnet18", batch) for batch in (32, 128)),
+    Size("vit-tiny", 64),
 )
 #: Seconds that a contender's turn should take at least.
 TURN = 0.25
@@ -49,8 +69,11 @@ class Row:
             paper's.
         optimizer: who. step_ms: median over the rounds; low_ms and high_ms its quartiles.
         ratio: to plain torch with Adam; ratio_low and ratio_high its quartiles.
+        cpu_ms: CPU time of a step over all threads, median; cpu_ratio as ``ratio``.
+        page_faults: minor page faults of a step, median.
         peak_mib: the most memory that its tensors took at a time, weights and state included
             and the data set left out.
+        physical_batch: samples that our optimizers work on at a time, where it is given.
         sweep: outside the headline sizes.
     """
 
@@ -64,8 +87,20 @@ class Row:
     ratio: float
     ratio_low: float
     ratio_high: float
+    cpu_ms: float
+    cpu_ratio: float
+    page_faults: float
     peak_mib: float
+    physical_batch: int | None
     sweep: bool
+
+
+class Taken(NamedTuple):
+    """Cost of a step: wall and CPU time in milliseconds, and minor page faults."""
+
+    wall: float
+    cpu: float
+    faults: float
 
 
 def peak_memory(build: Build, data: Data) -> float:
@@ -86,55 +121,98 @@ def peak_memory(build: Build, data: Data) -> float:
     return most / MIB
 
 
-def _run(step: Step, times: int, data: Data) -> float:
-    """Seconds of some steps."""
-    begin = time.perf_counter()
+def _run(step: Step, times: int, data: Data) -> Taken:
+    """Mean cost of some steps."""
+    begin, cpu, faults = time.perf_counter(), time.process_time(), _page_faults()
     for _ in range(times):
         step()
     if data.gain.is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    spent = 1e3 * (time.perf_counter() - begin), 1e3 * (time.process_time() - cpu)
+    return Taken(*(n / times for n in (*spent, _page_faults() - faults)))
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _left_out(name: str, failure: Exception) -> None:
+    """Report a contender that cannot run a network."""
+    said = "".join(traceback.format_exception_only(failure)).splitlines()[0]
+    sys.stderr.write(f"left out: {name} ({said})\n")
 
 
 def measure(size: Size, data: Data, rounds: int, names: str | None, peers: bool) -> list[Row]:
     """Time everybody at one size, in turn."""
-    chosen = {
-        name: build
-        for name, build in contenders(size, peers=peers, largest_gib=8).items()
-        if names is None or name == PLAIN or name in names.split(",")
-    }
-    peaks = {name: peak_memory(build, data) for name, build in chosen.items()}
-    steps = {name: build(data) for name, build in chosen.items()}
-    turns = {name: max(1, round(TURN / (_run(step, 3, data) / 3))) for name, step in steps.items()}
-    taken: dict[str, list[float]] = {name: [] for name in steps}
+    peaks: dict[str, float] = {}
+    steps: dict[str, Step] = {}
+    turns: dict[str, int] = {}
+    for name, build in contenders(size, peers=peers, largest_gib=8).items():
+        if names is not None and name != PLAIN and name not in names.split(","):
+            continue
+        try:
+            peaks[name], step = peak_memory(build, data), build(data)
+            turns[name] = max(1, round(1e3 * TURN / _run(step, 3, data).wall))
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as failure:
+            if not name.startswith("opacus"):
+                raise
+            _left_out(name, failure)
+            continue
+        steps[name] = step
+    taken: dict[str, list[Taken]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             arithmetic_of(name)
-            taken[name].append(1e3 * _run(step, turns[name], data) / turns[name])
-    rows = []
-    for name, times in taken.items():
-        ratios = [mine / base for mine, base in zip(times, taken[PLAIN], strict=True)]
-        low, _, high = quantiles(times, n=4)
-        ratio_low, _, ratio_high = quantiles(ratios, n=4)
-        numbers = (median(times), low, high, median(ratios), ratio_low, ratio_high, peaks[name])
-        where = (size.model, size.batch, size.width, name)
-        rows.append(Row(*where, *(round(n, 3) for n in numbers), sweep=size not in HEADLINE))
-    return rows
+            taken[name].append(_run(step, turns[name], data))
+    return [_row(size, name, peaks[name], taken[name], taken[PLAIN]) for name in steps]
+
+
+def _row(size: Size, name: str, peak: float, taken: list[Taken], plain: list[Taken]) -> Row:
+    """The medians and quartiles of one contender's rounds."""
+    pairs = list(zip(taken, plain, strict=True))
+    walls, ratios = [t.wall for t in taken], [t.wall / base.wall for t, base in pairs]
+    low, _, high = quantiles(walls, n=4)
+    ratio_low, _, ratio_high = quantiles(ratios, n=4)
+    return Row(
+        model=size.model,
+        batch=size.batch,
+        width=size.width,
+        optimizer=name,
+        step_ms=round(median(walls), 3),
+        low_ms=round(low, 3),
+        high_ms=round(high, 3),
+        ratio=round(median(ratios), 3),
+        ratio_low=round(ratio_low, 3),
+        ratio_high=round(ratio_high, 3),
+        cpu_ms=round(median(t.cpu for t in taken), 3),
+        cpu_ratio=round(median(t.cpu / base.cpu for t, base in pairs), 3),
+        page_faults=round(median(t.faults for t in taken)),
+        peak_mib=round(peak, 3),
+        physical_batch=None if "plain" in name or "opacus" in name else size.physical_batch,
+        sweep=size not in HEADLINE,
+    )
 
 
 def table(rows: Iterable[Row]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| network | batch | optimizer | step, ms | times plain | peak, MiB |",
-        "|---|---|---|---|---|---|",
+        "| network | batch | optimizer | step, ms | times plain | CPU, ms | times plain | "
+        "peak, MiB | page faults a step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    rows = list(rows)
     for row in rows:
         network = row.model if row.width is None else f"{row.model}, {row.width} wide"
         lines.append(
             f"| {network} | {row.batch} | {row.optimizer} | "
             f"{row.step_ms:.1f} ({row.low_ms:.1f}–{row.high_ms:.1f}) | "
-            f"{row.ratio:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f}) | {row.peak_mib:.0f} |"
+            f"{row.ratio:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f}) | "
+            f"{row.cpu_ms:.1f} | {row.cpu_ratio:.2f} | {row.peak_mib:.0f} | "
+            f"{row.page_faults:,.0f} |"
         )
+    deep = sorted({row.model for row in rows if row.physical_batch is not None})
+    if deep:
+        lines += ["", f"Our optimizers run with `--physical-batch B` on {', '.join(deep)}."]
     return "\n".join(lines)
 
 
@@ -159,7 +237,8 @@ def main() -> None:
     """Measure, print a table, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="leave the sweep out")
-    parser.add_argument("--model", choices=("mlp", "cnn"), help="only this network")
+    parser.add_argument("--model", choices=IMAGES, nargs="+", help="only these (mlp and cnn)")
+    parser.add_argument("--batch", type=int, help="this batch size instead of those listed")
     parser.add_argument("--only", metavar="NAMES", help="only these, separated by commas")
     parser.add_argument("--no-peers", action="store_true", help="leave Opacus out")
     parser.add_argument("--rounds", type=int, default=7, help="turns of everybody (7)")
@@ -170,14 +249,16 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="opacus")
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     device = torch.device(options.device)
-    sizes = HEADLINE if options.quick else HEADLINE + SWEEP
+    models = options.model or ("mlp", "cnn")
+    sizes = DEEP_SIZES + (HEADLINE if options.quick else HEADLINE + SWEEP)
+    if options.batch:
+        sizes = tuple(Size(model, options.batch) for model in models)
     rows: list[Row] = []
-    for model in ("mlp", "cnn"):
-        if options.model in (None, model):
-            data = random_images(model, device)
-            for size in (size for size in sizes if size.model == model):
-                sys.stderr.write(f"{size} ...\n")
-                rows += measure(size, data, options.rounds, options.only, not options.no_peers)
+    for model in models:
+        data = random_images(model, device)
+        for size in (size for size in sizes if size.model == model):
+            sys.stderr.write(f"{size} ...\n")
+            rows += measure(size, data, options.rounds, options.only, not options.no_peers)
     sys.stdout.write(table(rows) + "\n")
     if options.json:
         text = json.dumps({"machine": machine(device), "rows": [asdict(r) for r in rows]}, indent=1)

@@ -602,7 +602,7 @@ def test_no_sample_whose_terms_cancel_weighs_more_than_one(
     name: str, kind: str, size: int, chunk: int
 ) -> None:
     """And the margin is not nearly used up."""
-    assert worst_move(name, kind, size, chunk, trials=5) <= 2 / 3
+    assert worst_move(name, kind, size, chunk, trials=5) <= 0.45
 
 
 @pytest.mark.long
@@ -616,7 +616,7 @@ def test_no_sample_whose_terms_cancel_weighs_more_than_one(
 def test_the_margin_covers_terms_that_cancel(
     name: str, kind: str, size: int, chunk: int, trials: int
 ) -> None:
-    assert worst_move(name, kind, size, chunk, trials, seed=1000) <= 2 / 3
+    assert worst_move(name, kind, size, chunk, trials, seed=1000) <= 0.45
 
 
 @pytest.mark.privacy

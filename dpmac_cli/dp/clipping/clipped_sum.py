@@ -20,7 +20,7 @@ from dpmac_cli.torch_errors import code_of_network
 #: Samples that a step may add up before the margin for rounding grows.
 FEW = 1024
 #: The margin: 2.5 times the largest rounding that a search over adversarial batches found.
-ROOM = 4e-4
+ROOM = 6e-4
 #: Rows whose rounding bound exceeds this share of their squared norm are computed in float64.
 SLACK_SHARE = 0.01
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32,
