@@ -80,7 +80,7 @@ def main() -> None:
     print("| physical batch | views | chunk, s | step, s (CPU, s) | run, hours | resident, MiB |")
     print("|---" * 6 + "|")
     for size in sizes:
-        plan = resolve(file=options.config, physical_batch=size).config
+        plan = resolve(file=options.config, physical_batch=size).plan
         if not isinstance(plan.data, str):
             parser.error("the recipe must name a built-in data set")
         data = noise_images(DATASETS[plan.data], device)

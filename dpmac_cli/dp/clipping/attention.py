@@ -26,7 +26,9 @@ def projections(layer: Layer, uses: Sequence[Use]) -> list[tuple[Layer, list[Use
         None where the layer is no nn.MultiheadAttention, or its calls are not plain self-attention.
     """
     module: Any = layer.module
-    if type(module) is not nn.MultiheadAttention or not all(_is_self_attention(module, use) for use in uses):
+    if type(module) is not nn.MultiheadAttention or not all(
+        _is_self_attention(module, use) for use in uses
+    ):
         return None
     inner, outer = zip(*(_by_projection(module, use) for use in uses), strict=True)
     width, begin = module.embed_dim, layer.start
