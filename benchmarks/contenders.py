@@ -43,7 +43,7 @@ IMAGES = {
     "resnet18": "cifar10",
     "vit-tiny": "cifar10",
 }
-#: Networks on which our optimizers get ``--physical-batch B``.
+#: Networks that only the two main optimizers and some of Opacus are timed on.
 DEEP = ("wrn-16-4", "resnet18", "vit-tiny")
 PLAIN = "plain-adam"
 #: Parameters of a network that only three are timed on.
@@ -118,11 +118,6 @@ class Size:
             nn.ReLU(),
             nn.Linear(self.width, len(facts.classes)),
         )
-
-    @property
-    def physical_batch(self) -> int | None:
-        """Samples that our optimizers work on at a time; None for the default of the images."""
-        return self.batch if self.model in DEEP else None
 
     @property
     def parameters(self) -> int:
@@ -270,7 +265,7 @@ def ours(
         plan=Plan(
             steps=10**6,
             steps_per_epoch=100,
-            physical_batch=size.physical_batch or config.physical_batch,
+            physical_batch=config.physical_batch,
             compiled=compiled,
         ),
         randomness=Randomness(keys=keys, sampler=sampler, noise=noise),

@@ -8,7 +8,7 @@ of plain torch with Adam in the same round.
     python benchmarks/step_time.py --json docs/data/step_time.json
     python benchmarks/step_time.py --model wrn-16-4 resnet18 vit-tiny --json step_time_deep.json
 
-On deep networks our optimizers run with ``--physical-batch B``, as the table says below.
+Our optimizers work on the data set's physical batch at a time, 32 images of CIFAR-10.
 """
 
 import argparse
@@ -73,7 +73,6 @@ class Row:
         page_faults: minor page faults of a step, median.
         peak_mib: the most memory that its tensors took at a time, weights and state included
             and the data set left out.
-        physical_batch: samples that our optimizers work on at a time, where it is given.
         sweep: outside the headline sizes.
     """
 
@@ -91,7 +90,6 @@ class Row:
     cpu_ratio: float
     page_faults: float
     peak_mib: float
-    physical_batch: int | None
     sweep: bool
 
 
@@ -188,7 +186,6 @@ def _row(size: Size, name: str, peak: float, taken: list[Taken], plain: list[Tak
         cpu_ratio=round(median(t.cpu / base.cpu for t, base in pairs), 3),
         page_faults=round(median(t.faults for t in taken)),
         peak_mib=round(peak, 3),
-        physical_batch=None if "plain" in name or "opacus" in name else size.physical_batch,
         sweep=size not in HEADLINE,
     )
 
@@ -210,9 +207,6 @@ def table(rows: Iterable[Row]) -> str:
             f"{row.cpu_ms:.1f} | {row.cpu_ratio:.2f} | {row.peak_mib:.0f} | "
             f"{row.page_faults:,.0f} |"
         )
-    deep = sorted({row.model for row in rows if row.physical_batch is not None})
-    if deep:
-        lines += ["", f"Our optimizers run with `--physical-batch B` on {', '.join(deep)}."]
     return "\n".join(lines)
 
 

@@ -32,9 +32,8 @@ from dpmac_cli.dp.clipping.products import PositionProducts, sizes
 PIECE = 1 << 20
 #: The same on CUDA, where starting an operation takes longer than this many numbers.
 DEVICE_PIECE = 1 << 24
-#: Numbers of one layer's gradients to hold between norm and sum: 32 MiB, above which glibc maps
-#: memory afresh for every step.
-HELD = 1 << 23
+#: Numbers of one layer's gradients to hold between norm and sum: 64 MiB in float32.
+HELD = 1 << 24
 #: Positions from which a grouped convolution instantiates gradients faster than patches do.
 BY_CONVOLUTION = 64
 
