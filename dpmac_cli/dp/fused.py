@@ -12,12 +12,16 @@ from torch import Tensor
 
 from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.forms import (
+    PIECE,
     InPieces,
+    Instantiated,
     Norms,
+    Parts,
     PerSampleGradients,
     total_squared_norms,
 )
 from dpmac_cli.dp.clipping.norms import LayerMetric, SquaredNorms, Terms
+from dpmac_cli.dp.clipping.products import PositionProducts
 from dpmac_cli.dp.geometry import Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism
 from dpmac_cli.dp.moments import Moments
@@ -125,6 +129,13 @@ def compile_terms() -> Terms:
     return _compile(terms, dynamic=False)
 
 
+def _in_groups(form: PerSampleGradients) -> bool:
+    """Return whether a form works on a few samples at a time: compiling would unroll its loop."""
+    if isinstance(form, Instantiated):
+        return form.g.numel() > PIECE
+    return isinstance(form, InPieces | PositionProducts | Parts)
+
+
 def compile_norms() -> Norms:
     """Compile :func:`~dpmac_cli.dp.clipping.forms.total_squared_norms` into few passes.
 
@@ -138,7 +149,7 @@ def compile_norms() -> Norms:
     ) -> SquaredNorms:
         groups: dict[bool, tuple[list[PerSampleGradients], list[LayerMetric]]] = {}
         for form, metric in zip(gradients, metrics, strict=True):
-            forms, parts = groups.setdefault(isinstance(form, InPieces), ([], []))
+            forms, parts = groups.setdefault(_in_groups(form), ([], []))
             forms.append(form)
             parts.append(metric)
         for form in groups.get(False, ([], []))[0]:
@@ -146,8 +157,8 @@ def compile_norms() -> Norms:
                 if isinstance(rows, Tensor):
                     torch._dynamo.maybe_mark_dynamic(rows, 0)  # how many samples, changes
         first, *rest = [
-            (total_squared_norms if in_pieces else compiled)(*group)
-            for in_pieces, group in groups.items()
+            (total_squared_norms if in_groups else compiled)(*group)
+            for in_groups, group in groups.items()
         ]
         return sum(rest, start=first)
 
