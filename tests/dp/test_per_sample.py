@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.clipped_sum import (
@@ -91,6 +92,25 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out, weights = self.attention(x, x, x, need_weights=self._weights)
         return torch.cat([out, weights], 2) if self._weights else out
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def doubled_weights(width: int) -> nn.Module:
+    """Attention whose output projection computes its weight."""
+    module = SelfAttention(width, weights=False)
+    parametrize.register_parametrization(module.attention.out_proj, "weight", Double())
+    return module
+
+
+def tripled_outputs(width: int) -> nn.Module:
+    """Attention whose output a hook changes."""
+    module = SelfAttention(width, weights=False)
+    module.attention.register_forward_hook(lambda _, __, found: (3 * found[0], found[1]))
+    return module
 
 
 class CrossAttention(nn.Module):
@@ -234,6 +254,8 @@ NETS: Mapping[str, Net] = {
         ),
         (5, 4),
     ),
+    "attention-parametrised": Net(lambda: nn.Sequential(doubled_weights(4), head(20)), (5, 4)),
+    "attention-hooked": Net(lambda: nn.Sequential(tripled_outputs(4), head(20)), (5, 4)),
     "attention-and-zeros": Net(
         lambda: nn.Sequential(SelfAttention(4, weights=False, add_zero_attn=True), head(20)),
         (5, 4),

@@ -14,6 +14,8 @@ from dpmac_cli.dp.clipping.layers import Layer
 PLAIN = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
 #: What it may be given whatever the value: whether weights are returned, and how.
 FREE = {"need_weights", "average_attn_weights"}
+#: The parameters that the rule computes gradients by.
+KNOWN = {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
 
 
 def projections(layer: Layer, uses: Sequence[Use]) -> list[tuple[Layer, list[Use]]] | None:
@@ -26,8 +28,11 @@ def projections(layer: Layer, uses: Sequence[Use]) -> list[tuple[Layer, list[Use
         None where the layer is no nn.MultiheadAttention, or its calls are not plain self-attention.
     """
     module: Any = layer.module
-    if type(module) is not nn.MultiheadAttention or not all(
-        _is_self_attention(module, use) for use in uses
+    if (
+        type(module) is not nn.MultiheadAttention
+        or not layer.parameters.keys() <= KNOWN
+        or module._forward_hooks
+        or not all(_is_self_attention(module, use) for use in uses)
     ):
         return None
     inner, outer = zip(*(_by_projection(module, use) for use in uses), strict=True)
