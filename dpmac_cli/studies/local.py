@@ -1,6 +1,7 @@
 """Runs in processes on this machine; one that dies does not affect the others."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,8 +73,9 @@ class Pool(Cluster):
     def _begin(self, plan: TrainPlan) -> _Worker:
         place = self._places.pop(0)
         mine, theirs = CONTEXT.Pipe()
+        # What a process is forked from keeps the folder and the variables that it began with.
         arguments = (theirs, plan, self.data[plan.data], place, self._threads)
-        process = CONTEXT.Process(target=_work, args=arguments)
+        process = CONTEXT.Process(target=_at, args=(os.getcwd(), dict(os.environ), *arguments))
         process.start()
         theirs.close()
         return _Worker(process, mine, place)
@@ -101,8 +103,16 @@ class Pool(Cluster):
             job.process.join()
 
 
+def _at(folder: str, variables: Mapping[str, str], *arguments: Any) -> None:
+    """Train one run where the command is: the main function of a process."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    _work(*arguments)
+
+
 def _work(pipe: Connection, plan: TrainPlan, data: Data, place: int, threads: int) -> None:
-    """Train one run: the main function of a process."""
+    """Train one run, and send its result."""
     device = choose_device(plan.device)
     if device.type == "cuda" and ":" not in plan.device:  # the processes share out the GPUs
         device = torch.device("cuda", place % torch.cuda.device_count())
