@@ -152,6 +152,7 @@ def measure(size: Size, data: Data, rounds: int, names: str | None, peers: bool)
             peaks[name], step = peak_memory(build, data), build(data)
             turns[name] = max(1, round(1e3 * TURN / _run(step, 3, data).wall))
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as failure:
+            # Opacus refuses networks by any of these; from ours each is a bug.
             if not name.startswith("opacus"):
                 raise
             _left_out(name, failure)

@@ -117,7 +117,7 @@ def compare(**flags: Any) -> None:
         )
     errors = [
         f"{run.folder} holds a run with other settings, so it is no run of this study. Move it "
-        "out of that folder: the same command then trains it anew."
+        "out of that folder: the same command then trains it again, from scratch."
         for run in grid.runs
         if was_changed(run)
     ]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def draw_comparison(comparison: "Comparison", path: Path) -> bool:
-    """Draw accuracy by step and, of several epsilons, by epsilon, with deviations; a line a row.
+    """Draw accuracy by step and, if there are several epsilons, by epsilon; one line per row.
 
     Returns:
         Whether there was anything to draw.
