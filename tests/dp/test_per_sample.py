@@ -513,7 +513,7 @@ def test_linear_of_any_shape(
     samples=st.integers(1, 4),
     bias=st.booleans(),
     kind=st.sampled_from(KINDS),
-    unfolded=st.sampled_from([0, 1000]),
+    few=st.sampled_from([0, 1000]),
 )
 def test_conv2d_of_any_shape(
     channels: tuple[int, int, int],
@@ -525,7 +525,7 @@ def test_conv2d_of_any_shape(
     samples: int,
     bias: bool,
     kind: str,
-    unfolded: int,
+    few: int,
 ) -> None:
     groups, inputs, outputs = channels
     conv = nn.Conv2d(
@@ -535,7 +535,8 @@ def test_conv2d_of_any_shape(
     x = torch.randn(samples, groups * inputs, *size, dtype=torch.float64)
     y = torch.randint(model(x).shape[1], (samples,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpmac_cli.dp.clipping.layer_rules.UNFOLDED", unfolded)
+        patch.setattr("dpmac_cli.dp.clipping.layer_rules.FEW_INPUTS", few)
+        patch.setattr("dpmac_cli.dp.clipping.layer_rules.FEW_POSITIONS", few)
         assert_matches_oracle(prepare(model), x, y, kind)
 
 

@@ -19,9 +19,9 @@ from dpmac_cli.dp.clipping import clipped_sum as clipping
 from dpmac_cli.dp.clipping import forms, products
 from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedSum, clip_limit
 from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients, choose_form
-from dpmac_cli.dp.clipping.layer_rules import Use, through_standardisation
+from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.modules import StandardisedConv2d
+from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import ROW, Metric, SquaredNorms
 from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
@@ -142,7 +142,7 @@ def going(way: str, kind: str, layer: Layer) -> Iterator[None]:
     taken: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         cost = 0 if way == "pieces" else 1 << 60
-        patch.setattr(Sizes, "instantiating", property(lambda _: cost))
+        patch.setattr(Sizes, "instantiating", lambda *_: cost)
         for other in ("_by_gram", "_by_pairs", "_by_pieces"):
             patch.setattr(PositionProducts, other, _noting(other, taken))
         yield
@@ -199,7 +199,7 @@ def mapped(layer: Layer, kernel: Tensor, bias: Tensor) -> Tensor:
     """
     parts = {"weight": kernel, "bias": bias}
     if isinstance(layer.module, StandardisedConv2d):
-        parts |= through_standardisation(layer.module, kernel.clone())
+        parts |= Standardisation.of(layer.module, kernel.dtype)(kernel.clone())
     return torch.cat([parts[name].flatten(1) for name in layer.parameters], 1)
 
 
@@ -268,7 +268,7 @@ def assert_like_autograd(
     far = whiten(torch.zeros_like(oracle[:1]), region).square().sum()  # pairs cancel against it
     assert ((found.value - expected).abs() <= tolerance * (expected + 2 * far)).all()
     assert_sums(form, oracle, tolerance)
-    held = form.instantiated()
+    held = instantiate(layer, uses, views)
     torch.testing.assert_close(held, oracle, rtol=tolerance, atol=20 * tolerance)
 
 

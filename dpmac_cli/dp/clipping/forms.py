@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.attention import projections
-from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
+from dpmac_cli.dp.clipping.layer_rules import Use, instantiate, instantiated
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import (
     ROW,
@@ -23,6 +23,7 @@ from dpmac_cli.dp.clipping.norms import (
     concatenated,
     kept,
     roundoff,
+    row_squares,
     row_sums,
 )
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
@@ -34,8 +35,6 @@ PIECE = 1 << 20
 DEVICE_PIECE = 1 << 24
 #: Numbers of one layer's gradients to hold between norm and sum: 64 MiB in float32.
 HELD = 1 << 24
-#: Positions from which a grouped convolution instantiates gradients faster than patches do.
-BY_CONVOLUTION = 64
 
 
 class PerSampleGradients(Protocol):
@@ -96,8 +95,9 @@ class Instantiated:
 
     @staticmethod
     def _squares(g: Tensor, metric: LayerMetric) -> Tensor:
-        squares = g.square() if metric.centre is None else (g - metric.centre).square_()
-        return row_sums(squares.mul_(metric.inverse))
+        if metric.centre is None:
+            return row_squares(g).mul_(metric.inverse)
+        return row_sums((g - metric.centre).square_().mul_(metric.inverse))
 
     def select(self, rows: Tensor | slice) -> "Instantiated":
         """Return some samples, in float64."""
@@ -140,13 +140,13 @@ class InPieces:
     def _pieces(self) -> Iterator[Tensor]:
         """Yield gradients of the selected samples, piece by piece, shape (samples, d_layer)."""
         step = max(1, _piece(self.uses[0].delta) // (self.layer.stop - self.layer.start))
-        for begin in range(0, len(self.uses[0].delta) // self.views, step):
-            rows = slice(begin * self.views, (begin + step) * self.views)
-            g = instantiate(self.layer, [use.part(rows) for use in self.uses], self.views)
+        begin = 0
+        for g in instantiated(self.layer, self.uses, self.views, step):
             if isinstance(self.chosen, Tensor):
                 yield g[self.chosen[begin : begin + step]].double()
             else:
                 yield g if self.chosen is None else g.double()
+            begin += step
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,6 @@ def choose_form(
         products = PositionProducts(layer, tuple(uses), views, found)
         if not small and (samples * size > HELD or not found.holding_pays(ball)):
             return products
-        if not small and found.positions < BY_CONVOLUTION:
-            return Instantiated(products.instantiated())
     elif not small and not isinstance(layer.module, nn.Conv2d):
         # Gradients of other convolutions are too expensive to compute twice.
         return InPieces(layer, tuple(uses), views)
@@ -213,10 +211,10 @@ def _held(layer: Layer, uses: Sequence[Use], views: int) -> Tensor:
     samples, step = len(delta) // views, max(2, _piece(delta) // 4 // size)
     if step >= samples:
         return instantiate(layer, uses, views)
-    g = delta.new_empty(samples, size)
-    for begin in range(0, samples, step):
-        rows = slice(begin * views, (begin + step) * views)
-        g[begin : begin + step] = instantiate(layer, [use.part(rows) for use in uses], views)
+    g, begin = delta.new_empty(samples, size), 0
+    for part in instantiated(layer, uses, views, step):
+        g[begin : begin + step] = part
+        begin += step
     return g
 
 

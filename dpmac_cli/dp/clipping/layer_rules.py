@@ -1,23 +1,28 @@
 """Rules that instantiate per-sample gradients, by layer type; torch.func.vmap for other layers."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import iadd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import group_norm, layer_norm, unfold
+from torch.nn.functional import group_norm, layer_norm
 from torch.nn.grad import conv2d_weight
 
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.modules import LEAST_SQUARE, StandardisedConv2d
+from dpmac_cli.dp.clipping.matmul import sums_of_outer_products
+from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position
 
-#: Inputs per output of a convolution up to which unfolding the image is faster (27: half the time;
-#: 288: twice the time).
-UNFOLDED = 64
+#: Inputs per output of a convolution, and positions of an image, up to which products of patches
+#: are faster than a grouped convolution.
+FEW_INPUTS = 64
+FEW_POSITIONS = 256
 
 #: Gradients by a layer's parameters, by name: each (samples, ...).
 Gradients = Mapping[str, Tensor]
@@ -55,11 +60,17 @@ class Use:
 
 def instantiate(layer: Layer, uses: Sequence[Use], views: int = 1) -> Tensor:
     """Return gradients summed over uses and views, in theta's order, (samples, d_layer)."""
-    first, *others = uses
-    g = _instantiate(layer, first, views)
-    for use in others:
-        g += _instantiate(layer, use, views)
-    return g
+    return next(instantiated(layer, uses, views, len(uses[0].delta) // views))
+
+
+def instantiated(layer: Layer, uses: Sequence[Use], views: int, samples: int) -> Iterator[Tensor]:
+    """Yield the gradients of :func:`instantiate`, of so many samples at a time."""
+    through = None
+    if type(layer.module) is StandardisedConv2d:
+        through = Standardisation.of(layer.module, uses[0].delta.dtype)
+    for begin in range(0, len(uses[0].delta), samples * views):
+        rows = slice(begin, begin + samples * views)
+        yield reduce(iadd, [_instantiate(layer, use.part(rows), views, through) for use in uses])
 
 
 def is_plain(layer: Layer, use: Use) -> bool:
@@ -67,10 +78,13 @@ def is_plain(layer: Layer, use: Use) -> bool:
     return use.call == Call() and layer.parameters.keys() <= {"weight", "bias", "gain"}
 
 
-def _instantiate(layer: Layer, use: Use, views: int) -> Tensor:
+def _instantiate(layer: Layer, use: Use, views: int, through: Standardisation | None) -> Tensor:
     rule = RULES.get(type(layer.module)) if is_plain(layer, use) else None
     found = rule(layer, use.inputs[0], use.delta, views) if rule else None
-    gradients = found or _by_vmap(layer, use, views)
+    if found is None:
+        gradients = _by_vmap(layer, use, views)
+    else:
+        gradients = found if through is None else {**found, **through(found["weight"])}
     samples = len(use.delta) // views
     return torch.cat([gradients[name].reshape(samples, -1) for name in layer.parameters], 1)
 
@@ -101,7 +115,7 @@ def _linear(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     bias = delta.sum(1)
     if "weight" not in layer.parameters:
         return {"bias": bias}
-    return {"weight": torch.bmm(delta.transpose(1, 2), a), "bias": bias}
+    return {"weight": sums_of_outer_products(delta, a), "bias": bias}
 
 
 def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
@@ -118,44 +132,16 @@ def _kernel_gradients(conv: Any, a: Tensor, delta: Tensor, views: int) -> Tensor
         return None
     samples = len(a) // views
     outputs, *kernel = conv.weight.shape
-    if conv.groups == 1 and math.prod(kernel) <= UNFOLDED:
-        patches = unfold(a, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
-        g, a = (_behind_channels(rows, views) for rows in (delta.flatten(2), patches))
-        weight = torch.bmm(g, a.transpose(1, 2))
+    few = math.prod(kernel) <= FEW_INPUTS or math.prod(delta.shape[2:]) <= FEW_POSITIONS
+    if conv.groups == 1 and few:
+        by_position = gradients_by_position(conv, delta, views)
+        weight = sums_of_outer_products(by_position, inputs_by_position(conv, a, views))
     else:
         a, g = (_before_samples(rows, views) for rows in (a, delta))
         shape, groups = (samples * outputs, *kernel), samples * conv.groups
         options = (conv.stride, conv.padding, conv.dilation, groups)
         weight = conv2d_weight(a, shape, g, *options)  # type: ignore[no-untyped-call]
     return weight.reshape(samples, outputs, *kernel)
-
-
-def _standardised_conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
-    by_kernel = _kernel_gradients(layer.module, a, delta, views)
-    if by_kernel is None:
-        return None
-    gradients = through_standardisation(layer.module, by_kernel)
-    return {**gradients, "bias": _over_positions(delta, views)}
-
-
-def through_standardisation(conv: Any, by_kernel: Tensor) -> dict[str, Tensor]:
-    """Turn gradients by W-hat into those by a StandardisedConv2d's weight and gain.
-
-    W-hat = gain z / ||z|| with z = W - mean, row by row. The map is linear.
-
-    Args:
-        conv: the layer.
-        by_kernel: (samples, out, in, height, width); is overwritten.
-    """
-    g = by_kernel.flatten(2)
-    direction, scale = conv.standardised(torch.float64)  # z / ||z||, 1 / ||z||
-    moves = scale.square() * LEAST_SQUARE < 1  # otherwise ||z|| is treated as a constant
-    scale = (conv.gain.unsqueeze(1) * scale).to(g.dtype)
-    direction = direction.to(g.dtype)
-    along = (g * direction).sum(2, keepdim=True)
-    g.addcmul_(direction, along * moves, value=-1)
-    weight = g.sub_(g.mean(2, keepdim=True)).mul_(scale)
-    return {"weight": weight, "gain": along}
 
 
 def _group_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
@@ -189,7 +175,7 @@ def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
 RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
-    StandardisedConv2d: _standardised_conv2d,
+    StandardisedConv2d: _conv2d,  # by W-hat
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
     nn.Embedding: _embedding,
@@ -199,11 +185,6 @@ RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients
 def _by_sample(rows: Tensor, views: int) -> Tensor:
     """(samples * views, ...) as (samples, views, ...)."""
     return rows.reshape(len(rows) // views, views, *rows.shape[1:])
-
-
-def _behind_channels(rows: Tensor, views: int) -> Tensor:
-    """(samples * views, channels, positions) as (samples, channels, views * positions)."""
-    return _by_sample(rows, views).transpose(1, 2).flatten(2)
 
 
 def _before_samples(rows: Tensor, views: int) -> Tensor:

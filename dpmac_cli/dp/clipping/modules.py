@@ -1,5 +1,6 @@
 """Layers of our own, whose per-sample gradients :mod:`dpmac_cli.dp.clipping.forms` knows."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,3 +38,31 @@ class StandardisedConv2d(nn.Conv2d):
         direction, _ = self.standardised()
         weight = (direction * self.gain.unsqueeze(1)).view_as(self.weight)
         return conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+@dataclass(frozen=True)
+class Standardisation:
+    """The linear map from gradients by W-hat to those by a StandardisedConv2d's weight and gain.
+
+    W-hat = gain z / ||z|| with z = W - mean, row by row.
+    """
+
+    direction: Tensor  # z / ||z||, (out, fan-in)
+    scale: Tensor  # gain / ||z||, (out,)
+    moves: Tensor  # 1, or 0 where ||z|| is treated as a constant, (out,)
+
+    @staticmethod
+    def of(conv: StandardisedConv2d, dtype: torch.dtype) -> "Standardisation":
+        """Return the map at a convolution's weights, computed in float64 and rounded once."""
+        direction, norms = conv.standardised(torch.float64)
+        norms = norms.squeeze(1)  # 1 / ||z||
+        moves = (norms.square() * LEAST_SQUARE < 1).to(dtype)
+        return Standardisation(direction.to(dtype), (conv.gain * norms).to(dtype), moves)
+
+    def __call__(self, by_kernel: Tensor) -> dict[str, Tensor]:
+        """Map gradients by the kernel, (samples, out, in, height, width), which are overwritten."""
+        g = by_kernel.flatten(2)
+        along = (g * self.direction).sum(2, keepdim=True)
+        g.addcmul_(self.direction, along * self.moves.unsqueeze(1), value=-1)
+        g.sub_(g.mean(2, keepdim=True)).mul_(self.scale.unsqueeze(1))
+        return {"weight": g, "gain": along}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from dpmac_cli.dp.clipping.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
@@ -134,6 +135,14 @@ def row_sums(numbers: Tensor) -> Tensor:
     whole = numbers.shape[1] // ROW * ROW
     parts = numbers[:, :whole].view(len(numbers), whole // ROW, ROW).sum(2)
     return parts.sum(1, dtype=torch.float64).add_(numbers[:, whole:].sum(1))
+
+
+def row_squares(numbers: Tensor) -> Tensor:
+    """Return sums of the squares of rows, float64, shape (rows,); rounds as :func:`row_sums`."""
+    whole = numbers.shape[1] // ROW * ROW
+    parts = vector_norm(numbers[:, :whole].reshape(len(numbers), whole // ROW, ROW), dim=2)
+    rest = vector_norm(numbers[:, whole:], dim=1, keepdim=True)
+    return torch.cat([parts, rest], 1).double().square_().sum(1)
 
 
 def sum_rounded_up(terms: Tensor) -> Tensor:

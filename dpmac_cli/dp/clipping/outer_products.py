@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from dpmac_cli.dp.clipping.matmul import matmul
 from dpmac_cli.dp.clipping.norms import LayerMetric, SquaredNorms, kept, roundoff
 
 
@@ -64,7 +65,7 @@ class OuterProducts:
         """Compute (c delta)^T a, one matrix product."""
         weighted = kept(self.delta * c.view(-1, 1, 1), valid).view(-1, self.delta.shape[2])
         weight, bias = self._split(out)
-        torch.mm(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2]), out=weight)
+        weight.copy_(matmul(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2])))
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
@@ -96,7 +97,7 @@ class OuterProducts:
     def _contract(self, inputs: Tensor, outputs: Tensor, coefficients: Tensor) -> Tensor:
         """Sum outputs_ij inputs_ik coefficients_jk over j and k, shape (samples,)."""
         weight, bias = self._split(coefficients)
-        total = (inputs @ weight.T).mul_(outputs).sum(1)
+        total = matmul(inputs, weight.T).mul_(outputs).sum(1)
         return (total if bias is None else total.addmv_(outputs, bias)).double()
 
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -5,22 +5,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
-from torch.nn.functional import conv2d, unfold
+from torch.nn.functional import conv2d, pad
 
 
-def inputs_by_position(module: Any, a: Tensor) -> Tensor:
-    """Return what a Linear layer or a convolution reads at each position, (rows, T, K)."""
+def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
+    """Return what a Linear layer or a convolution reads at each position, (samples, T, K).
+
+    Positions of a sample's views are side by side.
+    """
+    samples = len(a) // views
     if isinstance(module, nn.Linear):
-        return a.reshape(len(a), -1, module.in_features)
-    patches: Tensor = unfold(a, module.kernel_size, module.dilation, module.padding, module.stride)
-    return patches.mT
+        return a.reshape(samples, -1, module.in_features)
+    (to_y, to_x), (dy, dx), (height, width) = module.stride, module.dilation, module.kernel_size
+    below, beside = module.padding
+    image = pad(a, (beside, beside, below, below)) if below or beside else a.contiguous()
+    channels, *room = image.shape[1:]
+    outputs = [
+        (size - reach * (taps - 1) - 1) // stride + 1
+        for size, reach, taps, stride in zip(
+            room, module.dilation, module.kernel_size, module.stride, strict=True
+        )
+    ]
+    row, plane, y, x = image.stride()
+    patches = image.as_strided(
+        (samples, channels, height, width, views, *outputs),
+        (views * row, plane, dy * y, dx * x, row, to_y * y, to_x * x),
+    )
+    return patches.reshape(samples, channels * height * width, -1).mT
 
 
-def gradients_by_position(module: Any, delta: Tensor) -> Tensor:
-    """Return gradients by a layer's outputs, (rows, T, O)."""
+def gradients_by_position(module: Any, delta: Tensor, views: int = 1) -> Tensor:
+    """Return gradients by a layer's outputs, (samples, T, O)."""
+    samples = len(delta) // views
     if isinstance(module, nn.Linear):
-        return delta.reshape(len(delta), -1, module.out_features)
-    return delta.flatten(2).mT
+        return delta.reshape(samples, -1, module.out_features)
+    by_view = delta.reshape(samples, views, len(module.weight), -1)
+    return by_view.transpose(1, 2).reshape(samples, len(module.weight), -1).mT
 
 
 def squares_by_position(module: Any, a: Tensor) -> Tensor:

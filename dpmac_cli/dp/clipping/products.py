@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from dpmac_cli.dp.clipping.kernels import Kernel
-from dpmac_cli.dp.clipping.layer_rules import Use, is_plain, through_standardisation
+from dpmac_cli.dp.clipping.layer_rules import Use, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.modules import StandardisedConv2d
+from dpmac_cli.dp.clipping.matmul import matmul, sums_of_outer_products
+from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import (
     ROW,
     LayerMetric,
@@ -42,9 +43,13 @@ PIECE = 1 << 18
 DEVICE_PIECE = 1 << 24
 #: Samples that one float32 product adds up; products are added up in float64.
 ADDED = 64
-#: Numbers that one coordinate of a piece costs beside its products, in multiplications: it is
-#: centred, squared, weighted, added up.
-PASSES = 12
+#: What one coordinate of G_i costs beside its products, in multiplications, if norms are taken in a
+#: ball or in an ellipsoid: it is written, and centred, squared, weighted, added up.
+PASSES = {True: 22, False: 47}
+#: What it costs more to hold it until it is added up.
+HOLDING = 40
+#: What a product in float64 takes, in those of float32.
+DOUBLE = 4
 
 
 class Sizes(NamedTuple):
@@ -53,32 +58,25 @@ class Sizes(NamedTuple):
     positions: int  # T, over all uses and views
     inputs: int  # K, of one position
     outputs: int  # O
-    gram: int  # multiplications, or what takes as long, of a norm by Gram matrices
+    gram: float  # multiplications, or what takes as long, of a norm by Gram matrices
+    pairs: float  # the same by pairs of positions
 
     @property
     def product(self) -> int:
         """Multiplications of one G_i."""
         return self.positions * self.inputs * self.outputs
 
-    @property
-    def instantiating(self) -> int:
+    def instantiating(self, ball: bool) -> int:
         """Multiplications, or what takes as long, of writing G_i and reading it once."""
-        slow = 1 if self.positions >= 64 else 2  # short products run at half the speed
-        return self.product * slow + PASSES * self.inputs * self.outputs
+        return self.product + PASSES[ball] * self.inputs * self.outputs
 
-    @property
-    def pairs(self) -> int:
-        """Multiplications of a norm by pairs of positions."""
-        t = self.positions
-        return (t * (t + 1) // 2 + t) * self.inputs * self.outputs
-
-    def norm(self, ball: bool) -> int:
+    def norm(self, ball: bool) -> float:
         """Multiplications of the cheapest norm."""
-        return min(self.instantiating, self.gram if ball else self.pairs)
+        return min(self.instantiating(ball), self.gram if ball else self.pairs)
 
     def holding_pays(self, ball: bool) -> bool:
         """Return whether holding all G_i until they are added costs less than a second product."""
-        holding = self.instantiating + PASSES * self.inputs * self.outputs
+        holding = self.instantiating(ball) + HOLDING * self.inputs * self.outputs
         return holding <= self.norm(ball) + self.product
 
 
@@ -102,10 +100,10 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> Sizes | None:
         channels, *image = uses[0].inputs[0].shape[1:]
         taps = math.prod(module.kernel_size)
         by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
-    gram = 2 * (by_inputs + t * t * outputs)  # in float64
+    gram = DOUBLE * (by_inputs + t * t * outputs)
     if isinstance(module, StandardisedConv2d):
-        gram += t * k * outputs // 2  # a convolution, faster than other products
-    return Sizes(t, k, outputs, gram)
+        return Sizes(t, k, outputs, gram + t * k * outputs, math.inf)
+    return Sizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs)
 
 
 @dataclass(frozen=True)
@@ -120,12 +118,15 @@ class PositionProducts:
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute norms of a few samples at a time, in the way that costs least."""
         sizes, ball = self.sizes, metric.centre is None
-        norm, numbers = self._by_pieces, sizes.positions * (sizes.inputs + sizes.outputs)
-        if sizes.norm(ball) < sizes.instantiating and ball:
-            norm, numbers = self._by_gram, 4 * sizes.gram // (sizes.inputs + sizes.outputs)
-        elif sizes.norm(ball) < sizes.instantiating and not self._standardised:
-            norm = self._by_pairs
-        return concatenated(norm(uses, metric) for uses in self._groups(numbers))
+        factors = sizes.positions * (sizes.inputs + sizes.outputs)
+        if sizes.norm(ball) == sizes.instantiating(ball):
+            kernel = Kernel(self.layer, metric, self.uses[0].delta.dtype)
+            return concatenated(self._by_pieces(uses, kernel) for uses in self._groups(factors))
+        if not ball:
+            return concatenated(self._by_pairs(uses, metric) for uses in self._groups(factors))
+        kernel = Kernel(self.layer, metric, torch.float64)
+        numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
+        return concatenated(self._by_gram(uses, kernel) for uses in self._groups(numbers))
 
     def weighted_sum(
         self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
@@ -151,54 +152,34 @@ class PositionProducts:
         )
         return PositionProducts(self.layer, uses, self.views, self.sizes)
 
-    def instantiated(self) -> Tensor:
-        """Return all gradients, (samples, d_layer)."""
-        layer, begin, like = self.layer, 0, self.uses[0].delta
-        g = like.new_empty(len(like) // self.views, layer.stop - layer.start)
-        for uses in self._groups(self.sizes.positions * (self.sizes.inputs + self.sizes.outputs)):
-            delta, a = self._factors(uses)
-            kernel = torch.bmm(delta.mT, a)
-            parts = {"weight": kernel, "bias": delta.sum(1)}
-            if self._standardised:
-                parts |= through_standardisation(layer.module, kernel)
-            rows = g[begin : begin + len(delta)]
-            torch.cat([parts[name].flatten(1) for name in layer.parameters], 1, out=rows)
-            begin += len(delta)
-        return g
-
-    @property
-    def _standardised(self) -> bool:
-        return isinstance(self.layer.module, StandardisedConv2d)
-
-    def _groups(self, numbers: int) -> Iterator[list[Use]]:
+    def _groups(self, numbers: float) -> Iterator[list[Use]]:
         """Yield the uses of a few samples at a time, each of which takes so many numbers."""
         like, views = self.uses[0].delta, self.views
-        step = max(1, (DEVICE_PIECE if like.is_cuda else 4 * PIECE) // numbers)
+        step = max(1, (DEVICE_PIECE if like.is_cuda else 4 * PIECE) // int(numbers))
         for begin in range(0, len(like) // views, step):
             yield [use.part(slice(begin * views, (begin + step) * views)) for use in self.uses]
 
     def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
         """Return delta, (samples, T, O), and a, (samples, T, K)."""
         module = self.layer.module
-        return (
-            self._by_sample([gradients_by_position(module, use.delta) for use in uses]),
-            self._by_sample([inputs_by_position(module, use.inputs[0]) for use in uses]),
-        )
+        delta = [gradients_by_position(module, use.delta, self.views) for use in uses]
+        a = [inputs_by_position(module, use.inputs[0], self.views) for use in uses]
+        return _side_by_side(delta), _side_by_side(a)
 
     def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
-        """Put positions of all views and uses of a sample side by side."""
-        apart = [t.reshape(len(t) // self.views, -1, *t.shape[2:]) for t in rows]
-        return apart[0] if len(apart) == 1 else torch.cat(apart, 1)
+        """Put numbers by position of all views and uses of a sample side by side, (samples, T)."""
+        return _side_by_side([t.reshape(len(t) // self.views, -1) for t in rows])
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
         bias = "bias" in self.layer.parameters
         return OuterProducts(*self._factors(uses), bias).squared_norms(metric)
 
-    def _by_gram(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
+    def _by_gram(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
         """Compute ||G_i||^2 as sum_tt' <delta_it, delta_it'> <a_it, a_it'>, in float64."""
-        module = self.layer.module
-        kernel = Kernel(self.layer, metric, torch.float64)
-        delta = self._by_sample([gradients_by_position(module, use.delta) for use in uses])
+        module, metric = self.layer.module, kernel.metric
+        delta = _side_by_side(
+            [gradients_by_position(module, use.delta, self.views) for use in uses]
+        )
         if len(uses) * self.views == 1:
             gram = gram_by_position(module, uses[0].inputs[0])
         else:
@@ -207,8 +188,8 @@ class PositionProducts:
         reach = kernel.reach(delta, gram.diagonal(dim1=1, dim2=2))
         u = roundoff(sum(self.sizes[:3]), torch.float64)
         value, slack = torch.zeros_like(reach), 2 * u * reach
-        if self._standardised:
-            by_gain, rest = kernel.along(uses, self.views)
+        if (along := kernel.along(uses, self.views)) is not None:
+            by_gain, rest = along
             off = reach.sqrt() * roundoff(self.sizes.inputs, uses[0].delta.dtype)
             value += by_gain
             slack += off * (2 * rest.sqrt() + off)
@@ -220,13 +201,12 @@ class PositionProducts:
         value += torch.bmm(delta, delta.mT).mul_(gram).sum((1, 2)).mul_(metric.inverse)
         return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
 
-    def _by_pieces(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
+    def _by_pieces(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
         """Compute norms from G_i itself, some outputs of some samples at a time.
 
         G_i is off by at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
         delta, a = self._factors(uses)
-        kernel = Kernel(self.layer, metric, delta.dtype)
         squares = [squares_by_position(self.layer.module, use.inputs[0]) for use in uses]
         reach = kernel.reach(delta, self._by_sample(squares))
         total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
@@ -234,23 +214,30 @@ class PositionProducts:
             total += kernel.distance(delta.sum(1), "bias")
         gross = total.clone()
         a = kernel.centred(a)
-        room = DEVICE_PIECE if delta.is_cuda else PIECE
-        samples = max(1, min(len(delta), room // self.sizes.inputs // 16))
-        outputs = max(1, room // (samples * self.sizes.inputs))
-        for i in range(0, len(delta), samples):
-            some = slice(i, i + samples)
-            by_output = delta[some].mT
-            for o in range(0, self.sizes.outputs, outputs):
-                part = slice(o, min(o + outputs, self.sizes.outputs))
-                value, before = kernel.squares(torch.bmm(by_output[:, part], a[some]), part)
-                total[some] += value
-                gross[some] += before
+        for some, part in self._pieces(delta):
+            g = sums_of_outer_products(delta[some, :, part], a[some])
+            value, before = kernel.squares(g, part)
+            total[some] += value
+            gross[some] += before
         off = reach.sqrt().mul_(roundoff(self.sizes.positions + kernel.extra, delta.dtype))
         slack = off * (2 * gross.sqrt() + off) + roundoff(ROW + kernel.extra, delta.dtype) * gross
-        return SquaredNorms(*(n.div_(metric.factor) for n in (total, slack, reach)))
+        return SquaredNorms(*(n.div_(kernel.metric.factor) for n in (total, slack, reach)))
+
+    def _pieces(self, delta: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Yield some samples and some outputs at a time: what gradients of each are read against
+        stays in cache while samples change.
+        """
+        inputs, outputs = self.sizes.inputs, self.sizes.outputs
+        room = DEVICE_PIECE if delta.is_cuda else PIECE
+        samples = max(1, room // (inputs * outputs))
+        step = -(-outputs // -(-inputs * outputs // room))
+        for o in range(0, outputs, step):
+            for i in range(0, len(delta), samples):
+                yield slice(i, i + samples), slice(o, min(o + step, outputs))
 
     def _add_up(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """Write the sum of c_i G_i; products of at most :data:`ADDED` samples."""
+        module = self.layer.module
         by_row = c.to(self.uses[0].delta.dtype).repeat_interleave(self.views)
         finite = None if valid is None else valid.repeat_interleave(self.views)
         step = ADDED * self.views
@@ -267,8 +254,8 @@ class PositionProducts:
                         total[name] += part
                     else:
                         total[name] = part.double() if several else part
-        if self._standardised:
-            total |= through_standardisation(self.layer.module, total["weight"].unsqueeze(0))
+        if isinstance(module, StandardisedConv2d):
+            total |= Standardisation.of(module, total["weight"].dtype)(total["weight"].unsqueeze(0))
         torch.cat([total[name].flatten() for name in self.layer.parameters], out=out)
 
     def _product(self, use: Use, c: Tensor, finite: Tensor | None) -> dict[str, Tensor]:
@@ -278,7 +265,15 @@ class PositionProducts:
         delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
         if isinstance(module, nn.Linear):
             delta = delta.reshape(-1, self.sizes.outputs)
-            return {"weight": delta.T @ a.reshape(-1, self.sizes.inputs), "bias": delta.sum(0)}
+            return {
+                "weight": matmul(delta.T, a.reshape(-1, self.sizes.inputs)),
+                "bias": delta.sum(0),
+            }
         options = (module.stride, module.padding, module.dilation)
         weight: Tensor = conv2d_weight(a, module.weight.shape, delta, *options)  # type: ignore[no-untyped-call]
         return {"weight": weight, "bias": delta.sum((0, 2, 3))}
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Put positions of several uses side by side, (samples, T, ...)."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
