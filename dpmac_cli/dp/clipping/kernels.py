@@ -25,10 +25,7 @@ class Kernel:
     """
 
     def __init__(self, layer: Layer, metric: LayerMetric, dtype: torch.dtype) -> None:
-        self.metric, self._parts, begin = metric, {}, 0
-        for name, p in layer.parameters.items():
-            self._parts[name] = slice(begin, begin + p.numel())
-            begin += p.numel()
+        self.metric, self._parts = metric, layer.slices
         module: Any = layer.module
         self._module, self._through, self.extra = module, None, 0
         if isinstance(module, StandardisedConv2d):

@@ -24,6 +24,15 @@ class Layer:
     start: int
     stop: int
 
+    @property
+    def slices(self) -> dict[str, slice]:
+        """The slice of each parameter within the layer's own."""
+        found, begin = {}, 0
+        for name, p in self.parameters.items():
+            found[name] = slice(begin, begin + p.numel())
+            begin += p.numel()
+        return found
+
 
 def blocks(size: int, device: torch.device, about: int | None = None) -> list[slice]:
     """Split 0 to ``size`` into slices that fit in a CPU's cache; other devices get one slice.

@@ -1,9 +1,6 @@
 """Gradients of Linear layers as outer products, and norms of sums of outer products."""
 
 from dataclasses import dataclass
-from functools import reduce
-from itertools import combinations
-from operator import add
 
 import torch
 from torch import Tensor
@@ -36,27 +33,21 @@ class OuterProducts:
         """Return S1 - 2 S2 + S3 by matrix products; for a ball, by products of norms alone."""
         if metric.centre_inverse is None:
             return self._in_a_ball(metric.inverse / metric.factor)
-        u = roundoff(self.a.shape[2] + self.bias + self.delta.shape[2], self.a.dtype)
-        terms = list(zip(self.a.unbind(1), self.delta.unbind(1), strict=True))
-        alike, cross, lost = [], [], []
-        for a, delta in terms:
-            cross.append(self._contract(a, delta, metric.centre_inverse))
-            a_squared, delta_squared = a.square(), delta.square()
-            alike.append(self._contract(a_squared, delta_squared, metric.inverse))
-            lost.append(self._underflow(a_squared, delta_squared, metric))
+        u, a, delta = roundoff(self._widths, self.a.dtype), self.a, self.delta
+        a_squared, delta_squared, terms = a.square(), delta.square(), a.shape[1]
+        alike = self._contract(a_squared, delta_squared, metric.inverse)
         # By Cauchy-Schwarz, the error of a pair is at most u times the product of its norms.
-        reach = reduce(add, [s1.mul(1 + u).sqrt_() for s1 in alike])
+        reach = alike.mul(1 + u).sqrt_().sum(1)
         slack = (reach + (metric.s3 * (1 + u)).sqrt()).square_().mul_(u)
-        slack.add_(reduce(add, lost), alpha=len(lost))
-        value = reduce(add, alike).sub_(reduce(add, cross), alpha=2).add_(metric.s3)
-        if len(terms) > 1:
-            across = [
-                self._contract(a * a_too, delta * delta_too, metric.inverse)
-                for (a, delta), (a_too, delta_too) in combinations(terms, 2)
-            ]
-            value.add_(reduce(add, across), alpha=2)
+        slack.add_(self._underflow(a_squared, delta_squared, metric), alpha=terms)
+        cross = self._contract(a, delta, metric.centre_inverse)
+        value = alike.sum(1).sub_(cross.sum(1), alpha=2).add_(metric.s3)
+        if terms > 1:
+            i, j = torch.triu_indices(terms, terms, 1, device=a.device)
+            across = self._contract(a[:, i] * a[:, j], delta[:, i] * delta[:, j], metric.inverse)
+            value.add_(across.sum(1), alpha=2)
         # The sum of one term reads the floats that the norm read.
-        reach = reach.square_() if len(terms) > 1 else torch.zeros_like(reach)
+        reach = reach.square_() if terms > 1 else torch.zeros_like(reach)
         return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
 
     def weighted_sum(
@@ -65,7 +56,7 @@ class OuterProducts:
         """Compute (c delta)^T a, one matrix product."""
         weighted = kept(self.delta * c.view(-1, 1, 1), valid).view(-1, self.delta.shape[2])
         weight, bias = self._split(out)
-        weight.copy_(matmul(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2])))
+        matmul(weighted.T, kept(self.a, valid).view(-1, self.a.shape[2]), out=weight)
         if bias is not None:
             torch.sum(weighted, 0, out=bias)
 
@@ -73,32 +64,39 @@ class OuterProducts:
         """Return some samples, in float64."""
         return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
 
+    @property
+    def _widths(self) -> int:
+        """Numbers of the sums in a norm."""
+        return self.a.shape[2] + self.bias + self.delta.shape[2]
+
     def _in_a_ball(self, inverse: Tensor) -> SquaredNorms:
         """Compute norms of single terms times ``inverse``, the A of all coordinates; in float64."""
-        widths = self.a.shape[2] + self.bias + self.delta.shape[2]
         norms = vector_norm(self.delta, dim=(1, 2), dtype=torch.float64)
         s1 = norms.square_().mul_(inverse) * (
             vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
         )
-        return SquaredNorms(s1, roundoff(widths, self.a.dtype) * s1, torch.zeros_like(s1))
+        return SquaredNorms(s1, roundoff(self._widths, self.a.dtype) * s1, torch.zeros_like(s1))
 
     def _underflow(self, a_squared: Tensor, delta_squared: Tensor, metric: LayerMetric) -> Tensor:
         """Bound what S1 - 2 S2 loses where products are too small for their dtype.
 
         Each product loses at most the smallest normal number; the bound of a pair of terms is at
-        most the mean of theirs.
+        most the mean of theirs. Summed over the terms, shape (samples,).
         """
         ins, outs = self.a.shape[2] + self.bias, self.delta.shape[2]
         largest, tiny = metric.largest.double(), torch.finfo(self.a.dtype).tiny
-        by_delta = delta_squared.sum(1).double().mul_(2 * ins * tiny * (4 + largest))
-        by_a = a_squared.sum(1).double().add_(1).mul_(2 * outs * tiny * largest)
-        return by_delta.add_(by_a).add_(4 * (ins + 1) * outs * tiny)
+        by_delta = delta_squared.sum(2).double().mul_(2 * ins * tiny * (4 + largest))
+        by_a = a_squared.sum(2).double().add_(1).mul_(2 * outs * tiny * largest)
+        return by_delta.add_(by_a).add_(4 * (ins + 1) * outs * tiny).sum(1)
 
     def _contract(self, inputs: Tensor, outputs: Tensor, coefficients: Tensor) -> Tensor:
-        """Sum outputs_ij inputs_ik coefficients_jk over j and k, shape (samples,)."""
+        """Sum outputs_tj inputs_tk coefficients_jk over j and k: float64, (samples, terms)."""
         weight, bias = self._split(coefficients)
-        total = matmul(inputs, weight.T).mul_(outputs).sum(1)
-        return (total if bias is None else total.addmv_(outputs, bias)).double()
+        samples, terms, _ = inputs.shape
+        flat = outputs.reshape(samples * terms, -1)
+        total = matmul(inputs.reshape(samples * terms, -1), weight.T).mul_(flat).sum(1)
+        total = total if bias is None else total.addmv_(flat, bias)
+        return total.double().view(samples, terms)
 
     def _split(self, flat: Tensor) -> tuple[Tensor, Tensor | None]:
         """View a layer's slice as weight (out, in) and bias (out,)."""

@@ -18,7 +18,7 @@ from torch.nn.grad import conv2d_weight
 from dpmac_cli.dp.clipping.kernels import Kernel
 from dpmac_cli.dp.clipping.layer_rules import Use, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import matmul, sums_of_outer_products
+from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul, sums_of_outer_products
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import (
     ROW,
@@ -237,41 +237,49 @@ class PositionProducts:
 
     def _add_up(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """Write the sum of c_i G_i; products of at most :data:`ADDED` samples."""
-        module = self.layer.module
+        layer, sizes = self.layer, self.sizes
         by_row = c.to(self.uses[0].delta.dtype).repeat_interleave(self.views)
         finite = None if valid is None else valid.repeat_interleave(self.views)
-        step = ADDED * self.views
-        several = len(self.uses) > 1 or len(by_row) > step
+        step, standardised = ADDED * self.views, isinstance(layer.module, StandardisedConv2d)
+        several, written = len(self.uses) > 1 or len(by_row) > step, None
+        if not several and not standardised:
+            written = out[layer.slices["weight"]].view(sizes.outputs, sizes.inputs)
         total: dict[str, Tensor] = {}
         for use in self.uses:
             for begin in range(0, len(by_row), step):
                 rows = slice(begin, begin + step)
-                by_product = self._product(
-                    use.part(rows), by_row[rows], None if finite is None else finite[rows]
-                )
+                some = None if finite is None else finite[rows]
+                by_product = self._product(use.part(rows), by_row[rows], some, written)
                 for name, part in by_product.items():
                     if name in total:
                         total[name] += part
                     else:
                         total[name] = part.double() if several else part
-        if isinstance(module, StandardisedConv2d):
-            total |= Standardisation.of(module, total["weight"].dtype)(total["weight"].unsqueeze(0))
-        torch.cat([total[name].flatten() for name in self.layer.parameters], out=out)
+        if isinstance(layer.module, StandardisedConv2d):
+            kernel = total["weight"].unsqueeze(0)
+            total |= Standardisation.of(layer.module, kernel.dtype)(kernel)
+        for name, slot in layer.slices.items():
+            if total[name] is not written:
+                out[slot] = total[name].flatten()
 
-    def _product(self, use: Use, c: Tensor, finite: Tensor | None) -> dict[str, Tensor]:
-        """Return the sums over rows and positions of c delta a^T, and of c delta."""
+    def _product(
+        self, use: Use, c: Tensor, finite: Tensor | None, out: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return the sums over rows and positions of c delta a^T, (O, K), and of c delta.
+
+        The first may be written to ``out``.
+        """
         module: Any = self.layer.module
         a, delta = kept(use.inputs[0], finite), kept(use.delta, finite)
         delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
-        if isinstance(module, nn.Linear):
-            delta = delta.reshape(-1, self.sizes.outputs)
-            return {
-                "weight": matmul(delta.T, a.reshape(-1, self.sizes.inputs)),
-                "bias": delta.sum(0),
-            }
-        options = (module.stride, module.padding, module.dilation)
-        weight: Tensor = conv2d_weight(a, module.weight.shape, delta, *options)  # type: ignore[no-untyped-call]
-        return {"weight": weight, "bias": delta.sum((0, 2, 3))}
+        convolution = isinstance(module, nn.Conv2d)
+        if convolution and delta.numel() > FEW_TERMS * self.sizes.outputs:
+            options = (module.stride, module.padding, module.dilation)
+            weight: Tensor = conv2d_weight(a, module.weight.shape, delta, *options)  # type: ignore[no-untyped-call]
+            return {"weight": weight.flatten(1), "bias": delta.sum((0, 2, 3))}
+        delta = gradients_by_position(module, delta).flatten(0, 1)
+        weight = matmul(delta.T, inputs_by_position(module, a).flatten(0, 1), out=out)
+        return {"weight": weight, "bias": delta.sum(0)}
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
