@@ -29,6 +29,7 @@ from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Batch, KeyedSampler
+from dpmac_cli.runs.environment import keep_freed_memory
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -46,15 +47,25 @@ IMAGES = {
 #: Networks that only the two main optimizers and some of Opacus are timed on.
 DEEP = ("wrn-16-4", "resnet18", "vit-tiny")
 PLAIN = "plain-adam"
+#: The same with the memory setting of ours.
+KEEPING = "plain-adam, memory kept"
 #: Parameters of a network that only three are timed on.
 LARGE = 10**7
 
 Step = Callable[[], None]
 
 
-def arithmetic_of(name: str) -> None:
-    """Set the precision of products that a contender runs with: ours has TF32 off everywhere."""
+def settings_of(name: str) -> None:
+    """Set what a contender runs with.
+
+    Ours has TF32 off everywhere, and ``dpmac train`` keeps freed memory; the others have torch's
+    defaults, and glibc's (what it comes to in a program that frees large blocks).
+    """
     forbid_tf32()
+    if name.partition(" ")[0] in OPTIMIZERS or name == KEEPING:
+        keep_freed_memory()
+    else:
+        keep_freed_memory(blocks=1 << 25, at_the_end=1 << 26)
     if name.partition(" ")[0] not in OPTIMIZERS:
         cudnn: Any = torch.backends.cudnn  # its stub has no conv
         cudnn.conv.fp32_precision = "tf32"  # torch's default
@@ -285,7 +296,7 @@ def contenders(size: Size, *, peers: bool, largest_gib: float) -> Mapping[str, B
         peers: whether to time Opacus too.
         largest_gib: per-sample gradients that take more than this are left out.
     """
-    made: dict[str, Build] = {PLAIN: partial(plain, size, fused=False)}
+    made: dict[str, Build] = dict.fromkeys((PLAIN, KEEPING), partial(plain, size, fused=False))
     modes = ["ghost", "hooks", "functorch"]
     names: tuple[str, ...]
     if size.model in DEEP:

@@ -34,9 +34,9 @@ from contenders import (
     Build,
     Size,
     Step,
-    arithmetic_of,
     contenders,
     random_images,
+    settings_of,
 )
 from torch.profiler import ProfilerActivity, profile
 
@@ -148,6 +148,7 @@ def measure(size: Size, data: Data, rounds: int, names: str | None, peers: bool)
     for name, build in contenders(size, peers=peers, largest_gib=8).items():
         if names is not None and name != PLAIN and name not in names.split(","):
             continue
+        settings_of(name)
         try:
             peaks[name], step = peak_memory(build, data), build(data)
             turns[name] = max(1, round(1e3 * TURN / _run(step, 3, data).wall))
@@ -161,7 +162,8 @@ def measure(size: Size, data: Data, rounds: int, names: str | None, peers: bool)
     taken: dict[str, list[Taken]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            arithmetic_of(name)
+            settings_of(name)
+            step()  # memory settles
             taken[name].append(_run(step, turns[name], data))
     return [_row(size, name, peaks[name], taken[name], taken[PLAIN]) for name in steps]
 

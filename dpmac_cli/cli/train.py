@@ -95,8 +95,10 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
     from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.runs.environment import keep_freed_memory  # noqa: PLC0415  (loads torch)
     from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
+    keep_freed_memory()
     display = Display(console.for_display(quiet, json))
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
         if resolved:
@@ -124,7 +126,9 @@ def _stop(why: str, code: int) -> NoReturn:
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Run as a rank other than 0. Only rank 0 is asked to stop, and prints."""
     from dpmac_cli.runs.assist import assist  # noqa: PLC0415  (loads torch)
+    from dpmac_cli.runs.environment import keep_freed_memory  # noqa: PLC0415  (loads torch)
 
+    keep_freed_memory()
     with stop_request():
         try:
             assist(ranks, {name: flags[name] for name in ("data_dir", "device")})

@@ -13,6 +13,7 @@ import torch
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.environment import keep_freed_memory
 from dpmac_cli.storage import files
 from dpmac_cli.studies.executor import Died, Ended, Moved, RunEvent
 from dpmac_cli.studies.worker import train_run
@@ -107,6 +108,7 @@ def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result
     for number in REQUESTS:
         signal.signal(number, lambda *_: asked.set())
     torch.set_num_threads(threads)
+    keep_freed_memory()
     failure, step = None, 0
 
     def stop() -> bool:

@@ -20,6 +20,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     few = out is not None and a.shape[1] <= FEW_TERMS
     if not by_onednn or few or a.numel() == 0 or b.numel() == 0:
         return torch.mm(a, b, out=out)
+    a, b = _dense(a), _dense(b)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
     return product if out is None else out.copy_(product)
 
@@ -36,3 +37,9 @@ def sums_of_outer_products(delta: Tensor, a: Tensor) -> Tensor:
     pairs = zip(delta, a, strict=True)
     by_sample = [matmul(d.T, x) for d, x in pairs]
     return by_sample[0].unsqueeze(0) if len(by_sample) == 1 else torch.stack(by_sample)
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """Return a matrix without gaps between its rows or columns: oneDNN is very slow with gaps."""
+    dense = matrix.is_contiguous() or matrix.T.is_contiguous()
+    return matrix if dense else matrix.contiguous()
