@@ -45,7 +45,7 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
     """
     check_uniform(model, shape)
     x, y = torch.randn(SAMPLES, *shape), torch.arange(SAMPLES) % classes
-    layers = find_layers(model)
+    layers = find_layers(model, x)
     flatten_parameters(layers)
     with _following(x) as dependence:
         losses, uses = record_uses(model, layers, x, y)

@@ -173,7 +173,7 @@ def check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> No
     The model is in float64 and :func:`prepared`; its parameters are moved. Raises ModelError.
     """
     x, y = made_up(FEW, shape), torch.arange(FEW) % classes
-    layers = find_layers(model)
+    layers = find_layers(model, x)
     theta = flatten_parameters(layers)
     total = torch.empty_like(theta)
     ClippedSum(model, layers, len(x)).of(x, y, Metric(ball(1.0, theta)), total)

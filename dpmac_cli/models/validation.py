@@ -100,8 +100,9 @@ def independence(
             raise UnprovenError(f"Its {opaque} could keep something that cannot be looked at.")
         if frozen is None:
             check_hooks(model)  # which copies may lack
-            for layer in find_layers(model):  # random draws in it could not be repeated
-                inside = list(layer.module.modules())[1:]
+            for layer in find_layers(probe, torch.zeros(2, *shape)):
+                # Random draws in it could not be repeated.
+                inside = [] if layer.direct else list(layer.module.modules())[1:]
                 if any(isinstance(part, trials.DROPOUT) and part.p > 0 for part in inside):
                     name = layer.name or "The model"
                     raise UnprovenError(f"{name} holds parameters itself, and dropout layers too.")

@@ -70,7 +70,7 @@ def keep_freed_memory(blocks: int = 1 << 30, at_the_end: int = (1 << 31) - 1) ->
 
     Args:
         blocks: bytes up to which blocks are kept; glibc's own choice is 32 MiB at most.
-        at_the_end: bytes of free memory at the heap's end that are kept; by glibc's own choice, 64 MiB.
+        at_the_end: bytes that are kept at the heap's end; glibc's own choice is 64 MiB at most.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

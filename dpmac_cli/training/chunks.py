@@ -44,16 +44,15 @@ class ChunkedSum:
         self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
     ) -> None:
         self._data, self._recipe, self._layers = data, plan.recipe, layers
-        found = split_by_module(model) if plan.isolated else find_layers(model)
-        views, self.chunk, isolated = (
-            plan.recipe.views,
-            first_chunk(plan.physical_batch, batch),
-            None,
-        )
+        views, isolated = plan.recipe.views, None
+        self.chunk = first_chunk(plan.physical_batch, batch)
+        shape = tuple(data.standardised(data.train.images[:0]).shape[1:])
         if plan.isolated:
-            shape = tuple(data.standardised(data.train.images[:0]).shape[1:])
+            found = split_by_module(model)
             isolated = Isolated(model, found, shape if views == 1 else (views, *shape), views)
             self.chunk = min(self.chunk, isolated.most)
+        else:
+            found = find_layers(model, data.gain.new_zeros(2, *shape))
         self.trained = {id(p) for layer in found for p in layer.parameters.values()}
         self.theta = flatten_parameters(found)
         if plan.isolated and self.theta.dtype != data.gain.dtype:

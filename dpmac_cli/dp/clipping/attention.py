@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.clipping.matmul import matmul
 
 #: What a call may be given by name, with the values that leave attention as it is.
 PLAIN = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
@@ -74,11 +75,15 @@ def _by_projection(module: Any, use: Use) -> tuple[Use, Use]:
     """Return what the input projection and the output projection read, and gradients by outputs."""
     x, delta = use.inputs[0], use.delta
     rows, positions, width = x.shape
+    projected = matmul(x.reshape(-1, width), module.in_proj_weight.T)
+    if module.in_proj_bias is not None:
+        projected += module.in_proj_bias
+    by_context = matmul(delta.reshape(-1, width), module.out_proj.weight)
     with torch.enable_grad():
-        projected = linear(x, module.in_proj_weight, module.in_proj_bias).requires_grad_()
+        projected = projected.view(rows, positions, -1).requires_grad_()
         heads = projected.view(rows, positions, 3, module.num_heads, -1).permute(2, 0, 3, 1, 4)
         queries, keys, values = heads.unbind(0)
         context = scaled_dot_product_attention(queries, keys, values)
         context = context.transpose(1, 2).reshape(rows, positions, width)
-        [by_projected] = torch.autograd.grad(context, projected, delta @ module.out_proj.weight)
+        [by_projected] = torch.autograd.grad(context, projected, by_context.view_as(context))
     return Use((x,), by_projected), Use((context.detach(),), delta)

@@ -211,10 +211,9 @@ def _held(layer: Layer, uses: Sequence[Use], views: int) -> Tensor:
     samples, step = len(delta) // views, max(2, _piece(delta) // 4 // size)
     if step >= samples:
         return instantiate(layer, uses, views)
-    g, begin = delta.new_empty(samples, size), 0
-    for part in instantiated(layer, uses, views, step):
-        g[begin : begin + step] = part
-        begin += step
+    g = delta.new_empty(samples, size)
+    for _ in instantiated(layer, uses, views, step, out=g):
+        pass
     return g
 
 

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import iadd
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch.nn.functional import group_norm, layer_norm
 from torch.nn.grad import conv2d_weight
 
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import sums_of_outer_products
+from dpmac_cli.dp.clipping.matmul import SumsOfOuterProducts
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position
 
@@ -25,7 +23,7 @@ FEW_INPUTS = 64
 FEW_POSITIONS = 256
 
 #: Gradients by a layer's parameters, by name: each (samples, ...).
-Gradients = Mapping[str, Tensor]
+Gradients = Mapping[str, Tensor | SumsOfOuterProducts]
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,9 @@ class Call:
     named: Mapping[str, Any] = field(default_factory=dict)
     output: int | None = None  # index of the output that the use is about, if there are several
 
-    def again(self, module: nn.Module, parameters: Gradients, inputs: Sequence[Tensor]) -> Tensor:
+    def again(
+        self, module: nn.Module, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor]
+    ) -> Tensor:
         """Repeat the call with other parameters and inputs; return the output at ``output``."""
         given = iter(inputs)
         arguments = tuple(next(given) if a is Tensor else a for a in self.positional)
@@ -47,7 +47,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Use:
-    """Inputs and output gradients of one use of a layer in a forward pass."""
+    """Inputs and output gradients of one use of a layer in a forward pass.
+
+    A parameter that rows have copies of has no inputs; delta are the gradients by the copies.
+    """
 
     inputs: tuple[Tensor, ...]  # each (samples * views, ...)
     delta: Tensor  # gradients of the loss by the output, (samples * views, ...)
@@ -63,30 +66,67 @@ def instantiate(layer: Layer, uses: Sequence[Use], views: int = 1) -> Tensor:
     return next(instantiated(layer, uses, views, len(uses[0].delta) // views))
 
 
-def instantiated(layer: Layer, uses: Sequence[Use], views: int, samples: int) -> Iterator[Tensor]:
-    """Yield the gradients of :func:`instantiate`, of so many samples at a time."""
-    through = None
+def instantiated(
+    layer: Layer, uses: Sequence[Use], views: int, samples: int, out: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Yield the gradients of :func:`instantiate`, of so many samples at a time.
+
+    Those of all samples are written to ``out``, shape (samples, d_layer), if there is one.
+    """
+    like, through = uses[0].delta, None
     if type(layer.module) is StandardisedConv2d:
-        through = Standardisation.of(layer.module, uses[0].delta.dtype)
-    for begin in range(0, len(uses[0].delta), samples * views):
-        rows = slice(begin, begin + samples * views)
-        yield reduce(iadd, [_instantiate(layer, use.part(rows), views, through) for use in uses])
+        through = Standardisation.of(layer.module, like.dtype)
+    for begin in range(0, len(like) // views, samples):
+        rows = slice(begin * views, (begin + samples) * views)
+        size = (len(like[rows]) // views, layer.stop - layer.start)
+        g = like.new_empty(size) if out is None else out[begin : begin + samples]
+        for number, use in enumerate(uses):
+            to = g if number == 0 else torch.empty_like(g)
+            _write(layer, use.part(rows), views, through, to)
+            if number > 0:
+                g += to
+        yield g
 
 
 def is_plain(layer: Layer, use: Use) -> bool:
     """Return whether a layer has one input and one output, and no parameters that rules ignore."""
-    return use.call == Call() and layer.parameters.keys() <= {"weight", "bias", "gain"}
+    known = layer.parameters.keys() <= {"weight", "bias", "gain"}
+    return use.call == Call() and known and not layer.direct
 
 
-def _instantiate(layer: Layer, use: Use, views: int, through: Standardisation | None) -> Tensor:
+def _write(
+    layer: Layer, use: Use, views: int, through: Standardisation | None, out: Tensor
+) -> None:
+    """Write the gradients of one use to ``out``, shape (samples, d_layer)."""
+    if layer.direct:
+        out.copy_(_by_copies(layer, use.delta, views))
+        return
     rule = RULES.get(type(layer.module)) if is_plain(layer, use) else None
-    found = rule(layer, use.inputs[0], use.delta, views) if rule else None
-    if found is None:
+    gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
+    if gradients is None:
         gradients = _by_vmap(layer, use, views)
-    else:
-        gradients = found if through is None else {**found, **through(found["weight"])}
-    samples = len(use.delta) // views
-    return torch.cat([gradients[name].reshape(samples, -1) for name in layer.parameters], 1)
+    elif through is not None:
+        gradients = {**gradients, **through(computed(gradients["weight"]))}
+    for name, slot in layer.slices.items():
+        found, to = gradients[name], out[:, slot]
+        if isinstance(found, SumsOfOuterProducts):
+            found.write(to.view(len(out), found.delta.shape[2], -1))
+        else:
+            to.copy_(found.reshape(len(out), -1))
+
+
+def computed(gradient: Tensor | SumsOfOuterProducts) -> Tensor:
+    """Return a gradient that may have to be computed."""
+    return gradient.computed() if isinstance(gradient, SumsOfOuterProducts) else gradient
+
+
+def _by_copies(layer: Layer, delta: Tensor, views: int) -> Tensor:
+    """Sum gradients by each row's copy of a parameter over what it was broadcast to."""
+    [parameter] = layer.parameters.values()
+    shape = (1,) * (delta.ndim - parameter.ndim) + parameter.shape
+    over = tuple(i for i, size in enumerate(shape) if i > 0 and size == 1)
+    by_row = delta.sum(over) if over else delta
+    return by_row.reshape(len(delta) // views, views, -1).sum(1)
 
 
 def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
@@ -95,7 +135,7 @@ def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
     trained = {name: values.pop(name) for name in layer.parameters}
 
     def one(inputs: tuple[Tensor, ...], delta: Tensor) -> Gradients:
-        def forward(parameters: Gradients) -> Tensor:
+        def forward(parameters: Mapping[str, Tensor]) -> Tensor:
             return use.call.again(layer.module, {**values, **parameters}, inputs)
 
         pull_back: Any = vjp(forward, trained)[1]
@@ -115,7 +155,7 @@ def _linear(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     bias = delta.sum(1)
     if "weight" not in layer.parameters:
         return {"bias": bias}
-    return {"weight": sums_of_outer_products(delta, a), "bias": bias}
+    return {"weight": SumsOfOuterProducts(delta, a), "bias": bias}
 
 
 def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
@@ -123,7 +163,9 @@ def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | N
     return None if weight is None else {"weight": weight, "bias": _over_positions(delta, views)}
 
 
-def _kernel_gradients(conv: Any, a: Tensor, delta: Tensor, views: int) -> Tensor | None:
+def _kernel_gradients(
+    conv: Any, a: Tensor, delta: Tensor, views: int
+) -> Tensor | SumsOfOuterProducts | None:
     """Gradients by the kernel that a convolution used, (samples, out, in, height, width).
 
     By one matrix product per sample, or a grouped convolution over views; None if neither fits.
@@ -135,12 +177,11 @@ def _kernel_gradients(conv: Any, a: Tensor, delta: Tensor, views: int) -> Tensor
     few = math.prod(kernel) <= FEW_INPUTS or math.prod(delta.shape[2:]) <= FEW_POSITIONS
     if conv.groups == 1 and few:
         by_position = gradients_by_position(conv, delta, views)
-        weight = sums_of_outer_products(by_position, inputs_by_position(conv, a, views))
-    else:
-        a, g = (_before_samples(rows, views) for rows in (a, delta))
-        shape, groups = (samples * outputs, *kernel), samples * conv.groups
-        options = (conv.stride, conv.padding, conv.dilation, groups)
-        weight = conv2d_weight(a, shape, g, *options)  # type: ignore[no-untyped-call]
+        return SumsOfOuterProducts(by_position, inputs_by_position(conv, a, views))
+    a, g = (_before_samples(rows, views) for rows in (a, delta))
+    shape, groups = (samples * outputs, *kernel), samples * conv.groups
+    options = (conv.stride, conv.padding, conv.dilation, groups)
+    weight: Tensor = conv2d_weight(a, shape, g, *options)  # type: ignore[no-untyped-call]
     return weight.reshape(samples, outputs, *kernel)
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
+from torch.nn.utils.parametrize import is_parametrized
 
+from dpmac_cli.dp.clipping.direct import copied_parameters
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU works on at a time. With fewer, starting the operations costs more than
@@ -14,15 +16,24 @@ from dpmac_cli.errors import ModelError
 BLOCK = 400_000
 
 
+#: Name, module, parameters by name, and whether the layer is a parameter of the module's own.
+_Owner = tuple[str, nn.Module, Iterable[tuple[str, nn.Parameter]], bool]
+
+
 @dataclass(frozen=True)
 class Layer:
-    """A module with trainable parameters, which fill the slice ``start:stop`` of theta."""
+    """A module with trainable parameters, which fill the slice ``start:stop`` of theta.
 
-    name: str  # of the module in the model
+    Or one parameter that the module's own forward reads, see
+    :mod:`~dpmac_cli.dp.clipping.direct`.
+    """
+
+    name: str  # of the module, or of the parameter, in the model
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # by name within the module, in theta's order
     start: int
     stop: int
+    direct: bool = False  # one parameter, without the modules inside the module
 
     @property
     def slices(self) -> dict[str, slice]:
@@ -44,8 +55,14 @@ def blocks(size: int, device: torch.device, about: int | None = None) -> list[sl
     return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
 
 
-def find_layers(model: nn.Module) -> list[Layer]:
+def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
     """Split a model's trainable parameters into layers, in the order of ``model.parameters()``.
+
+    Args:
+        model: the model.
+        example: made-up inputs of two samples or more, which tell the parameters that the forward
+            of a module reads itself and that can be layers of their own. By default, such a
+            parameter makes one layer of its module and of all that are inside it.
 
     Raises:
         ModelError: a parameter is shared by two modules, or nothing is trainable.
@@ -58,7 +75,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
             "needs each to be in one. Give each layer a parameter of its own, or call one layer "
             "several times."
         )
-    return _side_by_side((name, of, of.named_parameters()) for name, of in _owners(model, ""))
+    alone = set() if example is None else copied_parameters(model, example)
+    return _side_by_side(_owners(model, "", alone))
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:
@@ -73,33 +91,41 @@ def split_by_module(model: nn.Module) -> list[Layer]:
     for path, p in model.named_parameters():
         name, _, key = path.rpartition(".")
         owned.setdefault(name, []).append((key, p))
-    return _side_by_side((name, model.get_submodule(name), own) for name, own in owned.items())
+    return _side_by_side(
+        (name, model.get_submodule(name), own, False) for name, own in owned.items()
+    )
 
 
-def _side_by_side(
-    owners: Iterable[tuple[str, nn.Module, Iterable[tuple[str, nn.Parameter]]]],
-) -> list[Layer]:
+def _side_by_side(owners: Iterable[_Owner]) -> list[Layer]:
     """Give the trainable parameters of each owner a slice of theta."""
     layers: list[Layer] = []
     start = 0
-    for name, module, held in owners:
+    for name, module, held, direct in owners:
         parameters = {key: p for key, p in held if p.requires_grad}
         stop = start + sum(p.numel() for p in parameters.values())
         if parameters:
-            layers.append(Layer(name, module, parameters, start, stop))
+            layers.append(Layer(name, module, parameters, start, stop, direct))
             start = stop
     if not layers:
         raise ModelError("The model has no trainable parameter.")
     return layers
 
 
-def _owners(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold parameters themselves, without the modules inside them."""
-    if any(True for _ in module.parameters(recurse=False)):
-        yield name, module
+def _owners(module: nn.Module, name: str, alone: set[int]) -> Iterator[_Owner]:
+    """Modules that hold parameters themselves, without the modules inside them.
+
+    Parameters in ``alone`` do not make an owner of their module, if none of its others does.
+    """
+    held = dict(module.named_parameters(recurse=False))
+    own = {key: p for key, p in held.items() if p.requires_grad}
+    if held and (is_parametrized(module) or not all(id(p) in alone for p in own.values())):
+        yield name, module, module.named_parameters(), False
         return
-    for child_name, child in module.named_children():
-        yield from _owners(child, f"{name}.{child_name}" if name else child_name)
+    prefix = f"{name}." if name else ""
+    for key, p in own.items():
+        yield prefix + key, module, [(key, p)], True
+    for key, child in module.named_children():
+        yield from _owners(child, prefix + key, alone)
 
 
 def flatten_parameters(layers: list[Layer]) -> Tensor:

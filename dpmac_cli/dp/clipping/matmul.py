@@ -1,5 +1,7 @@
 """Matrix products in float32, by the faster of a CPU's two libraries."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,27 +18,41 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     calls MKL, which does so on Intel's processors alone: on an AMD EPYC it takes 2.2 times as long.
     oneDNN cannot write to ``out``, so that copying would take longer than a product of few terms.
     """
-    by_onednn = ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu"
     few = out is not None and a.shape[1] <= FEW_TERMS
-    if not by_onednn or few or a.numel() == 0 or b.numel() == 0:
+    if not _by_onednn(a) or few or a.numel() == 0 or b.numel() == 0:
         return torch.mm(a, b, out=out)
     a, b = _dense(a), _dense(b)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
     return product if out is None else out.copy_(product)
 
 
-def sums_of_outer_products(delta: Tensor, a: Tensor) -> Tensor:
-    """Return sum_t delta_it a_it^T for each sample i, shape (samples, out, in).
+@dataclass(frozen=True)
+class SumsOfOuterProducts:
+    """G_i = sum_t delta_it a_it^T for each sample i, which are written to where they are needed."""
 
-    Args:
-        delta: (samples, terms, out).
-        a: (samples, terms, in).
-    """
-    if delta.device.type != "cpu" or delta.dtype != torch.float32:
-        return torch.bmm(delta.mT, a)
-    pairs = zip(delta, a, strict=True)
-    by_sample = [matmul(d.T, x) for d, x in pairs]
-    return by_sample[0].unsqueeze(0) if len(by_sample) == 1 else torch.stack(by_sample)
+    delta: Tensor  # (samples, terms, out)
+    a: Tensor  # (samples, terms, in)
+
+    def write(self, out: Tensor) -> Tensor:
+        """Write them to ``out``, shape (samples, out, in), and return it."""
+        if not _by_onednn(self.delta):
+            return out.copy_(torch.bmm(self.delta.mT, self.a))
+        for delta, a, to in zip(self.delta, self.a, out, strict=True):
+            to.copy_(matmul(delta.T, a))
+        return out
+
+    def computed(self) -> Tensor:
+        """Return them, shape (samples, out, in)."""
+        if not _by_onednn(self.delta):
+            return torch.bmm(self.delta.mT, self.a)
+        if len(self.delta) == 1:
+            return matmul(self.delta[0].T, self.a[0]).unsqueeze(0)
+        shape = (len(self.delta), self.delta.shape[2], self.a.shape[2])
+        return self.write(self.delta.new_empty(shape))
+
+
+def _by_onednn(like: Tensor) -> bool:
+    return ONEDNN and like.dtype == torch.float32 and like.device.type == "cpu"
 
 
 def _dense(matrix: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.grad import conv2d_weight
 from dpmac_cli.dp.clipping.kernels import Kernel
 from dpmac_cli.dp.clipping.layer_rules import Use, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import FEW_TERMS, matmul, sums_of_outer_products
+from dpmac_cli.dp.clipping.matmul import FEW_TERMS, SumsOfOuterProducts, matmul
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import (
     ROW,
@@ -215,7 +215,7 @@ class PositionProducts:
         gross = total.clone()
         a = kernel.centred(a)
         for some, part in self._pieces(delta):
-            g = sums_of_outer_products(delta[some, :, part], a[some])
+            g = SumsOfOuterProducts(delta[some, :, part], a[some]).computed()
             value, before = kernel.squares(g, part)
             total[some] += value
             gross[some] += before

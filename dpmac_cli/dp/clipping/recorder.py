@@ -1,6 +1,7 @@
 """Per-sample gradients of a batch, from layers' inputs and output gradients recorded by hooks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.functional import cross_entropy
 
+from dpmac_cli.dp.clipping.direct import Copies
 from dpmac_cli.dp.clipping.forms import PerSampleGradients, choose_form
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
@@ -56,24 +58,42 @@ def record_uses(
     hooks = [
         layer.module.register_forward_hook(_recording(layer.name, records), with_kwargs=True)
         for layer, records in zip(layers, hooked, strict=True)
+        if not layer.direct
     ]
+    direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
+    copies = Copies(iter(direct), len(rows))
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), copies if direct else nullcontext():
             by_view = cross_entropy(model(rows), y.repeat_interleave(views), reduction="none")
             losses = by_view.view(-1, views).mean(1)
             total = losses.sum()
-        # Layers that torch.utils.checkpoint runs again in the backward pass are not uses.
-        recorded = [list(records) for records in hooked]
-        edges = [record.edge for records in recorded for record in records]
-        found: Sequence[Tensor | None] = [None] * len(edges)
-        if edges and total.requires_grad:
-            found = torch.autograd.grad(total, edges, allow_unused=True)
+            # Layers that torch.utils.checkpoint runs again in the backward pass are not uses.
+            recorded = [
+                _of_copies(layer, copies) if layer.direct else list(records)
+                for layer, records in zip(layers, hooked, strict=True)
+            ]
+            edges = [record.edge for records in recorded for record in records]
+            found: Sequence[Tensor | None] = [None] * len(edges)
+            if edges and total.requires_grad:
+                found = torch.autograd.grad(total, edges, allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
     deltas = iter(found)
     by_layer = [[(record, next(deltas)) for record in records] for records in recorded]
     return losses, [_checked_uses(*pair, len(rows)) for pair in zip(layers, by_layer, strict=True)]
+
+
+def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
+    """Return the uses of a parameter that rows have copies of."""
+    [parameter] = map(id, layer.parameters.values())
+    if parameter in copies.refused:
+        raise ModelError(
+            f"The parameter {layer.name} was not only broadcast over the samples in this step, as "
+            "it was on made-up samples. Put it into a module of its own."
+        )
+    edges = map(get_gradient_edge, copies.by_parameter[parameter])
+    return [_Record(Call(), (), (), edge) for edge in edges]
 
 
 def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
