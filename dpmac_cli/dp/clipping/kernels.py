@@ -46,7 +46,12 @@ class Kernel:
             delta: (samples, T, O).
             squares: of the norms of a, float64, (samples, T).
         """
-        by_delta: Tensor = vector_norm(delta.double() * self._largest.sqrt(), dim=2)
+        root = self._largest.sqrt()
+        by_delta: Tensor
+        if root.ndim == 0:
+            by_delta = vector_norm(delta, dim=2, dtype=torch.float64).mul_(root)
+        else:
+            by_delta = vector_norm(delta * root, dim=2)
         by_input = (squares + float("bias" in self._parts)).sqrt_()
         return (by_delta * by_input).sum(1).square_()
 
