@@ -23,6 +23,7 @@ from contenders import FixedSize, noise_images
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.runs.environment import keep_freed_memory
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.trainer import Trainer
 
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of the first chunk size")
     options = parser.parse_args()
     device = torch.device(options.device)
+    keep_freed_memory()  # as dpmac train does
     sizes = options.physical_batch[:1] if options.quick else options.physical_batch
     print("| physical batch | views | chunk, s | step, s (CPU, s) | run, hours | resident, MiB |")
     print("|---" * 6 + "|")

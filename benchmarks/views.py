@@ -3,8 +3,8 @@
     python benchmarks/views.py
     python benchmarks/views.py --model wrn-16-4 --batch 16 --views 16    # beside K plain steps
 
-With ``--model``, the physical batch is the expected batch, and the table compares a step on K views
-with K steps of plain torch with Adam on as many images. Every draw has exactly B of them: a Poisson
+With ``--model``, the table compares a step on K views with K steps of plain torch with Adam on as
+many images. The physical batch is the default for K views. Every draw has exactly B of them: a Poisson
 draw of a small batch varies too much to be timed.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from contenders import DEEP, IMAGES, FixedSize, Size, plain
+from contenders import DEEP, IMAGES, FixedSize, Size, plain, settings_of
 
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.runs.setup import make_trainer
@@ -39,8 +39,8 @@ def build(optimizer: str, views: int, size: Size | None = None) -> Trainer:
     if views > 1:
         settings["augmentations"] = views
     if size is not None:
-        batch = {"batch_size": size.batch, "physical_batch": size.batch}
-        settings |= {"dataset": IMAGES[size.model], "model": size.model, **batch}
+        at = {"dataset": IMAGES[size.model], "model": size.model, "batch_size": size.batch}
+        settings |= at
     trainer = make_trainer(resolve(settings).plan, device=torch.device("cpu"))
     if size is not None:
         fixed = FixedSize(size.batch)
@@ -78,13 +78,13 @@ def beside_plain(size: Size, views: int, rounds: int) -> None:
     steps: dict[str, Callable[[], None]] = {"plain-adam": plain(size, data, fused=False)}
     steps |= {name: trainer.step for name, trainer in trainers.items()}
     taken: dict[str, list[Taken]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
     for _ in range(rounds):
         for name, step in steps.items():
+            settings_of(name)
+            step()  # memory settles
             runs = [timed(step) for _ in range(views if name == "plain-adam" else 1)]
             taken[name].append(Taken(*(sum(clock) for clock in zip(*runs, strict=True))))
-    print(f"{size.model}, B = {size.batch}, K = {views}, physical batch {size.batch}")
+    print(f"{size.model}, B = {size.batch}, K = {views}")
     print("\n| optimizer | s (CPU, s) | times K plain steps | by CPU time |\n|---|---|---|---|")
     for name, times in taken.items():
         pairs = list(zip(times, taken["plain-adam"], strict=True))
