@@ -4,8 +4,8 @@
     python benchmarks/views.py --model wrn-16-4 --batch 16 --views 16    # beside K plain steps
 
 With ``--model``, the table compares a step on K views with K steps of plain torch with Adam on as
-many images. The physical batch is the default for K views. Every draw has exactly B of them: a Poisson
-draw of a small batch varies too much to be timed.
+many images. The physical batch is the default for K views. Every draw has exactly B of them: a
+Poisson draw of a small batch varies too much to be timed.
 """
 
 import argparse

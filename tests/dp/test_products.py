@@ -247,9 +247,19 @@ def test_norms_and_sums_are_those_of_autograd(
     uses = random_uses(LAYERS[name], layer, 5)
     region = region_of(kind, layer)
     if cut:
-        monkeypatch.setattr(products, "PIECE", 1)
+        monkeypatch.setattr(products, "IN_CACHE", 1)
         monkeypatch.setattr(products, "ADDED", 2)
     assert_like_autograd(layer, uses, 1, region, way, kind, TOLERANCE[dtype])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_piece_may_be_smaller(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven outputs in pieces of three, of one sample at a time."""
+    layer = find_layers(nn.Linear(4, 7).double())[0]
+    uses = (Use((torch.randn(3, 5, 4).double(),), torch.randn(3, 5, 7).double()),)
+    monkeypatch.setattr(products, "IN_CACHE", 12)
+    assert_like_autograd(layer, uses, 1, region_of(kind, layer), "pieces", kind, 1e-12)
 
 
 def assert_like_autograd(

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 #: Functions of two tensors that broadcast both.
 ELEMENTWISE = frozenset(
     function
-    for name in ("add", "mul", "sub", "div", "true_divide", "multiply", "subtract", "divide")
-    for function in (getattr(torch, name), getattr(Tensor, name))
+    for name in ("add", "mul", "sub", "div")
+    for function in (getattr(torch, name), getattr(Tensor, name), getattr(Tensor, f"{name}_"))
 ) | frozenset(
     getattr(Tensor, f"__{side}{name}__")
     for name in ("add", "mul", "sub", "truediv")

@@ -27,14 +27,12 @@ from dpmac_cli.dp.clipping.norms import (
     row_sums,
 )
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
-from dpmac_cli.dp.clipping.products import PositionProducts, sizes
+from dpmac_cli.dp.clipping.products import DEVICE_PIECE, PositionProducts, sizes
 
-#: Numbers to instantiate at a time, so that they fit in a CPU's cache.
+#: Numbers to instantiate at a time on a CPU, so that they fit in its cache.
 PIECE = 1 << 20
-#: The same on CUDA, where starting an operation takes longer than this many numbers.
-DEVICE_PIECE = 1 << 24
-#: Numbers of one layer's gradients to hold between norm and sum: 64 MiB in float32.
-HELD = 1 << 24
+#: Numbers of one layer's gradients to hold between norm and sum: 80 MB in float32.
+HELD = 20_000_000
 
 
 class PerSampleGradients(Protocol):

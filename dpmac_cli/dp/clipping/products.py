@@ -37,15 +37,17 @@ from dpmac_cli.dp.clipping.patches import (
     squares_by_position,
 )
 
-#: Numbers of a piece of gradients, and of the factors of a group of samples: a CPU's cache.
-PIECE = 1 << 18
-#: The same on CUDA, where starting an operation takes longer than this many numbers.
+#: Numbers of a piece of gradients that stays in a CPU's cache while it is made and read.
+IN_CACHE = 1 << 18
+#: Numbers to work on at a time on CUDA, where starting an operation takes longer than this many numbers.
 DEVICE_PIECE = 1 << 24
 #: Samples that one float32 product adds up; products are added up in float64.
 ADDED = 64
 #: What one coordinate of G_i costs beside its products, in multiplications, if norms are taken in a
 #: ball or in an ellipsoid: it is written, and centred, squared, weighted, added up.
 PASSES = {True: 22, False: 47}
+#: What it costs more to take it through a standardised kernel.
+STANDARDISING = 80
 #: What it costs more to hold it until it is added up.
 HOLDING = 40
 #: What a product in float64 takes, in those of float32.
@@ -60,6 +62,7 @@ class Sizes(NamedTuple):
     outputs: int  # O
     gram: float  # multiplications, or what takes as long, of a norm by Gram matrices
     pairs: float  # the same by pairs of positions
+    standardised: bool
 
     @property
     def product(self) -> int:
@@ -68,7 +71,8 @@ class Sizes(NamedTuple):
 
     def instantiating(self, ball: bool) -> int:
         """Multiplications, or what takes as long, of writing G_i and reading it once."""
-        return self.product + PASSES[ball] * self.inputs * self.outputs
+        passes = PASSES[ball] + STANDARDISING * self.standardised
+        return self.product + passes * self.inputs * self.outputs
 
     def norm(self, ball: bool) -> float:
         """Multiplications of the cheapest norm."""
@@ -102,8 +106,8 @@ def sizes(layer: Layer, uses: Sequence[Use], views: int) -> Sizes | None:
         by_inputs = math.prod(image) ** 2 * channels + 4 * taps * t * t
     gram = DOUBLE * (by_inputs + t * t * outputs)
     if isinstance(module, StandardisedConv2d):
-        return Sizes(t, k, outputs, gram + t * k * outputs, math.inf)
-    return Sizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs)
+        return Sizes(t, k, outputs, gram + t * k * outputs, math.inf, True)
+    return Sizes(t, k, outputs, gram, (t * (t + 1) // 2 + t) * k * outputs, False)
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ class PositionProducts:
     def _groups(self, numbers: float) -> Iterator[list[Use]]:
         """Yield the uses of a few samples at a time, each of which takes so many numbers."""
         like, views = self.uses[0].delta, self.views
-        step = max(1, (DEVICE_PIECE if like.is_cuda else 4 * PIECE) // int(numbers))
+        step = max(1, (DEVICE_PIECE if like.is_cuda else 4 * IN_CACHE) // int(numbers))
         for begin in range(0, len(like) // views, step):
             yield [use.part(slice(begin * views, (begin + step) * views)) for use in self.uses]
 
@@ -228,7 +232,7 @@ class PositionProducts:
         stays in cache while samples change.
         """
         inputs, outputs = self.sizes.inputs, self.sizes.outputs
-        room = DEVICE_PIECE if delta.is_cuda else PIECE
+        room = DEVICE_PIECE if delta.is_cuda else IN_CACHE
         samples = max(1, room // (inputs * outputs))
         step = -(-outputs // -(-inputs * outputs // room))
         for o in range(0, outputs, step):
