@@ -39,7 +39,7 @@ from dpmac_cli.dp.clipping.patches import (
 
 #: Numbers of a piece of gradients that stays in a CPU's cache while it is made and read.
 IN_CACHE = 1 << 18
-#: Numbers to work on at a time on CUDA, where starting an operation takes longer than this many numbers.
+#: Numbers to work on at a time on CUDA: starting an operation takes longer than fewer do.
 DEVICE_PIECE = 1 << 24
 #: Samples that one float32 product adds up; products are added up in float64.
 ADDED = 64
