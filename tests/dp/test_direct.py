@@ -207,7 +207,8 @@ def test_rows_that_are_not_samples_have_no_copies() -> None:
     """Positions in front: as many copies as positions would be taken for samples."""
 
     def read(m: Any, x: Tensor) -> Tensor:
-        return (x.transpose(0, 1) + m.p).transpose(0, 1)
+        out: Tensor = (x.transpose(0, 1) + m.p).transpose(0, 1)
+        return out
 
     model = Reading((WIDTH,), read).double()
     assert not find_layers(model, example())[0].direct
@@ -217,7 +218,8 @@ def test_without_gradients_nothing_is_copied() -> None:
     def read(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             shift = m.p.exp()  # no gradient, in autograd either
-        return x * m.p + shift
+        out: Tensor = x * m.p + shift
+        return out
 
     model = Reading((WIDTH,), read).double()
     layers = find_layers(model, example())

@@ -1,0 +1,84 @@
+"""Matrix products by either library: what they round by, and that shapes and gaps do not matter."""
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpmac_cli.dp.clipping import matmul as products
+from dpmac_cli.dp.clipping.matmul import FEW_TERMS, SumsOfOuterProducts, matmul
+from dpmac_cli.dp.clipping.norms import roundoff
+
+SIZES = [(1, 1, 1), (3, 0, 2), (0, 3, 2), (5, 7, 3), (33, 65, 19), (64, 300, 70), (130, 17, 513)]
+
+
+def laid_out(matrix: Tensor, how: str) -> Tensor:
+    """The same numbers, in another place of memory."""
+    if how == "transposed":
+        return matrix.T.contiguous().T
+    if how == "with gaps":
+        wide = torch.full((matrix.shape[0], 2 * matrix.shape[1] + 1), torch.nan, dtype=matrix.dtype)
+        wide[:, 1::2] = matrix
+        return wide[:, 1::2]
+    return matrix
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products_round_by_no_more_than_the_bound(
+    size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    rows, terms, columns = size
+    a, b = torch.randn(rows, terms, dtype=dtype), torch.randn(terms, columns, dtype=dtype)
+    exact, reach = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    layouts = ("as it is", "transposed", "with gaps")
+    for one, other in itertools.product(layouts, layouts):
+        for out in (None, torch.full((rows, columns), torch.nan, dtype=dtype)):
+            found = matmul(laid_out(a, one), laid_out(b, other), out=out)
+            assert out is None or found is out
+            assert found.dtype == dtype
+            assert ((found.double() - exact).abs() <= roundoff(terms, dtype) * reach).all()
+
+
+@pytest.mark.privacy
+def test_products_are_full_float32_whatever_the_environment_says() -> None:
+    """bfloat16 inside would round by 2^-9 where norms are bounded by 2^-24 a term."""
+    code = """
+        import torch
+        from dpmac_cli.dp.clipping.matmul import matmul
+        from dpmac_cli.training.trainer import forbid_tf32
+        forbid_tf32()
+        a, b = torch.randn(200, 300), torch.randn(300, 100)
+        off = (matmul(a, b) - a.double() @ b.double()).abs().max()
+        assert off < 1e-4, off
+    """
+    loose = {"ONEDNN_DEFAULT_FPMATH_MODE": "ANY", "DNNL_DEFAULT_FPMATH_MODE": "ANY"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    subprocess.run(command, env={**os.environ, **loose}, check=True)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("library", ["oneDNN", "MKL"])
+@pytest.mark.parametrize("terms", [1, FEW_TERMS + 1])
+def test_each_sample_has_its_own_sum(
+    terms: int, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library == "MKL":
+        monkeypatch.setattr(products, "ONEDNN", False)
+    delta, a = torch.randn(4, terms, 5), torch.randn(4, terms, 6)
+    sums = SumsOfOuterProducts(delta, a)
+    exact = torch.einsum("nto,ntk->nok", delta.double(), a.double())
+    torch.testing.assert_close(sums.computed().double(), exact, rtol=1e-5, atol=1e-5)
+    held = torch.zeros(4, 31)
+    sums.write(held[:, :30].view(4, 5, 6))
+    torch.testing.assert_close(held[:, :30], sums.computed().flatten(1), rtol=1e-5, atol=1e-5)
+    assert not held[:, 30].any()
+    one = SumsOfOuterProducts(delta[:1], a[:1]).computed()
+    torch.testing.assert_close(one[0].double(), exact[0], rtol=1e-5, atol=1e-5)
