@@ -345,6 +345,29 @@ class VisionTransformer(nn.Module):
         return logits
 
 
+class ShapedTransformer(VisionTransformer):
+    """The same, but what it does is written without len(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), tokens], 1) + self.places
+        logits: Tensor = self.head(self.encoder(self.drop(tokens))[:, 0])
+        return logits
+
+
+class OddlyScaled(nn.Module):
+    """Reads a parameter of its own through a function, beside a dropout layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(CLASSES))
+        self.drop, self.last = nn.Dropout(0.1), nn.Linear(192, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.drop(x.flatten(1))) * self.scale.exp()
+        return logits
+
+
 class AttentionPool(nn.Module):
     """Multi-head attention, samples first."""
 

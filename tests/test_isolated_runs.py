@@ -98,11 +98,32 @@ def test_a_trial_finds_what_large_batches_mix_where_no_proof_is_asked_for(
         run_of(images, model, no_isolate=True)
 
 
-def test_a_person_is_told_why_their_network_is_isolated(images: Path) -> None:
-    events = list(train(resolve(**settings(images, "VisionTransformer")).plan))
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("VisionTransformer", "depends on the size of the batch"),
+        ("OddlyScaled", "holds parameters itself, and dropout layers too"),
+    ],
+)
+def test_a_person_is_told_why_their_network_is_isolated(images: Path, model: str, why: str) -> None:
+    events = list(train(resolve(**settings(images, model)).plan))
     [started] = [event for event in events if isinstance(event, Started)]
-    assert any("run on each sample alone" in note and "--no-isolate" in note
-               and "holds parameters itself" in note for note in started.notes)  # fmt: skip
+    [note] = [note for note in started.notes if "run on each sample alone" in note]
+    assert "--no-isolate" in note
+    assert why in note
+
+
+@pytest.mark.privacy
+def test_a_network_that_broadcasts_its_own_parameters_need_not_be_isolated(images: Path) -> None:
+    config = resolve(**settings(images, "ShapedTransformer", optimizer="dp-sgd")).plan
+    trainer = make_trainer(config)
+    assert not trainer.plan.isolated
+    trainer.model.eval()  # dropout draws otherwise for another batch
+    rows = np.arange(17)
+    whole = trainer._clip_and_sum(rows).clone()
+    for left_out in (0, 7, 16):
+        part = trainer._clip_and_sum(np.delete(rows, left_out))
+        assert float((whole.double() - part.double()).norm()) <= 1
 
 
 def test_an_isolated_run_with_dropout_resumes_exactly(images: Path) -> None:

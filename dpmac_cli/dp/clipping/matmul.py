@@ -1,6 +1,7 @@
 """Matrix products in float32, by the faster of a CPU's two libraries."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,23 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     few = out is not None and a.shape[1] <= FEW_TERMS
     if not _by_onednn(a) or few or a.numel() == 0 or b.numel() == 0:
         return torch.mm(a, b, out=out)
+    product: Tensor = _opaque(a, b) if torch.compiler.is_compiling() else _onednn(a, b)
+    return product if out is None else out.copy_(product)
+
+
+def _onednn(a: Tensor, b: Tensor) -> Tensor:
     a, b = _dense(a), _dense(b)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
-    return product if out is None else out.copy_(product)
+    return product
+
+
+#: The same where operations are compiled: the compiler takes what it knows for a trained network's.
+_opaque: Any = torch.library.custom_op("dpmac::matmul", _onednn, mutates_args=())
+
+
+@_opaque.register_fake  # type: ignore[untyped-decorator]
+def _shape(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
 
 
 @dataclass(frozen=True)
