@@ -29,7 +29,7 @@ from dpmac_cli.models.build import build_network
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Batch, KeyedSampler
-from dpmac_cli.runs.environment import keep_freed_memory
+from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -47,7 +47,7 @@ IMAGES = {
 #: Networks that only the two main optimizers and some of Opacus are timed on.
 DEEP = ("wrn-16-4", "resnet18", "vit-tiny")
 PLAIN = "plain-adam"
-#: The same with the memory setting of ours.
+#: Plain torch in a process that keeps freed memory, as ``dpmac train`` does.
 KEEPING = "plain-adam, memory kept"
 #: Parameters of a network that only three are timed on.
 LARGE = 10**7

@@ -23,7 +23,7 @@ from contenders import FixedSize, noise_images
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.runs.environment import keep_freed_memory
+from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.trainer import Trainer
 

@@ -12,6 +12,7 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.runs.session import Finished, Started
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.runs.train import finish, resume, train
+from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import after, same_weights
 from tests.networks import CLASSES, Perceptron, WhitenedIfLarge
 from tests.typed import dpmac
@@ -68,18 +69,23 @@ def test_report_and_card_say_how_samples_are_kept_apart(
     assert json.loads(scored.stdout)["accuracy"] == done.report["test"]["accuracy"]
 
 
-@pytest.mark.privacy
-@pytest.mark.parametrize("model", ["WhitenedIfLarge", "GhostNorm", "VisionTransformer"])
-def test_what_is_not_proven_is_trained_on_one_sample_at_a_time(images: Path, model: str) -> None:
-    """One record less in a batch of 17 moves the whitened sum by 1 at most."""
-    config = resolve(**settings(images, model, optimizer="dp-sgd")).plan
-    trainer = make_trainer(config)
+def assert_a_record_moves_the_sum_by_at_most_one(trainer: Trainer) -> None:
+    """In a batch of 17, by the whitened norm."""
     trainer.model.eval()  # dropout draws otherwise for another batch
     rows = np.arange(17)
     whole = trainer._clip_and_sum(rows).clone()
     for left_out in (0, 7, 16):
         part = trainer._clip_and_sum(np.delete(rows, left_out))
         assert float((whole.double() - part.double()).norm()) <= 1
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("model", ["WhitenedIfLarge", "GhostNorm", "VisionTransformer"])
+def test_what_is_not_proven_is_trained_on_one_sample_at_a_time(images: Path, model: str) -> None:
+    """One record less in a batch of 17 moves the whitened sum by 1 at most."""
+    config = resolve(**settings(images, model, optimizer="dp-sgd")).plan
+    trainer = make_trainer(config)
+    assert_a_record_moves_the_sum_by_at_most_one(trainer)
 
 
 @pytest.mark.privacy
@@ -118,12 +124,7 @@ def test_a_network_that_broadcasts_its_own_parameters_need_not_be_isolated(image
     config = resolve(**settings(images, "ShapedTransformer", optimizer="dp-sgd")).plan
     trainer = make_trainer(config)
     assert not trainer.plan.isolated
-    trainer.model.eval()  # dropout draws otherwise for another batch
-    rows = np.arange(17)
-    whole = trainer._clip_and_sum(rows).clone()
-    for left_out in (0, 7, 16):
-        part = trainer._clip_and_sum(np.delete(rows, left_out))
-        assert float((whole.double() - part.double()).norm()) <= 1
+    assert_a_record_moves_the_sum_by_at_most_one(trainer)
 
 
 def test_an_isolated_run_with_dropout_resumes_exactly(images: Path) -> None:

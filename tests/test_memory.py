@@ -3,8 +3,10 @@
 import gc
 import itertools
 import os
+import platform
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -318,3 +320,26 @@ def test_a_limit_of_the_system_is_lived_with() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert 1 < int(done.stdout) < 4096
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    """A block of 64 MiB, which glibc gives back by itself: 16,384 pages to map again."""
+    code = """
+        import resource
+        import torch
+        from dpmac_cli.runs.memory import keep_freed_memory
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(1 << 24)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        faults()
+        assert faults() > 10_000
+        keep_freed_memory()
+        for _ in range(10):  # the heap grows to what aligned blocks need
+            faults()
+        assert faults() < 1_000
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

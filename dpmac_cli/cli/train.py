@@ -17,6 +17,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Setting
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
+from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.storage.files import to_json
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def text_option(name: str, setting: Setting, *, several: bool = False) -> inspec
 @explained
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are settings, ``config``, ``resume`` and ``fork``."""
+    keep_freed_memory()
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         _train(flags, None)
         return
@@ -95,10 +97,8 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
     from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.runs.environment import keep_freed_memory  # noqa: PLC0415  (loads torch)
     from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
-    keep_freed_memory()
     display = Display(console.for_display(quiet, json))
     with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
         if resolved:
@@ -126,9 +126,7 @@ def _stop(why: str, code: int) -> NoReturn:
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
     """Run as a rank other than 0. Only rank 0 is asked to stop, and prints."""
     from dpmac_cli.runs.assist import assist  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.runs.environment import keep_freed_memory  # noqa: PLC0415  (loads torch)
 
-    keep_freed_memory()
     with stop_request():
         try:
             assist(ranks, {name: flags[name] for name in ("data_dir", "device")})

@@ -1,6 +1,5 @@
 """Devices, and the software and hardware on which the bits of a resumed run depend."""
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -29,8 +28,6 @@ UNRELATED = (
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
     "TORCH_CPP_LOG_LEVEL",
 )
-#: From malloc.h.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 #: Lines of /proc/cpuinfo that tell processors apart.
 PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
@@ -60,24 +57,6 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return the name of a device, for reports."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def keep_freed_memory(blocks: int = 1 << 30, at_the_end: int = (1 << 31) - 1) -> None:
-    """Have glibc keep the memory that a step frees for the next one; elsewhere, do nothing.
-
-    Otherwise it gives back to the system what it can, and the next step waits while pages are
-    mapped and cleared: a seventh of a step of wrn-16-4 (docs/performance.md).
-
-    Args:
-        blocks: bytes up to which blocks are kept; glibc's own choice is 32 MiB at most.
-        at_the_end: bytes that are kept at the heap's end; glibc's own choice is 64 MiB at most.
-    """
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_THRESHOLD, blocks)
-        libc.mallopt(M_TRIM_THRESHOLD, at_the_end)
-    except (OSError, AttributeError):
-        return
 
 
 def repeatable(device: torch.device) -> bool:

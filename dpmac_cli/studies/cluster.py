@@ -13,7 +13,7 @@ import torch
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.environment import keep_freed_memory
+from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.storage import files
 from dpmac_cli.studies.executor import Died, Ended, Moved, RunEvent
 from dpmac_cli.studies.worker import train_run

@@ -214,6 +214,18 @@ def test_rows_that_are_not_samples_have_no_copies() -> None:
     assert not find_layers(model, example())[0].direct
 
 
+@pytest.mark.privacy
+def test_as_many_positions_as_the_example_has_samples_are_not_taken_for_them() -> None:
+    """A draw of as many samples by chance would add up positions, each clipped to 1."""
+
+    def read(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = (x.transpose(0, 1)[:2] + m.p).transpose(0, 1)
+        return out
+
+    model = Reading((WIDTH,), read).double()
+    assert not find_layers(model, example())[0].direct
+
+
 def test_without_gradients_nothing_is_copied() -> None:
     def read(m: Any, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -25,7 +25,8 @@ ELEMENTWISE = frozenset(
 EXPANDING = frozenset(
     {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat}
 )
-#: Functions whose result has no gradient by the parameter.
+#: Functions whose result has no gradient by the parameter. ``data`` is a property, which torch's
+#: stubs declare as a Tensor.
 DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 
 
@@ -91,7 +92,8 @@ class Copies(TorchFunctionMode):
 def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
     """Return the ids of parameters that :class:`Copies` knows every use of, on an example batch.
 
-    Those are asked about that are held beside other modules with parameters.
+    Those are asked about that are held beside other modules with parameters. A batch of another
+    size must agree: a dimension that is not the samples may have the size of one by chance.
     """
     asked = [
         p
@@ -101,13 +103,16 @@ def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
     ]
     if not asked:
         return set()
-    copies = Copies(iter(asked), len(example))
-    try:
-        with torch.enable_grad(), copies:
-            model(example)
-    except Exception:  # noqa: BLE001  (it says what is wrong where the model is used)
-        return set()
-    return {p for p, found in copies.by_parameter.items() if found} - copies.refused
+    known = {id(p) for p in asked}
+    for batch in (example, torch.cat([example, example[:1]])):
+        copies = Copies(iter(asked), len(batch))
+        try:
+            with torch.enable_grad(), copies:
+                model(batch)
+        except Exception:  # noqa: BLE001  (user code may raise anything, and will again in training)
+            return set()
+        known &= {p for p, found in copies.by_parameter.items() if found} - copies.refused
+    return known
 
 
 def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -29,10 +29,8 @@ class Kernel:
         module: Any = layer.module
         self._module, self._through, self.extra = module, None, 0
         if isinstance(module, StandardisedConv2d):
-            self._through, self.extra = (
-                Standardisation.of(module, dtype),
-                min(ROW, module.weight[0].numel()),
-            )
+            self._through = Standardisation.of(module, dtype)
+            self.extra = min(ROW, module.weight[0].numel())
         self._largest = self._largest_inverse()
 
     def distance(self, g: Tensor, name: str) -> Tensor:

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import group_norm, layer_norm
-from torch.nn.grad import conv2d_weight
 
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import SumsOfOuterProducts
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position
+from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position, kernel_gradient
 
 #: Inputs per output of a convolution, and positions of an image, up to which products of patches
 #: are faster than a grouped convolution.
@@ -180,9 +179,7 @@ def _kernel_gradients(
         return SumsOfOuterProducts(by_position, inputs_by_position(conv, a, views))
     a, g = (_before_samples(rows, views) for rows in (a, delta))
     shape, groups = (samples * outputs, *kernel), samples * conv.groups
-    options = (conv.stride, conv.padding, conv.dilation, groups)
-    weight: Tensor = conv2d_weight(a, shape, g, *options)  # type: ignore[no-untyped-call]
-    return weight.reshape(samples, outputs, *kernel)
+    return kernel_gradient(conv, a, g, shape, groups).reshape(samples, outputs, *kernel)
 
 
 def _group_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 #: Terms of a product that is faster by MKL because no copy of it is needed.
 FEW_TERMS = 64
@@ -32,13 +33,10 @@ def _onednn(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-#: The same where operations are compiled: the compiler takes what it knows for a trained network's.
-_opaque: Any = torch.library.custom_op("dpmac::matmul", _onednn, mutates_args=())
-
-
-@_opaque.register_fake  # type: ignore[untyped-decorator]
-def _shape(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])
+#: The same as an operator of its own, for compiled code: torch.compile accepts
+#: ``_linear_pointwise`` with constant weights only.
+_opaque: Any = custom_op("dpmac::matmul", _onednn, mutates_args=())
+_opaque.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Inputs of a layer at its positions: patches of a convolution, their norms and inner products."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.nn.functional import conv2d, pad
+from torch.nn.grad import conv2d_weight
 
 
 def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
@@ -41,6 +43,15 @@ def gradients_by_position(module: Any, delta: Tensor, views: int = 1) -> Tensor:
         return delta.reshape(samples, -1, module.out_features)
     by_view = delta.reshape(samples, views, len(module.weight), -1)
     return by_view.transpose(1, 2).reshape(samples, len(module.weight), -1).mT
+
+
+def kernel_gradient(
+    conv: Any, a: Tensor, delta: Tensor, shape: Sequence[int], groups: int = 1
+) -> Tensor:
+    """Return the gradient by a kernel of a shape, summed over rows and positions."""
+    options = (conv.stride, conv.padding, conv.dilation, groups)
+    gradient: Tensor = conv2d_weight(a, shape, delta, *options)  # type: ignore[no-untyped-call]
+    return gradient
 
 
 def squares_by_position(module: Any, a: Tensor) -> Tensor:

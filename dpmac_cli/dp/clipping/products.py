@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_weight
 
 from dpmac_cli.dp.clipping.kernels import Kernel
 from dpmac_cli.dp.clipping.layer_rules import Use, is_plain
@@ -33,6 +32,7 @@ from dpmac_cli.dp.clipping.patches import (
     gradients_by_position,
     gram_by_position,
     inputs_by_position,
+    kernel_gradient,
     means_by_position,
     squares_by_position,
 )
@@ -278,8 +278,7 @@ class PositionProducts:
         delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
         convolution = isinstance(module, nn.Conv2d)
         if convolution and delta.numel() > FEW_TERMS * self.sizes.outputs:
-            options = (module.stride, module.padding, module.dilation)
-            weight: Tensor = conv2d_weight(a, module.weight.shape, delta, *options)  # type: ignore[no-untyped-call]
+            weight = kernel_gradient(module, a, delta, module.weight.shape)
             return {"weight": weight.flatten(1), "bias": delta.sum((0, 2, 3))}
         delta = gradients_by_position(module, delta).flatten(0, 1)
         weight = matmul(delta.T, inputs_by_position(module, a).flatten(0, 1), out=out)
