@@ -26,6 +26,7 @@ from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.build import build_network
+from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Batch, KeyedSampler
@@ -259,7 +260,8 @@ def ours(
     ranks: Ranks | None = None,
 ) -> Step:
     """One of the six, by the trainer that ``dpmac train`` uses."""
-    config = resolve({"dataset": IMAGES[size.model], "optimizer": name}).plan
+    network = {"model": size.model} if size.model in MODELS else {}
+    config = resolve({"dataset": IMAGES[size.model], "optimizer": name, **network}).plan
     keys = make_keys(0)
     mechanism = (SecureMechanism if secure else GaussianMechanism)(SIGMA, size.batch)
     sampler, noise = None, None

@@ -52,7 +52,7 @@ def configuration() -> str:
             if setting.panel == panel
         ]
         parts += [f"## {panel}\n", table(("setting", "value", "default", ""), rows)]
-    parts += ["## By data set\n", by_data_set()]
+    parts += ["## By data set\n", by_data_set(), samples_at_a_time()]
     parts += ["Learning rates:\n", learning_rates(), "## By optimizer\n", by_optimizer()]
     parts += ["## What does not go together\n", exclusions()]
     for title, known in CHOICES.items():
@@ -103,6 +103,15 @@ def by_data_set() -> str:
             (name, *(of_data(facts, key) for key in OF_DATA), facts.augment)
             for name, facts in _data_sets().items()
         ),
+    )
+
+
+def samples_at_a_time() -> str:
+    """The physical batch of the networks that take more than the data set's."""
+    more = [f"`{n}` {kind.physical_batch:,}" for n, kind in MODELS.items() if kind.physical_batch]
+    return (
+        f"A physical batch of that or, where it is more: {', '.join(more)}. On images of more than 32 by 32 "
+        "pixels these are fewer, in proportion. K augmented views of an image count as K.\n"
     )
 
 

@@ -1,6 +1,7 @@
 """Every command of the README runs, in order, in the folder of one newcomer; only shorter."""
 
 import re
+import runpy
 import shlex
 import subprocess
 from dataclasses import replace
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 from PIL import Image
-from torch import nn
 from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
@@ -24,12 +24,8 @@ from tests.digits_runs import after
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
-NET = """from torch import nn
-
-
-def Net(shape, classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 8), nn.Linear(8, classes))
-"""
+#: The network that the README shows.
+NET = re.compile(r"```python\n(# net.py\n.*?)```", re.DOTALL)
 #: The run that the README goes on with. Here it is one that was interrupted.
 RUN = "runs/mnist-dp-macadam-1"
 #: What is typed instead, so that no command takes minutes.
@@ -66,7 +62,8 @@ def shortened(command: str) -> str:
 def set_scene(folder: Path) -> None:
     """What a reader has who types all of that."""
     (folder / "sample_configs").symlink_to(ROOT / "sample_configs")
-    (folder / "net.py").write_text(NET)
+    (shown,) = NET.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    (folder / "net.py").write_text(shown)
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
         for name in ("cat", "dog"):
@@ -77,7 +74,7 @@ def set_scene(folder: Path) -> None:
                 Image.fromarray(pixels).save(place / f"{number}.png")
     (folder / "album").symlink_to(folder / "photos" / "train")
     np.savez(folder / "table.npz", x=rng.random((300, 4)), y=np.arange(300) % 3)
-    weights = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 2)).state_dict()
+    weights = runpy.run_path(str(folder / "net.py"))["Net"]((3, 8, 8), 2).state_dict()
     safetensors.torch.save_file(weights, folder / "weights.safetensors")
 
 

@@ -23,6 +23,7 @@ from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.dp.algorithm import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Finished
@@ -372,6 +373,12 @@ def test_what_follows_no_recipe_is_recorded_as_before() -> None:
 def test_views_take_their_share_of_the_physical_batch() -> None:
     assert digits_config(augmentations=16).physical_batch == digits_config().physical_batch // 16
     assert digits_config(augmentations=1000, physical_batch=7).physical_batch == 7
+
+
+def test_a_network_of_many_weights_works_on_more_small_images_at_a_time() -> None:
+    for model, samples in {"cnn": 32, "wrn-16-4": 32, "resnet18": 128, "mlp": 1024}.items():
+        assert resolve({"dataset": "cifar10", "model": model}).plan.physical_batch == samples
+    assert MODELS["resnet18"].samples_at_a_time(224 * 224) < 32
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from typing import Any
 from dpmac_cli.config.settings import CANARY_KINDS, FEW_GUESSES, SETTINGS, TRAINED, Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import FEATURES
+from dpmac_cli.models.registry import FEATURES, MODELS
 
-#: Samples worked on at a time where one linear layer is trained.
+#: Samples worked on at a time where only a head is trained.
 ROWS_AT_A_TIME = 1024
 
 
@@ -31,7 +31,6 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
         "lr": OPTIMIZERS[values["optimizer"]].rate_on(values["dataset"]),
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
-        "physical_batch": max(1, defaults.physical_batch // (values["augmentations"] or 1)),
     }
     if values["no_dp"] or values["epsilon"] is not None:
         found["sigma"] = None
@@ -43,9 +42,19 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
         found |= {"model": "linear", "feature_groups": FEATURES[values["features"]].groups}
     if values["pretrained"] is not None:
         found["train"] = TRAINED[0]
-    if values["train"] == "head" or (values["model"] or found["model"]) == "linear":
-        found["physical_batch"] = max(defaults.physical_batch, ROWS_AT_A_TIME)
+    model = values["model"] or found["model"]
+    found["physical_batch"] = _samples_at_a_time(values, model, facts)
     if (canaries := values["canaries"]) is not None:
         found["canary_kind"] = CANARY_KINDS[0]
         found["guesses"] = max(canaries // 10, min(canaries, FEW_GUESSES))
     return found
+
+
+def _samples_at_a_time(values: dict[str, Any], model: str, facts: Dataset) -> int:
+    """Return the physical batch of a network; views of a sample share its place."""
+    most, kind = facts.defaults.physical_batch, MODELS.get(model)
+    if values["train"] == "head":
+        most = max(most, ROWS_AT_A_TIME)
+    elif kind is not None:
+        most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))
+    return max(1, most // (values["augmentations"] or 1))

@@ -253,7 +253,9 @@ class Settings:
         otherwise=f"a tenth of the canaries, and {FEW_GUESSES} at least",
     )
 
-    physical_batch: Count | None = _run("Samples worked on at a time.", otherwise=PER_DATASET)
+    physical_batch: Count | None = _run(
+        "Samples worked on at a time.", otherwise="the network's, or the data set's"
+    )
     compile: StrictBool | None = _run(
         "Fuse vector operations by torch.compile: faster steps after half a minute (needs a C++ "
         "compiler)."

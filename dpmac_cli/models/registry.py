@@ -40,14 +40,31 @@ class NetworkKind:
     about: str  # one line for help and reports
     builder: str  # function of dpmac_cli.models.architectures
     arguments: tuple[int, ...] = ()  # of the builder, after the dataset
+    #: Samples worked on at a time, of :data:`SMALL` pixels or fewer, where more than the data set's
+    #: are faster: each pass over many weights costs as much as one over few samples.
+    physical_batch: int = 0
 
+    def samples_at_a_time(self, pixels: int) -> int:
+        """Return how many samples of that many pixels need no more memory than small ones."""
+        return self.physical_batch * SMALL // max(pixels, SMALL)
+
+
+#: Pixels of an image of CIFAR-10.
+SMALL = 32 * 32
 
 MODELS: Mapping[str, NetworkKind] = {
-    "linear": NetworkKind("one linear layer, the default on --features", "perceptron"),
-    "mlp": NetworkKind(
-        "one hidden layer of 1000 ReLU units, the paper's MNIST network", "perceptron", (1000,)
+    "linear": NetworkKind(
+        "one linear layer, the default on --features", "perceptron", physical_batch=1024
     ),
-    "mlp-small": NetworkKind("one hidden layer of 64 ReLU units", "perceptron", (64,)),
+    "mlp": NetworkKind(
+        "one hidden layer of 1000 ReLU units, the paper's MNIST network",
+        "perceptron",
+        (1000,),
+        physical_batch=1024,
+    ),
+    "mlp-small": NetworkKind(
+        "one hidden layer of 64 ReLU units", "perceptron", (64,), physical_batch=1024
+    ),
     "cnn": NetworkKind(
         "three convolutions with group norm and one hidden layer, the paper's CIFAR-10 network",
         "cnn",
@@ -58,7 +75,9 @@ MODELS: Mapping[str, NetworkKind] = {
         (16, 4),
     ),
     "wrn-40-4": NetworkKind("the same, 40 layers deep", "wide_resnet", (40, 4)),
-    "resnet18": NetworkKind("residual network of 18 layers with group norm", "resnet18"),
+    "resnet18": NetworkKind(
+        "residual network of 18 layers with group norm", "resnet18", physical_batch=128
+    ),
 }
 
 
