@@ -110,8 +110,8 @@ def samples_at_a_time() -> str:
     """The physical batch of the networks that take more than the data set's."""
     more = [f"`{n}` {kind.physical_batch:,}" for n, kind in MODELS.items() if kind.physical_batch]
     return (
-        f"A physical batch of that or, where it is more: {', '.join(more)}. On images of more than 32 by 32 "
-        "pixels these are fewer, in proportion. K augmented views of an image count as K.\n"
+        f"A physical batch of that or, where it is more: {', '.join(more)}; in proportion fewer of "
+        "images above 32 by 32 pixels. K augmented views of an image count as K.\n"
     )
 
 
