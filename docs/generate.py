@@ -14,7 +14,7 @@ from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import LEAST_CNN, found
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import FEATURES, MODELS
+from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 
 FILE = Path(__file__).with_name("configuration.md")
 INTRODUCTION = """\
@@ -32,6 +32,11 @@ those that its help leaves out.
 CHOICES = {
     "Data sets": {name: facts.about for name, facts in DATASETS.items()},
     "Networks": {name: kind.about for name, kind in MODELS.items()},
+    "Backbones": {
+        name: f"{kind.about}: {kind.width:,} features, {kind.size} x {kind.size} pixels, "
+        f"{kind.top1:.1%} of ImageNet's validation images right (published), {kind.weights.licence}"
+        for name, kind in BACKBONES.items()
+    },
     "Features": {name: kind.about for name, kind in FEATURES.items()},
     "Samplers": {name: sampling.summary for name, sampling in SAMPLERS.items()},
     "Optimizers": {name: row.summary for name, row in OPTIMIZERS.items()},

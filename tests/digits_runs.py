@@ -7,7 +7,9 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+from typer.testing import CliRunner, Result
 
+from dpmac_cli.cli.app import app
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.runs.session import Finished, RunEvent
@@ -68,3 +70,17 @@ def contents(root: Path) -> dict[str, bytes | None]:
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))
     }
+
+
+def dpmac(*args: str) -> Result:
+    """Run a command as typed."""
+    return CliRunner().invoke(app, args, env={"COLUMNS": "300", "NO_COLOR": "1"})
+
+
+def refused(*args: str, code: int = 2) -> str:
+    """What ``dpmac train`` says of settings that it refuses, on one line."""
+    result = dpmac("train", "--dataset", "digits", "--steps", "1", "--out", "no", *args)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    assert not Path("no").exists()
+    return " ".join(result.output.split())

@@ -32,6 +32,8 @@ VALUES: Mapping[str, Any] = {
     "no_isolate": True,
     "features": "scatter",
     "feature_groups": 9,
+    "backbone": "efficientnet-lite0",
+    "backbone_size": 64,
     "pretrained": __file__,
     "train": "head",
     "test_fraction": 0.3,
@@ -98,6 +100,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "guesses": {"canaries": 100},
     "augment": {"augmentations": 2},
     "feature_groups": {"features": "scatter"},
+    "backbone_size": {"backbone": "efficientnet-lite1"},
     "train": {"pretrained": __file__},
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
@@ -105,6 +108,8 @@ _FIELDS = {
     "model": "model.name",
     "features": "features.kind",
     "feature_groups": "features.groups",
+    "backbone": "features.kind",
+    "backbone_size": "features.size",
     "test_fraction": "data.test_fraction",
     "split_seed": "data.split_seed",
     "image_size": "data.image_size",
@@ -411,6 +416,7 @@ def test_bounds_hold_at_their_ends_and_not_beyond(name: str) -> None:
 #: Written out, so that a bound moved by mistake is noticed.
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "feature_groups": ("-1", "1000001"),
+    "backbone_size": ("31", "1025"),
     "epochs": ("0", "-1", "1000000001"),
     "steps": ("0", "-1", "10000001"),
     "batch_size": ("0", "-5", "1000000001"),

@@ -12,9 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
-from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.loaders import load_data
@@ -23,7 +21,7 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import Computing, Featured, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
-from dpmac_cli.models.registry import FEATURES, BuiltIn, Features, parse_model
+from dpmac_cli.models.registry import FEATURES, BuiltIn, Scattered, parse_model
 from dpmac_cli.models.scattering import CHANNELS, SCALE, Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.runs import checkpoint
@@ -33,7 +31,15 @@ from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.runs.setup import keys_of, make_task, outcome
 from dpmac_cli.studies.grid import address
-from tests.digits_runs import digits_config, same_weights, train_digits, train_events, weights
+from tests.digits_runs import (
+    digits_config,
+    dpmac,
+    refused,
+    same_weights,
+    train_digits,
+    train_events,
+    weights,
+)
 
 CPU = torch.device("cpu")
 DIGITS = DATASETS["digits"]
@@ -99,18 +105,6 @@ def kept(cache: Path) -> Path:
     return file
 
 
-def dpmac(*args: str) -> Result:
-    return CliRunner().invoke(app, args, env={"COLUMNS": "300", "NO_COLOR": "1"})
-
-
-def refused(*args: str, code: int = 2) -> str:
-    result = dpmac("train", "--dataset", "digits", "--steps", "1", "--out", "no", *args)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    assert not Path("no").exists()
-    return " ".join(result.output.split())
-
-
 def interrupted(config: Any, steps: int) -> Path:
     """A run that was asked to stop after some steps."""
     events = run.train(config, _after(steps))
@@ -131,13 +125,13 @@ def _after(steps: int) -> Any:
 def test_the_catalogue_says_what_scattering_gives() -> None:
     kind = FEATURES["scatter"]
     assert (kind.channels, kind.shrink) == (CHANNELS, SCALE)
-    assert all(Features("scatter", 27).fault(facts.shape) is None for facts in DATASETS.values())
+    assert all(Scattered("scatter", 27).fault(facts.shape) is None for facts in DATASETS.values())
 
 
 @pytest.mark.parametrize("model", ["linear", "mlp-small", "cnn"])
 def test_networks_take_features_of_images(model: str) -> None:
     facts = DATASETS["mnist"]
-    network = build_model(BuiltIn(model), facts, seed=0, features=Features("scatter", 27))
+    network = build_model(BuiltIn(model), facts, seed=0, features=Scattered("scatter", 27))
     x = torch.randn(3, *facts.shape)
     assert network(x).shape == (3, 10)
     assert isinstance(network, FrozenFeatures)
@@ -527,7 +521,7 @@ def test_a_study_tells_files_of_weights_apart_by_their_contents(public: Path, ne
 
 def test_runs_without_any_of_it_keep_their_names() -> None:
     config = resolve({"dataset": "digits"}).plan
-    settings = {"features", "feature-groups", "pretrained", "train"}
+    settings = {"features", "feature-groups", "backbone", "backbone-size", "pretrained", "train"}
     assert not settings & config.recorded.keys()
 
 

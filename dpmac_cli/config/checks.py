@@ -4,12 +4,12 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config.extras import fault_of_extra
+from dpmac_cli.config.extras import fault_of_extra, fault_of_package
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import DATA, MOST_STEPS, OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.data.schema import Found, Source, listed
-from dpmac_cli.models.registry import Features, UserModel
+from dpmac_cli.models.registry import BACKBONES, Backbone, Features, UserModel
 
 #: Settings that mean something only beside another, and why.
 NEEDS = {
@@ -17,6 +17,7 @@ NEEDS = {
     "canary_kind": ("canaries", "is of an audit"),
     "guesses": ("canaries", "is of an audit"),
     "feature_groups": ("features", "is of features"),
+    "backbone_size": ("backbone", "is of a backbone"),
     "train": ("pretrained FILE", "is of public weights"),
 }
 #: Classes that a note names; the rest are counted.
@@ -79,13 +80,16 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between what is frozen and other settings."""
     features, start = plan.features, plan.start
     frozen = isinstance(features, Features) or start.head_only
-    if isinstance(features, Features) and plan.facts.is_table:
-        yield (
-            f"--features {features.kind} is of images, and {plan.dataset} holds rows of numbers. "
-            "Leave it out."
+    if isinstance(features, Features):
+        flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
+        if plan.facts.is_table:
+            yield f"{flag} is of images, and {plan.dataset} holds rows of numbers. Leave it out."
+        elif (fault := features.fault(plan.facts.shape)) is not None:
+            yield f"{flag}: images of {plan.dataset} {fault}"
+    if isinstance(features, Backbone):
+        yield from fault_of_package(
+            BACKBONES[features.kind].weights.package, "backbones", f"--backbone {features.kind}"
         )
-    elif isinstance(features, Features) and (fault := features.fault(plan.facts.shape)):
-        yield f"--features {features.kind}: images of {plan.dataset} {fault}"
     if isinstance(start, PublicFile) and not start.path.is_file():
         yield f"--pretrained: there is no file {start.path}."
     if plan.recipe.augmented and frozen:

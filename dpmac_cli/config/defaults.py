@@ -5,7 +5,7 @@ from typing import Any
 from dpmac_cli.config.settings import CANARY_KINDS, FEW_GUESSES, SETTINGS, TRAINED, Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import FEATURES, MODELS
+from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 
 #: Samples worked on at a time where only a head is trained.
 ROWS_AT_A_TIME = 1024
@@ -40,6 +40,8 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
         found["augment"] = facts.augment
     if values["features"] is not None:
         found |= {"model": "linear", "feature_groups": FEATURES[values["features"]].groups}
+    if values["backbone"] is not None:
+        found |= {"model": "linear", "backbone_size": BACKBONES[values["backbone"]].size}
     if values["pretrained"] is not None:
         found["train"] = TRAINED[0]
     model = values["model"] or found["model"]

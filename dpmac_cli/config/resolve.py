@@ -27,7 +27,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.registry import Features, Pixels, UserModel, parse_model
+from dpmac_cli.models.registry import Backbone, Features, Pixels, Scattered, UserModel, parse_model
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import Recipe
 
@@ -219,9 +219,11 @@ def _data(values: Mapping[str, Any]) -> str | Source:
 
 
 def _features(values: Mapping[str, Any]) -> Features | Pixels:
-    if values["features"] is None:
-        return Pixels()
-    return Features(values["features"], values["feature_groups"])
+    if values["backbone"] is not None:
+        return Backbone(values["backbone"], values["backbone_size"])
+    if values["features"] is not None:
+        return Scattered(values["features"], values["feature_groups"])
+    return Pixels()
 
 
 def _start(values: Mapping[str, Any]) -> PublicFile | RandomWeights:

@@ -16,7 +16,7 @@ from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import FEATURES, MODELS
+from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
 DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
@@ -147,6 +147,13 @@ class Settings:
     )
     feature_groups: Annotated[int, Field(ge=0, le=10**6)] | None = _task(
         "Groups of the norm behind the features; 0 for none.", otherwise="27"
+    )
+    backbone: str | None = _task(
+        "Train on the features of this public network instead of the images.",
+        choices=tuple(BACKBONES),
+    )
+    backbone_size: Annotated[int, Field(ge=32, le=1024)] | None = _task(
+        "Pixels of a side that images are resized to for it.", otherwise="the backbone's"
     )
     pretrained: str | None = _task("Start from the public weights in this safetensors file.")
     train: str | None = _task(

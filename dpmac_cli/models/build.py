@@ -17,8 +17,9 @@ from torch import nn
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
-from dpmac_cli.models.features import with_features
-from dpmac_cli.models.registry import MODELS, BuiltIn, Features, UserModel
+from dpmac_cli.models.backbones import PublicBackbone
+from dpmac_cli.models.features import FrozenFeatures, with_features
+from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, UserModel
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.torch_errors import what_failed
 
@@ -64,7 +65,10 @@ def build_model(
         if features is not None:
             if (fault := features.fault(dataset.shape)) is not None:
                 raise ModelError(f"Features of images: they {fault}")
-            network = with_features(network, dataset.shape, features.groups)
+            if isinstance(features, Backbone):
+                network = FrozenFeatures(PublicBackbone(features, dataset), network, torch.float16)
+            else:
+                network = with_features(network, dataset.shape, features.groups)
     check_model(
         network,
         dataset.shape,

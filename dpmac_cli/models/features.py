@@ -53,7 +53,7 @@ def with_features(head: nn.Module, shape: tuple[int, int, int], groups: int) -> 
     """Put a network behind the scattering of images, stored in float16 to save memory and disk.
 
     Args:
-        head: takes the shape of :meth:`dpmac_cli.models.registry.Features.shape_of`.
+        head: takes the shape of :meth:`dpmac_cli.models.registry.Scattered.shape_of`.
         shape: (channels, height, width) of an image.
         groups: of a group norm without parameters; 0 for no norm.
     """

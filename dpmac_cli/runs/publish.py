@@ -16,9 +16,20 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models.backbones import PublicBackbone
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.models.registry import FEATURES, MODELS, BuiltIn, Features, UserModel, parse_model
+from dpmac_cli.models.registry import (
+    BACKBONES,
+    FEATURES,
+    MODELS,
+    Backbone,
+    BuiltIn,
+    Features,
+    Scattered,
+    UserModel,
+    parse_model,
+)
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, MODEL_HEADER, _stored, adopt, published
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.report_file import Facts, parse
@@ -100,7 +111,12 @@ def load_model(
         with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
             shapes = build_network(reference.name, seen_by_network(described, features))
             if features is not None:
-                shapes = FrozenFeatures(nn.Identity(), shapes, torch.float16)
+                frozen = (
+                    PublicBackbone(features, described)
+                    if isinstance(features, Backbone)
+                    else nn.Identity()
+                )
+                shapes = FrozenFeatures(frozen, shapes, torch.float16)
             _check_fit(misfit, held, wanted | _forms(published(shapes)))
     model = build_model(
         reference,
@@ -140,12 +156,15 @@ def _network(file: Path, facts: Facts, factory: str | None) -> BuiltIn | UserMod
 
 def _features(file: Path, facts: Facts) -> Features | None:
     """Return the fixed features that the network takes. Raises ModelError."""
-    kind, groups = facts.features, facts.feature_groups
-    if kind is None:
+    kind, groups, size = facts.features, facts.feature_groups, facts.backbone_size
+    named = facts.backbone or kind
+    if named is None:
         return None
-    if kind not in FEATURES or groups is None:
-        raise ModelError(f"{file} takes features '{kind}', which this version does not know.")
-    return Features(kind, groups)
+    if named in BACKBONES and size is not None:
+        return Backbone(named, size)
+    if named in FEATURES and groups is not None:
+        return Scattered(named, groups)
+    raise ModelError(f"{file} takes features '{named}', which this version does not know.")
 
 
 def _described(facts: Facts) -> Dataset:

@@ -14,7 +14,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name
 from dpmac_cli.data.schema import listed
-from dpmac_cli.models.registry import FEATURES, Features
+from dpmac_cli.models.registry import BACKBONES, FEATURES, Backbone, Scattered
 from dpmac_cli.models.validation import Independence
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING
@@ -59,6 +59,11 @@ AUDIT_RUN = (
 SCATTERED = (
     "The network takes fixed features of an image ({about}), which depend on that image alone and "
     "hold nothing that was learnt."
+)
+OF_BACKBONE = (
+    "The network takes features of an image from a public network ({about}), which depend on that "
+    "image alone. Neither its weights nor the data that they were trained on are covered: if any "
+    "of the records above were among that data, epsilon does not count it."
 )
 PRETRAINED = (
     "Training began from the weights in {file}, which are taken as public: neither they nor the "
@@ -201,14 +206,18 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
     """Return the part of a network that was public before its training; nothing for most."""
     features, start = plan.features, plan.start
     said, file = [], None
-    if isinstance(features, Features):
+    if isinstance(features, Scattered):
         said.append(SCATTERED.format(about=FEATURES[features.kind].about))
+    elif isinstance(features, Backbone):
+        said.append(OF_BACKBONE.format(about=BACKBONES[features.kind].about))
     if isinstance(start, PublicFile):
         file = start.path.name
         said += [PRETRAINED.format(file=file), *([FROZEN] if start.head_only else [])]
     part = {
         "features": plan.recorded.get("features"),
         "feature_groups": plan.recorded.get("feature-groups"),
+        "backbone": plan.recorded.get("backbone"),
+        "backbone_size": plan.recorded.get("backbone-size"),
         "pretrained": file,
         "sha256": network.pretrained,
         "train": plan.recorded.get("train"),

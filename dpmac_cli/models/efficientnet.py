@@ -1,0 +1,133 @@
+"""EfficientNet-Lite: convolutional networks with public weights of ImageNet (Tan and Le 2019).
+
+Without squeeze-and-excitation and with ReLU6 (Liu 2020, tensorflow/tpu). Modules are in the order
+of the published files, whose entries are taken in that order.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, relu6
+
+STEM, WIDTH = 32, 1280
+#: Constant of the batch norms.
+EPSILON = 1e-3
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks of one width.
+
+    Attributes:
+        repeats: how many, at depth 1. kernel, stride: of the depthwise convolution of the first
+            block; the others have stride 1.
+        expansion: factor by which the channels are expanded within a block.
+        channels: that come out, at width 1.
+    """
+
+    repeats: int
+    kernel: int
+    stride: int
+    expansion: int
+    channels: int
+
+
+STAGES = (
+    Stage(1, 3, 1, 1, 16),
+    Stage(2, 3, 2, 6, 24),
+    Stage(2, 5, 2, 6, 40),
+    Stage(3, 3, 2, 6, 80),
+    Stage(3, 5, 1, 6, 112),
+    Stage(4, 5, 2, 6, 192),
+    Stage(1, 3, 1, 6, 320),
+)
+
+
+class SameConv(nn.Conv2d):
+    """A convolution whose outputs are inputs / stride in size, padded more at the far ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs for images, (samples, channels, height, width)."""
+        (kernel, _), (stride, _) = self.kernel_size, self.stride
+        both = [
+            max((ceil(size / stride) - 1) * stride + kernel - size, 0)
+            for size in (x.shape[3], x.shape[2])
+        ]
+        sides = [side for total in both for side in (total // 2, total - total // 2)]
+        return super().forward(pad(x, sides))
+
+
+class Block(nn.Module):
+    """Expand, convolve each channel alone, project; add the input where the shape allows it."""
+
+    def __init__(self, stage: Stage, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        inner = inputs * stage.expansion
+        self.expand = _conv_norm(inputs, inner, 1) if stage.expansion > 1 else nn.Identity()
+        self.depthwise = _conv_norm(inner, inner, stage.kernel, stride, groups=inner)
+        self.project = _conv_norm(inner, outputs, 1)
+        self._adds = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs for images, (samples, channels, height, width)."""
+        inner = x if isinstance(self.expand, nn.Identity) else relu6(self.expand(x))
+        found: Tensor = self.project(relu6(self.depthwise(inner)))
+        return x + found if self._adds else found
+
+
+class EfficientNetLite(nn.Module):
+    """Maps standardised images to the mean over positions of 1,280 features.
+
+    Args:
+        width: factor of the channels, but for those of the stem and of the features.
+        depth: factor of the blocks of every stage but the first and the last.
+    """
+
+    def __init__(self, width: float, depth: float) -> None:
+        super().__init__()
+        self.stem = _conv_norm(3, STEM, 3, 2)
+        self.blocks = nn.Sequential(*_blocks(width, depth))
+        self.top = _conv_norm(_rounded(STAGES[-1].channels * width), WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features, shape (images, 1280)."""
+        return relu6(self.top(self.blocks(relu6(self.stem(x))))).mean((2, 3))
+
+    @torch.no_grad()
+    def adopt(self, published: Mapping[str, Tensor]) -> None:
+        """Take the weights of a published file, whose last two entries are those of its head.
+
+        Raises ValueError if they are not of this network.
+        """
+        own, given = self.state_dict(), list(published.values())[:-2]
+        if [t.shape for t in own.values()] != [t.shape for t in given]:
+            raise ValueError("the entries are not those of this network")
+        self.load_state_dict(dict(zip(own, given, strict=True)))
+
+
+def _blocks(width: float, depth: float) -> Iterator[Block]:
+    inputs = STEM
+    for stage in STAGES:
+        outputs = _rounded(stage.channels * width)
+        fixed = stage in (STAGES[0], STAGES[-1])
+        for number in range(stage.repeats if fixed else ceil(stage.repeats * depth)):
+            yield Block(stage, inputs, outputs, stage.stride if number == 0 else 1)
+            inputs = outputs
+
+
+def _rounded(channels: float) -> int:
+    """Return the multiple of 8 next to a number of channels, at least nine tenths of it."""
+    nearest = max(8, int(channels + 4) // 8 * 8)
+    return nearest + 8 if nearest < 0.9 * channels else nearest
+
+
+def _conv_norm(
+    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
+) -> nn.Module:
+    return nn.Sequential(
+        SameConv(inputs, outputs, kernel, stride, groups=groups, bias=False),
+        nn.BatchNorm2d(outputs, eps=EPSILON),
+    )

