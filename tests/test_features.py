@@ -19,7 +19,7 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model
-from dpmac_cli.models.feature_cache import Computing, Featured, featured
+from dpmac_cli.models.feature_cache import Computing, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
 from dpmac_cli.models.registry import FEATURES, BuiltIn, Scattered, parse_model
 from dpmac_cli.models.scattering import CHANNELS, SCALE, Scattering
@@ -34,6 +34,7 @@ from dpmac_cli.studies.grid import address
 from tests.digits_runs import (
     digits_config,
     dpmac,
+    of,
     refused,
     same_weights,
     train_digits,
@@ -107,16 +108,19 @@ def kept(cache: Path) -> Path:
 
 def interrupted(config: Any, steps: int) -> Path:
     """A run that was asked to stop after some steps."""
-    events = run.train(config, _after(steps))
-    *_, last = events
+    events: list[RunEvent] = []
+    asked = iter(range(10_000))
+
+    def stop() -> bool:
+        """Count from the first step: batches of features ask as well."""
+        return any(isinstance(event, Started) for event in events) and next(asked) >= steps
+
+    for event in run.train(config, stop):
+        events.append(event)
+    last = events[-1]
     assert isinstance(last, Finished)
     assert last.state == "interrupted"
     return last.folder
-
-
-def _after(steps: int) -> Any:
-    asked = iter(range(10_000))
-    return lambda: next(asked) >= steps
 
 
 # What features are
@@ -291,6 +295,8 @@ def test_a_run_goes_on_only_with_what_it_began_with(
         {"feature_groups": "9"},
         {"pretrained": "other.safetensors"},
         {"train": "head"},
+        {"backbone": "efficientnet-lite0"},
+        {"backbone_size": "64"},
     ],
 )
 def test_what_is_frozen_cannot_change_in_a_run(change: dict[str, str]) -> None:
@@ -421,16 +427,6 @@ def test_other_records_have_other_features(cache: Path) -> None:
     found = [of(featured(parts, given, {}, cache)) for given in (data, changed, other)]
     assert len({one.sha256 for one in found}) == 3
     assert len(list(cache.glob("*.safetensors"))) == 3
-
-
-def of(events: Any) -> Featured:
-    found: list[Featured] = []
-
-    def listen() -> Any:
-        found.append((yield from events))
-
-    list(listen())
-    return found[0]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])

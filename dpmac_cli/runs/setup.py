@@ -15,11 +15,11 @@ from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models.backbones import adopt_public_weights
+from dpmac_cli.models.backbones import PublicBackbone
 from dpmac_cli.models.build import build_model, built_by, seen_by_network, source_sum
 from dpmac_cli.models.feature_cache import Computing, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
-from dpmac_cli.models.registry import Backbone, Features, UserModel
+from dpmac_cli.models.registry import Features, UserModel
 from dpmac_cli.models.trials import check_precision
 from dpmac_cli.models.validation import Independence, check_model, independence
 from dpmac_cli.models.weights import PublicWeights, read_weights
@@ -154,10 +154,10 @@ def make_task(
         weights = read_weights(plan.start.path)
         notes = (*_doubts(plan, weights), *weights.adopted_by(model, head_of(model, shape)))
         fingerprints["pretrained"] = weights.sha256
-    if isinstance(plan.features, Backbone) and isinstance(model, FrozenFeatures):
-        fingerprints["pretrained"] = adopt_public_weights(model.frozen, plan.features.kind)
-    trained = model = model.to(device)
     parts = model if isinstance(model, FrozenFeatures) and not at_hand else None
+    if parts is not None and isinstance(parts.frozen, PublicBackbone):
+        fingerprints["pretrained"] = parts.frozen.adopt_public_weights()
+    trained = model = model.to(device)
     if parts is None and plan.start.head_only:
         parts = cut_before_head(model, shape)
     kind, why = _independence(plan, model, parts, own=own)
