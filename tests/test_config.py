@@ -36,6 +36,8 @@ VALUES: Mapping[str, Any] = {
     "backbone_size": 64,
     "pretrained": __file__,
     "train": "head",
+    "lora_rank": 4,
+    "lora_alpha": 2.5,
     "test_fraction": 0.3,
     "split_seed": 4,
     "channels": "3",
@@ -102,6 +104,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "feature_groups": {"features": "scatter"},
     "backbone_size": {"backbone": "efficientnet-lite1"},
     "train": {"pretrained": __file__},
+    **{name: {"pretrained": __file__, "train": "lora"} for name in ("lora_rank", "lora_alpha")},
 }
 BOUNDED = [name for name, setting in SETTINGS.items() if setting.bounds]
 _FIELDS = {
@@ -128,6 +131,9 @@ _FIELDS = {
     "ema": "recipe.ema",
     "augmentations": "recipe.views",
     "augment": "recipe.augment",
+    "train": "trained.part",
+    "lora_rank": "trained.rank",
+    "lora_alpha": "trained.alpha",
 }
 #: The value of each setting as it was typed, read off a plan. A plan knows nothing of --debug.
 PLANNED: Mapping[str, Callable[[Any], Any]] = {
@@ -135,7 +141,6 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     "isolate": lambda plan: plan.isolation == "always",
     "no_isolate": lambda plan: plan.isolation == "never",
     "pretrained": lambda plan: str(plan.start.path),
-    "train": lambda plan: "head" if plan.start.head_only else "all",
     "channels": lambda plan: str(plan.data.channels),
     "classes": lambda plan: ",".join(plan.data.classes),
     "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.feature_range),
@@ -417,6 +422,8 @@ def test_bounds_hold_at_their_ends_and_not_beyond(name: str) -> None:
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "feature_groups": ("-1", "1000001"),
     "backbone_size": ("31", "1025"),
+    "lora_rank": ("0", "1025"),
+    "lora_alpha": ("0", "-1", "1e300"),
     "epochs": ("0", "-1", "1000000001"),
     "steps": ("0", "-1", "10000001"),
     "batch_size": ("0", "-5", "1000000001"),

@@ -9,7 +9,7 @@ from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import DATA, MOST_STEPS, OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.data.schema import Found, Source, listed
-from dpmac_cli.models.registry import BACKBONES, Backbone, Features, UserModel
+from dpmac_cli.models.registry import BACKBONES, Backbone, Features, Scattered, UserModel
 
 #: Settings that mean something only beside another, and why.
 NEEDS = {
@@ -18,7 +18,9 @@ NEEDS = {
     "guesses": ("canaries", "is of an audit"),
     "feature_groups": ("features", "is of features"),
     "backbone_size": ("backbone", "is of a backbone"),
-    "train": ("pretrained FILE", "is of public weights"),
+    "train": ("pretrained FILE or --backbone", "is of public weights"),
+    "lora_rank": ("train lora", "is of LoRA"),
+    "lora_alpha": ("train lora", "is of LoRA"),
 }
 #: Classes that a note names; the rest are counted.
 NAMED = 5
@@ -27,7 +29,8 @@ NAMED = 5
 def lonely(given: Mapping[str, Given]) -> Iterator[str]:
     """Yield faults of settings that need another one which was not given."""
     for name, (other, why) in NEEDS.items():
-        if name in given and other.split()[0] not in given:
+        enough = {word.strip("-") for word in other.split()}
+        if name in given and not enough & given.keys():
             yield f"--{flag_name(name)} {why}: add --{other}, or leave it out."
 
 
@@ -78,26 +81,26 @@ def _audit_faults(plan: TrainPlan) -> Iterator[str]:
 
 def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between what is frozen and other settings."""
-    features, start = plan.features, plan.start
-    frozen = isinstance(features, Features) or start.head_only
+    features, start, part = plan.features, plan.start, plan.trained.part
+    once = isinstance(features, Scattered) or part in ("head", "last-block")
     if isinstance(features, Features):
         flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
         if plan.facts.is_table:
             yield f"{flag} is of images, and {plan.dataset} holds rows of numbers. Leave it out."
         elif (fault := features.fault(plan.facts.shape)) is not None:
             yield f"{flag}: images of {plan.dataset} {fault}"
-    if isinstance(features, Backbone):
-        yield from fault_of_package(
-            BACKBONES[features.kind].weights.package, "backbones", f"--backbone {features.kind}"
-        )
+    if isinstance(features, Backbone) and not isinstance(start, PublicFile):
+        package = BACKBONES[features.kind].weights.package
+        if package:
+            yield from fault_of_package(package, "backbones", f"--backbone {features.kind}")
     if isinstance(start, PublicFile) and not start.path.is_file():
         yield f"--pretrained: there is no file {start.path}."
-    if plan.recipe.augmented and frozen:
+    if plan.recipe.augmented and once:
         yield (
             "--augmentations draws views again in every step, and what is frozen is computed once: "
             "leave one of them out."
         )
-    if plan.audit.kind == "images" and frozen:
+    if plan.audit.kind == "images" and once:
         yield (
             "--canary-kind images is of networks that are trained on images, not behind a frozen "
             "part: leave it out."
@@ -150,6 +153,8 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
     idle = {n: plan.optimizer for n in panel if panel[n] == OPTIMIZER and n not in used}
     if not isinstance(plan.model, UserModel):
         idle |= dict.fromkeys(("fix_norm", "to_float32", "no_isolate"), plan.model.name)
+    if plan.trained.part != "lora":
+        idle |= dict.fromkeys(("lora_rank", "lora_alpha"), f"--train {plan.trained.part}")
     if not isinstance(plan.data, Source):
         return idle | {name: data for name in panel if panel[name] == DATA}
     idle["data_dir"] = f"{data}, which is a path itself"

@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from dpmac_cli.config.settings import CANARY_KINDS, FEW_GUESSES, SETTINGS, TRAINED, Settings
+from dpmac_cli.config.settings import CANARY_KINDS, FEW_GUESSES, SETTINGS, Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
+from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, Trained
 
 #: Samples worked on at a time where only a head is trained.
 ROWS_AT_A_TIME = 1024
+#: Pixels worked on at a time where a backbone is trained.
+PIXELS_AT_A_TIME = 16 * 224**2
 
 
 def completed(settings: Settings, facts: Dataset) -> dict[str, Any]:
@@ -41,9 +43,11 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     if values["features"] is not None:
         found |= {"model": "linear", "feature_groups": FEATURES[values["features"]].groups}
     if values["backbone"] is not None:
-        found |= {"model": "linear", "backbone_size": BACKBONES[values["backbone"]].size}
-    if values["pretrained"] is not None:
-        found["train"] = TRAINED[0]
+        found |= {"model": "linear", "backbone_size": BACKBONES[values["backbone"]].images.size}
+    if values["pretrained"] is not None or values["backbone"] is not None:
+        found["train"] = "all" if values["backbone"] is None else "head"
+    if values["train"] == "lora":
+        found |= {"lora_rank": Trained.rank, "lora_alpha": Trained.alpha}
     model = values["model"] or found["model"]
     found["physical_batch"] = _samples_at_a_time(values, model, facts)
     if (canaries := values["canaries"]) is not None:
@@ -55,8 +59,11 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
 def _samples_at_a_time(values: dict[str, Any], model: str, facts: Dataset) -> int:
     """Return the physical batch of a network; views of a sample share its place."""
     most, kind = facts.defaults.physical_batch, MODELS.get(model)
-    if values["train"] == "head" or values["backbone"] is not None:
+    if values["train"] == "head" or (values["backbone"] is not None and values["train"] is None):
         most = max(most, ROWS_AT_A_TIME)
+    elif values["backbone"] is not None:
+        size = values["backbone_size"] or BACKBONES[values["backbone"]].images.size
+        most = max(1, PIXELS_AT_A_TIME // size**2)
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))
     return max(1, most // (values["augmentations"] or 1))

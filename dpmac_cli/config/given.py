@@ -25,7 +25,6 @@ INCOMPATIBLE = {
     ("no_dp", "canaries"): "without a claim there is nothing to audit",
     ("compile", "canaries"): "compiled steps do not hand out what the attack looks at",
     ("features", "pretrained"): "public weights are for networks that take images",
-    ("backbone", "pretrained"): "a backbone has its own public weights",
     ("backbone", "features"): "a network takes one or the other",
 }
 #: Names of these settings in torch, Opacus and TensorFlow Privacy, and other common names.

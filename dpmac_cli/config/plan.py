@@ -10,7 +10,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
-from dpmac_cli.models.registry import BuiltIn, Features, Pixels, UserModel
+from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Pixels, Trained, UserModel
 from dpmac_cli.training.schedules import Recipe
 
 
@@ -30,22 +30,14 @@ class NewFolder:
 
 @dataclass(frozen=True)
 class PublicFile:
-    """Public weights to start from, in a safetensors file.
-
-    Attributes:
-        path: of the file.
-        head_only: whether only the last linear layer is trained.
-    """
+    """Public weights to start from, in a file."""
 
     path: Path
-    head_only: bool
 
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """Random weights to start from."""
-
-    head_only: Literal[False] = False
+    """Random weights to start from, or those that a backbone is published with."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ class TrainPlan:
         isolation: whether it is run on each sample alone; "auto" where nothing else proves that it
             keeps samples apart.
         features: what the network takes in place of images.
-        start: weights to start from.
+        start: weights to start from. trained: what of the network is trained.
         event: all that is done to the records, as it is priced.
         delta: of (epsilon, delta). private: whether it is trained privately.
         target_epsilon: that the noise was calibrated for; infinite where it was given.
@@ -110,6 +102,7 @@ class TrainPlan:
     isolation: Literal["auto", "always", "never"]
     features: Features | Pixels
     start: PublicFile | RandomWeights
+    trained: Trained
     event: TrainingEvent
     delta: float
     private: bool
@@ -151,6 +144,16 @@ class TrainPlan:
     def dataset_name(self) -> str:
         """Name of the dataset, without the folders above it."""
         return self.found.name
+
+    @property
+    def starts_public(self) -> bool:
+        """Whether the network starts from public weights."""
+        return isinstance(self.start, PublicFile) or isinstance(self.features, Backbone)
+
+    @property
+    def head_only(self) -> bool:
+        """Whether only the last linear layer of a network that takes images is trained."""
+        return self.trained.part == "head" and isinstance(self.features, Pixels)
 
     @property
     def own_data(self) -> bool:

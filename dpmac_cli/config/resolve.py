@@ -27,7 +27,15 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.registry import Backbone, Features, Pixels, Scattered, UserModel, parse_model
+from dpmac_cli.models.registry import (
+    Backbone,
+    Features,
+    Pixels,
+    Scattered,
+    Trained,
+    UserModel,
+    parse_model,
+)
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import Recipe
 
@@ -172,6 +180,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
         isolation="always" if values["isolate"] else "never" if values["no_isolate"] else "auto",
         features=_features(values),
         start=_start(values),
+        trained=_trained(values),
         event=_event(values, found.facts.train_size),
         private=not values["no_dp"],
         target_epsilon=values["epsilon"] or math.inf,
@@ -227,9 +236,14 @@ def _features(values: Mapping[str, Any]) -> Features | Pixels:
 
 
 def _start(values: Mapping[str, Any]) -> PublicFile | RandomWeights:
-    if values["pretrained"] is None:
-        return RandomWeights()
-    return PublicFile(Path(values["pretrained"]), values["train"] == "head")
+    file = values["pretrained"]
+    return RandomWeights() if file is None else PublicFile(Path(file))
+
+
+def _trained(values: Mapping[str, Any]) -> Trained:
+    if values["train"] == "lora":
+        return Trained("lora", values["lora_rank"], values["lora_alpha"])
+    return Trained(values["train"] or "all")
 
 
 def _recipe(values: Mapping[str, Any]) -> Recipe:

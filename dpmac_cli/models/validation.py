@@ -20,7 +20,6 @@ from dpmac_cli.dp.clipping.layers import find_layers
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models import trials
 from dpmac_cli.models.dependence import UnprovenError
-from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.models.state import first_opaque
 from dpmac_cli.models.tracing import check_hooks, check_independent, check_independent_forward
 from dpmac_cli.torch_errors import what_failed
@@ -56,7 +55,7 @@ def check_model(
     Raises:
         ModelError: naming the layer and the remedy.
     """
-    _check_layers(model.head if isinstance(model, FrozenFeatures) else model, frozen)
+    _check_layers(model, frozen)
     _check_values(model, frozen)
     try:
         single = copy.deepcopy(model)

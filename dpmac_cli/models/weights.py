@@ -1,8 +1,9 @@
-"""Weights of a network by name: published ones, and public ones from a safetensors file."""
+"""Weights of a network by name: published ones, and public ones from a file."""
 
 import hashlib
+import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models.fine_tuning import LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
@@ -19,16 +21,33 @@ MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
 BROKEN = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 #: Entries that do not fit and are named; the rest are counted.
 NAMED = 8
+#: Endings of files that are pickles, keys under which these hold the weights, and what wrappers
+#: such as DistributedDataParallel put before every name.
+PICKLED, NESTED, PREFIXES = (".pth", ".pt"), ("state_dict", "model"), ("module.", "model.")
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by their names in ``state_dict``.
 
-    The hooks and the extra state of ``state_dict`` may hold statistics of private records.
+    Additions of LoRA are merged into the weights of their layers. The hooks and the extra state of
+    ``state_dict`` may hold statistics of private records.
     """
+    merged = {
+        f"{path}.weight": module.merged()
+        for path, module in model.named_modules()
+        if isinstance(module, LoraLinear)
+    }
+    return {**_held(model), **merged}
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors themselves that a model is published with, by their names."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    added = {id(part) for layer in layers for part in (layer.down, layer.up)}
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules(remove_duplicate=False)
+        if id(module) not in added
         for name, tensor in (module._parameters | module._buffers).items()
         if tensor is not None and name not in module._non_persistent_buffers_set
     }
@@ -37,7 +56,7 @@ def published(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into the parameters and buffers of the same names, in place."""
-    for name, own in published(model).items():
+    for name, own in _held(model).items():
         if name in tensors:
             own.copy_(tensors[name])
 
@@ -58,14 +77,16 @@ class PublicWeights:
     def adopted_by(self, model: nn.Module, head: str | None) -> Iterator[str]:
         """Load the weights into a model in place, and yield notes for its author.
 
-        The layer ``head`` may start fresh, where the file has none of its shape. Raises ModelError
-        if anything else does not fit.
+        The layer ``head`` may start fresh, where the file has none of its shape, or the model may
+        not have it. Raises ModelError if anything else does not fit.
         """
-        wanted, prefix = published(model), f"{head}."
+        wanted, prefix = _held(model), f"{head}."
+        tensors = _without_prefix(self.tensors, wanted.keys())
         faults = {
             name: fault
-            for name in sorted(wanted.keys() | self.tensors.keys())
-            if (fault := _fault(self.tensors.get(name), wanted.get(name)))
+            for name in sorted(wanted.keys() | tensors.keys())
+            if (fault := _fault(tensors.get(name), wanted.get(name)))
+            and (name in tensors or not name.endswith("num_batches_tracked"))
         }
         fresh = {name for name in faults if head is not None and name.startswith(prefix)}
         rest = [f"{name}: {fault}" for name, fault in faults.items() if name not in fresh]
@@ -74,13 +95,13 @@ class PublicWeights:
             remedy = " Only one of the two has batch norm: with --fix-norm the network has none."
             on_one_side = any(name.endswith("running_mean") for name in faults)
             raise ModelError(
-                f"--pretrained {self.path} does not fit the network: "
-                f"{'; '.join(rest[:NAMED])}{more}. Only the last layer may be missing, or of "
-                f"another shape.{remedy * on_one_side}"
+                f"{self.path} does not fit the network: {'; '.join(rest[:NAMED])}{more}. Only the "
+                "last layer may be missing, or of another shape; name the network that the "
+                f"weights were trained in.{remedy * on_one_side}"
             )
         left_out = prefix if fresh else "."  # a head of which only a part fits starts fresh
-        adopt(model, {n: t for n, t in self.tensors.items() if not n.startswith(left_out)})
-        if fresh:
+        adopt(model, {n: t for n, t in tensors.items() if not n.startswith(left_out)})
+        if fresh & wanted.keys():
             yield f"{self.path.name} has no layer '{head}' that fits: it starts fresh."
 
 
@@ -97,30 +118,85 @@ def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:
     return None if found.isfinite().all() else "holds NaN or infinity"
 
 
-def read_weights(path: Path) -> PublicWeights:
-    """Read a safetensors file of public weights, never a pickle. Raises InputError."""
+def read_weights(
+    path: Path, flag: str = "--pretrained", sha256: str = "", remedy: str = ""
+) -> PublicWeights:
+    """Read a file of public weights: safetensors, or a pickle that holds tensors alone.
+
+    Args:
+        path: of the file.
+        flag: that the file belongs to, for messages.
+        sha256: the first digits that its checksum must have.
+        remedy: for a file that cannot be read, or has another checksum, as a sentence.
+
+    Raises:
+        InputError: it cannot be read, is of another kind, or has another checksum.
+    """
     try:
         content = path.read_bytes()
-        tensors = safetensors.torch.load(content)
     except OSError as failure:
+        why = failure.strerror or failure
+        raise InputError(f"{flag}: {path} cannot be read ({why}). {remedy}".rstrip()) from failure
+    found = hashlib.sha256(content).hexdigest()
+    if not found.startswith(sha256):
         raise InputError(
-            f"--pretrained: {path} cannot be read ({failure.strerror or failure})."
-        ) from failure
-    except (safetensors.SafetensorError, ValueError, KeyError) as failure:
-        raise InputError(
-            f"--pretrained: {path} is not a whole safetensors file. Pickles (.pt, .pth, .bin) are "
-            "never read, since they can run code. Where you trust one, convert it: safetensors."
-            'torch.save_file(torch.load(FILE, weights_only=True), "weights.safetensors")'
-        ) from failure
-    size = int.from_bytes(content[:8], "little")
-    header: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+            f"{flag}: {path} is not the file that is known: its SHA-256 is {found}, not {sha256}. "
+            f"{remedy}"
+        )
+    header: dict[str, str] = {}
+    if path.suffix in PICKLED:
+        tensors = _unpickled(path, flag, content)
+    else:
+        tensors, header = _safe(path, flag, content)
     if CHECKPOINT_HEADER in header:
         raise InputError(
-            f"--pretrained: {path} is a private checkpoint, from which the noise of its run can be "
+            f"{flag}: {path} is a private checkpoint, from which the noise of its run can be "
             "computed. Public weights are in the model.safetensors of a run."
         )
     try:
         trained_on = str(json.loads(header[MODEL_HEADER])["dataset"]["name"])
     except BROKEN:
         trained_on = None
-    return PublicWeights(path, hashlib.sha256(content).hexdigest(), tensors, trained_on)
+    return PublicWeights(path, found, tensors, trained_on)
+
+
+def _safe(path: Path, flag: str, content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors and header of a safetensors file. Raises InputError."""
+    try:
+        tensors = safetensors.torch.load(content)
+    except (safetensors.SafetensorError, ValueError, KeyError) as failure:
+        raise InputError(
+            f"{flag}: {path} is not a whole safetensors file. A pickle of tensors must be named "
+            f"{' or '.join(PICKLED)}."
+        ) from failure
+    size = int.from_bytes(content[:8], "little")
+    header: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+    return tensors, header
+
+
+def _unpickled(path: Path, flag: str, content: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a pickle, by an unpickler that makes nothing else.
+
+    Raises InputError.
+    """
+    try:
+        file = io.BytesIO(content)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)  # noqa: TID251
+        while nested := next((loaded[k] for k in NESTED if isinstance(loaded.get(k), dict)), None):
+            loaded = nested
+        return {str(name): t.detach() for name, t in loaded.items() if isinstance(t, Tensor)}
+    except Exception as failure:  # whatever bytes that are no such pickle lead to
+        raise InputError(
+            f"{flag}: {path} is not a pickle of tensors by their names alone, and what else it "
+            "holds is not loaded, since that can run code. Where you trust it, convert it: "
+            'safetensors.torch.save_file(model.state_dict(), "weights.safetensors")'
+        ) from failure
+
+
+def _without_prefix(tensors: Mapping[str, Tensor], wanted: Set[str]) -> Mapping[str, Tensor]:
+    """Return tensors without what wrappers put before their names, if none fits as it is."""
+    for prefix in PREFIXES:
+        named = all(name.startswith(prefix) for name in tensors)
+        if tensors and named and not wanted & tensors.keys():
+            return _without_prefix({n.removeprefix(prefix): t for n, t in tensors.items()}, wanted)
+    return tensors

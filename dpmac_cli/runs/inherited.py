@@ -18,7 +18,7 @@ from dpmac_cli.storage import files
 _SAME = {
     "data": "The records are not those",
     "classes": "The names of the classes are not those",
-    "pretrained": "The file of --pretrained is not the one",
+    "pretrained": "The file of public weights is not the one",
     "constants": "The ranges low and high are not those",
     "network": "The factory or the file of --model is not the one",
     "features": "The features are not those",

@@ -27,6 +27,7 @@ from dpmac_cli.models.registry import (
     BuiltIn,
     Features,
     Scattered,
+    Trained,
     UserModel,
     parse_model,
 )
@@ -125,7 +126,7 @@ def load_model(
         fix_norm=facts.fix_norm,
         to_float32=facts.to_float32,
         features=features,
-        frozen=facts.trained_part == "head",
+        trained=None if facts.trained_part is None else Trained(_loaded_as(facts)),
         isolated=True,  # scoring needs no independence across samples
     )
     _check_fit(misfit, held, wanted | _forms(published(model)))
@@ -165,6 +166,11 @@ def _features(file: Path, facts: Facts) -> Features | None:
     if named in FEATURES and groups is not None:
         return Scattered(named, groups)
     raise ModelError(f"{file} takes features '{named}', which this version does not know.")
+
+
+def _loaded_as(facts: Facts) -> str:
+    """Return which part is trained in the network to build: additions of LoRA were merged."""
+    return "head" if facts.trained_part == "head" else "all"
 
 
 def _described(facts: Facts) -> Dataset:

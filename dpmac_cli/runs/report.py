@@ -14,7 +14,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name
 from dpmac_cli.data.schema import listed
-from dpmac_cli.models.registry import BACKBONES, FEATURES, Backbone, Scattered
+from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.models.validation import Independence
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING
@@ -70,7 +70,7 @@ PRETRAINED = (
     "data that they were trained on are covered. If any of the records above were among that data, "
     "epsilon does not count it."
 )
-FROZEN = "All but the last layer is as it was in that file."
+TRAINED = "Trained is {part}. All else is as it was published."
 INDEPENDENCE: Mapping[Independence, str] = {
     "built in": "The network is one of dpmac's own, whose layers treat each sample by itself.",
     "traced": (
@@ -212,7 +212,9 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
         said.append(OF_BACKBONE.format(about=BACKBONES[features.kind].about))
     if isinstance(start, PublicFile):
         file = start.path.name
-        said += [PRETRAINED.format(file=file), *([FROZEN] if start.head_only else [])]
+        said.append(PRETRAINED.format(file=file))
+    if plan.starts_public and plan.trained.part != "all":
+        said.append(TRAINED.format(part=PARTS[plan.trained.part]))
     part = {
         "features": plan.recorded.get("features"),
         "feature_groups": plan.recorded.get("feature-groups"),
@@ -221,6 +223,8 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
         "pretrained": file,
         "sha256": network.pretrained,
         "train": plan.recorded.get("train"),
+        "lora_rank": plan.recorded.get("lora-rank"),
+        "lora_alpha": plan.recorded.get("lora-alpha"),
         "trained_parameters": network.trained,
         "statement": " ".join(said),
     }

@@ -15,11 +15,12 @@ from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models.backbones import PublicBackbone
+from dpmac_cli.models.backbones import public_weights
 from dpmac_cli.models.build import build_model, built_by, seen_by_network, source_sum
 from dpmac_cli.models.feature_cache import Computing, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
-from dpmac_cli.models.registry import Features, UserModel
+from dpmac_cli.models.fine_tuning import cut_before_block
+from dpmac_cli.models.registry import BACKBONES, Backbone, Features, UserModel
 from dpmac_cli.models.trials import check_precision
 from dpmac_cli.models.validation import Independence, check_model, independence
 from dpmac_cli.models.weights import PublicWeights, read_weights
@@ -102,7 +103,7 @@ def make_trainer(
     canaries = _canaries(plan, task, keys)
     # Built-in networks draw no random numbers in their forward pass; others may.
     own = model is not None or isinstance(plan.model, UserModel)
-    isolated = task.independence == "isolated" and not plan.start.head_only
+    isolated = task.independence == "isolated" and not plan.head_only
     return Trainer(
         model=task.trained,
         data=canaries.data if isinstance(canaries, ImageCanaries) else task.data,
@@ -140,6 +141,7 @@ def make_task(
     features; KeyboardInterrupt is raised if it returns True.
     """
     shape, at_hand = plan.facts.shape, model is not None
+    seen = seen_by_network(plan.facts, _features(plan))
     own = at_hand or isinstance(plan.model, UserModel)
     notes: tuple[str, ...] = ()
     if model is None:
@@ -150,22 +152,19 @@ def make_task(
     data = data or load_data(plan.data, plan.data_dir, device, facts=plan.facts)
     if isinstance(plan.data, Source):
         fingerprints["data"] = fingerprint(data.train, data.test)
-    if isinstance(plan.start, PublicFile):
-        weights = read_weights(plan.start.path)
-        notes = (*_doubts(plan, weights), *weights.adopted_by(model, head_of(model, shape)))
+    if plan.starts_public and not at_hand:
+        weights, notes = _start(plan, model)
         fingerprints["pretrained"] = weights.sha256
-    parts = model if isinstance(model, FrozenFeatures) and not at_hand else None
-    if parts is not None and isinstance(parts.frozen, PublicBackbone):
-        fingerprints["pretrained"] = parts.frozen.adopt_public_weights()
     trained = model = model.to(device)
-    if parts is None and plan.start.head_only:
-        parts = cut_before_head(model, shape)
+    parts = None if at_hand else _cut(plan, model)
     kind, why = _independence(plan, model, parts, own=own)
-    if device.type == "cuda" and not plan.start.head_only:  # autocast there is not seen on the CPU
-        check_precision(model, shape)
+    if device.type == "cuda" and not plan.head_only:  # autocast there is not seen on the CPU
+        cached = isinstance(plan.features, Features) and parts is not None
+        whole, given = (parts.head, seen.shape) if parts and cached else (model, shape)
+        check_precision(whole, given)
     if parts is not None:
-        parts.isolated = plan.start.head_only and kind == "isolated"
-        settings = {"head_only": plan.start.head_only, "isolation": plan.isolation}
+        parts.isolated = not isinstance(plan.features, Features) and kind == "isolated"
+        settings = {"isolation": plan.isolation, **vars(plan.trained)}
         if isinstance(plan.features, Features):
             settings |= vars(plan.features)
         found = yield from featured(parts, data, settings, cache_folder(), stop)
@@ -173,7 +172,7 @@ def make_task(
         trained, data, notes = parts.head, found.data, (*notes, *found.notes)
     built = ""
     if isinstance(plan.model, UserModel) and not at_hand:
-        built = built_by(plan.model, seen_by_network(plan.facts, _features(plan)))
+        built = built_by(plan.model, seen)
     return Task(
         model=model,
         trained=trained,
@@ -183,6 +182,31 @@ def make_task(
         notes=(*notes, *why),
         built_by=built,
     )
+
+
+def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
+    """Load the public weights into a network; return them with notes."""
+    network, head = model, None
+    if isinstance(plan.features, Backbone):
+        kind = BACKBONES[plan.features.kind]
+        network, head = model.get_submodule("frozen.network"), kind.head
+    else:
+        head = head_of(model, plan.facts.shape)
+    if isinstance(plan.start, PublicFile):
+        weights = read_weights(plan.start.path)
+    else:
+        assert isinstance(plan.features, Backbone)  # noqa: S101  (it starts from public weights)
+        weights = public_weights(plan.features.kind)
+    return weights, (*_doubts(plan, weights), *weights.adopted_by(network, head))
+
+
+def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:
+    """Split what is run once per record from what is trained; None where all is run every time."""
+    if isinstance(model, FrozenFeatures):
+        return model
+    if plan.trained.part == "last-block":
+        return cut_before_block(model, plan.facts.shape)
+    return cut_before_head(model, plan.facts.shape) if plan.head_only else None
 
 
 def outcome(events: Generator[Any, None, Task]) -> Task:
@@ -207,7 +231,7 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
         fix_norm=plan.fix_norm,
         to_float32=plan.to_float32,
         features=_features(plan),
-        frozen=plan.start.head_only,
+        trained=plan.trained if plan.starts_public else None,
         **_trial(plan),
     )
     check_publishable(model)
@@ -264,9 +288,9 @@ def _independence(
     if plan.isolation == "never":
         return "probed", ()
     shape, classes = plan.facts.shape, len(plan.facts.classes)
-    if parts is not None and isinstance(plan.features, Features):
-        model, shape = parts.head, plan.features.shape_of(shape)
-    frozen = parts.frozen if parts is not None and plan.start.head_only else None
+    if isinstance(plan.features, Features):
+        model, shape = model.get_submodule("head"), plan.features.shape_of(shape)
+    frozen = parts.frozen if parts is not None and plan.head_only else None
     kind, why = independence(model, shape, classes, frozen)
     if kind == "traced":
         return kind, ()

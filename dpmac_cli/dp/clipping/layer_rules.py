@@ -13,7 +13,7 @@ from torch.nn.functional import group_norm, layer_norm
 
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import SumsOfOuterProducts
-from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.modules import ConstantNorm, Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position, kernel_gradient
 
 #: Inputs per output of a convolution, and positions of an image, up to which products of patches
@@ -188,6 +188,12 @@ def _group_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients
     return {"weight": _over_positions(product, views), "bias": _over_positions(delta, views)}
 
 
+def _constant_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
+    norm: Any = layer.module
+    product = delta * norm.normalised(a)
+    return {"weight": _over_positions(product, views), "bias": _over_positions(delta, views)}
+
+
 def _layer_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     norm: Any = layer.module
     shape = (len(a) // views, -1, *norm.normalized_shape)
@@ -215,6 +221,7 @@ RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients
     nn.Conv2d: _conv2d,
     StandardisedConv2d: _conv2d,  # by W-hat
     nn.GroupNorm: _group_norm,
+    ConstantNorm: _constant_norm,
     nn.LayerNorm: _layer_norm,
     nn.Embedding: _embedding,
 }

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
+from dpmac_cli.errors import ModelError
+
 #: The least ||W - mean||^2 divided by: below it, standardising would blow rounding up.
 LEAST_SQUARE = 1e-4
 
@@ -38,6 +40,52 @@ class StandardisedConv2d(nn.Conv2d):
         direction, _ = self.standardised()
         weight = (direction * self.gain.unsqueeze(1)).view_as(self.weight)
         return conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class ConstantNorm(nn.Module):
+    """A batch norm by constants: scale (x - mean) / sqrt(var + eps) + shift, channel by channel.
+
+    Each sample is normalised by the statistics of public data, so that none depends on others. Its
+    parameters and buffers keep their names.
+
+    Args:
+        norm: the batch norm, whose parameters and statistics it takes over.
+
+    Raises:
+        ModelError: it keeps no statistics.
+    """
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        if norm.running_mean is None:
+            raise ModelError(
+                "A batch norm without running statistics mixes the samples of every batch. Use "
+                "nn.GroupNorm(groups, channels) instead, or have that done by --fix-norm."
+            )
+        self._parameters |= norm._parameters
+        self._buffers |= norm._buffers
+        self._non_persistent_buffers_set |= norm._non_persistent_buffers_set
+        self.eps = float(norm.eps)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """Return (x - mean) / sqrt(var + eps), of shape (samples, channels, ...)."""
+        mean, scale = self._constants(x)
+        return (x - mean) * scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs for x, shape (samples, channels, ...)."""
+        mean, scale = self._constants(x)
+        weight, bias = (self._parameters[name] for name in ("weight", "bias"))
+        if weight is None or bias is None:
+            return (x - mean) * scale
+        weight, bias = weight.view_as(mean), bias.view_as(mean)
+        return torch.addcmul(bias - mean * scale * weight, x, scale * weight)
+
+    def _constants(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and 1 / sqrt(var + eps), (channels, 1, ...), in the dtype of x."""
+        shape = (-1, *[1] * (x.ndim - 2))
+        mean, var = (self.get_buffer(f"running_{name}").to(x.dtype) for name in ("mean", "var"))
+        return mean.view(shape), (var + self.eps).rsqrt().view(shape)
 
 
 @dataclass(frozen=True)

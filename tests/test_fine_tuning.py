@@ -1,0 +1,344 @@
+"""Fine-tuning of networks with public weights: which parameters move, and by which gradients."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.modules import ConstantNorm
+from dpmac_cli.dp.clipping.recorder import recorded_gradients
+from dpmac_cli.errors import ModelError
+from dpmac_cli.models.fine_tuning import LoraLinear, cut_before_block, freeze, last_block
+from dpmac_cli.models.registry import PARTS, Trained
+from dpmac_cli.models.weights import published
+from dpmac_cli.runs.publish import load_model
+from dpmac_cli.runs.train import finish, resume, train
+from tests.digits_runs import after, digits_config, refused, same_weights, train_digits
+
+SHAPE = DATASETS["digits"].shape
+#: A vision transformer as timm writes them, and a residual network with batch norms, both small.
+NETWORKS = """
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        parts = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = parts.unbind(0)
+        return self.proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, 2)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class ViT(nn.Module):
+    def __init__(self, shape, classes, width=16):
+        super().__init__()
+        self.patches = nn.Conv2d(shape[0], width, 4, stride=4)
+        self.pos_embed = nn.Parameter(torch.randn(1, 4, width) / 10)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.pos_embed
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return x + self.norm(self.conv(x)).relu()
+
+
+class ResNet(nn.Module):
+    def __init__(self, shape, classes, width=8):
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(shape[0], width, 3, padding=1), nn.BatchNorm2d(width)
+        self.layers = nn.Sequential(*(Residual(width) for _ in range(3)))
+        self.fc = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.fc(self.layers(self.bn(self.stem(x)).relu()).mean((2, 3)))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "nets.py"
+    path.write_text(NETWORKS)
+    return path
+
+
+def network(name: str) -> Any:
+    """One of the networks, with random weights and statistics."""
+    known: dict[str, Any] = {}
+    exec(NETWORKS, known)
+    torch.manual_seed(0)
+    model = known[name](SHAPE, 10)
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            nn.init.normal_(part.weight)
+            nn.init.normal_(part.bias)
+            nn.init.normal_(part.running_mean)
+            nn.init.uniform_(part.running_var, 0.5, 2)
+    return model
+
+
+@pytest.fixture(params=["ViT", "ResNet"])
+def pretrained(request: pytest.FixtureRequest, file: Path) -> dict[str, Any]:
+    """Settings of a run from public weights of a network."""
+    weights = file.with_name("weights.safetensors")
+    save_file(network(request.param).state_dict(), weights)
+    return {"model": f"{file}:{request.param}", "pretrained": str(weights)}
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        (name, part)
+        for name in ("ViT", "ResNet")
+        for part in PARTS
+        if (name, part) != ("ResNet", "lora")
+    ],
+)
+def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
+    model = network(name)
+    whole = {n for n, _ in model.named_parameters()}
+    freeze(model, Trained(part, rank=3), SHAPE)
+    head = {"head.weight", "head.bias"} if name == "ViT" else {"fc.weight", "fc.bias"}
+    found = trained_names(model)
+    expected = {
+        "all": whole,
+        "head": head,
+        "norm": head | {n for n in whole if "norm" in n or n.startswith("bn.")},
+        "last-block": head
+        | {n for n in whole if n.startswith(("blocks.2.", "layers.2.", "norm."))},
+        "lora": head
+        | {
+            f"blocks.{i}.{layer}.{side}.weight"
+            for i in range(3)
+            for layer in ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
+            for side in ("down", "up")
+        },
+    }
+    assert found == expected[part]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", ["norm", "lora", "last-block", "all"])
+@pytest.mark.parametrize("name", ["ViT", "ResNet"])
+def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
+    if (name, part) == ("ResNet", "lora"):
+        pytest.skip("has no linear layer but its head")
+    model = network(name).double()
+    freeze(model, Trained(part, rank=3), SHAPE)
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            nn.init.normal_(layer.up.weight)
+    x, y = torch.randn(6, *SHAPE).double(), torch.arange(6)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(model, parameters, (sample.unsqueeze(0),))
+        return cross_entropy(logits, label.unsqueeze(0))
+
+    values = {n: p.detach() for n, p in trained.items()}
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+        by_name = vmap(grad(loss), (None, 0, 0))(values, x, y)
+    expected = torch.cat([by_name[n].flatten(1) for n in trained], 1)
+    layers = find_layers(model, x)
+    flatten_parameters(layers)
+    _, forms = recorded_gradients(model, layers, x, y, ball=True)
+    for row in range(6):
+        weights, out = torch.zeros(6).double(), torch.empty(expected.shape[1]).double()
+        weights[row] = 1
+        for layer, form in zip(layers, forms, strict=True):
+            form.weighted_sum(weights, None, out[layer.start : layer.stop])
+        assert torch.allclose(out, expected[row], atol=1e-10)
+
+
+@pytest.mark.privacy
+def test_a_constant_norm_is_a_batch_norm_in_evaluation_mode() -> None:
+    for affine in (True, False):
+        norm = nn.BatchNorm2d(5, affine=affine).eval()
+        norm.running_mean, norm.running_var = torch.randn(5), torch.rand(5) + 0.5
+        x = 10 * torch.randn(3, 5, 4, 4)
+        constant = ConstantNorm(norm).train()
+        kept = {n: b.clone() for n, b in constant.named_buffers()}
+        assert torch.allclose(constant(x), norm(x), atol=1e-4)
+        assert torch.allclose(constant(x[:1]), constant(x)[:1])  # alone as beside others
+        assert all(torch.equal(kept[n], b) for n, b in constant.named_buffers())
+        assert constant.state_dict().keys() == norm.state_dict().keys()
+    with pytest.raises(ModelError, match="without running statistics"):
+        ConstantNorm(nn.BatchNorm2d(5, track_running_stats=False))
+
+
+def test_an_addition_is_zero_at_first_and_can_be_merged() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(7, 5)
+    layer, x = LoraLinear(plain, Trained("lora", 2, 4.0)), torch.randn(3, 7)
+    assert torch.equal(layer(x), plain(x))
+    nn.init.normal_(layer.up.weight)
+    assert not torch.allclose(layer(x), plain(x))
+    whole = nn.Sequential(layer)
+    assert published(whole).keys() == {"0.weight", "0.bias"}
+    merged = nn.functional.linear(x, published(whole)["0.weight"], plain.bias)
+    assert torch.allclose(merged, layer(x), atol=1e-5)
+    assert layer.scale == 2
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", ["norm", "last-block", "all"])
+def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
+    part: str, pretrained: dict[str, Any]
+) -> None:
+    finished = train_digits(**pretrained, train=part, steps=3, out="run")
+    before, after_it = load_file(pretrained["pretrained"]), load_file("run/model.safetensors")
+    assert before.keys() == after_it.keys()  # loads into the network that it came from
+    moved = {name for name in before if not torch.equal(before[name], after_it[name])}
+    model = network(pretrained["model"].rpartition(":")[2])
+    freeze(model, Trained(part), SHAPE)
+    assert moved == trained_names(model)
+    told = finished.report["model"]["public_part"]
+    assert told["train"] == part
+    assert told["trained_parameters"] == sum(before[name].numel() for name in moved)
+    assert (PARTS[part] in told["statement"]) == (part != "all")
+    loaded = load_model("run", factory=pretrained["model"]).model
+    assert loaded(torch.randn(2, *SHAPE)).shape == (2, 10)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("part", ["norm", "last-block"])
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(
+    part: str, pretrained: dict[str, Any]
+) -> None:
+    settings = {**pretrained, "train": part, "steps": 6, "seed": 3}
+    whole = train_digits(**settings, out="whole")
+    list(train(digits_config(**settings, out="cut"), after(2)))
+    assert finish(list(resume("cut", {"model": pretrained["model"]}))).state == "finished"
+    assert same_weights(Path("cut"), whole.folder)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("pretrained", ["ViT"], indirect=True)
+def test_lora_is_published_merged_and_resumed_exactly(pretrained: dict[str, Any]) -> None:
+    settings = {**pretrained, "train": "lora", "lora_rank": 2, "steps": 6, "seed": 3}
+    whole = train_digits(**settings, out="whole")
+    list(train(digits_config(**settings, out="cut"), after(2)))
+    assert finish(list(resume("cut", {"model": pretrained["model"]}))).state == "finished"
+    assert same_weights(Path("cut"), whole.folder)
+    before, after_it = load_file(pretrained["pretrained"]), load_file("whole/model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after_it[name])}
+    layers = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2")
+    linear = {f"blocks.{i}.{layer}.weight" for i in range(3) for layer in layers}
+    assert moved == linear | {"head.weight", "head.bias"}
+    assert before.keys() == after_it.keys()
+    part = whole.report["model"]["public_part"]
+    assert (part["lora_rank"], part["lora_alpha"]) == (2, 16)
+    load_model("whole", factory=pretrained["model"])
+
+
+def test_the_part_before_the_last_block_is_run_once(pretrained: dict[str, Any]) -> None:
+    model = network(pretrained["model"].rpartition(":")[2])
+    freeze(model, Trained("last-block"), SHAPE)
+    parts = cut_before_block(model, SHAPE)
+    assert parts is not None
+    x = torch.randn(4, *SHAPE)
+    assert torch.equal(parts(x), model(x))
+    own = {id(p) for p in parts.head.parameters() if p.requires_grad}
+    assert own == {id(p) for p in model.parameters() if p.requires_grad}
+    features = parts.features(x)
+    assert torch.equal(parts.head(features), model(x))
+
+
+def test_a_network_that_cannot_be_cut_is_run_whole() -> None:
+    class Skips(nn.Module):
+        """The block's output is not all that is read behind it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            known: dict[str, Any] = {}
+            exec(NETWORKS, known)
+            self.stem = nn.Conv2d(1, 8, 3, padding=1)
+            self.layers = nn.Sequential(*(known["Residual"](8) for _ in range(2)))
+            self.fc = nn.Linear(8, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            stem = self.stem(x)
+            found: Tensor = self.fc((self.layers(stem) + stem).mean((2, 3)))
+            return found
+
+    model = Skips()
+    freeze(model, Trained("last-block"), SHAPE)
+    assert last_block(model, SHAPE) == "layers.1"
+    assert cut_before_block(model, SHAPE) is None
+    assert trained_names(model) >= {"fc.weight", "layers.1.conv.weight", "layers.1.norm.bias"}
+
+
+def test_a_pickle_of_tensors_is_read_whatever_its_wrapper(file: Path) -> None:
+    weights, model = network("ViT").state_dict(), f"{file}:ViT"
+    wrapped = {
+        "plain": weights,
+        "parallel": {f"module.{name}": t for name, t in weights.items()},
+        "nested": {"epoch": 3, "state_dict": {f"model.module.{n}": t for n, t in weights.items()}},
+    }
+    runs = []
+    for name, content in wrapped.items():
+        path = file.with_name(f"{name}.pth")
+        torch.save(content, path)
+        settings = {"model": model, "pretrained": str(path), "train": "norm", "seed": 1}
+        runs.append(train_digits(**settings, steps=1, out=name).folder)
+    assert all(same_weights(run, runs[0]) for run in runs[1:])
+
+
+def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
+    weights = file.with_name("w.safetensors")
+    save_file(network("ResNet").state_dict(), weights)
+    args = ("--model", f"{file}:ResNet", "--pretrained", str(weights))
+    text = refused(*args, "--train", "lora", code=4)
+    assert "the network has no linear layer but its head" in text
+    plain = file.with_name("plain.py")
+    plain.write_text(
+        "from torch import nn\ndef Net(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, classes))\n"
+    )
+    save_file({"1.weight": torch.zeros(8, 64), "1.bias": torch.ones(8)}, weights)
+    args = ("--model", f"{plain}:Net", "--pretrained", str(weights), "--train")
+    assert "the network has no norm" in refused(*args, "norm", code=4)
+    assert "the network has no repeated blocks" in refused(*args, "last-block", code=4)
+    text = refused(*args[:-1], "--train", "norm", "--lora-rank", "2", code=4)
+    assert "--lora-rank has no effect with --train norm" in text
+    assert "add --train lora" in refused("--lora-rank", "2")
+    assert "add --pretrained FILE or --backbone" in refused("--train", "norm")
