@@ -34,6 +34,7 @@ VALUES: Mapping[str, Any] = {
     "feature_groups": 9,
     "backbone": "efficientnet-lite0",
     "backbone_size": 64,
+    "backbone_flips": True,
     "pretrained": __file__,
     "train": "head",
     "lora_rank": 4,
@@ -103,6 +104,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "augment": {"augmentations": 2},
     "feature_groups": {"features": "scatter"},
     "backbone_size": {"backbone": "efficientnet-lite1"},
+    "backbone_flips": {"backbone": "efficientnet-lite1"},
     "train": {"pretrained": __file__},
     **{name: {"pretrained": __file__, "train": "lora"} for name in ("lora_rank", "lora_alpha")},
 }
@@ -113,6 +115,7 @@ _FIELDS = {
     "feature_groups": "features.groups",
     "backbone": "features.kind",
     "backbone_size": "features.size",
+    "backbone_flips": "features.flips",
     "test_fraction": "data.test_fraction",
     "split_seed": "data.split_seed",
     "image_size": "data.image_size",

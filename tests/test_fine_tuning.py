@@ -105,10 +105,8 @@ def network(name: str) -> Any:
     model = known[name](SHAPE, 10)
     for part in model.modules():
         if isinstance(part, nn.BatchNorm2d):
-            nn.init.normal_(part.weight)
-            nn.init.normal_(part.bias)
-            nn.init.normal_(part.running_mean)
-            nn.init.uniform_(part.running_var, 0.5, 2)
+            part.weight.data, part.bias.data = torch.randn(2, part.num_features)
+            part.running_mean, part.running_var = torch.rand(2, part.num_features) + 0.5
     return model
 
 
@@ -314,12 +312,12 @@ def test_a_pickle_of_tensors_is_read_whatever_its_wrapper(file: Path) -> None:
         "parallel": {f"module.{name}": t for name, t in weights.items()},
         "nested": {"epoch": 3, "state_dict": {f"model.module.{n}": t for n, t in weights.items()}},
     }
-    runs = []
+    runs: list[Path] = []
     for name, content in wrapped.items():
         path = file.with_name(f"{name}.pth")
         torch.save(content, path)
-        settings = {"model": model, "pretrained": str(path), "train": "norm", "seed": 1}
-        runs.append(train_digits(**settings, steps=1, out=name).folder)
+        weights_of: dict[str, Any] = {"model": model, "pretrained": str(path), "train": "norm"}
+        runs.append(train_digits(**weights_of, seed=1, steps=1, out=name).folder)
     assert all(same_weights(run, runs[0]) for run in runs[1:])
 
 
@@ -335,10 +333,10 @@ def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
         "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, classes))\n"
     )
     save_file({"1.weight": torch.zeros(8, 64), "1.bias": torch.ones(8)}, weights)
-    args = ("--model", f"{plain}:Net", "--pretrained", str(weights), "--train")
-    assert "the network has no norm" in refused(*args, "norm", code=4)
-    assert "the network has no repeated blocks" in refused(*args, "last-block", code=4)
-    text = refused(*args[:-1], "--train", "norm", "--lora-rank", "2", code=4)
+    flat = ("--model", f"{plain}:Net", "--pretrained", str(weights), "--train")
+    assert "the network has no norm" in refused(*flat, "norm", code=4)
+    assert "the network has no repeated blocks" in refused(*flat, "last-block", code=4)
+    text = refused(*flat, "norm", "--lora-rank", "2", code=4)
     assert "--lora-rank has no effect with --train norm" in text
     assert "add --train lora" in refused("--lora-rank", "2")
     assert "add --pretrained FILE or --backbone" in refused("--train", "norm")

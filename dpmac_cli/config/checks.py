@@ -18,6 +18,7 @@ NEEDS = {
     "guesses": ("canaries", "is of an audit"),
     "feature_groups": ("features", "is of features"),
     "backbone_size": ("backbone", "is of a backbone"),
+    "backbone_flips": ("backbone", "is of a backbone"),
     "train": ("pretrained FILE or --backbone", "is of public weights"),
     "lora_rank": ("train lora", "is of LoRA"),
     "lora_alpha": ("train lora", "is of LoRA"),

@@ -49,7 +49,7 @@ AS_GIVEN = (
 #: Settings that config.yaml leaves out where they have their defaults.
 OMITTED = {
     *(name for name, setting in SETTINGS.items() if setting.panel == RECIPE),
-    *("tensorboard", "plot", "isolate", "no_isolate", "to_float32"),
+    *("tensorboard", "plot", "isolate", "no_isolate", "to_float32", "backbone_flips"),
 }
 
 _noise_for = lru_cache(calibrate_noise)
@@ -229,7 +229,7 @@ def _data(values: Mapping[str, Any]) -> str | Source:
 
 def _features(values: Mapping[str, Any]) -> Features | Pixels:
     if values["backbone"] is not None:
-        return Backbone(values["backbone"], values["backbone_size"])
+        return Backbone(values["backbone"], values["backbone_size"], values["backbone_flips"])
     if values["features"] is not None:
         return Scattered(values["features"], values["feature_groups"])
     return Pixels()

@@ -154,6 +154,9 @@ class Settings:
     backbone_size: Annotated[int, Field(ge=32, le=1024)] | None = _task(
         "Pixels of a side that images are resized to for it.", otherwise="the backbone's"
     )
+    backbone_flips: StrictBool | None = _task(
+        "Take the mean of the features of each image and of its mirror image."
+    )
     pretrained: str | None = _task(
         "Start from the public weights in this file, .safetensors or .pth."
     )

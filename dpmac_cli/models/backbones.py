@@ -17,6 +17,8 @@ from dpmac_cli.models.weights import PublicWeights, read_weights
 
 #: Bounds of a normalised feature. Few are beyond, and no head is given an outlier.
 LEAST, MOST = -3.0, 6.0
+#: Pixels of a side, times images, that are worked on at a time.
+SIDES_AT_A_TIME = 4096
 
 
 class PublicBackbone(nn.Module):
@@ -42,7 +44,7 @@ class PublicBackbone(nn.Module):
         self.register_buffer("gain", own[1] / public[1], persistent=False)
         self.register_buffer("offset", (own[0] - public[0]) / public[1], persistent=False)
         self._size = (backbone.size, backbone.size)
-        self._resizes = dataset.shape[1:] != self._size
+        self._resizes, self._flips = dataset.shape[1:] != self._size, backbone.flips
         self.requires_grad_(False).train(False)
 
     def train(self, mode: bool = True) -> "PublicBackbone":
@@ -55,9 +57,22 @@ class PublicBackbone(nn.Module):
         x = x * self.get_buffer("gain") + self.get_buffer("offset")
         if self._resizes:
             x = interpolate(x, self._size, mode="bicubic", antialias=True)
-        features = self.network(x.contiguous(memory_format=torch.channels_last))
-        features = layer_norm(features, features.shape[1:]).clamp(LEAST, MOST)
+        features = self._of(x)
+        if self._flips:
+            features = (features + self._of(x.flip(3))) / 2
         return features[:, :, None, None]
+
+    def _of(self, x: Tensor) -> Tensor:
+        features = self.network(x.contiguous(memory_format=torch.channels_last))
+        return layer_norm(features, features.shape[1:]).clamp(LEAST, MOST)
+
+
+def at_a_time(size: int) -> int:
+    """Return how many images of a size fit in a CPU's cache at a time.
+
+    It divides the batches in which features are computed, so that all are of one size.
+    """
+    return 1 << max(0, (SIDES_AT_A_TIME // size).bit_length() - 1)
 
 
 def efficientnet_lite(scale: tuple[float, float], _: str) -> nn.Module:

@@ -18,7 +18,7 @@ from torch import nn
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
-from dpmac_cli.models.backbones import PublicBackbone
+from dpmac_cli.models.backbones import PublicBackbone, at_a_time
 from dpmac_cli.models.features import FrozenFeatures, WithHead, with_features
 from dpmac_cli.models.fine_tuning import freeze
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
@@ -92,9 +92,13 @@ def _behind(
     if not isinstance(features, Backbone):
         return with_features(head, dataset.shape, features.groups)
     backbone = PublicBackbone(features, dataset)
-    if trained is None or trained.part == "head":
-        return FrozenFeatures(backbone, head, torch.float16)
-    return WithHead(backbone, head)
+    network = (
+        FrozenFeatures(backbone, head, torch.float16)
+        if trained is None or trained.part == "head"
+        else WithHead(backbone, head)
+    )
+    network.at_a_time = at_a_time(features.size)
+    return network
 
 
 def build_network(name: str, dataset: Dataset) -> nn.Module:

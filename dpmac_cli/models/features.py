@@ -6,6 +6,7 @@ record alone, so they change nothing about the guarantee.
 """
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -23,14 +24,22 @@ class WithHead(nn.Module):
         head: maps features to logits.
     """
 
+    #: Images that a CPU works on at a time where no gradient is needed.
+    at_a_time = 256
+
     def __init__(self, frozen: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.frozen, self.head = frozen, head
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits for images."""
-        logits: Tensor = self.head(self.frozen(x))
-        return logits
+        if torch.is_grad_enabled():
+            logits: Tensor = self.head(self.frozen(x))
+            return logits
+        return torch.cat([self.head(self.frozen(part)) for part in self._parts(x)])
+
+    def _parts(self, x: Tensor) -> Sequence[Tensor]:
+        return torch.split(x, self.at_a_time) if x.device.type == "cpu" else [x]
 
 
 class FrozenFeatures(WithHead):
@@ -52,8 +61,7 @@ class FrozenFeatures(WithHead):
     @torch.no_grad()
     def features(self, x: Tensor) -> Tensor:
         """Return the features of images, in the dtype that they are stored in."""
-        features: Tensor = self.frozen(x)
-        return features.to(self.stored)
+        return torch.cat([self.frozen(part).to(self.stored) for part in self._parts(x)])
 
     def public_weights(self) -> dict[str, Tensor]:
         """Return parameters and all buffers of the frozen part by name, and none of the head."""

@@ -258,10 +258,14 @@ LEAST_SIDE = 8
 
 @dataclass(frozen=True)
 class Backbone:
-    """Features of a public backbone: a key of :data:`BACKBONES`, and the side to resize to."""
+    """Features of a public backbone: a key of :data:`BACKBONES`, and the side to resize to.
+
+    With ``flips`` they are the mean over an image and its mirror image.
+    """
 
     kind: str
     size: int
+    flips: bool = False
 
     def shape_of(self, _: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of images."""

@@ -162,7 +162,7 @@ def _features(file: Path, facts: Facts) -> Features | None:
     if named is None:
         return None
     if named in BACKBONES and size is not None:
-        return Backbone(named, size)
+        return Backbone(named, size, facts.backbone_flips)
     if named in FEATURES and groups is not None:
         return Scattered(named, groups)
     raise ModelError(f"{file} takes features '{named}', which this version does not know.")

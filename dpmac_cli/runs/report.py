@@ -220,6 +220,7 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
         "feature_groups": plan.recorded.get("feature-groups"),
         "backbone": plan.recorded.get("backbone"),
         "backbone_size": plan.recorded.get("backbone-size"),
+        "backbone_flips": plan.recorded.get("backbone-flips", False),
         "pretrained": file,
         "sha256": network.pretrained,
         "train": plan.recorded.get("train"),

@@ -126,6 +126,7 @@ class Facts(BaseModel):
     backbone_size: int | None = _at(
         "model", "public_part", "backbone_size", default=None, ge=1, le=1024
     )
+    backbone_flips: bool = _at("model", "public_part", "backbone_flips", default=False)
     classes: tuple[Name, ...]
     shape: tuple[Count, Count, Count] = _at("input", "shape")
     levels: Count = _at("input", "levels")

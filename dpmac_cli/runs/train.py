@@ -218,7 +218,7 @@ LOCAL = (
 FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema", "seed"),
     *("canaries", "canary_kind", "guesses", "features", "feature_groups", "pretrained", "train"),
-    *("backbone", "backbone_size", "lora_rank", "lora_alpha"),
+    *("backbone", "backbone_size", "backbone_flips", "lora_rank", "lora_alpha"),
     *("channels", "image_size", "classes"),
     # The report says of all steps how samples are known to be kept apart.
     "isolate",

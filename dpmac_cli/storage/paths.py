@@ -5,6 +5,8 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from dpmac_cli.errors import InputError
+
 
 def data_folder(chosen: Path | None) -> Path:
     """Return the folder of datasets: the flag, else DPMAC_DATA_DIR, else the user's cache."""
@@ -14,6 +16,21 @@ def data_folder(chosen: Path | None) -> Path:
 def cache_folder() -> Path:
     """Return the folder of cached features, below DPMAC_CACHE_DIR or else the user's cache."""
     return _named("DPMAC_CACHE_DIR") / "features"
+
+
+def cache_size() -> float:
+    """Return how many bytes of features are kept: DPMAC_CACHE_SIZE, in gigabytes, or 20 of them.
+
+    Raises:
+        InputError: it is no number.
+    """
+    text = os.environ.get("DPMAC_CACHE_SIZE", "20")
+    try:
+        return float(text) * 1e9
+    except ValueError as failure:
+        raise InputError(
+            f"DPMAC_CACHE_SIZE must be a number of gigabytes, such as 20, not '{text}'."
+        ) from failure
 
 
 def _named(variable: str) -> Path:

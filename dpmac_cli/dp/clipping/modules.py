@@ -78,8 +78,8 @@ class ConstantNorm(nn.Module):
         weight, bias = (self._parameters[name] for name in ("weight", "bias"))
         if weight is None or bias is None:
             return (x - mean) * scale
-        weight, bias = weight.view_as(mean), bias.view_as(mean)
-        return torch.addcmul(bias - mean * scale * weight, x, scale * weight)
+        gain = scale * weight.view_as(mean)
+        return torch.addcmul(bias.view_as(mean) - mean * gain, x, gain)
 
     def _constants(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and 1 / sqrt(var + eps), (channels, 1, ...), in the dtype of x."""

@@ -1,0 +1,59 @@
+"""dpmac cache: list or clear the kept features of frozen parts."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+from rich.table import Table
+
+from dpmac_cli.cli import console
+from dpmac_cli.cli.failures import explained
+from dpmac_cli.cli.options import DEBUG, JSON, switch, with_options
+from dpmac_cli.cli.runs import age
+from dpmac_cli.storage.cache import BEGUN, kept_files, make_room
+from dpmac_cli.storage.files import to_json
+from dpmac_cli.storage.paths import cache_folder, cache_size
+
+HELP = """List or clear the features of public backbones and other frozen parts.
+
+They are as private as the records that they were computed from. A run computes those that it
+lacks. The ones used longest ago are removed when all of them exceed DPMAC_CACHE_SIZE (in gigabytes,
+default 20). DPMAC_CACHE_DIR names another folder.
+
+Example: dpmac cache --clear
+
+Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
+"""
+
+
+@with_options(switch("clear", "Remove all of them.", "Cache"), JSON, DEBUG)
+@explained
+def cache(clear: bool, json: bool) -> None:
+    """List the files, or remove them and say how many there were."""
+    folder, limit = cache_folder(), cache_size()
+    removed = make_room(folder, -1) if clear else []
+    files = [_described(file) for file in kept_files(folder)]
+    if json:
+        found = {"folder": str(folder), "limit": limit, "files": files, "removed": len(removed)}
+        console.print_result(to_json(found))
+        return
+    table = Table("file", "size", "last used", "state")
+    for of in files:
+        ago = age(time.time() - of["last_used"])
+        table.add_row(of["name"], decimal(of["bytes"]), ago, "" if of["whole"] else "begun")
+    if files:
+        console.stdout().print(table)
+    total = decimal(sum(of["bytes"] for of in files))
+    cleared = f"; {len(removed)} removed" if clear else ""
+    print(f"{folder}: {len(files)} files, {total} of {decimal(int(limit))}{cleared}")  # noqa: T201
+
+
+def _described(file: Path) -> dict[str, Any]:
+    kept = file.stat()
+    return {
+        "name": f"{file.name[:12]}",
+        "bytes": kept.st_size,
+        "last_used": kept.st_mtime,
+        "whole": file.suffix != BEGUN,
+    }
