@@ -1,25 +1,30 @@
 """Public backbones: their features, their weights, and runs on them."""
 
+import hashlib
 import importlib.util
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.error import URLError
 
 import numpy as np
 import pytest
 import torch
 from efficientnet_lite_pytorch import EfficientNet
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torchvision.models import get_model, get_model_weights
 
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, public_weights
+from dpmac_cli.models import backbones
+from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.models.registry import BACKBONES, Backbone, BuiltIn
+from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.train import finish, resume, train
 from tests.digits_runs import after, digits_config, of, refused, same_weights, train_digits
@@ -199,3 +204,127 @@ def test_a_network_with_a_backbone_needs_no_weights_to_be_built() -> None:
     network = build_model(BuiltIn("linear"), CIFAR, seed=0, features=Backbone(LITE0, 32))
     assert isinstance(network, nn.Module)
     assert network(torch.randn(2, *CIFAR.shape)).shape == (2, 10)
+
+
+OF_TORCHVISION = [name for name in BACKBONES if not BACKBONES[name].weights.package]
+
+
+@pytest.mark.parametrize("name", OF_TORCHVISION)
+def test_the_registry_says_what_torchvision_does(name: str) -> None:
+    row = BACKBONES[name]
+    weights = get_model_weights(name).DEFAULT
+    assert weights.url == TORCHVISION_WEIGHTS + row.weights.file
+    assert row.weights.file == f"{name}-{row.weights.sha256}.pth"
+    assert round(weights.meta["_metrics"]["ImageNet-1K"]["acc@1"] / 100, 3) == row.top1
+    prepared = weights.transforms()
+    assert (tuple(prepared.mean), tuple(prepared.std)) == (row.images.mean, row.images.std)
+    assert prepared.crop_size == [row.images.size]
+    with torch.device("meta"):
+        network = get_model(name)
+    head = network.get_submodule(row.head)
+    assert (head.in_features, head.out_features) == (row.width, 1000)
+
+
+@pytest.fixture
+def published_resnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of random weights in the place of those that torchvision publishes of ResNet-18."""
+    torch.manual_seed(0)
+    file = tmp_path / "hub" / "checkpoints" / "resnet18.pth"
+    file.parent.mkdir(parents=True)
+    torch.save(get_model("resnet18").state_dict(), file)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+    known = replace(BACKBONES["resnet18"].weights, file=file.name, sha256=sha256)
+    row = replace(BACKBONES["resnet18"], weights=known)
+    monkeypatch.setitem(cast(dict[str, Any], BACKBONES), "resnet18", row)
+    monkeypatch.setattr(backbones, "get_dir", lambda: str(tmp_path / "hub"))
+    return file
+
+
+def test_a_network_of_torchvision_is_loaded_and_its_head_left_out(published_resnet: Path) -> None:
+    finished = train_digits(backbone="resnet18", backbone_size=32, steps=2, out="run")
+    part = finished.report["model"]["public_part"]
+    assert part["trained_parameters"] == 512 * 10 + 10
+    kept, published = torch.load(published_resnet), load_file("run/model.safetensors")
+    assert torch.equal(kept["conv1.weight"], published["frozen.network.conv1.weight"])
+    assert not any("fc" in name for name in published)
+
+
+@pytest.mark.parametrize("part", ["norm", "last-block"])
+def test_a_part_of_a_backbone_is_trained(part: str, published_resnet: Path) -> None:
+    settings: dict[str, Any] = {"backbone": "resnet18", "backbone_size": 32, "train": part}
+    finished = train_digits(**settings, steps=2, batch_size=16, out="run")
+    kept, published = torch.load(published_resnet), load_file("run/model.safetensors")
+    moved = {
+        name.removeprefix("frozen.network.")
+        for name in published
+        if name.startswith("frozen.")
+        and not torch.equal(published[name], kept[name.removeprefix("frozen.network.")])
+    }
+    if part == "norm":
+        norms = {n.removesuffix(".running_mean") for n in kept if n.endswith(".running_mean")}
+        assert moved == {f"{name}.{of}" for name in norms for of in ("weight", "bias")}
+    else:
+        assert moved == {
+            name
+            for name in kept
+            if name.startswith("layer4.1.") and name.endswith(("weight", "bias"))
+        }
+    score_again = load_model("run").model
+    assert score_again(torch.randn(3, *DIGITS.shape)).shape == (3, 10)
+    assert finished.report["model"]["public_part"]["train"] == part
+
+
+def test_weights_of_a_backbone_may_come_from_a_file(published_resnet: Path) -> None:
+    own = published_resnet.with_name("own.safetensors")
+    save_file(torch.load(published_resnet), own)
+    published_resnet.unlink()
+    finished = train_digits(
+        backbone="resnet18", backbone_size=32, steps=1, pretrained=str(own), out="run"
+    )
+    assert finished.report["model"]["public_part"]["pretrained"] == own.name
+    other = own.with_name("other.pth")
+    torch.save(get_model("resnet34").state_dict(), other)
+    text = refused("--backbone", "resnet18", "--pretrained", str(other), code=4)
+    assert "layer1.2.bn1.bias: nothing of that name in the network" in text
+    assert "name the network that the weights were trained in" in text
+
+
+@pytest.mark.privacy
+def test_weights_that_cannot_be_had_are_told_with_file_and_place(
+    published_resnet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published_resnet.write_bytes(b"other weights")
+    text = refused("--backbone", "resnet18", "--backbone-size", "32")
+    assert "is not the file that is known: its SHA-256 is" in text
+    published_resnet.unlink()
+
+    def offline(url: str, *_: Any, **__: Any) -> None:
+        raise URLError(f"no route to {url}")
+
+    monkeypatch.setattr(backbones, "download_url_to_file", offline)
+    text = refused("--backbone", "resnet18", "--backbone-size", "32")
+    assert f"save that file as {published_resnet}" in text
+    assert TORCHVISION_WEIGHTS + published_resnet.name in text
+
+
+def test_a_network_of_one_size_says_so() -> None:
+    text = refused("--backbone", "vit_b_16", "--backbone-size", "64")
+    assert "must be resized to 224: leave out --backbone-size" in text
+
+
+def test_features_with_flips_are_those_of_both_images() -> None:
+    plain = public()
+    both = PublicBackbone(Backbone(LITE0, 32, flips=True), CIFAR)
+    both.network = plain.network
+    x = torch.randn(2, *CIFAR.shape, generator=a_generator(5))
+    with torch.no_grad():
+        expected = (plain(x) + plain(x.flip(3))) / 2
+        assert torch.allclose(both(x), expected)
+        assert torch.allclose(both(x), both(x.flip(3)), atol=1e-6)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("size", [32, 48, 128, 224, 1024])
+def test_batches_of_features_are_of_one_size(size: int) -> None:
+    """A batch of another size rounds otherwise, and a record more would move others into it."""
+    assert AT_A_TIME % at_a_time(size) == 0

@@ -100,7 +100,8 @@ class Before(nn.Module):
         seen: list[Tensor] = []
         with self._layer[0].register_forward_pre_hook(lambda _, given: seen.append(given[0])):
             self.network(x)
-        return seen[0][:, :, None, None] if seen[0].ndim == 2 else seen[0]
+        given = torch.cat(seen)  # of one call or, where images are split, of several
+        return given[:, :, None, None] if given.ndim == 2 else given
 
 
 def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeatures:

@@ -1,5 +1,6 @@
 """Default folders for datasets and cached features. Imports nothing heavy."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -25,12 +26,10 @@ def cache_size() -> float:
         InputError: it is no number.
     """
     text = os.environ.get("DPMAC_CACHE_SIZE", "20")
-    try:
-        return float(text) * 1e9
-    except ValueError as failure:
-        raise InputError(
-            f"DPMAC_CACHE_SIZE must be a number of gigabytes, such as 20, not '{text}'."
-        ) from failure
+    with contextlib.suppress(ValueError):
+        if (size := float(text)) >= 0:
+            return size * 1e9
+    raise InputError(f"DPMAC_CACHE_SIZE must be a number of gigabytes, such as 20, not '{text}'.")
 
 
 def _named(variable: str) -> Path:

@@ -1,0 +1,165 @@
+"""The cache of features: what a killed process leaves, what is removed, and its command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.models import feature_cache
+from dpmac_cli.models.feature_cache import featured
+from dpmac_cli.models.features import FrozenFeatures
+from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, make_room
+from tests.digits_runs import dpmac, of, train_digits
+
+RUN: Mapping[str, Any] = {"features": "scatter"}
+
+
+class Counted(nn.Module):
+    """Doubles its inputs, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return twice x."""
+        self.seen += len(x)
+        return 2 * x
+
+
+def work() -> tuple[Counted, FrozenFeatures, Data]:
+    counted = Counted()
+    parts = FrozenFeatures(counted, nn.Flatten(), torch.float16)
+    return counted, parts, load_data("digits", Path(), torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "features"
+
+
+def test_what_was_computed_before_an_end_is_not_computed_again(cache: Path) -> None:
+    counted, parts, data = work()
+    events = featured(parts, data, {}, cache)
+    while next(events).done < 512:
+        pass
+    events.close()  # as an interrupt does
+    [begun] = kept_files(cache)
+    assert begun.suffix == BEGUN
+    assert begun.stat().st_mode & 0o777 == 0o600
+    counted.seen = 0
+    found = of(featured(parts, data, {}, cache))
+    records = len(data.train) + len(data.test)
+    assert records - 512 <= counted.seen < records
+    assert found.sha256 == of(featured(work()[1], data, {}, cache.parent / "other")).sha256
+    [whole] = kept_files(cache)
+    assert whole.suffix == WHOLE
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("harm", ["cut", "changed", "grown"])
+def test_a_damaged_beginning_is_computed_again(harm: str, cache: Path) -> None:
+    _, parts, data = work()
+    events = featured(parts, data, {}, cache)
+    while next(events).done < 768:
+        pass
+    events.close()
+    [begun] = kept_files(cache)
+    content = bytearray(begun.read_bytes())
+    if harm == "cut":
+        content = content[:-5]
+    elif harm == "changed":
+        content[len(content) // 2] ^= 1
+    else:
+        content += b"\0" * 100
+    begun.write_bytes(content)
+    expected = of(featured(work()[1], data, {}, cache.parent / "other")).sha256
+    assert of(featured(parts, data, {}, cache)).sha256 == expected
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, cache: Path) -> None:
+    """By SIGKILL, which no process can answer."""
+    slow = (
+        "import time\nfrom dpmac_cli.models import feature_cache as c\nplain = c._features\n"
+        "def slow(*a):\n    time.sleep(0.3)\n    return plain(*a)\nc._features = slow\n"
+        "from dpmac_cli.cli.app import app\napp()\n"
+    )
+    args = ("train", "--dataset", "digits", "--features", "scatter", "--steps", "2", "--sigma", "6")
+    command = [sys.executable, "-c", slow, *args, "--device", "cpu", "--out", "run"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not any(file.stat().st_size > 0 for file in kept_files(cache)):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    [begun] = kept_files(cache)
+    before, seen = begun.stat().st_size, 0
+
+    class Watched(feature_cache._Blocks):
+        def read_into(self, block: Tensor) -> bool:
+            nonlocal seen
+            found = super().read_into(block)
+            seen += found * block.nbytes
+            return found
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(feature_cache, "_Blocks", Watched)
+        assert train_digits(**RUN, steps=2).state == "finished"
+    assert 0 < seen <= before
+    assert [file.suffix for file in kept_files(cache)] == [WHOLE]
+
+
+def test_the_files_used_longest_ago_are_removed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, parts, data = work()
+    names = []
+    for number in range(3):
+        of(featured(parts, data, {"number": number}, cache))
+        names.append(kept_files(cache)[0])
+        os.utime(names[-1], (number, number))
+    of(featured(parts, data, {"number": 0}, cache))  # used again
+    size = names[0].stat().st_size
+    monkeypatch.setenv("DPMAC_CACHE_SIZE", str(2.5 * size / 1e9))
+    of(featured(parts, data, {"number": 0}, cache))
+    assert set(kept_files(cache)) == {names[0], names[2]}
+    monkeypatch.setenv("DPMAC_CACHE_SIZE", "0")
+    of(featured(parts, data, {"number": 0}, cache))
+    assert kept_files(cache) == [names[0]]  # in use
+    assert make_room(cache, 0) == [names[0]]
+
+
+def test_the_command_lists_and_clears(cache: Path) -> None:
+    assert "0 files, 0 bytes of 20.0 GB" in dpmac("cache").output
+    train_digits(**RUN)
+    [file] = kept_files(cache)
+    listed = dpmac("cache").output
+    assert file.name[:12] in listed
+    assert "1 files" in listed
+    [described] = json.loads(dpmac("cache", "--json").output)["files"]
+    assert described["bytes"] == file.stat().st_size
+    assert described["whole"] is True
+    assert "1 removed" in dpmac("cache", "--clear").output
+    assert kept_files(cache) == []
+
+
+@pytest.mark.parametrize("size", ["much", "-1", "nan"])
+def test_a_size_that_is_no_size_is_refused(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPMAC_CACHE_SIZE", size)
+    result = dpmac("cache")
+    assert result.exit_code == 2
+    assert f"must be a number of gigabytes, such as 20, not '{size}'" in result.output
