@@ -29,7 +29,7 @@ from dpmac_cli.runs.audit import read_audit
 from dpmac_cli.runs.session import Finished
 
 ATTACKED = ("dp-sgd", "dp-macadam")
-#: What every run of a grid has in common, and the canaries of each kind.
+#: What every run of a grid has in common.
 MNIST = {"dataset": "mnist", "sigma": 1.0}
 DIGITS = {"dataset": "digits", "sigma": 1.0, "batch_size": 10, "steps": 1200}
 
@@ -77,23 +77,22 @@ BUGS: Mapping[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 
 
-def grid(common: Setting, canaries: Mapping[str, int], seeds: Iterable[int]) -> Iterable[Setting]:
-    """Honest runs of every optimizer, and two of them with each bug; images for these two."""
-    for seed, kind, bug in itertools.product(seeds, canaries, BUGS):
-        for optimizer in OPTIMIZERS if (kind, bug) == ("gradients", "none") else ATTACKED:
+def grid(common: Setting, canaries: int, seeds: Iterable[int]) -> Iterable[Setting]:
+    """Honest runs of every optimizer, and two of them with each bug."""
+    for seed, bug in itertools.product(seeds, BUGS):
+        for optimizer in OPTIMIZERS if bug == "none" else ATTACKED:
             yield {
                 **common,
                 "optimizer": optimizer,
-                "canaries": canaries[kind],
-                "canary_kind": kind,
+                "canaries": canaries,
                 "seed": seed,
                 "bug": bug,
             }
 
 
 GRIDS: Mapping[str, Callable[[], Iterable[Setting]]] = {
-    "mnist": lambda: grid(MNIST, {"gradients": 5000, "images": 1000}, (0,)),
-    "digits": lambda: grid(DIGITS, {"gradients": 2000}, range(10)),
+    "mnist": lambda: grid(MNIST, 5000, (0,)),
+    "digits": lambda: grid(DIGITS, 2000, range(10)),
 }
 
 

@@ -18,7 +18,7 @@ from dpmac_cli.storage import files
 
 #: Where a comparison keeps its runs.
 RUNS = "runs"
-LEFT_BEHIND = (folder.MODEL, folder.DIAGNOSTICS, folder.LOCK)
+LEFT_BEHIND = (folder.MODEL, folder.LOCK)
 
 
 def pack(study: Path, file: Path) -> int:

@@ -37,7 +37,7 @@ CHOICES = {
         f"{kind.top1:.1%} of ImageNet's validation images right (published), {kind.weights.licence}"
         for name, kind in BACKBONES.items()
     },
-    "Features": {name: kind.about for name, kind in FEATURES.items()},
+    "Features": FEATURES,
     "Samplers": {name: sampling.summary for name, sampling in SAMPLERS.items()},
     "Optimizers": {name: row.summary for name, row in OPTIMIZERS.items()},
 }

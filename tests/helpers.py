@@ -20,8 +20,8 @@ from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, Normals, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
+from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
-from dpmac_cli.training.hooks import Hook
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
@@ -169,7 +169,7 @@ def make_trainer(
     model: nn.Module | None = None,
     sampler: Sampler | None = None,
     noise: Noise | None = None,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[Canaries] = (),
     ranks: Ranks | None = None,
     **hyper: Any,
 ) -> Trainer:

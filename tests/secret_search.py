@@ -26,7 +26,7 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.training.trainer import Trainer
 
 #: What is not published: private by its name and by its mode.
-PRIVATE = (checkpoint.FOLDER, folder.DIAGNOSTICS)
+PRIVATE = (checkpoint.FOLDER,)
 #: Bytes of two neighbouring numbers: so many never agree by chance.
 PAIRS = (8, 16)
 NUMBER = re.compile(rb"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?(?!\w|\.[0-9])")

@@ -95,7 +95,7 @@ def an_audit(**other: Any) -> Audit:
     """Eight canaries, five guesses: three in, of which one is not, and two out."""
     coins = (False, False, True, True, False, True, False, True)
     scores = (-9.0, -8.0, 0.0, 0.1, 0.2, 3.0, 4.0, 5.0)
-    return replace(Audit(1.0, DELTA, "gradients", 5, scores, coins), **other)
+    return replace(Audit(1.0, DELTA, 5, scores, coins), **other)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_highest_are_guessed_in_and_the_lowest_out(guesses: int, right: int)
 @pytest.mark.privacy
 def test_a_claim_holds_up_to_the_bound() -> None:
     count = 200
-    right = Audit(1.0, DELTA, "images", count, tuple(map(float, range(count))), (True,) * count)
+    right = Audit(1.0, DELTA, count, tuple(map(float, range(count))), (True,) * count)
     assert right.right == count // 2
     sharp = replace(right, coins=tuple(i >= count // 2 for i in range(count)))
     assert sharp.right == count
@@ -156,7 +156,6 @@ BROKEN: tuple[Change, ...] = (
     lambda values: values.update(guesses=None),
     lambda values: values.update(delta=0),
     lambda values: values.update(claimed=-1),
-    lambda values: values.update(kind="tweets"),
     lambda values: values["coins"].append(True),
     lambda values: values["coins"].__setitem__(0, 2),
     lambda values: values["scores"].__setitem__(0, math.nan),

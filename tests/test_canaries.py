@@ -11,7 +11,6 @@ import torch
 from scipy.stats import binom, norm
 from torch import Tensor
 
-from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
@@ -22,21 +21,18 @@ from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.audit import read_audit
 from dpmac_cli.runs.train import finish
-from dpmac_cli.training.canaries import FAR, Canaries, GradientCanaries, ImageCanaries
+from dpmac_cli.training.canaries import FAR, Canaries
 from dpmac_cli.training.trainer import Trainer
 from tests import secret_search
 from tests.conftest import every_optimizer
 from tests.digits_runs import SEED, after, contents, digits_config, same_weights, train_digits
 from tests.helpers import (
-    CLASSES,
     DIMENSION,
     Batches,
     Spy,
     in_chunks_of,
     make_trainer,
     place,
-    tiny_data,
-    tiny_model,
     walk,
 )
 
@@ -44,16 +40,16 @@ RECORDS, COUNT, RATE = 40, 10, 0.2
 CPU = torch.device("cpu")
 
 
-def gradients(seed: int = 0, count: int = COUNT) -> GradientCanaries:
+def gradients(seed: int = 0, count: int = COUNT) -> Canaries:
     """Canaries of the tiny task, all of them in."""
     canaries = gradients_of(seed, count)
     canaries.coins.fill_(True)
     return canaries
 
 
-def gradients_of(seed: int | None, count: int = 60) -> GradientCanaries:
+def gradients_of(seed: int | None, count: int = 60) -> Canaries:
     """Canaries by their coins."""
-    return GradientCanaries(
+    return Canaries(
         parameters=DIMENSION,
         rate=RATE,
         batch=RATE * RECORDS,
@@ -62,13 +58,6 @@ def gradients_of(seed: int | None, count: int = 60) -> GradientCanaries:
         keys=make_keys(seed),
         device=CPU,
     )
-
-
-def images(data: Data, seed: int = 0, count: int = COUNT) -> ImageCanaries:
-    """The same as images."""
-    canaries = ImageCanaries(data, levels=255, classes=CLASSES, count=count, keys=make_keys(seed))
-    canaries.coins.fill_(True)
-    return canaries
 
 
 def spied(name: str, canaries: Canaries | None, *batches: list[int], **more: Any) -> Trainer:
@@ -172,40 +161,15 @@ def test_signs_are_fair_and_drawn_anew() -> None:
 
 @pytest.mark.privacy
 @every_optimizer
-@pytest.mark.parametrize("kind", ["gradients", "images"])
-def test_where_no_canary_is_drawn_an_audit_run_is_an_ordinary_one(name: str, kind: str) -> None:
+def test_where_no_canary_is_drawn_an_audit_run_is_an_ordinary_one(name: str) -> None:
     """Drawn canaries that the coins leave out are as if they had not been drawn."""
-    data = tiny_data()
     batches: tuple[list[int], ...] = [0, 3, 7, 39], [], [5], list(range(30))
     plain = spied(name, None, *batches)
-    canaries = gradients() if kind == "gradients" else images(data)
-    joined = canaries.data if isinstance(canaries, ImageCanaries) else data
-    audited = spied(name, canaries, *([*batch, 42, 47] for batch in batches), data=joined)
+    canaries = gradients()
+    audited = spied(name, canaries, *([*batch, 42, 47] for batch in batches))
     canaries.coins.fill_(False)
     assert torch.equal(walk(audited, 9), walk(plain, 9))
     assert audited.state.region.factor == plain.state.region.factor
-
-
-@pytest.mark.privacy
-@every_optimizer
-def test_a_drawn_image_is_trained_on_like_a_record(name: str) -> None:
-    data = tiny_data()
-    canaries = images(data)
-    canaries.coins[3] = False
-    audited = spied(name, canaries, [1, 41, 42, 43], data=canaries.data)
-    plain = spied(name, None, [1, 41, 42], data=canaries.data)
-    assert torch.equal(walk(audited, 5), walk(plain, 5))
-    assert torch.equal(canaries.data.train.images[:RECORDS], data.train.images)
-    assert len(canaries.split) == COUNT
-    assert len(data.train) == RECORDS
-
-
-def test_images_and_labels_are_uniform() -> None:
-    canaries = ImageCanaries(tiny_data(), levels=16, classes=7, count=1000, keys=make_keys(2))
-    for found, values in ((canaries.split.images, 17), (canaries.split.labels, 7)):
-        shares = torch.bincount(found.flatten().long(), minlength=values) / found.numel()
-        assert len(shares) == values
-        assert (shares - 1 / values).abs().max() < 5 / math.sqrt(found.numel() * values)
 
 
 # Who is drawn.
@@ -213,9 +177,8 @@ def test_images_and_labels_are_uniform() -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("secure", [False, True])
-@pytest.mark.parametrize("kind", ["gradients", "images"])
-def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(kind: str, secure: bool) -> None:
-    config = digits_config(canaries=1000, canary_kind=kind, batch_size=100, secure=secure)
+def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(secure: bool) -> None:
+    config = digits_config(canaries=1000, batch_size=100, secure=secure)
     trainer = assembly.make_trainer(config, steps=3, device=CPU)
     canaries, sampler = canaries_of(trainer), trainer.randomness.sampler
     assert sampler is not None
@@ -223,9 +186,8 @@ def test_records_and_canaries_are_drawn_at_the_rate_that_is_priced(kind: str, se
     assert config.event_of(3).sampling_rate == rate
     steps, counts = 400, np.zeros(2437, np.int64)
     for step in range(1, steps + 1):
-        records, met = canaries.part(sampler.draw(step))
-        counts[records] += 1
-        counts[met + 1437] += 1
+        counts[canaries.records(sampler.draw(step))] += 1
+        counts[canaries._met + 1437] += 1
     coins = canaries.coins.numpy()
     assert (counts[1437:][~coins] == 0).all()
     assert (counts[1437:][coins] > 0).all()
@@ -251,10 +213,9 @@ def test_coins_are_fair_and_independent_of_all_that_is_public() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", ["gradients", "images"])
-def test_the_coins_of_a_run_come_from_a_stream_of_their_own(kind: str) -> None:
+def test_the_coins_of_a_run_come_from_a_stream_of_their_own() -> None:
     """Whoever knows how canaries were made up must not know which are in."""
-    config = digits_config(canaries=99, canary_kind=kind, seed=3)
+    config = digits_config(canaries=99, seed=3)
     trainer = assembly.make_trainer(config, steps=3, device=CPU)
     canaries = canaries_of(trainer)
     drawn = generator(make_keys(3).coins).integers(0, 2, 99)
@@ -282,19 +243,13 @@ def test_scores_are_the_likelihood_ratios_of_what_is_released(name: str) -> None
     assert canaries.scores.numpy() == pytest.approx(scores, rel=1e-6, abs=1e-9)
 
 
-def test_scores_are_finite_whatever_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_finite_whatever_is_released() -> None:
     canaries = gradients()
     canaries._added.fill_(1e6)
     for seen in (0.0, 1e-300, 1e12, -1e12):
         canaries._seen.fill_(seen)
         canaries.end()
     assert torch.isfinite(canaries.scores).all()
-    pictured = images(tiny_data())
-    losses = torch.tensor([math.nan, math.inf, *range(8)])
-    monkeypatch.setattr("dpmac_cli.training.canaries.losses_of", lambda *_: losses)
-    pictured.finish(tiny_model())
-    assert torch.isfinite(pictured.scores).all()
-    assert pictured.scores.argsort(descending=True).tolist()[:8] == list(range(2, 10))
 
 
 def test_more_canaries_than_parameters_are_refused() -> None:
@@ -307,9 +262,8 @@ def test_more_canaries_than_parameters_are_refused() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", ["gradients", "images"])
-def test_an_audit_stopped_anywhere_ends_bit_identical(kind: str) -> None:
-    flags: dict[str, Any] = {"canaries": 50, "canary_kind": kind, "steps": 9, "seed": 7}
+def test_an_audit_stopped_anywhere_ends_bit_identical() -> None:
+    flags: dict[str, Any] = {"canaries": 50, "steps": 9, "seed": 7}
     whole = finish(run.train(digits_config(**flags)))
     stopped = finish(run.train(digits_config(**flags), after(2)))
     for _ in range(3):
@@ -362,15 +316,12 @@ def test_an_ordinary_run_does_not_become_an_audit() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", ["gradients", "images"])
 def test_no_secret_is_in_what_an_audit_publishes(
-    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The coins and scores of canaries are, at the end; of records and draws, nothing."""
     secrets = secret_search.record(monkeypatch, tmp_path, SEED)
-    config = digits_config(
-        seed=SEED, batch_size=30, steps=2, out=tmp_path / "run", canaries=53, canary_kind=kind
-    )
+    config = digits_config(seed=SEED, batch_size=30, steps=2, out=tmp_path / "run", canaries=53)
     where = finish(run.train(config)).folder
     assert (where / folder.AUDIT).exists()
     assert secrets.found(where) == []

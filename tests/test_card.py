@@ -205,12 +205,6 @@ def test_noise_without_a_finite_price_promises_nothing() -> None:
 
 
 @pytest.mark.privacy
-def test_diagnostics_are_named_and_not_private() -> None:
-    text = card(train_digits(diagnostics=True).folder)
-    assert f"**`{folder.DIAGNOSTICS}` was written beside this model. NOT PRIVATE: these" in text
-    assert folder.DIAGNOSTICS not in card(train_digits().folder)
-
-
 @pytest.mark.privacy
 def test_every_ancestor_of_a_fork_is_listed() -> None:
     first = train_digits(out="run", steps=5)

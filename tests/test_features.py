@@ -21,7 +21,7 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import Computing, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
-from dpmac_cli.models.registry import FEATURES, BuiltIn, Scattered, Trained, parse_model
+from dpmac_cli.models.registry import SCATTERED, SHRINK, BuiltIn, Scattered, Trained, parse_model
 from dpmac_cli.models.scattering import CHANNELS, SCALE, Scattering
 from dpmac_cli.models.validation import check_model
 from dpmac_cli.runs import checkpoint
@@ -127,15 +127,14 @@ def interrupted(config: Any, steps: int) -> Path:
 
 
 def test_the_catalogue_says_what_scattering_gives() -> None:
-    kind = FEATURES["scatter"]
-    assert (kind.channels, kind.shrink) == (CHANNELS, SCALE)
-    assert all(Scattered("scatter", 27).fault(facts.shape) is None for facts in DATASETS.values())
+    assert (SCATTERED, SHRINK) == (CHANNELS, SCALE)
+    assert all(Scattered("scatter").fault(facts.shape) is None for facts in DATASETS.values())
 
 
 @pytest.mark.parametrize("model", ["linear", "mlp-small", "cnn"])
 def test_networks_take_features_of_images(model: str) -> None:
     facts = DATASETS["mnist"]
-    network = build_model(BuiltIn(model), facts, seed=0, features=Scattered("scatter", 27))
+    network = build_model(BuiltIn(model), facts, seed=0, features=Scattered("scatter"))
     x = torch.randn(3, *facts.shape)
     assert network(x).shape == (3, 10)
     assert isinstance(network, FrozenFeatures)
@@ -146,12 +145,6 @@ def test_networks_take_features_of_images(model: str) -> None:
     torch.testing.assert_close(features.float(), normed, rtol=1e-3, atol=1e-4)
 
 
-def test_no_groups_leave_the_norm_out() -> None:
-    x = torch.randn(2, 1, 8, 8)
-    plain = with_features(nn.Identity(), (1, 8, 8), 0)
-    torch.testing.assert_close(plain(x), Scattering(8, 8)(x), rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.privacy
 def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
     data = load_data("digits", Path(), CPU)
@@ -159,7 +152,7 @@ def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
     tuned_part = cut_before_head(
         build_model(parse_model(net), DIGITS, seed=0, trained=Trained("head")), DIGITS.shape
     )
-    for parts in (with_features(nn.Identity(), DIGITS.shape, 27), tuned_part):
+    for parts in (with_features(nn.Identity(), DIGITS.shape), tuned_part):
         together = parts.features(x)
         others = x.flip(0).mul(-50)
         for row in (0, 7):
@@ -290,7 +283,6 @@ def test_a_run_goes_on_only_with_what_it_began_with(
     "change",
     [
         {"features": "scatter"},
-        {"feature_groups": "9"},
         {"pretrained": "other.safetensors"},
         {"train": "head"},
         {"backbone": "efficientnet-lite0"},
@@ -380,7 +372,7 @@ def test_the_cache_is_its_owners_alone(cache: Path) -> None:
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
     cache.chmod(0o755)
-    train_digits(features="scatter", feature_groups="9")
+    train_digits(backbone="efficientnet-lite0", backbone_size="32")
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -405,7 +397,7 @@ def test_the_person_who_waits_is_told(cache: Path) -> None:
 def test_whatever_defines_the_features_names_them(net: str, public: Path, cache: Path) -> None:
     plans: list[dict[str, Any]] = [
         {"features": "scatter"},
-        {"features": "scatter", "feature_groups": "9"},
+        {"backbone": "efficientnet-lite0", "backbone_size": "32"},
         tuned(net, public),
         tuned(net.replace(":Net", ":Other"), public),
         tuned(net, save(public.with_name("b"), public_weights(net) | {"0.bias": torch.ones(8)})),
@@ -416,7 +408,7 @@ def test_whatever_defines_the_features_names_them(net: str, public: Path, cache:
 
 
 def test_other_records_have_other_features(cache: Path) -> None:
-    parts = with_features(nn.Identity(), DIGITS.shape, 27)
+    parts = with_features(nn.Identity(), DIGITS.shape)
     data = load_data("digits", Path(), CPU)
     images = data.train.images.clone()
     images[-1, 0, 0, 0] ^= 1
@@ -434,7 +426,7 @@ def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1000] ^= 1
     if damage == "other":  # whole, but of something else
-        train_digits(features="scatter", feature_groups="9")
+        train_digits(backbone="efficientnet-lite0", backbone_size="32")
         (other,) = set(cache.glob("*.safetensors")) - {file}
         file.write_bytes(other.read_bytes())
     else:
@@ -478,7 +470,7 @@ def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.M
 
 
 def test_who_waits_says_so_and_computes_nothing(cache: Path) -> None:
-    parts = with_features(nn.Identity(), DIGITS.shape, 27)
+    parts = with_features(nn.Identity(), DIGITS.shape)
     data = load_data("digits", Path(), CPU)
     first = featured(parts, data, {}, cache)
     assert next(first) == Computing(0, 1797, cache)
@@ -515,7 +507,7 @@ def test_a_study_tells_files_of_weights_apart_by_their_contents(public: Path, ne
 
 def test_runs_without_any_of_it_keep_their_names() -> None:
     config = resolve({"dataset": "digits"}).plan
-    settings = {"features", "feature-groups", "backbone", "backbone-size", "pretrained", "train"}
+    settings = {"features", "backbone", "backbone-size", "pretrained", "train"}
     assert not settings & config.recorded.keys()
 
 
@@ -526,30 +518,8 @@ def test_runs_without_any_of_it_keep_their_names() -> None:
     ("args", "said"),
     [
         (("--features", "scater"), "there is no features 'scater'. Did you mean scatter?"),
-        (
-            ("--features", "scatter", "--feature-groups", "5"),
-            "images of digits give 81 channels, which 5 groups do not divide",
-        ),
-        (("--feature-groups", "9"), "add --features"),
         (("--train", "head"), "add --pretrained FILE"),
         (("--pretrained", "gone.safetensors"), "there is no file gone.safetensors"),
-        (
-            ("--features", "scatter", "--canaries", "50", "--canary-kind", "images"),
-            "not behind a frozen part",
-        ),
-        (
-            (
-                "--pretrained",
-                "gone",
-                "--train",
-                "head",
-                "--canaries",
-                "50",
-                "--canary-kind",
-                "images",
-            ),
-            "not behind a frozen part",
-        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(args: tuple[str, ...], said: str) -> None:
@@ -557,7 +527,7 @@ def test_settings_that_cannot_be_are_refused(args: tuple[str, ...], said: str) -
 
 
 def test_every_fault_is_said_at_once() -> None:
-    text = refused("--features", "scatter", "--feature-groups", "5", "--pretrained", "gone")
+    text = refused("--features", "scatter", "--lora-rank", "5", "--pretrained", "gone")
     assert text.count("error:") == 3
     assert "--features and --pretrained contradict each other" in text
 
@@ -706,7 +676,7 @@ def test_a_header_that_lies_about_features_is_refused(tmp_path: Path) -> None:
     first = train_digits(**SCATTER)
     for change, kind, said in (
         ({"features": "wavelets"}, ModelError, "takes features 'wavelets'"),
-        ({"feature_groups": "many"}, InputError, r"feature_groups: Input should be a valid int"),
+        ({"backbone_size": "many"}, InputError, r"backbone_size: Input should be a valid int"),
     ):
         file = tmp_path / "lying.safetensors"
         edited(lambda _, f, c=change: f["model"]["public_part"].update(c))(first.folder, file)  # type: ignore[misc]

@@ -124,9 +124,9 @@ def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
 
 
 def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
-    for name in (*folder.FILES, folder.SUMS, folder.ATTEMPTS, "notes.txt", "plot.png"):
+    for name in (*folder.SEALED, folder.SUMS, folder.ATTEMPTS, "notes.txt", "plot.png"):
         (tmp_path / name).write_text(name)
-    for name in (folder.CHECKPOINTS, folder.EVENTS, "branch-of-mine"):
+    for name in (folder.CHECKPOINTS, "branch-of-mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     before = contents(tmp_path)
@@ -163,22 +163,21 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.privacy
 @pytest.mark.usefixtures("umask")
 def test_what_is_private_is_its_owners_alone_under_any_umask() -> None:
-    config = digits_config(out="run", diagnostics=True, checkpoint_every="1")
+    config = digits_config(out="run", checkpoint_every="1")
     first = train_events(config, after(2))[1]
     (first.folder / checkpoint.FOLDER).chmod(0o755)  # as a copy may have left it
     assert run.finish(run.resume(first.folder, {})).state == "finished"
-    *_, last = run.fork(first.folder, {"steps": "5", "diagnostics": True, "out": "forked"})
+    *_, last = run.fork(first.folder, {"steps": "5", "out": "forked"})
     assert isinstance(last, Finished)
-    private = {folder.LOCK, folder.DIAGNOSTICS}
     found = 0
     for path in (*first.folder.rglob("*"), *last.folder.rglob("*")):
         if path.name == checkpoint.FOLDER:
             assert path.stat().st_mode & 0o777 == 0o700, path
-        elif path.name in private or path.parent.name == checkpoint.FOLDER:
+        elif path.name == folder.LOCK or path.parent.name == checkpoint.FOLDER:
             assert path.stat().st_mode & 0o777 == 0o600, path
             found += 1
-    # Of each run the lock and diagnostics; two checkpoints, the ledger and a note.
-    assert found == 2 * (2 + 4)
+    # Of each run the lock, two checkpoints, the ledger and a note.
+    assert found == 2 * (1 + 4)
 
 
 @pytest.mark.privacy
@@ -201,9 +200,9 @@ def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
 
 def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
     """What clears a run or names what was written must leave nothing out."""
-    finished = train_digits(out="run", diagnostics=True, canaries=100, tensorboard=True, plot=True)
+    finished = train_digits(out="run", canaries=100, plot=True)
     written = {path.name for path in finished.folder.iterdir()}
-    assert written == {*folder.FILES, folder.CHECKPOINTS, folder.EVENTS, folder.SUMS, folder.LOCK}
+    assert written == {*folder.SEALED, folder.CHECKPOINTS, folder.SUMS, folder.LOCK}
     folder.clear(finished.folder)
     left = {path.name for path in finished.folder.iterdir()}
     assert left == {folder.LOCK, checkpoint.FOLDER}
@@ -225,7 +224,7 @@ def test_what_a_kill_left_half_written_is_no_run_and_goes(tmp_path: Path) -> Non
 
 
 def test_sha256sum_checks_what_was_sealed(tmp_path: Path) -> None:
-    for name in (*folder.FILES, "plot.png"):
+    for name in (*folder.SEALED, "plot.png"):
         (tmp_path / name).write_text(f"{name} of a run")
     folder.seal(tmp_path)
     checked = subprocess.run(
@@ -244,15 +243,6 @@ def test_sha256sum_checks_what_was_sealed(tmp_path: Path) -> None:
         assert folder.vouched(tmp_path, name) is False
     folder.unseal(tmp_path)
     assert folder.vouched(tmp_path, folder.REPORT) is None
-
-
-@pytest.mark.privacy
-def test_nothing_is_told_of_diagnostics(tmp_path: Path) -> None:
-    """A checksum of a few numbers gives them away."""
-    for name in folder.FILES:
-        (tmp_path / name).write_text(name)
-    folder.seal(tmp_path)
-    assert folder.DIAGNOSTICS not in (tmp_path / folder.SUMS).read_text()
 
 
 def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:

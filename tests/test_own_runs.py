@@ -312,10 +312,6 @@ def test_own_data_in_a_comparison() -> None:
         (("--dataset", "photos", "--image-size", "0"), "--image-size must be"),
         (("--dataset", "wine.npz", "--feature-range", "2,1"), "the first must be the smaller"),
         (("--dataset", "wine.npz", "--feature-range", "wide"), "two numbers, such as 0,1"),
-        (
-            ("--dataset", "photos", "--canaries", "20", "--canary-kind", "images"),
-            "--canary-kind images is for the registered data sets",
-        ),
         (("--dataset", "photos", "--batch-size", "9999"), "must not be above the size of photos"),
     ],
 )

@@ -106,7 +106,7 @@ def test_no_secret_is_in_what_a_baseline_publishes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     secrets = search.record(monkeypatch, tmp_path, SEED)
-    config = digits_config(no_dp=True, seed=SEED, steps=2, out=tmp_path / "run", diagnostics=True)
+    config = digits_config(no_dp=True, seed=SEED, steps=2, out=tmp_path / "run")
     where = finish(run.train(config)).folder
     assert names(where) == PUBLIC_FILES
     assert secrets.found(where) == []

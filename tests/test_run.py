@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
@@ -18,14 +18,12 @@ from dpmac_cli.data import loaders as data
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import BudgetError, InputError, ModelError
 from dpmac_cli.models import architectures
-from dpmac_cli.runs import folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
-from dpmac_cli.runs.session import Finished, Started, Update
+from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.training import evaluation
 from dpmac_cli.training import trainer as engine
-from dpmac_cli.training.diagnostics import Diagnostics
 from tests.conftest import OPTIMIZER_NAMES
 from tests.digits_runs import (
     RATE,
@@ -115,7 +113,7 @@ def test_without_a_seed_no_run_repeats_another() -> None:
 
 @pytest.mark.privacy
 def test_the_seed_occurs_in_no_file() -> None:
-    finished = train_digits(seed=SEED, diagnostics=True)
+    finished = train_digits(seed=SEED)
     assert finished.report["privacy"]["seed_policy"]["given"] is True
     for name, content in contents(finished.folder).items():
         if content is None:  # a folder
@@ -295,11 +293,6 @@ def test_a_chosen_folder_is_overwritten_only_by_force() -> None:
     assert len(metrics(second.folder)) == 1
 
 
-def test_force_leaves_no_diagnostics_of_the_run_before() -> None:
-    train_digits(out="mine", diagnostics=True)
-    assert not (train_digits(out="mine", force=True).folder / folder.DIAGNOSTICS).exists()
-
-
 @pytest.mark.parametrize("device", ["cuda:77", "cuda:" + "9" * 30])
 def test_a_device_that_is_not_there_is_an_input_error(tmp_path: Path, device: str) -> None:
     with pytest.raises(InputError, match="--device"):
@@ -318,60 +311,6 @@ def test_every_test_sample_is_scored_whatever_the_batch(
     assert result.samples == 360
     assert torch.equal(result.confusion, whole.confusion)
     assert result.loss == pytest.approx(whole.loss, rel=1e-5)
-
-
-# Diagnostics
-
-
-@pytest.fixture(scope="module")
-def diagnosed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    out = tmp_path_factory.mktemp("diagnosed") / "run"
-    return train_digits(out=out, epochs=2, seed=SEED, diagnostics=True)
-
-
-@pytest.mark.privacy
-def test_diagnostics_have_a_file_of_their_own_that_warns(diagnosed: Finished) -> None:
-    file = diagnosed.folder / folder.DIAGNOSTICS
-    assert "NOT-PRIVATE" in file.name
-    assert file.stat().st_mode & 0o777 == 0o600
-    header, *lines = (json.loads(line) for line in file.read_text().splitlines())
-    assert header["warning"].startswith("NOT PRIVATE")
-    assert [line["step"] for line in lines] == [12, 24]
-    for line in lines:
-        assert 0 < line["mean_loss"] < 5
-        assert line["mean_norm"] > 0
-        assert 0 <= line["clipped_share"] <= 1
-        # 12 steps draw 1536 samples on average, with a standard deviation of 37.
-        assert abs(line["samples"] - 1536) < 250
-        assert line["not_finite"] == 0
-
-
-@pytest.mark.privacy
-def test_diagnostics_stay_out_of_all_other_files(diagnosed: Finished) -> None:
-    lines = (diagnosed.folder / folder.DIAGNOSTICS).read_text().splitlines()[1:]
-    private = {repr(json.loads(line)[key]) for line in lines for key in ("mean_loss", "mean_norm")}
-    assert len(private) == 4
-    for name in PUBLIC_FILES:
-        content = (diagnosed.folder / name).read_bytes()
-        assert not [value for value in private if value.encode() in content], name
-
-
-@pytest.mark.privacy
-def test_diagnostics_do_not_change_the_run(diagnosed: Finished) -> None:
-    plain = train_digits(epochs=2, seed=SEED)
-    assert same_weights(plain.folder, diagnosed.folder)
-    assert not (plain.folder / folder.DIAGNOSTICS).exists()
-    assert plain.report["post_noise"] == diagnosed.report["post_noise"]
-
-
-@pytest.mark.privacy
-def test_nobody_watches_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def watch(self: Diagnostics, step: int, losses: Tensor, norms: Tensor) -> None:
-        raise AssertionError("un-noised values were kept")
-
-    monkeypatch.setattr(Diagnostics, "observe", watch)
-    events, _ = train_events(digits_config())
-    assert all(event.not_private is None for event in events if isinstance(event, Update))
 
 
 #: Words for what was computed from the training records without noise, and for seeds.

@@ -40,7 +40,6 @@ RUNS: Mapping[str, dict[str, Any]] = {
     "budget spent": {"max_epsilon": "0.08"},
     "audit": {"canaries": 1000},
     "fixed size": {"sampler": "fixed-size"},
-    "diagnostics": {"diagnostics": True},
     "recipe": {"augmentations": 2, "ema": 0.9, "lr_schedule": "cosine", "warmup_steps": 1},
     "features": {"features": "scatter"},
     "no price": {"delta": "1e-300", "steps": 1},
@@ -109,7 +108,7 @@ def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
     }
     assert reports["seeded"]["privacy"]["seed_policy"]["given"]
     assert reports["secure"]["privacy"]["randomness"]["secure"]
-    assert reports["audit"]["audit"]["kind"] == "gradients"
+    assert reports["audit"]["audit"]["canaries"] > 0
     assert reports["own"]["dataset"]["held_out"]
     assert len(reports["fork"]["privacy"]["events"]) == 2
     assert reports["fork"]["privacy"]["noise_multiplier"] is None

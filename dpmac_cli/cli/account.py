@@ -16,9 +16,17 @@ from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
+from dpmac_cli.cli.options import (
+    DEBUG,
+    JSON,
+    argument,
+    one_of,
+    option,
+    path_option,
+    switch,
+    with_options,
+)
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.registry import DATASETS

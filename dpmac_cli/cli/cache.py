@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
-from rich.table import Table
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
@@ -38,12 +37,10 @@ def cache(clear: bool, json: bool) -> None:
         found = {"folder": str(folder), "limit": limit, "files": files, "removed": len(removed)}
         console.print_result(to_json(found))
         return
-    table = Table("file", "size", "last used", "state")
     for of in files:
-        ago = age(time.time() - of["last_used"])
-        table.add_row(of["name"], decimal(of["bytes"]), ago, "" if of["whole"] else "begun")
-    if files:
-        console.stdout().print(table)
+        begun = "" if of["whole"] else ", begun"
+        last = age(time.time() - of["last_used"])
+        print(f"{of['name']}  {decimal(of['bytes'])}, last used {last} ago{begun}")  # noqa: T201
     total = decimal(sum(of["bytes"] for of in files))
     cleared = f"; {len(removed)} removed" if clear else ""
     print(f"{folder}: {len(files)} files, {total} of {decimal(int(limit))}{cleared}")  # noqa: T201

@@ -11,9 +11,8 @@ from rich.text import Text
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.compare_display import Display, print_plan
-from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
-from dpmac_cli.cli.options import DEBUG, option, path_option, switch, with_options
+from dpmac_cli.cli.options import DEBUG, one_of, option, path_option, switch, with_options
 from dpmac_cli.cli.train import text_option
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import OUTPUT, SETTINGS

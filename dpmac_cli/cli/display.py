@@ -18,12 +18,11 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.report import AUDIT_RUN
 from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.training import evaluation, loop
-from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING, Diagnosis
 
 #: Files of a run that are named at its end, those for readers first.
 SHOWN = (
     *(folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS),
-    *(folder.AUDIT, folder.DIAGNOSTICS, folder.CURVES, f"{folder.EVENTS}/"),
+    *(folder.AUDIT, folder.CURVES),
 )
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
@@ -79,8 +78,6 @@ class Display:
             case Update(event=loop.Evaluated() as evaluated):
                 self._scored = evaluated.result
                 yield _evaluated(evaluated, event.epsilon)
-                if event.not_private is not None:
-                    yield _diagnosed(event.not_private)
             case Reduced():
                 yield Text(
                     f"memory ran out in step {event.step}: continuing with {event.chunk} samples "
@@ -142,7 +139,7 @@ def _heading(event: Started) -> Iterator[Text]:
         )
     if plan.audit.canaries:
         yield Text(
-            f"AUDIT: {plan.audit.canaries:,} canaries ({plan.audit.kind}), about half of them "
+            f"AUDIT: {plan.audit.canaries:,} canaries, about half of them "
             "trained on; the model will be unfit for release",
             style="bold red",
         )
@@ -158,8 +155,6 @@ def _heading(event: Started) -> Iterator[Text]:
         yield Text(f"continuing after step {event.done}, {how}", style=ATTENTION)
     for note in event.notes:
         yield Text(f"note: {note}", style=ATTENTION)
-    if plan.diagnostics:
-        yield Text(f"--diagnostics: {DIAGNOSTICS_WARNING}", style="bold red")
     yield Text(f"writing {event.folder}", style="dim")
 
 
@@ -170,18 +165,6 @@ def _evaluated(event: loop.Evaluated, epsilon: float | None) -> Text:
         f"epsilon {format_epsilon(epsilon)}" if private else ("no privacy", "red"),
         "  test accuracy ",
         (f"{event.result.accuracy:.2%}", "bold"),
-    )
-
-
-def _diagnosed(seen: Diagnosis) -> Text:
-    averages = "no finite sample" if seen.mean_loss is None else f"mean loss {seen.mean_loss:.4f}"
-    if seen.mean_norm is not None and seen.clipped_share is not None:
-        averages += (
-            f", mean gradient norm {seen.mean_norm:.3g} times the clipping norm, "
-            f"clipped {seen.clipped_share:.1%}"
-        )
-    return Text(
-        f"  NOT PRIVATE: {averages}, not finite {seen.not_finite} of {seen.samples}", style="red"
     )
 
 
@@ -206,8 +189,6 @@ def _summary(event: Finished) -> Iterator[Text]:
         yield Text(AUDIT_RUN, style="bold red")
         if event.state != "interrupted":
             yield Text(f"what the attack found: dpmac eval {where} --audit")
-    if (where / folder.EVENTS).is_dir():
-        yield Text(f"its curves: tensorboard --logdir {where}")
     yield Text(f"{where}: {', '.join(name for name in SHOWN if (where / name).exists())}")
 
 

@@ -8,9 +8,17 @@ import typer
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import DEBUG, JSON, argument, option, path_option, switch, with_options
+from dpmac_cli.cli.options import (
+    DEBUG,
+    JSON,
+    argument,
+    one_of,
+    option,
+    path_option,
+    switch,
+    with_options,
+)
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import OWN_DATA
 from dpmac_cli.data.registry import DATASETS
@@ -126,7 +134,7 @@ def _judge(found: Audit, run: Path, json: bool) -> None:
         console.stdout().print(
             f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}\n"
             f"attack: {found.right:,} of {found.guesses:,} guesses right, "
-            f"{len(found.coins):,} canaries ({found.kind})\n"
+            f"{len(found.coins):,} canaries\n"
             f"proven: epsilon at least {found.lower_bound:.3f} (lower bound at "
             f"{CONFIDENCE:.0%} confidence)\n{HOLDS if found.holds else BROKEN}"
         )

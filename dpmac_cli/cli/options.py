@@ -2,14 +2,27 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpmac_cli.cli.completion import Completer
 from dpmac_cli.config.settings import flag_name
+
+#: Completes a value that is being typed; the shell itself completes paths.
+Completer = Callable[[str], list[str]]
+
+
+def one_of(names: Iterable[str], *, several: bool = False) -> Completer:
+    """Return a completer for a name, or for ``several`` with commas between them."""
+    known = tuple(names)
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",") if several else ("", "", incomplete)
+        return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
+
+    return complete
 
 
 def option(

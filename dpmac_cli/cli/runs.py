@@ -1,10 +1,8 @@
-"""dpmac runs: what lies in run folders, with the settings in which they differ."""
+"""dpmac runs: what lies in run folders."""
 
-import itertools
 import math
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +13,8 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import DEFAULT_ROOT, one_of
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import DEBUG, JSON, argument, option, with_options
-from dpmac_cli.config.given import near
+from dpmac_cli.cli.options import DEBUG, JSON, argument, with_options
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.files import to_json
 
@@ -27,13 +23,15 @@ if TYPE_CHECKING:
 
 HELP = """List runs: what was trained, what it cost, how good it is and how it ended.
 
-Runs are looked for in the folders named and below them.
+Runs are looked for in the folders named and below them. The newest is first.
 
-Examples: dpmac runs, dpmac runs --sort accuracy, dpmac runs runs/compare
+Examples: dpmac runs, dpmac runs runs/compare
 
 Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 """
 
+#: Folder of runs.
+DEFAULT_ROOT = Path("runs")
 #: States without a report: figures are as of the last epoch that was scored.
 UNREPORTED = ("running", "diverged", "cut-off")
 STYLES = {"finished": "", "running": "bold", "diverged": "red", "cut-off": "red", "damaged": "red"}
@@ -42,44 +40,19 @@ SEEDED, AUDITED = "*", "!"
 UNITS = {"d": 86_400, "h": 3600, "min": 60, "s": 1}
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Return a sort key that puts run-2 before run-10."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-
-
-#: Sort keys; None for what is not known, which comes last.
-ORDERS: Mapping[str, Callable[["Entry"], Any]] = {
-    "age": lambda entry: -entry.changed,
-    "name": lambda entry: _natural(entry.folder),
-    "optimizer": lambda entry: entry.optimizer,
-    "epsilon": lambda entry: entry.epsilon,
-    "accuracy": lambda entry: None if entry.accuracy is None else -entry.accuracy,
-}
-
-
 @with_options(
     argument("folders", "Where to look. [default: runs]", "FOLDER", kind=list[Path] | None),
-    option(
-        "sort",
-        f"One of {', '.join(ORDERS)}: newest, lowest or best first. [default: age]",
-        metavar="NAME",
-        names=one_of(ORDERS),
-        default="age",
-    ),
     JSON,
     DEBUG,
 )
 @explained
-def runs(folders: list[Path] | None, sort: str, json: bool) -> None:
-    """Find, sort and print runs."""
+def runs(folders: list[Path] | None, json: bool) -> None:
+    """Find and print runs, the newest first."""
     from dpmac_cli.runs.listing import find_runs  # noqa: PLC0415  (loads pydantic)
 
-    _check(folders or (), sort)
+    _check(folders or ())
     roots = folders or [DEFAULT_ROOT]
-    order = ORDERS[sort]
-    entries = sorted(find_runs(roots), key=lambda entry: _natural(entry.folder))
-    entries.sort(key=lambda entry: (order(entry) is None, order(entry)))
+    entries = sorted(find_runs(roots), key=lambda entry: -entry.changed)
     if json:
         console.print_result(to_json({"runs": [_values(entry) for entry in entries]}))
     elif entries:
@@ -90,17 +63,13 @@ def runs(folders: list[Path] | None, sort: str, json: bool) -> None:
         console.stdout().print(Text(f"There are no runs in {where} yet. {hint}"))
 
 
-def _check(roots: Iterable[Path], sort: str) -> None:
+def _check(roots: Iterable[Path]) -> None:
     errors = [
         f"{root} {'is a file' if root.exists() else 'does not exist'}. Name a folder of runs, or "
         f"none for {DEFAULT_ROOT}/."
         for root in roots
         if not root.is_dir()
     ]
-    if sort not in ORDERS:
-        errors.append(
-            f"--sort: there is no order '{sort}'.{near(sort, ORDERS)} Known: {', '.join(ORDERS)}."
-        )
     if errors:
         raise InputError(errors)
 
@@ -113,24 +82,16 @@ def _values(entry: "Entry") -> dict[str, Any]:
 
 
 def _print(out: Console, entries: Sequence["Entry"], roots: Sequence[Path]) -> None:
-    from dpmac_cli.runs.listing import varied_settings  # noqa: PLC0415  (loads pydantic)
-
     # The name of a single root is printed once, in the header.
     below = len(roots) == 1 and all(entry.folder != roots[0] for entry in entries)
     root = roots[0] if below else None
-    varied = [
-        ", ".join(itertools.starmap(_setting, settings.items()))
-        for settings in varied_settings(entries)
-    ]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("run" if root is None else f"{root}/", overflow="fold")
     table.add_column("data set", overflow="fold")
     for name in ("optimizer", "epsilon", "accuracy", "state", "age"):
         right = name in ("epsilon", "accuracy", "age")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    if any(varied):
-        table.add_column("settings", overflow="fold")
-    for entry, settings in zip(entries, varied, strict=True):
+    for entry in entries:
         table.add_row(
             Text(str(entry.folder if root is None else entry.folder.relative_to(root))),
             Text(entry.dataset or "-"),
@@ -139,19 +100,12 @@ def _print(out: Console, entries: Sequence["Entry"], roots: Sequence[Path]) -> N
             "-" if entry.accuracy is None else f"{entry.accuracy:.2%}",
             Text(entry.state, style=STYLES.get(entry.state, console.ATTENTION)),
             age(time.time() - entry.changed),
-            *([Text(settings)] if any(varied) else []),
         )
     if not out.is_terminal:
         out.width = 10_000  # one line per run
     out.print(table)
     for remark in _remarks(entries):
         out.print(Text(remark, style="dim"))
-
-
-def _setting(name: str, value: object) -> str:
-    if isinstance(value, bool):
-        return name if value else f"no {name}"
-    return f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _epsilon(entry: "Entry") -> Text:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.completion import one_of
 from dpmac_cli.cli.failures import explained, stop_request
-from dpmac_cli.cli.options import option, path_option, switch, with_options
+from dpmac_cli.cli.options import one_of, option, path_option, switch, with_options
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Setting

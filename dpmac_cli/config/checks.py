@@ -1,10 +1,10 @@
 """Faults between settings, and notes on what is legal but probably not meant."""
 
+import importlib.util
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config.extras import fault_of_extra, fault_of_package
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import DATA, MOST_STEPS, OPTIMIZER, SETTINGS, flag_name
@@ -14,15 +14,15 @@ from dpmac_cli.models.registry import BACKBONES, Backbone, Features, Scattered, 
 #: Settings that mean something only beside another, and why.
 NEEDS = {
     "augment": ("augmentations", "says how views are drawn"),
-    "canary_kind": ("canaries", "is of an audit"),
     "guesses": ("canaries", "is of an audit"),
-    "feature_groups": ("features", "is of features"),
     "backbone_size": ("backbone", "is of a backbone"),
     "backbone_flips": ("backbone", "is of a backbone"),
     "train": ("pretrained FILE or --backbone", "is of public weights"),
     "lora_rank": ("train lora", "is of LoRA"),
     "lora_alpha": ("train lora", "is of LoRA"),
 }
+#: Package of each extra, which is a module of the same name.
+EXTRAS = {"ray": "ray", "slurm": "submitit"}
 #: Classes that a note names; the rest are counted.
 NAMED = 5
 
@@ -50,8 +50,6 @@ def faults(plan: TrainPlan) -> Iterator[str]:
     if plan.audit.canaries:
         yield from _audit_faults(plan)
     yield from _frozen_faults(plan)
-    if plan.tensorboard:
-        yield from fault_of_extra("tensorboard", "--tensorboard")
     if plan.steps > MOST_STEPS:
         yield (
             f"--epochs {plan.recorded['epochs']} is {plan.steps:,} steps in all at a --batch-size "
@@ -74,8 +72,6 @@ def _audit_faults(plan: TrainPlan) -> Iterator[str]:
             f"--canaries: only poisson sampling can be audited, not {plan.event.sampler}. Leave "
             "out --sampler or --canaries."
         )
-    if audit.kind == "images" and isinstance(plan.data, Source):
-        yield "--canary-kind images is for the registered data sets: leave it out."
     if audit.guesses > audit.canaries:
         yield (f"--guesses ({audit.guesses:,}) must not be above --canaries ({audit.canaries:,}).")
 
@@ -100,11 +96,6 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
         yield (
             "--augmentations draws views again in every step, and what is frozen is computed once: "
             "leave one of them out."
-        )
-    if plan.audit.kind == "images" and once:
-        yield (
-            "--canary-kind images is of networks that are trained on images, not behind a frozen "
-            "part: leave it out."
         )
 
 
@@ -176,3 +167,9 @@ def delta_note(delta: float, records: int) -> Iterable[str]:
             f"delta {delta:g} is not below 1/n = {limit:.2g}: at that size the guarantee "
             "allows publishing a whole record now and then. Choose a smaller --delta."
         )
+
+
+def fault_of_package(package: str, extra: str, flag: str) -> Iterator[str]:
+    """Yield an error if a package of an extra is not installed."""
+    if importlib.util.find_spec(package) is None:
+        yield f"{flag} needs {package}, which is not installed: pip install 'dpmac[{extra}]'"

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from dpmac_cli.config.settings import CANARY_KINDS, FEW_GUESSES, SETTINGS, Settings
+from dpmac_cli.config.settings import FEW_GUESSES, SETTINGS, Settings
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, Trained
+from dpmac_cli.models.registry import BACKBONES, MODELS, Trained
 
 #: Samples worked on at a time where only a head is trained.
 ROWS_AT_A_TIME = 1024
@@ -41,7 +41,7 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     if values["augmentations"] is not None:
         found["augment"] = facts.augment
     if values["features"] is not None:
-        found |= {"model": "linear", "feature_groups": FEATURES[values["features"]].groups}
+        found["model"] = "linear"
     if values["backbone"] is not None:
         found |= {"model": "linear", "backbone_size": BACKBONES[values["backbone"]].images.size}
     if values["pretrained"] is not None or values["backbone"] is not None:
@@ -51,7 +51,6 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     model = values["model"] or found["model"]
     found["physical_batch"] = _samples_at_a_time(values, model, facts)
     if (canaries := values["canaries"]) is not None:
-        found["canary_kind"] = CANARY_KINDS[0]
         found["guesses"] = max(canaries // 10, min(canaries, FEW_GUESSES))
     return found
 

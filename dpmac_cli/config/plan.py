@@ -58,11 +58,10 @@ class AuditPlan:
 
     Attributes:
         canaries: how many; 0 for a run that is no audit.
-        kind: "gradients" or "images". guesses: that the attack makes.
+        guesses: that the attack makes.
     """
 
     canaries: int = 0
-    kind: str = "gradients"
     guesses: int = 0
 
 
@@ -122,8 +121,6 @@ class TrainPlan:
     checkpoint_every: Interval
     out: Path | NewFolder
     force: bool
-    diagnostics: bool
-    tensorboard: bool
     plot: bool
     json: bool
     quiet: bool

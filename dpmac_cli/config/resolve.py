@@ -43,13 +43,13 @@ RUNS = Path("runs")
 #: Fields of the plan that are settings of the same name and need no conversion.
 AS_GIVEN = (
     *("dataset", "fix_norm", "to_float32", "delta", "secure", "optimizer", "batch_size"),
-    *("physical_batch", "compile", "device", "force", "diagnostics", "tensorboard", "plot"),
+    *("physical_batch", "compile", "device", "force", "plot"),
     *("json", "quiet"),
 )
 #: Settings that config.yaml leaves out where they have their defaults.
 OMITTED = {
     *(name for name, setting in SETTINGS.items() if setting.panel == RECIPE),
-    *("tensorboard", "plot", "isolate", "no_isolate", "to_float32", "backbone_flips"),
+    *("plot", "isolate", "no_isolate", "to_float32", "backbone_flips"),
 }
 
 _noise_for = lru_cache(calibrate_noise)
@@ -187,7 +187,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
         max_epsilon=values["max_epsilon"] or math.inf,
         hyper=Hyperparameters(**{f.name: values[f.name] for f in fields(Hyperparameters)}),
         recipe=_recipe(values),
-        audit=AuditPlan(values["canaries"] or 0, *_attack(values)),
+        audit=AuditPlan(values["canaries"] or 0, values["guesses"] or 0),
         seed=Secret.SEED if values["seed"] is None else values["seed"],
         data_dir=data_folder(values["data_dir"]),
         checkpoint_every=(
@@ -231,7 +231,7 @@ def _features(values: Mapping[str, Any]) -> Features | Pixels:
     if values["backbone"] is not None:
         return Backbone(values["backbone"], values["backbone_size"], values["backbone_flips"])
     if values["features"] is not None:
-        return Scattered(values["features"], values["feature_groups"])
+        return Scattered(values["features"])
     return Pixels()
 
 
@@ -255,10 +255,6 @@ def _recipe(values: Mapping[str, Any]) -> Recipe:
         values["augmentations"] or 1,
         values["augment"] or "none",
     )
-
-
-def _attack(values: Mapping[str, Any]) -> tuple[Any, ...]:
-    return () if values["canaries"] is None else (values["canary_kind"], values["guesses"])
 
 
 def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:

@@ -26,7 +26,6 @@ RANGE = (rf"{_NUMBER},{_NUMBER}", "two numbers, such as 0,1")
 NAMES = (r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog")
 KAPPAS = ("paper", "exact", "tracked")
 PHIS = ("paper", "tracked")
-CANARY_KINDS = ("gradients", "images")
 #: Fewer guesses, all of them right, could not show an epsilon above 1.8.
 FEW_GUESSES = 20
 
@@ -144,9 +143,6 @@ class Settings:
         "Train on fixed, public features of the images instead: scatter is wavelet scattering.",
         choices=tuple(FEATURES),
     )
-    feature_groups: Annotated[int, Field(ge=0, le=10**6)] | None = _task(
-        "Groups of the norm behind the features; 0 for none.", otherwise="27"
-    )
     backbone: str | None = _task(
         "Train on the features of this public network instead of the images.",
         choices=tuple(BACKBONES),
@@ -260,11 +256,6 @@ class Settings:
         "Audit this run with N canary records; fewer than 1,000 prove little. The model is then "
         "for the audit only."
     )
-    canary_kind: str | None = _audit(
-        "What they are: gradients, for the strongest attack, or images.",
-        otherwise="gradients",
-        choices=CANARY_KINDS,
-    )
     guesses: Annotated[int, Field(ge=1, le=10**6)] | None = _audit(
         "How many the attack guesses, half of them in, half out.",
         otherwise=f"a tenth of the canaries, and {FEW_GUESSES} at least",
@@ -294,12 +285,6 @@ class Settings:
     out: Path | None = _output("Run folder.", otherwise="a new one in runs/", recorded=False)
     force: StrictBool | None = _output(
         "Replace the run in --out: its files are removed before step 1.", recorded=False
-    )
-    diagnostics: StrictBool | None = _output(
-        "Also show and store losses and gradient norms, which are NOT private."
-    )
-    tensorboard: StrictBool | None = _output(
-        "Also write what metrics.jsonl holds for TensorBoard, into the run folder."
     )
     plot: StrictBool | None = _output(
         "At the end, draw test accuracy and epsilon by epoch, into the run folder."

@@ -104,12 +104,6 @@ def files_of(name: str, data_dir: Path) -> list[Path]:
     return [data_dir / kind.split_list[split][1] for split in ("train", "test")]
 
 
-def missing_files(name: str, data_dir: Path) -> tuple[int, int]:
-    """Return how many files of a registered data set are missing, and how many it has."""
-    files = files_of(name, data_dir)
-    return len(_missing(files)), len(files)
-
-
 def _kind(name: str) -> Any:
     from torchvision import datasets  # noqa: PLC0415  (seconds to import)
 

@@ -90,7 +90,7 @@ def _behind(
     if (fault := features.fault(dataset.shape)) is not None:
         raise ModelError(f"Features of images: they {fault}")
     if not isinstance(features, Backbone):
-        return with_features(head, dataset.shape, features.groups)
+        return with_features(head, dataset.shape)
     backbone = PublicBackbone(features, dataset)
     network = (
         FrozenFeatures(backbone, head, torch.float16)

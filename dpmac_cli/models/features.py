@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.scattering import CHANNELS, Scattering
 
+#: Of the norm behind scattered features.
+GROUPS = 27
+
 
 class WithHead(nn.Module):
     """A network and its head, which is trained on its outputs.
@@ -75,17 +78,18 @@ class FrozenFeatures(WithHead):
         return logits
 
 
-def with_features(head: nn.Module, shape: tuple[int, int, int], groups: int) -> FrozenFeatures:
+def with_features(head: nn.Module, shape: tuple[int, int, int]) -> FrozenFeatures:
     """Put a network behind the scattering of images, stored in float16 to save memory and disk.
+
+    A group norm without parameters is between them, as in Tramer and Boneh 2021, arXiv 2011.11660.
 
     Args:
         head: takes the shape of :meth:`dpmac_cli.models.registry.Scattered.shape_of`.
         shape: (channels, height, width) of an image.
-        groups: of a group norm without parameters; 0 for no norm.
     """
     channels, height, width = shape
-    norm = [nn.GroupNorm(groups, channels * CHANNELS, affine=False)] if groups else []
-    return FrozenFeatures(nn.Sequential(Scattering(height, width), *norm), head, torch.float16)
+    norm = nn.GroupNorm(GROUPS, channels * CHANNELS, affine=False)
+    return FrozenFeatures(nn.Sequential(Scattering(height, width), norm), head, torch.float16)
 
 
 class Before(nn.Module):
@@ -100,7 +104,8 @@ class Before(nn.Module):
         seen: list[Tensor] = []
         with self._layer[0].register_forward_pre_hook(lambda _, given: seen.append(given[0])):
             self.network(x)
-        given = torch.cat(seen)  # of one call or, where images are split, of several
+        # Where images are split there are several; the proof for networks knows no cat.
+        given = seen[0] if len(seen) == 1 else torch.cat(seen)
         return given[:, :, None, None] if given.ndim == 2 else given
 
 

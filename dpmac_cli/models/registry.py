@@ -81,18 +81,9 @@ MODELS: Mapping[str, NetworkKind] = {
 }
 
 
-@dataclass(frozen=True)
-class FeatureKind:
-    """Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`."""
-
-    channels: int  # per channel of an image
-    shrink: int  # factor by which height and width are divided
-    groups: int  # default for the group norm behind the features
-    about: str  # one line for help and reports
-
-
-FEATURES: Mapping[str, FeatureKind] = {
-    "scatter": FeatureKind(81, 4, 27, "wavelet scattering of two octaves and eight angles"),
+#: Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
+FEATURES: Mapping[str, str] = {
+    "scatter": "wavelet scattering of two octaves and eight angles, with group norm",
 }
 
 
@@ -103,31 +94,29 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Scattered:
-    """Fixed features: a key of :data:`FEATURES`, and groups of the norm or 0 for none."""
+    """Fixed features: a key of :data:`FEATURES`.
+
+    Of each channel there are :data:`SCATTERED`, at a :data:`SHRINK` th of the height and width.
+    """
 
     kind: str
-    groups: int
 
     def shape_of(self, image: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (channels, height, width) of the features of images of a shape."""
-        kind, (channels, height, width) = FEATURES[self.kind], image
-        return channels * kind.channels, height // kind.shrink, width // kind.shrink
+        channels, height, width = image
+        return channels * SCATTERED, height // SHRINK, width // SHRINK
 
     def fault(self, image: tuple[int, int, int]) -> str | None:
         """Return why images of a shape have no such features, as the end of a sentence."""
-        kind, (_, height, width) = FEATURES[self.kind], image
-        if height % kind.shrink or width % kind.shrink:
-            return (
-                f"must have a height and a width that are multiples of {kind.shrink}; the shape of "
-                f"these is {image}."
-            )
-        channels = self.shape_of(image)[0]
-        if self.groups and channels % self.groups:
-            return (
-                f"give {channels} channels, which {self.groups} groups do not divide: choose a "
-                "--feature-groups that does, or 0 for no norm."
-            )
-        return None
+        if image[1] % SHRINK == 0 == image[2] % SHRINK:
+            return None
+        return (
+            f"must have a height and a width that are multiples of {SHRINK}; the shape of these is "
+            f"{image}."
+        )
+
+
+SCATTERED, SHRINK = 81, 4
 
 
 #: Where torchvision publishes its weights.
@@ -216,41 +205,24 @@ def _of_torchvision(
     )
 
 
-#: Top-1 as in tensorflow/tpu, models/official/efficientnet/lite, and in torchvision's tables.
+# Top-1 as in tensorflow/tpu, models/official/efficientnet/lite, and in torchvision's tables.
+_LITE = (
+    (0, (1.0, 1.0), 224, 0.751, "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"),
+    (1, (1.0, 1.1), 240, 0.767, "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850"),
+    (2, (1.1, 1.2), 260, 0.776, "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d"),
+)
+_TORCHVISION = (
+    ("resnet18", "ResNet-18", "f37072fd", "fc", 512, 0.698),
+    ("resnet50", "ResNet-50", "11ad3fa6", "fc", 2048, 0.809),
+    ("convnext_tiny", "ConvNeXt-T", "983f1562", "classifier.2", 768, 0.825),
+    ("convnext_base", "ConvNeXt-B", "6075fbad", "classifier.2", 1024, 0.841),
+    ("efficientnet_v2_s", "EfficientNetV2-S", "dd5fe13b", "classifier.1", 1280, 0.842, 384),
+    ("swin_t", "Swin-T", "704ceda3", "head", 768, 0.815),
+    ("vit_b_16", "ViT-B/16", "c867db91", "heads.head", 768, 0.811),
+)
 BACKBONES: Mapping[str, BackboneKind] = {
-    "efficientnet-lite0": _efficientnet_lite(
-        0,
-        (1.0, 1.0),
-        224,
-        0.751,
-        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-    ),
-    "efficientnet-lite1": _efficientnet_lite(
-        1,
-        (1.0, 1.1),
-        240,
-        0.767,
-        "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
-    ),
-    "efficientnet-lite2": _efficientnet_lite(
-        2,
-        (1.1, 1.2),
-        260,
-        0.776,
-        "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
-    ),
-    **{
-        row[0]: _of_torchvision(*row)
-        for row in (
-            ("resnet18", "ResNet-18", "f37072fd", "fc", 512, 0.698),
-            ("resnet50", "ResNet-50", "11ad3fa6", "fc", 2048, 0.809),
-            ("convnext_tiny", "ConvNeXt-T", "983f1562", "classifier.2", 768, 0.825),
-            ("convnext_base", "ConvNeXt-B", "6075fbad", "classifier.2", 1024, 0.841),
-            ("efficientnet_v2_s", "EfficientNetV2-S", "dd5fe13b", "classifier.1", 1280, 0.842, 384),
-            ("swin_t", "Swin-T", "704ceda3", "head", 768, 0.815),
-            ("vit_b_16", "ViT-B/16", "c867db91", "heads.head", 768, 0.811),
-        )
-    },
+    **{f"efficientnet-lite{row[0]}": _efficientnet_lite(*row) for row in _LITE},
+    **{row[0]: _of_torchvision(*row) for row in _TORCHVISION},
 }
 #: Pixels of the smallest side of an image that a backbone is given.
 LEAST_SIDE = 8

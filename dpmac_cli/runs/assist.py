@@ -20,7 +20,6 @@ from dpmac_cli.training.trainer import Trainer
 
 #: Settings that look at or change one process, and why several cannot have them.
 ALONE = {
-    "diagnostics": "each process sees losses of its own share only",
     "canaries": "an audit is of one process",
     "compile": "compiled steps do not hand private means on",
 }
@@ -30,7 +29,7 @@ SHARED = ("data", "classes", "constants", "network", "pretrained")
 
 def check(plan: TrainPlan) -> None:
     """Raise InputError, with every fault, for what several processes cannot do."""
-    asked = (plan.diagnostics, plan.audit.canaries, plan.compile)
+    asked = (plan.audit.canaries, plan.compile)
     faults = [
         f"--{name} is for a run of one process: {why}. Leave it out."
         for (name, why), given in zip(ALONE.items(), asked, strict=True)

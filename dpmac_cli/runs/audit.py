@@ -8,7 +8,7 @@ coins; if training is (epsilon, delta)-differentially private, few guesses are r
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -76,7 +76,6 @@ class Audit:
 
     claimed: float | None
     delta: float
-    kind: Literal["gradients", "images"]
     guesses: int
     scores: tuple[float, ...]
     coins: tuple[bool, ...]
@@ -117,7 +116,6 @@ class Audit:
             "lower_bound": self.lower_bound,
             "confidence": CONFIDENCE,
             "canaries": len(self.coins),
-            "kind": self.kind,
             "guesses": self.guesses,
             "right": self.right,
             "holds": self.holds,

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shlex
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,9 +25,7 @@ MODEL = "model.safetensors"
 CARD = "model-card.md"
 AUDIT = "audit.json"
 CURVES = "curves.svg"
-DIAGNOSTICS = "diagnostics.NOT-PRIVATE.jsonl"
 CHECKPOINTS = "checkpoint"
-EVENTS = "tensorboard"
 LOCK = ".lock"
 #: In the folder of checkpoints: steps that may have begun.
 LEDGER = "spent.json"
@@ -36,9 +33,7 @@ LEDGER = "spent.json"
 ATTEMPTS = ".attempts.json"
 PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
 SEALED = (*PUBLISHED, AUDIT, CURVES)
-FILES = (*SEALED, DIAGNOSTICS)
-#: The checksums of other files, as sha256sum writes and checks them. Only of files to publish: one
-#: of the diagnostics would tell something of them.
+#: The checksums of other files, as sha256sum writes and checks them. Only of files to publish.
 SUMS = "SHA256SUMS"
 
 #: Exceptions raised by reading a JSON record that is missing or damaged.
@@ -153,10 +148,8 @@ def in_use(run: Path) -> bool:
 
 def clear(run: Path) -> None:
     """Remove a run but for its checkpoints and ledger, and no files of others. Raises OSError."""
-    for name in (*FILES, SUMS, ATTEMPTS):
+    for name in (*SEALED, SUMS, ATTEMPTS):
         (run / name).unlink(missing_ok=True)
-    if (run / EVENTS).exists():
-        shutil.rmtree(run / EVENTS)
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:

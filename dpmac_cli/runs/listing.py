@@ -4,8 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,6 @@ from dpmac_cli.storage import files
 RUNNING, DIVERGED, CUT_OFF, DAMAGED = "running", "diverged", "cut-off", "damaged"
 #: Exceptions raised while reading a damaged file; pydantic's are ValueErrors.
 DAMAGE = (InputError, OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
-#: Settings with a column of their own, and settings that do not change the result.
-NOT_TOLD = (
-    *("dataset", "optimizer", "delta", "no-dp"),
-    *("device", "physical-batch", "compile", "diagnostics", "tensorboard", "plot"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,22 +164,3 @@ def _unreported(where: Path, state: str) -> dict[str, Any]:
         "audit": "canaries" in settings,
         "settings": settings,
     }
-
-
-def varied_settings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Return, for each run, the settings in which runs of its dataset and optimizer differ."""
-    names = {name for entry in entries for name in entry.settings}
-    values: dict[tuple[str | None, str | None, str], set[str]] = defaultdict(set)
-    for entry in entries:
-        for name in names if entry.settings else ():
-            # A switch that does not apply to a run is not recorded: it is off.
-            value = str(entry.settings.get(name, False))
-            values[entry.dataset, entry.optimizer, name].add(value)
-    return [
-        {
-            name: value
-            for name, value in entry.settings.items()
-            if name not in NOT_TOLD and len(values[entry.dataset, entry.optimizer, name]) > 1
-        }
-        for entry in entries
-    ]

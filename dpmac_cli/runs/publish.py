@@ -157,14 +157,14 @@ def _network(file: Path, facts: Facts, factory: str | None) -> BuiltIn | UserMod
 
 def _features(file: Path, facts: Facts) -> Features | None:
     """Return the fixed features that the network takes. Raises ModelError."""
-    kind, groups, size = facts.features, facts.feature_groups, facts.backbone_size
+    kind, size = facts.features, facts.backbone_size
     named = facts.backbone or kind
     if named is None:
         return None
     if named in BACKBONES and size is not None:
         return Backbone(named, size, facts.backbone_flips)
-    if named in FEATURES and groups is not None:
-        return Scattered(named, groups)
+    if named in FEATURES:
+        return Scattered(named)
     raise ModelError(f"{file} takes features '{named}', which this version does not know.")
 
 

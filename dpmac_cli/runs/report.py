@@ -17,7 +17,6 @@ from dpmac_cli.data.schema import listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.models.validation import Independence
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
-from dpmac_cli.training.diagnostics import DIAGNOSTICS_WARNING
 from dpmac_cli.training.loop import Evaluated
 
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
@@ -207,7 +206,7 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
     features, start = plan.features, plan.start
     said, file = [], None
     if isinstance(features, Scattered):
-        said.append(SCATTERED.format(about=FEATURES[features.kind].about))
+        said.append(SCATTERED.format(about=FEATURES[features.kind]))
     elif isinstance(features, Backbone):
         said.append(OF_BACKBONE.format(about=BACKBONES[features.kind].about))
     if isinstance(start, PublicFile):
@@ -217,7 +216,6 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
         said.append(TRAINED.format(part=PARTS[plan.trained.part]))
     part = {
         "features": plan.recorded.get("features"),
-        "feature_groups": plan.recorded.get("feature-groups"),
         "backbone": plan.recorded.get("backbone"),
         "backbone_size": plan.recorded.get("backbone-size"),
         "backbone_flips": plan.recorded.get("backbone-flips", False),
@@ -264,7 +262,6 @@ def build_report(
         },
         "recipe": {n: plan.recorded.get(flag_name(n), d) for n, d in RECIPE_DEFAULTS.items()},
         "post_noise": dict(outcome.post_noise),
-        "diagnostics": DIAGNOSTICS_WARNING if plan.diagnostics else None,
         "timings": {
             "training_seconds": round(outcome.seconds, 3),
             "total_seconds": round(outcome.total_seconds, 3),

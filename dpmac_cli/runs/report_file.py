@@ -107,7 +107,7 @@ class Facts(BaseModel):
     """The keys of a model file's header that dpmac reads.
 
     Images are prepared as ``(pixels / levels - mean) / std``, per channel. ``trained_part``,
-    ``features``, ``feature_groups``, ``backbone`` and ``backbone_size`` are None in
+    ``features``, ``backbone`` and ``backbone_size`` are None in
     networks without such a public part.
     """
 
@@ -121,7 +121,6 @@ class Facts(BaseModel):
     to_float32: bool = _at("model", "to_float32", default=False)
     trained_part: Name | None = _at("model", "public_part", "train", default=None)
     features: Name | None = _at("model", "public_part", "features", default=None)
-    feature_groups: int | None = _at("model", "public_part", "feature_groups", default=None, ge=0)
     backbone: Name | None = _at("model", "public_part", "backbone", default=None)
     backbone_size: int | None = _at(
         "model", "public_part", "backbone_size", default=None, ge=1, le=1024

@@ -29,9 +29,7 @@ from dpmac_cli.runs.report import (
     public_facts,
 )
 from dpmac_cli.runs.setup import Task
-from dpmac_cli.runs.tensorboard import EventLog
 from dpmac_cli.storage import files
-from dpmac_cli.training.diagnostics import Diagnosis, Diagnostics
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.loop import Evaluated, Progress, fit
 from dpmac_cli.training.trainer import Trainer
@@ -69,13 +67,11 @@ class Update:
             None while it is being computed, at most until the first Evaluated; ``inf`` without
             privacy.
         planned: epsilon of the whole run, likewise.
-        not_private: averages since the last evaluation, if diagnostics are on.
     """
 
     event: Progress | Evaluated
     epsilon: float | None
     planned: float | None
-    not_private: Diagnosis | None = None
 
 
 @dataclass(frozen=True)
@@ -110,14 +106,12 @@ class Session:
     trainer: Trainer
     where: Path
     ledger: Ledger
-    diagnostics: Diagnostics | None = None
     ranks: Ranks | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     shown: int = 0
     seconds: float = 0.0
     fresh_noise: str = ""
     notes: tuple[str, ...] = ()
-    events: EventLog | None = None
 
     @property
     def steps(self) -> int:
@@ -164,9 +158,6 @@ class Session:
     def drive(self, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         """Train to the end and write the files."""
         began = time.perf_counter()
-        if self.plan.tensorboard:
-            self.events = EventLog(self.where)
-            self.events.follow(self.history)
         yield Started(
             plan=self.plan,
             folder=self.where,
@@ -234,10 +225,7 @@ class Session:
                     chunk = trainer.state.chunk
                     yield Reduced(event.step, chunk)
                 planned = schedule.points[-1][1] if schedule else None
-                diagnosis = None
-                if scored and self.diagnostics is not None:
-                    diagnosis = self.diagnostics.flush(self.where / folder.DIAGNOSTICS, event.step)
-                yield Update(event=event, epsilon=epsilon, planned=planned, not_private=diagnosis)
+                yield Update(event=event, epsilon=epsilon, planned=planned)
 
     def _publish(self, total_seconds: float) -> Finished:
         """Write the files that a run ends with, their checksums last."""
@@ -279,11 +267,11 @@ class Session:
         return Finished(report, where, state)
 
     def _write_audit(self, report: Mapping[str, Any]) -> None:
-        canaries = self.trainer.audited()
-        if canaries is None:
+        if not self.trainer.hooks:
             return
+        [canaries] = self.trainer.hooks
         cost, settings = report["privacy"], report["audit"]
-        claim = (cost["epsilon"], cost["delta"], settings["kind"], settings["guesses"])
+        claim = (cost["epsilon"], cost["delta"], settings["guesses"])
         seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
         text = files.to_json(audit.Audit(*claim, *seen).as_json())
         files.write_atomically(self.where / folder.AUDIT, text.encode())
@@ -294,9 +282,7 @@ class Session:
         self.shown = len(self.history)
 
     def _show(self) -> None:
-        """Add to metrics.jsonl, and to the TensorBoard events, the lines that are missing there."""
+        """Add to metrics.jsonl the lines that are missing there."""
         for line in self.history[self.shown :]:
             files.append_line(self.where / folder.METRICS, line)
             self.shown += 1
-        if self.events is not None:
-            self.events.follow(self.history)

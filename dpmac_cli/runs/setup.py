@@ -32,8 +32,7 @@ from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.publish import check_publishable
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
-from dpmac_cli.training.canaries import Canaries, GradientCanaries, ImageCanaries
-from dpmac_cli.training.diagnostics import Diagnostics
+from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -69,7 +68,6 @@ def make_trainer(
     *,
     steps: int | None = None,
     device: torch.device | None = None,
-    diagnostics: Diagnostics | None = None,
     keys: Keys | None = None,
     data: Data | None = None,
     task: Task | None = None,
@@ -82,7 +80,6 @@ def make_trainer(
     Args:
         plan: of the run.
         steps, device: None for the plan's.
-        diagnostics: sees losses and norms that are not private.
         keys: those of a run that is resumed exactly; None for those of the plan's seed, or fresh
             ones. Ranks other than the first use that of the layers alone.
         data: on the device; None to load it.
@@ -106,7 +103,7 @@ def make_trainer(
     isolated = task.independence == "isolated" and not plan.head_only
     return Trainer(
         model=task.trained,
-        data=canaries.data if isinstance(canaries, ImageCanaries) else task.data,
+        data=task.data,
         algorithm=build_algorithm(
             plan.method, plan.hyper, private=plan.private, decay=plan.recipe.weight_decay, rule=rule
         ),
@@ -121,7 +118,7 @@ def make_trainer(
             isolated=isolated,
         ),
         randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),
-        hooks=[hook for hook in (diagnostics, canaries) if hook is not None],
+        hooks=[] if canaries is None else [canaries],
         ranks=ranks,
     )
 
@@ -337,22 +334,16 @@ def _mechanism(plan: TrainPlan) -> GaussianMechanism:
 
 def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> Canaries | None:
     """Return what an audit run adds to the records; None for any other."""
-    facts, audit, data = plan.facts, plan.audit, task.data
-    if audit.canaries == 0:
+    if plan.audit.canaries == 0:
         return None
-    if audit.kind == "images":
-        classes = len(facts.classes)
-        return ImageCanaries(
-            data, levels=facts.levels, classes=classes, count=audit.canaries, keys=keys
-        )
-    return GradientCanaries(
+    return Canaries(
         parameters=sum(p.numel() for p in task.trained.parameters()),
         rate=plan.event.sampling_rate,
         batch=plan.batch_size,
-        first=len(data.train),
-        count=audit.canaries,
+        first=len(task.data.train),
+        count=plan.audit.canaries,
         keys=keys,
-        device=data.gain.device,
+        device=task.data.gain.device,
     )
 
 

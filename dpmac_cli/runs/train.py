@@ -1,16 +1,18 @@
 """Train, resume and fork runs: from a plan or a run folder to the files of a run."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import affordable_steps, check_within_reach
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.budget import affordable
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.plan import NewFolder, Secret, TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs import assist, checkpoint, folder, ledger
@@ -20,7 +22,6 @@ from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
 from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
 from dpmac_cli.torch_errors import explained
-from dpmac_cli.training.diagnostics import Diagnostics
 from dpmac_cli.training.distributed import Ranks
 
 
@@ -163,8 +164,7 @@ def _session(
     if ranks is not None:
         assist.check(plan)
     spent, saved = before.spent, before.saved
-    steps = spent.base + affordable(plan, plan.steps - spent.base, spent.earlier)
-    diagnostics = Diagnostics(clipped=plan.private) if plan.diagnostics else None
+    steps = spent.base + _affordable(plan, plan.steps - spent.base, spent.earlier)
     exact = saved is not None and not before.fresh_noise
     keys = keys_of(plan, spent.base)
     if saved is not None and exact:
@@ -176,7 +176,6 @@ def _session(
         plan,
         steps=steps,
         device=device,
-        diagnostics=diagnostics,
         keys=keys,
         task=task,
         ranks=ranks,
@@ -199,7 +198,6 @@ def _session(
         trainer=trainer,
         where=where,
         ledger=Ledger(where, spent),
-        diagnostics=diagnostics,
         ranks=ranks,
         history=[] if saved is None else list(saved.record["history"]),
         seconds=0.0 if saved is None else saved.record["seconds"],
@@ -208,16 +206,36 @@ def _session(
     )
 
 
+def _affordable(plan: TrainPlan, steps: int, earlier: Sequence[TrainingEvent]) -> int:
+    """Return how many of ``steps`` --max-epsilon pays for, after what was done ``earlier``.
+
+    Raises:
+        BudgetError: none.
+    """
+    event = plan.event_of(steps)
+    if plan.max_epsilon == float("inf"):
+        return steps
+    count = affordable_steps(event, plan.delta, plan.max_epsilon, earlier)
+    if count == 0 and steps > 0:
+        first = total_epsilon((*earlier, replace(event, steps=1)), plan.delta)
+        check_within_reach(first, plan.delta)
+        raise BudgetError(
+            f"--max-epsilon {plan.max_epsilon:g} allows no step: with the next one the run costs "
+            f"{format_epsilon(first)} at sigma {plan.sigma:g}. Raise --sigma or --max-epsilon."
+        )
+    return count
+
+
 #: Settings that change nothing about what is computed: places, and what is shown and written.
 #: A dataset or model at another path is compared by its fingerprint.
 LOCAL = (
-    *("device", "data_dir", "dataset", "model", "checkpoint_every", "diagnostics", "tensorboard"),
-    *("plot", "json", "quiet", "debug"),
+    *("device", "data_dir", "dataset", "model", "checkpoint_every", "plot"),
+    *("json", "quiet", "debug"),
 )
 #: Settings that make another run, for which a fork is not enough.
 FIXED = (
     *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema", "seed"),
-    *("canaries", "canary_kind", "guesses", "features", "feature_groups", "pretrained", "train"),
+    *("canaries", "guesses", "features", "pretrained", "train"),
     *("backbone", "backbone_size", "backbone_flips", "lora_rank", "lora_alpha"),
     *("channels", "image_size", "classes"),
     # The report says of all steps how samples are known to be kept apart.

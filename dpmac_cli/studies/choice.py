@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpmac_cli.config.extras import EXTRAS, fault_of_extra
+from dpmac_cli.config.checks import EXTRAS, fault_of_package
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.studies.executor import Executor
 
@@ -52,7 +52,7 @@ class Choice:
         if self.name == "slurm":
             yield from self._slurm_faults()
         if self.name in EXTRAS:
-            yield from fault_of_extra(self.name, f"--executor {self.name}")
+            yield from fault_of_package(EXTRAS[self.name], self.name, f"--executor {self.name}")
 
     @property
     def sbatch(self) -> dict[str, str]:

@@ -6,13 +6,11 @@ guesses into a lower bound on epsilon. Scores are computed from what is released
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.spikes import Spikes
@@ -20,60 +18,31 @@ from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.keystream import Keys, generator
 from dpmac_cli.randomness.sampling import Batch
-from dpmac_cli.training.evaluation import losses_of
-from dpmac_cli.training.hooks import Hook
 
 #: The reach of every other canary's gradient; that of the clipping is 1.
 FAR = 100.0
 #: The median of |z| for a standard normal z.
 MEDIAN = 0.6744897501960817
-#: What a loss that is no number counts as.
-WORST = 1e300
 #: Below, the noise that is seen counts as this, so that scores stay finite.
 LEAST_NOISE = 1e-6
 
 
-class Canaries(Hook):
-    """Canaries of any kind: they are the K = ``count`` records from n = ``first`` on.
+class Canaries:
+    """The K = ``count`` records from n = ``first`` on, whose gradients are along one coordinate.
+
+    Each canary has a coordinate of its own, with a sign for each step. The sign is public and drawn
+    again in every step, so that what the other records add at the coordinate, much the same from
+    step to step, averages out of the score; a canary's own part does not. Heights are in the scale
+    of the ellipsoid, b_j (1 + ||m/b||): that high, a gradient ends about at the bound wherever the
+    centre is. Every other one ends :data:`FAR` times as far, where clipping that is left out shows.
 
     Attributes:
         coins: which are in the data set, bool, shape (K,). Secret while training.
         scores: the higher, the likelier is it that a canary is in; float64, shape (K,).
-    """
-
-    def __init__(self, first: int, count: int, keys: Keys, device: torch.device) -> None:
-        self.first, self._key = first, keys.canaries
-        coins = generator(keys.coins).integers(0, 2, count)
-        self.coins = torch.from_numpy(coins.astype(np.bool_)).to(device)
-        self.scores = torch.zeros(count, dtype=torch.float64, device=device)
-
-    def part(self, drawn: Batch) -> tuple[Batch, Batch]:
-        """Return the records of a draw, and the numbers from 0 of its canaries that are in."""
-        # Leaving out what is not in leaves every other record its own probability.
-        records = drawn[drawn < self.first]
-        canaries = drawn[drawn >= self.first] - self.first
-        return records, canaries[self.coins.cpu().numpy()[canaries]]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name. The coins are secret."""
-        return {"canary_coins": self.coins, "canary_scores": self.scores}
-
-    def finish(self, model: nn.Module) -> None:
-        """Complete the scores, given the published model. Gradients have theirs from the steps."""
-
-
-class GradientCanaries(Canaries):
-    """Canaries that are gradients: along a coordinate of its own each, with a sign for each step.
-
-    The sign is public and drawn again in every step, so that what the other records add at the
-    coordinate, much the same from step to step, averages out of the score; a canary's own part does
-    not. Heights are in the scale of the ellipsoid, b_j (1 + ||m/b||): that high, a gradient ends
-    about at the bound wherever the centre is. Every other one ends :data:`FAR` times as far, where
-    clipping that is left out shows.
 
     Args:
         parameters: d. rate: q. batch: B.
-        first, count, keys, device: as in :class:`Canaries`.
+        keys: of coins and signs. device: of the model.
 
     Raises:
         ModelError: there are fewer coordinates than canaries.
@@ -90,12 +59,15 @@ class GradientCanaries(Canaries):
         keys: Keys,
         device: torch.device,
     ) -> None:
-        super().__init__(first, count, keys, device)
         if count > parameters:
             raise ModelError(
                 f"--canaries {count:,}: the model has {parameters:,} parameters, and each canary "
                 "takes one of its own. Choose fewer canaries or a larger model."
             )
+        self._first, self._key = first, keys.canaries
+        coins = generator(keys.coins).integers(0, 2, count)
+        self.coins = torch.from_numpy(coins.astype(np.bool_)).to(device)
+        self.scores = torch.zeros(count, dtype=torch.float64, device=device)
         chosen = np.sort(generator(self._key).choice(parameters, count, replace=False))
         self._rate, self._batch = rate, batch
         self._coordinates = torch.from_numpy(chosen).to(device)
@@ -106,12 +78,18 @@ class GradientCanaries(Canaries):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name. The coins are secret."""
-        return {**super().tensors(), "canary_coordinates": self._coordinates}
+        return {
+            "canary_coins": self.coins,
+            "canary_scores": self.scores,
+            "canary_coordinates": self._coordinates,
+        }
 
     def records(self, drawn: Batch) -> Batch:
         """Return the records of a draw; the canaries are for :meth:`add`."""
-        records, self._met = self.part(drawn)
-        return records
+        # Leaving out what is not in leaves every other record its own probability.
+        canaries = drawn[drawn >= self._first] - self._first
+        self._met = canaries[self.coins.cpu().numpy()[canaries]]
+        return drawn[drawn < self._first]
 
     def spikes(self, step: int, region: Ellipsoid, centre_norm: Tensor) -> Spikes:
         """Return their gradients in a step, given ||m/b||."""
@@ -154,41 +132,3 @@ class GradientCanaries(Canaries):
         evidence = (x * a - a.square() / 2) / sigma.square()
         out = torch.full_like(evidence, math.log1p(-q))
         self.scores += torch.logaddexp(out, evidence + math.log(q))
-
-
-class ImageCanaries(Canaries):
-    """Canaries that are images of uniform noise with random labels, trained on like any other.
-
-    Args:
-        data: that they join, behind its training records.
-        levels: the largest value of a pixel. classes: number of labels.
-        count, keys: as in :class:`Canaries`.
-    """
-
-    def __init__(self, data: Data, *, levels: int, classes: int, count: int, keys: Keys) -> None:
-        device = data.gain.device
-        super().__init__(len(data.train), count, keys, device)
-        random = generator(self._key)
-        shape = (count, *data.train.images.shape[1:])
-        images = torch.from_numpy(random.integers(0, levels + 1, shape, np.uint8)).to(device)
-        labels = torch.from_numpy(random.integers(0, classes, count)).to(device)
-        train = Split(
-            torch.cat([data.train.images, images]), torch.cat([data.train.labels, labels])
-        )
-        self.data = replace(data, train=train)
-        self.split = Split(train.images[self.first :], train.labels[self.first :])
-
-    def records(self, drawn: Batch) -> Batch:
-        """Return all of a draw but the canaries that are not in."""
-        records, canaries = self.part(drawn)
-        return np.concatenate([records, canaries + self.first])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name. The coins are secret."""
-        images, labels = self.split.images, self.split.labels
-        return {**super().tensors(), "canary_images": images, "canary_labels": labels}
-
-    def finish(self, model: nn.Module) -> None:
-        """Score by losses: the lower that of the trained model, the likelier is a canary in."""
-        losses = losses_of(model, self.data, self.split)
-        self.scores.copy_(-losses.double().nan_to_num(nan=WORST, posinf=WORST))

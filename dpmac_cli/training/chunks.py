@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Observer
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.forms import total_squared_norms
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
@@ -65,9 +65,7 @@ class ChunkedSum:
         self.clipped_sum = ClippedSum(model, found, capacity, norms, views, batch, isolated)
         self._sum = torch.empty_like(self.theta)
 
-    def of(
-        self, drawn: Batch, step: int, metric: Metric, chunk: int, observer: Observer | None
-    ) -> tuple[Tensor, int]:
+    def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fitted into memory.
 
         A chunk that runs out of memory is halved. Chunk sizes follow from public numbers: how many
@@ -79,7 +77,6 @@ class ChunkedSum:
             step: t, for augmented views.
             metric: of the ellipsoid to clip to.
             chunk: samples to work on at a time.
-            observer: see :meth:`~dpmac_cli.dp.clipping.clipped_sum.ClippedSum.of`.
 
         Raises:
             RunError: memory ran out with a single sample.
@@ -88,7 +85,7 @@ class ChunkedSum:
         while begin < len(drawn):
             left = len(drawn) - begin
             end = begin + -(-left // -(-left // chunk))  # as even as possible
-            if not self._sum_chunk(drawn[begin:end], step, metric, observer):
+            if not self._sum_chunk(drawn[begin:end], step, metric):
                 chunk = _halved(chunk)
                 continue
             if begin == 0 and end >= len(drawn):
@@ -101,14 +98,12 @@ class ChunkedSum:
             begin = end
         return part.zero_() if total is None else total, chunk
 
-    def _sum_chunk(
-        self, drawn: Batch, step: int, metric: Metric, observer: Observer | None
-    ) -> bool:
+    def _sum_chunk(self, drawn: Batch, step: int, metric: Metric) -> bool:
         """Write a chunk's sum; return False if memory ran out, and nothing has happened."""
         try:
             rows = torch.from_numpy(drawn).to(self.theta.device, non_blocking=True)
             x = self._inputs(self._data.train.images[rows], drawn, step)
-            self.clipped_sum.of(x, self._data.train.labels[rows], metric, self._sum, observer)
+            self.clipped_sum.of(x, self._data.train.labels[rows], metric, self._sum)
         except (RuntimeError, MemoryError) as failure:
             if not out_of_memory(failure):
                 raise

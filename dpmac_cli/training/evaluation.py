@@ -76,9 +76,3 @@ def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
         found = torch.bincount(cells, minlength=classes * (classes + 1))
         counts = counts.to(found) + found.view(classes, classes + 1)
     return Evaluation(loss / len(split), counts.cpu())
-
-
-def losses_of(model: nn.Module, data: Data, split: Split) -> Tensor:
-    """Return the cross entropy of each sample of a split, shape (samples,)."""
-    scored = _logits(model, data, split)
-    return torch.cat([cross_entropy(*batch, reduction="none") for batch in scored])

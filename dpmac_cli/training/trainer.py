@@ -24,7 +24,6 @@ from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
-from dpmac_cli.training.hooks import Hook
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness, TrainState
 
@@ -43,7 +42,7 @@ class Trainer:
         mechanism: sigma and the expected batch.
         plan: what the run will do.
         randomness: of the run.
-        hooks: of audits and diagnostics.
+        hooks: of audits.
         ranks: the processes of the run, each of which sums its share of every batch.
 
     Raises:
@@ -59,7 +58,7 @@ class Trainer:
         mechanism: GaussianMechanism,
         plan: Plan,
         randomness: Randomness,
-        hooks: Sequence[Hook] = (),
+        hooks: Sequence[Canaries] = (),
         ranks: Ranks | None = None,
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
@@ -113,19 +112,14 @@ class Trainer:
         """Sum the clipped, centred gradients over all ranks, shape (d,): lines 4 to 8."""
         state, layers, step = self.state, self.randomness.layers, self.state.step + 1
         self._metric.refresh()
-        observer = self._observe if self.hooks else None
         with nullcontext() if layers is None else layers.of(step):
-            part, chunk = self._sums.of(batch, step, self._metric, state.chunk, observer)
+            part, chunk = self._sums.of(batch, step, self._metric, state.chunk)
         # The same everywhere: what rounds otherwise when a run is done again is a public number.
         state.chunk = self._ranks.least(chunk)
         clipped = self._ranks.reduce(part)
         for hook in self.hooks:
             clipped = hook.add(step, clipped, self._sums.clipped_sum, self._metric)
         return clipped
-
-    def _observe(self, losses: Tensor, norms: Tensor) -> None:
-        for hook in self.hooks:
-            hook.observe(losses, norms)
 
     def _begin(self) -> SeededNormals | None:
         """Advance everything that is no vector to step t; return the noise of that step."""
@@ -197,14 +191,6 @@ class Trainer:
             # An isolated network may keep something of what it sees: not of test records.
             scored = copy.deepcopy(model) if self.plan.isolated else model
             return evaluate(scored, self.data, self.data.test)
-
-    def audited(self) -> Canaries | None:
-        """Return the canaries of an audit run that is over, scored."""
-        canaries = next((hook for hook in self.hooks if isinstance(hook, Canaries)), None)
-        if canaries is not None:
-            with self.published() as model:
-                canaries.finish(model)
-        return canaries
 
     def check_finite(self) -> None:
         """Raise DivergedError if a parameter is not finite. Synchronises with the device."""

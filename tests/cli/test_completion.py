@@ -46,7 +46,6 @@ def offered(line: str) -> list[str]:
         ("dpmac account --accountant ", ["pld", "rdp", "all"]),
         ("dpmac account --solve b", ["batch-size"]),
         ("dpmac eval --dataset cifar", ["cifar10", "cifar100"]),
-        ("dpmac runs --sort a", ["age", "accuracy"]),
     ],
 )
 def test_names_are_offered(line: str, words: list[str]) -> None:

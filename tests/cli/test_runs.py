@@ -2,10 +2,8 @@
 
 import fcntl
 import io
-import itertools
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +22,6 @@ from dpmac_cli.runs.listing import Entry
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.train import finish
 from dpmac_cli.storage import files
-from dpmac_cli.studies.grid import plan
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import SEED, after, contents, digits_config, train_digits
 from tests.typed import dpmac, hooked, loading
@@ -121,32 +118,11 @@ def test_an_epsilon_is_rounded_up() -> None:
     assert " 1.001 " in shown([entry], 80)
 
 
-def test_runs_are_sorted(study: Path) -> None:
-    def names(*args: str) -> list[str]:
-        return [Path(entry["folder"]).name for entry in listed(study, *args)]
-
-    for number, name in enumerate(("spent", "run-10", "run-2")):
-        for file in ("config.yaml", "metrics.jsonl", "report.json"):
-            os.utime(study / name / file, (1000 - number, 1000 - number))
-    assert names()[-3:] == ["spent", "run-10", "run-2"]
-    by_name = ["diverged", "killed", "run-2", "run-10", "spent", "stopped", "baseline"]
-    assert names("--sort", "name") == by_name
-    for order, key, sign in (("epsilon", "epsilon", 1), ("accuracy", "accuracy", -1)):
-        entries = listed(study, "--sort", order)
-        values = [entry[key] for entry in entries if entry[key] is not None]
-        assert len(values) > 4
-        assert values == sorted(values, reverse=sign < 0)
-    # Without privacy costs most; what is not known is last.
-    assert names("--sort", "epsilon")[-2:] == ["baseline", "diverged"]
-    assert names("--sort", "optimizer")[-2:] == ["diverged", "run-2"]
-
-
 def test_bad_usage_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = dpmac("runs", "file", "--sort", "acuracy")
+    result = dpmac("runs", "file")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "file is a file. Name a folder of runs, or none for runs/." in result.stderr
-    assert "there is no order 'acuracy'. Did you mean accuracy?" in result.stderr
 
 
 @pytest.mark.parametrize("args", [(), ("empty",)], ids=str)
@@ -369,65 +345,10 @@ def test_names_are_whole_where_there_is_room() -> None:
     assert LONGEST.folder.name in shown([LONGEST], 110).splitlines()[1]
 
 
-def test_what_varied_in_a_comparison_is_shown() -> None:
-    """Of each optimizer what its runs differ in, and of those on other data nothing."""
-    flags = {"dataset": "digits", "optimizers": "dp-sgd,dp-macadam", "kappa": "paper,tracked"}
-    more = {"sigma": "6,8", "lr": "0.01,0.5", "steps": "1", "seeds": "1", "device": "cpu"}
-    for planned in plan({**flags, **more}, None, Path("study/runs")).runs:
-        finish(run.train(planned.plan))
-    lines = dpmac("runs", "study", "--sort", "name").stdout.splitlines()
-    assert "settings" in lines[0]
-    rows = [line for line in lines if "digits-dp-" in line]
-    assert len(rows) == 12
-    for sigma, lr in itertools.product(("6", "8"), ("0.01", "0.5")):
-        both = f"sigma {sigma}, lr {lr}"
-        shown_so = [row for row in rows if both in row]
-        assert sorted("kappa" in row for row in shown_so) == [False, True, True]
-        assert sum(f"{both}, kappa tracked" in row for row in shown_so) == 1
-    assert not any("model" in row or "device" in row for row in rows)
-    (first, *_) = listed("study")
-    assert first["settings"]["model"] == "mlp-small"
-
-
-def test_a_switch_in_which_runs_differ_is_named_without_its_value() -> None:
-    Path("net.py").write_text(
-        "from torch import nn\n\n\ndef build():\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
-    )
-    own = {"model": "net.py:build"}
-    settings: dict[str, dict[str, Any]] = {"1": {}, "2": own, "3": {**own, "fix_norm": True}}
-    for name, flags in settings.items():
-        train_digits(out=Path("study", name), **flags)
-    told = [
-        line.partition(" model ")[2].strip()
-        for args in (("study/1", "study/2"), ("study",))
-        for line in dpmac("runs", *args, "--sort", "name").stdout.splitlines()
-        if "digits" in line
-    ]
-    plain = "net.py:build"
-    assert told[:2] == ["mlp-small", plain]
-    assert told[2:] == ["mlp-small", f"{plain}, no fix-norm", f"{plain}, fix-norm"]
-
-
 def test_a_run_is_a_line_where_no_terminal_limits_it(study: Path) -> None:
-    lines = dpmac("runs", study, "--sort", "name", columns=60).stdout.splitlines()
+    lines = dpmac("runs", study, columns=60).stdout.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["diverged", "killed", "run-2"]
     assert len(lines[1]) > 60
-
-
-def test_runs_that_differ_in_nothing_have_no_settings_to_show(study: Path) -> None:
-    for name in ("run-2", "run-10"):
-        shutil.copytree(study / name, Path("runs", name))
-    assert "settings" not in dpmac("runs").stdout
-
-
-def test_what_varied_fits_80_columns() -> None:
-    one, other = (replace(LONGEST, settings={"sigma": s, "ema": s}) for s in (0.98765, 0.5))
-    lines = shown([one, other], 80).splitlines()
-    assert max(map(len, lines)) <= 80
-    begin = lines[0].index("settings")
-    said = "".join(line[begin:].strip() for line in lines[1:]).replace(" ", "")
-    assert said.startswith("sigma0.98765,ema0.98765sigma0.5,ema0.5")
 
 
 def test_deltas_that_differ_are_said_to() -> None:

@@ -35,7 +35,7 @@ FLAGS = (
     ),
     *("--lr", "--clip-norm", "--beta1", "--beta2", "--gamma", "--gamma-prime", "--h1"),
     *("--h2", "--kappa", "--phi", "--model", "--device", "--seed", "--data-dir"),
-    *("--out", "--config", "--json", "--quiet", "--diagnostics", "--no-dp", "--force"),
+    *("--out", "--config", "--json", "--quiet", "--no-dp", "--force"),
     *("--debug", "--dataset", "--epsilon", "--max-epsilon"),
 )
 
@@ -89,13 +89,6 @@ def test_nothing_unnoised_and_no_seed_on_the_screen() -> None:
 
 
 @pytest.mark.privacy
-def test_diagnostics_are_shown_under_a_warning() -> None:
-    result = dpmac(*DIGITS, "--diagnostics")
-    (line,) = [line for line in result.stdout.splitlines() if "loss" in line]
-    assert line.strip().startswith("NOT PRIVATE:")
-
-
-@pytest.mark.privacy
 def test_no_privacy_is_said_at_the_start_and_at_the_end() -> None:
     lines = dpmac("train", "--dataset", "digits", "--epochs", "1", "--no-dp").stdout.splitlines()
     assert [line.startswith("NO PRIVACY") for line in lines].count(True) == 2
@@ -111,7 +104,7 @@ def test_quiet_prints_nothing() -> None:
     assert "no effect" in dpmac(*DIGITS, "--clip-norm", "3").stderr
 
 
-@pytest.mark.parametrize("flags", [(), ("--quiet",), ("--diagnostics",)], ids=str)
+@pytest.mark.parametrize("flags", [(), ("--quiet",)], ids=str)
 def test_json_is_the_report_and_nothing_else(flags: Sequence[str]) -> None:
     result = dpmac(*DIGITS, "--json", "--out", "run", *flags)
     assert result.exit_code == 0

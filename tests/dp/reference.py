@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, Observer, clip_limit, clip_weights
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit, clip_weights
 from dpmac_cli.dp.clipping.forms import Norms, PerSampleGradients, total_squared_norms
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
@@ -56,13 +56,16 @@ class Subject:
     limit: float
     views: int = 1
 
-    def add(
-        self, x: Tensor, y: Tensor, region: Ellipsoid, observer: Observer | None = None
-    ) -> Tensor:
+    def add(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         """sum of c_i (g_i - m) as computed, shape (d,)."""
         out = torch.full_like(self.theta, torch.nan)  # whatever was there before
-        self.clipped_sum.of(x, y, Metric(region), out, observer)
+        self.clipped_sum.of(x, y, Metric(region), out)
         return out
+
+    def norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
+        """||(g_i - m)/b|| as computed, shape (samples,)."""
+        _, forms = self.clipped_sum._per_sample(x, y, region.is_ball)
+        return self.clipped_sum._squared_norms(forms, Metric(region)).value.clamp(min=0).sqrt()
 
     def exact_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """g_i by the oracle, the mean over a sample's views, float64, (samples, d)."""

@@ -34,7 +34,6 @@ REACH = 8.0
 #: c_i below which a sample adds nothing: float32 has few digits left for it.
 LEAST_WEIGHT = 1e-30
 
-Observer = Callable[[Tensor, Tensor], None]
 #: Computes per-sample losses, shape (samples,), and every layer's per-sample gradients, in the
 #: forms for a ball or an ellipsoid.
 PerSample = Callable[[Tensor, Tensor, bool], tuple[Tensor, list[PerSampleGradients]]]
@@ -70,9 +69,7 @@ class ClippedSum:
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
 
-    def of(
-        self, x: Tensor, y: Tensor, metric: Metric, out: Tensor, observer: Observer | None = None
-    ) -> None:
+    def of(self, x: Tensor, y: Tensor, metric: Metric, out: Tensor) -> None:
         """Write the sum of c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
 
         A sample whose gradient or norm is not finite adds exactly zero.
@@ -82,8 +79,6 @@ class ClippedSum:
             y: labels, shape (samples,).
             metric: of the ellipsoid to clip to.
             out: shape (d,).
-            observer: called with per-sample losses and whitened norms, shape (samples,) each. They
-                are not private: only diagnostics may pass one.
 
         Raises:
             ModelError: see :func:`~dpmac_cli.dp.clipping.recorder.recorded_gradients`.
@@ -94,13 +89,11 @@ class ClippedSum:
         if self._views > 1 and x.shape[1:2] != (self._views,):
             raise ValueError(f"inputs of shape {tuple(x.shape)}, but {self._views} views of each")
         with code_of_network(x):
-            losses, gradients = self._per_sample(x, y, metric.region.is_ball)
+            _, gradients = self._per_sample(x, y, metric.region.is_ball)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
         exact = c * squared.reach.sqrt() > REACH
         self._centred_sum(gradients, c, valid, exact, metric, out)
-        if observer is not None:  # last, because a chunk that fails may be tried again
-            observer(losses.detach(), squared.value.clamp(min=0).sqrt())
 
     def weights(self, spikes: Spikes, metric: Metric) -> Tensor:
         """Return c_i of gradients along one coordinate each, float64, shape (spikes,)."""
