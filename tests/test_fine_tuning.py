@@ -90,6 +90,10 @@ class ResNet(nn.Module):
 """
 
 
+#: The ResNet has no linear layer but its head.
+PARTS_OF = [("ViT", part) for part in PARTS] + [("ResNet", p) for p in PARTS if p != "lora"]
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "nets.py"
@@ -122,15 +126,7 @@ def trained_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        (name, part)
-        for name in ("ViT", "ResNet")
-        for part in PARTS
-        if (name, part) != ("ResNet", "lora")
-    ],
-)
+@pytest.mark.parametrize(("name", "part"), PARTS_OF)
 def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
     model = network(name)
     whole = {n for n, _ in model.named_parameters()}
@@ -155,11 +151,8 @@ def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("part", ["norm", "lora", "last-block", "all"])
-@pytest.mark.parametrize("name", ["ViT", "ResNet"])
+@pytest.mark.parametrize(("name", "part"), PARTS_OF)
 def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
-    if (name, part) == ("ResNet", "lora"):
-        pytest.skip("has no linear layer but its head")
     model = network(name).double()
     freeze(model, Trained(part, rank=3), SHAPE)
     for layer in model.modules():
@@ -303,6 +296,32 @@ def test_a_network_that_cannot_be_cut_is_run_whole() -> None:
     assert last_block(model, SHAPE) == "layers.1"
     assert cut_before_block(model, SHAPE) is None
     assert trained_names(model) >= {"fc.weight", "layers.1.conv.weight", "layers.1.norm.bias"}
+
+
+def test_a_block_of_two_inputs_is_not_cut_before() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            out: Tensor = gate * self.layer(x)
+            return out
+
+    class Gates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.fc = nn.Linear(64, 8), nn.Linear(8, 10)
+            self.layers = nn.ModuleList([Gated(), Gated()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            stem = x = self.stem(x.flatten(1))
+            for layer in self.layers:
+                x = layer(x, stem)
+            out: Tensor = self.fc(x)
+            return out
+
+    assert cut_before_block(Gates(), SHAPE) is None
 
 
 def test_a_pickle_of_tensors_is_read_whatever_its_wrapper(file: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_run_starts_reports_and_finishes() -> None:
     events, finished = train_events(digits_config(epochs=2))
     started, *updates, _ = events
     assert isinstance(started, Started)
-    assert (started.parameters, started.steps, started.cut_short) == (4810, 24, False)
+    assert (started.parameters, started.steps, started.cut_short) == ((4810, 4810), 24, False)
     assert all(isinstance(update, Update) for update in updates)
     assert finished.state == "finished"
     assert published(finished.folder) == PUBLIC_FILES

@@ -128,7 +128,7 @@ def _heading(event: Started) -> Iterator[Text]:
     yield Text.assemble(
         (plan.optimizer, "bold"),
         f" on {plan.dataset_name}: {plan.facts.train_size:,} records, "
-        f"{plan.model.name} with {event.parameters:,} parameters, {plan.device}",
+        f"{plan.model.name} with {_parameters(*event.parameters)}, {plan.device}",
     )
     if not plan.private:
         yield Text(NO_PRIVACY, style="bold red")
@@ -156,6 +156,10 @@ def _heading(event: Started) -> Iterator[Text]:
     for note in event.notes:
         yield Text(f"note: {note}", style=ATTENTION)
     yield Text(f"writing {event.folder}", style="dim")
+
+
+def _parameters(trained: int, total: int) -> str:
+    return f"{trained:,}{f' trained of {total:,}' * (trained < total)} parameters"
 
 
 def _evaluated(event: loop.Evaluated, epsilon: float | None) -> Text:

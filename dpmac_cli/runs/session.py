@@ -40,7 +40,7 @@ class Started:
     """A run is about to take its first step, or its first one since it was resumed or forked.
 
     Attributes:
-        parameters: d.
+        parameters: numbers of trained parameters, d, and of all.
         done: steps taken before. steps: that it will end at.
         cut_short: whether --max-epsilon allows fewer steps than were asked for.
         fresh_noise: why noise and batches are drawn with new keys; "" where they are not.
@@ -49,7 +49,7 @@ class Started:
 
     plan: TrainPlan
     folder: Path
-    parameters: int
+    parameters: tuple[int, int]
     done: int
     steps: int
     cut_short: bool
@@ -161,7 +161,7 @@ class Session:
         yield Started(
             plan=self.plan,
             folder=self.where,
-            parameters=self.trainer.state.theta.numel(),
+            parameters=(self._network.trained, self._network.parameters),
             done=self.trainer.state.step,
             steps=self.steps,
             cut_short=self.steps < self.plan.steps,
@@ -242,14 +242,7 @@ class Session:
             device=device_name(trainer.state.theta.device),
             chunk=trainer.state.chunk,
         )
-        network = Network(
-            parameters=sum(p.numel() for p in task.model.parameters()),
-            trained=trainer.state.theta.numel(),
-            independence=task.independence,
-            built_by=task.built_by or None,
-            pretrained=task.fingerprints.get("pretrained"),
-        )
-        facts = public_facts(plan, self.bill(), network)
+        facts = public_facts(plan, self.bill(), self._network)
         with trainer.published():
             save_model(where / folder.MODEL, task.model, facts)
         report = build_report(plan, facts, trainer.state.step, outcome)
@@ -265,6 +258,16 @@ class Session:
             draw_curves(self.history, title, where / folder.CURVES)
         folder.seal(where)
         return Finished(report, where, state)
+
+    @property
+    def _network(self) -> Network:
+        return Network(
+            parameters=sum(p.numel() for p in self.task.model.parameters()),
+            trained=self.trainer.state.theta.numel(),
+            independence=self.task.independence,
+            built_by=self.task.built_by or None,
+            pretrained=self.task.fingerprints.get("pretrained"),
+        )
 
     def _write_audit(self, report: Mapping[str, Any]) -> None:
         if not self.trainer.hooks:

@@ -27,7 +27,7 @@ def bar(width: int) -> tuple[Display, Console]:
         Started(
             plan=config,
             folder=Path("runs/some-run"),
-            parameters=582_346,
+            parameters=(582_346, 582_346),
             done=0,
             steps=STEPS,
             cut_short=False,

@@ -347,7 +347,7 @@ def test_names_are_whole_where_there_is_room() -> None:
 
 def test_a_run_is_a_line_where_no_terminal_limits_it(study: Path) -> None:
     lines = dpmac("runs", study, columns=60).stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["diverged", "killed", "run-2"]
+    assert {"diverged", "killed", "run-2"} <= {line.split()[0] for line in lines[1:]}
     assert len(lines[1]) > 60
 
 
