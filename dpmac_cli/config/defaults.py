@@ -9,6 +9,8 @@ from dpmac_cli.models.registry import BACKBONES, MODELS, Trained
 
 #: Samples worked on at a time where only a head is trained.
 ROWS_AT_A_TIME = 1024
+#: Steps an epoch, and epochs, of a head behind a backbone.
+HEAD_STEPS, HEAD_EPOCHS = 12, 20
 #: Pixels worked on at a time where a backbone is trained.
 PIXELS_AT_A_TIME = 16 * 224**2
 
@@ -22,7 +24,25 @@ def completed(settings: Settings, facts: Dataset) -> dict[str, Any]:
     """
     given = {name: value for name, value in vars(settings).items() if value is not None}
     fixed = {name: setting.default for name, setting in SETTINGS.items()}
-    return {**fixed, **_depending({**fixed, **given}, facts), **given}
+    found = _depending({**fixed, **given}, facts)
+    if given.get("backbone") is not None and given.get("train", "head") == "head":
+        found |= _for_head(given, facts)
+    return {**fixed, **found, **given}
+
+
+def _for_head(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
+    """Return defaults of a head behind a backbone, found on public data: see docs/recipes.md."""
+    found: dict[str, Any] = {
+        "optimizer": "dp-adam",
+        "batch_size": -(-facts.train_size // HEAD_STEPS),
+        "epochs": None if "steps" in given else HEAD_EPOCHS,
+        "ema": 0.95,
+    }
+    if given.get("optimizer", "dp-adam") == "dp-adam":
+        found["lr"] = 0.003
+    if not {"sigma", "epsilon", "no_dp"} & given.keys():
+        found |= {"sigma": None, "epsilon": 3.0}
+    return found
 
 
 def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -152,9 +153,10 @@ def cut_before_block(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeatur
         None if what follows cannot be separated: its forward cannot be traced, or reads more than
         the block's one input.
     """
-    block = last_block(network, shape)
+    block, arguments = last_block(network, shape), signature(network.forward).parameters.values()
+    fixed = {a.name: a.default for a in arguments if a.default is not a.empty}
     try:
-        graph = _Outside(block).trace(network)
+        graph = _Outside(block).trace(network, fixed)
         rest = _after(graph, block)
     except Exception:  # noqa: BLE001  (of code that torch.fx cannot trace, anything)
         return None
@@ -180,7 +182,7 @@ class _Outside(Tracer):
 def _after(graph: Graph, block: str) -> Graph | None:
     """Return the part of a graph from the call of a block on, as a function of its input."""
     [call] = [node for node in graph.nodes if node.target == block]
-    if len(call.all_input_nodes) != 1 or len(call.args) != 1 or call.kwargs:
+    if call.all_input_nodes != list(call.args[:1]):
         return None
     rest = Graph()
     copies = {call.args[0]: rest.placeholder("x")}

@@ -74,4 +74,6 @@ def _equal(before: Any, after: Any) -> bool:
         return torch.equal(before.get_state(), after.get_state())
     if isinstance(after, np.ndarray):
         return np.array_equal(before, after)
+    if isinstance(after, set | frozenset):  # in another order, perhaps
+        return bool(before == after)
     return not isinstance(after, _PLAIN) or repr(before) == repr(after)

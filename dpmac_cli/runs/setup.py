@@ -38,6 +38,11 @@ from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
+WHOLE = (
+    "All of the network is run in every step: its forward cannot be split before the last block, "
+    "for torch.fx does not trace it, or more than the block's input is used behind."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -154,6 +159,8 @@ def make_task(
         fingerprints["pretrained"] = weights.sha256
     trained = model = model.to(device)
     parts = None if at_hand else _cut(plan, model)
+    if parts is None and plan.trained.part == "last-block":
+        notes = (*notes, WHOLE)
     kind, why = _independence(plan, model, parts, own=own)
     if device.type == "cuda" and not plan.head_only:  # autocast there is not seen on the CPU
         cached = isinstance(plan.features, Features) and parts is not None
