@@ -16,8 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision.models import get_model, get_model_weights
 
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.models import backbones
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
@@ -328,3 +331,19 @@ def test_features_with_flips_are_those_of_both_images() -> None:
 def test_batches_of_features_are_of_one_size(size: int) -> None:
     """A batch of another size rounds otherwise, and a record more would move others into it."""
     assert AT_A_TIME % at_a_time(size) == 0
+
+
+@pytest.mark.parametrize("sizes", [(50_000, 4167), (1437, 120)])
+def test_a_head_needs_no_settings(sizes: tuple[int, int]) -> None:
+    size, batch = sizes
+    name = "cifar10" if size == 50_000 else "digits"
+    plan = resolve({"dataset": name, "backbone": LITE0}).plan
+    assert (plan.facts.train_size, plan.batch_size, plan.steps) == (size, batch, 240)
+    assert (plan.optimizer, plan.hyper.lr, plan.recipe.ema) == ("dp-adam", 0.003, 0.95)
+    assert plan.trained.part == "head"
+    assert 2.9 < total_epsilon((plan.event,), plan.delta) <= 3
+    other = resolve({"dataset": name, "backbone": LITE0, "optimizer": "dp-sgd", "sigma": 2}).plan
+    assert (other.sigma, other.hyper.lr) == (2, OPTIMIZERS["dp-sgd"].rate_on(name))
+    whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
+    assert whole.recipe.ema == 0
+    assert whole.physical_batch == 16

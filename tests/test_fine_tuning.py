@@ -101,12 +101,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def network(name: str) -> Any:
+def network(name: str, shape: tuple[int, ...] = SHAPE) -> Any:
     """One of the networks, with random weights and statistics."""
     known: dict[str, Any] = {}
     exec(NETWORKS, known)
     torch.manual_seed(0)
-    model = known[name](SHAPE, 10)
+    model = known[name](shape, 10)
     for part in model.modules():
         if isinstance(part, nn.BatchNorm2d):
             part.weight.data, part.bias.data = torch.randn(2, part.num_features)

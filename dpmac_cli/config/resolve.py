@@ -27,15 +27,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.registry import (
-    Backbone,
-    Features,
-    Pixels,
-    Scattered,
-    Trained,
-    UserModel,
-    parse_model,
-)
+from dpmac_cli.models import registry
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import Recipe
 
@@ -176,7 +168,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
         **{name: values[name] for name in AS_GIVEN},
         data=data,
         found=found,
-        model=parse_model(values["model"]),
+        model=registry.parse_model(values["model"]),
         isolation="always" if values["isolate"] else "never" if values["no_isolate"] else "auto",
         features=_features(values),
         start=_start(values),
@@ -227,12 +219,14 @@ def _data(values: Mapping[str, Any]) -> str | Source:
     )
 
 
-def _features(values: Mapping[str, Any]) -> Features | Pixels:
+def _features(values: Mapping[str, Any]) -> registry.Features | registry.Pixels:
     if values["backbone"] is not None:
-        return Backbone(values["backbone"], values["backbone_size"], values["backbone_flips"])
+        return registry.Backbone(
+            values["backbone"], values["backbone_size"], values["backbone_flips"]
+        )
     if values["features"] is not None:
-        return Scattered(values["features"])
-    return Pixels()
+        return registry.Scattered(values["features"])
+    return registry.Pixels()
 
 
 def _start(values: Mapping[str, Any]) -> PublicFile | RandomWeights:
@@ -240,10 +234,10 @@ def _start(values: Mapping[str, Any]) -> PublicFile | RandomWeights:
     return RandomWeights() if file is None else PublicFile(Path(file))
 
 
-def _trained(values: Mapping[str, Any]) -> Trained:
+def _trained(values: Mapping[str, Any]) -> registry.Trained:
     if values["train"] == "lora":
-        return Trained("lora", values["lora_rank"], values["lora_alpha"])
-    return Trained(values["train"] or "all")
+        return registry.Trained("lora", values["lora_rank"], values["lora_alpha"])
+    return registry.Trained(values["train"] or "all")
 
 
 def _recipe(values: Mapping[str, Any]) -> Recipe:
@@ -267,6 +261,6 @@ def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:
         and (name not in OMITTED or values[name] != setting.default)
         and (isinstance(data, Source) or setting.panel != DATA)
     }
-    if not isinstance(parse_model(values["model"]), UserModel):
+    if not isinstance(registry.parse_model(values["model"]), registry.UserModel):
         kept.pop("fix_norm")
     return {flag_name(name): value for name, value in kept.items()}

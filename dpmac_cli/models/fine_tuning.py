@@ -1,6 +1,5 @@
 """The part of a network with public weights that is trained, and the rest as constants."""
 
-from collections.abc import Iterator
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -67,7 +66,8 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
         raise _missing(trained, "the network does not end in a linear layer of its own")
     parts = [network.get_submodule(head)]
     if trained.part == "last-block":
-        parts += _from_block(network, last_block(network, shape), shape)
+        calls = _calls(network, shape)
+        parts += map(network.get_submodule, calls[calls.index(last_block(network, shape)) :])
     elif trained.part == "norm":
         norms = [module for module in network.modules() if isinstance(module, NORMS)]
         if not norms:
@@ -119,12 +119,6 @@ def last_block(network: nn.Module, shape: tuple[int, ...]) -> str:
     if not blocks:
         raise _missing(Trained("last-block"), "the network has no repeated blocks")
     return blocks[-1]
-
-
-def _from_block(network: nn.Module, block: str, shape: tuple[int, ...]) -> Iterator[nn.Module]:
-    """Yield a block, and the modules that are first called after it."""
-    calls = _calls(network, shape)
-    return (network.get_submodule(name) for name in calls[calls.index(block) :])
 
 
 @torch.no_grad()

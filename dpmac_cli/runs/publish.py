@@ -16,21 +16,10 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models import registry
 from dpmac_cli.models.backbones import PublicBackbone
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.models.registry import (
-    BACKBONES,
-    FEATURES,
-    MODELS,
-    Backbone,
-    BuiltIn,
-    Features,
-    Scattered,
-    Trained,
-    UserModel,
-    parse_model,
-)
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, MODEL_HEADER, _stored, adopt, published
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.report_file import Facts, parse
@@ -108,17 +97,18 @@ def load_model(
     misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
     wanted, held = {"an image": f"{described.shape}"}, {"an image": f"{facts.shape}"}
     held |= _forms(tensors)
-    if isinstance(reference, BuiltIn):
+    if isinstance(reference, registry.BuiltIn):
         with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
             shapes = build_network(reference.name, seen_by_network(described, features))
             if features is not None:
                 frozen = (
                     PublicBackbone(features, described)
-                    if isinstance(features, Backbone)
+                    if isinstance(features, registry.Backbone)
                     else nn.Identity()
                 )
                 shapes = FrozenFeatures(frozen, shapes, torch.float16)
             _check_fit(misfit, held, wanted | _forms(published(shapes)))
+    part = "head" if facts.trained_part == "head" else "all"  # additions of LoRA were merged
     model = build_model(
         reference,
         described,
@@ -126,7 +116,7 @@ def load_model(
         fix_norm=facts.fix_norm,
         to_float32=facts.to_float32,
         features=features,
-        trained=None if facts.trained_part is None else Trained(_loaded_as(facts)),
+        trained=None if facts.trained_part is None else registry.Trained(part),
         isolated=True,  # scoring needs no independence across samples
     )
     _check_fit(misfit, held, wanted | _forms(published(model)))
@@ -140,11 +130,13 @@ def read_facts(path: Path) -> tuple[Path, Facts]:
     return file, _read(file)[2]
 
 
-def _network(file: Path, facts: Facts, factory: str | None) -> BuiltIn | UserModel:
+def _network(
+    file: Path, facts: Facts, factory: str | None
+) -> registry.BuiltIn | registry.UserModel:
     """Return the network to build. Raises ModelError."""
-    named = parse_model(facts.model)
-    if isinstance(named, BuiltIn):
-        if named.name in MODELS:
+    named = registry.parse_model(facts.model)
+    if isinstance(named, registry.BuiltIn):
+        if named.name in registry.MODELS:
             return named
         raise ModelError(f"{file} holds a model '{facts.model}', which this version does not know.")
     if factory is None:
@@ -152,25 +144,20 @@ def _network(file: Path, facts: Facts, factory: str | None) -> BuiltIn | UserMod
             f"{file} holds a user-supplied network, {facts.model}, and what a file names is never "
             "imported. Say where it is: --model FILE.py:FACTORY"
         )
-    return parse_model(factory)
+    return registry.parse_model(factory)
 
 
-def _features(file: Path, facts: Facts) -> Features | None:
+def _features(file: Path, facts: Facts) -> registry.Features | None:
     """Return the fixed features that the network takes. Raises ModelError."""
     kind, size = facts.features, facts.backbone_size
     named = facts.backbone or kind
     if named is None:
         return None
-    if named in BACKBONES and size is not None:
-        return Backbone(named, size, facts.backbone_flips)
-    if named in FEATURES:
-        return Scattered(named)
+    if named in registry.BACKBONES and size is not None:
+        return registry.Backbone(named, size, facts.backbone_flips)
+    if named in registry.FEATURES:
+        return registry.Scattered(named)
     raise ModelError(f"{file} takes features '{named}', which this version does not know.")
-
-
-def _loaded_as(facts: Facts) -> str:
-    """Return which part is trained in the network to build: additions of LoRA were merged."""
-    return "head" if facts.trained_part == "head" else "all"
 
 
 def _described(facts: Facts) -> Dataset:

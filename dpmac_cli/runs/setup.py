@@ -38,10 +38,7 @@ from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
-WHOLE = (
-    "All of the network is run in every step: its forward cannot be split before the last block, "
-    "for torch.fx does not trace it, or more than the block's input is used behind."
-)
+WHOLE = "All of the network is run in every step: torch.fx cannot split it before the last block."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,18 +187,15 @@ def make_task(
 
 def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
     """Load the public weights into a network; return them with notes."""
-    network, head = model, None
+    weights = read_weights(plan.start.path) if isinstance(plan.start, PublicFile) else None
     if isinstance(plan.features, Backbone):
-        kind = BACKBONES[plan.features.kind]
-        network, head = model.get_submodule("frozen.network"), kind.head
+        weights = weights or public_weights(plan.features.kind)
+        model, head = model.get_submodule("frozen.network"), BACKBONES[plan.features.kind].head
+        notes = weights.adopted_by(model, head)
     else:
-        head = head_of(model, plan.facts.shape)
-    if isinstance(plan.start, PublicFile):
-        weights = read_weights(plan.start.path)
-    else:
-        assert isinstance(plan.features, Backbone)  # noqa: S101  (it starts from public weights)
-        weights = public_weights(plan.features.kind)
-    return weights, (*_doubts(plan, weights), *weights.adopted_by(network, head))
+        assert weights is not None  # noqa: S101  (it starts from public weights)
+        notes = weights.adopted_by(model, head_of(model, plan.facts.shape))
+    return weights, (*_doubts(plan, weights), *notes)
 
 
 def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:

@@ -1,0 +1,82 @@
+"""Search for the defaults of a head behind a backbone: DP-Adam by n and epsilon.
+
+python benchmarks/head_rule.py 500,2000,10000,50000 > docs/data/head_rule.txt
+
+Heads are trained in plain torch on the features of sample_configs/cifar10-backbone.yaml, on the
+first n records (means over disjoint subsets where n is small), and scored on the first 4,000 test
+records. A line has n, epsilon, the six best settings as (accuracy, steps an epoch, epochs, rate),
+and the rule's.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dpmac_cli.accounting.calibration import calibrate_noise
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.defaults import HEAD_EPOCHS, HEAD_STEPS
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.dataset import Split
+from dpmac_cli.runs.setup import keys_of, make_task, outcome
+
+CONFIG = Path(__file__).parents[1] / "sample_configs" / "cifar10-backbone.yaml"
+RULE = (HEAD_STEPS, HEAD_EPOCHS, 0.003)
+SCORED = 4000
+
+
+def trained(split: Split, sigma: float, batch: float, steps: int, rate: float, seed: int) -> Tensor:
+    """Return weights, (classes, columns + 1), averaged as by --ema 0.95; C is 1."""
+    draws = torch.Generator().manual_seed(seed)
+    x, y = split.images.flatten(1), split.labels
+    reach = (x.float().square().sum(1) + 1).sqrt()
+    theta = torch.zeros(10, x.shape[1] + 1)
+    average, m, v = (torch.zeros_like(theta) for _ in range(3))
+    for step in range(1, steps + 1):
+        rows = (torch.rand(len(x), generator=draws) < batch / len(x)).nonzero().squeeze(1)
+        inputs = x[rows].float()
+        delta = torch.addmm(theta[:, -1], inputs, theta[:, :-1].T).softmax(1)
+        delta[torch.arange(len(rows)), y[rows]] -= 1
+        delta *= (1 / (delta.norm(dim=1) * reach[rows])).clamp(max=1.0).unsqueeze(1)
+        total = torch.cat([delta.T @ inputs, delta.sum(0).unsqueeze(1)], 1)
+        g = (total + sigma * torch.randn(theta.shape, generator=draws)) / batch
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g.square()
+        theta -= rate * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-12)
+        average.lerp_(theta, 1 - min(0.95, (1 + step) / (10 + step)))
+    return average
+
+
+def accuracy(theta: Tensor, split: Split) -> float:
+    """Return the percentage of right answers."""
+    logits = torch.addmm(theta[:, -1], split.images.flatten(1).float(), theta[:, :-1].T)
+    return 100 * (logits.argmax(1) == split.labels).float().mean().item()
+
+
+def main() -> None:
+    """Search, and print a line for each n and epsilon."""
+    plan = resolve({"seed": 0, "device": "cpu"}, CONFIG).plan
+    data = outcome(make_task(plan, torch.device("cpu"), keys_of(plan))).data
+    test = Split(data.test.images[:SCORED], data.test.labels[:SCORED])
+    for n, epsilon in itertools.product(map(int, sys.argv[1].split(",")), (1.0, 3.0, 8.0)):
+        found = []
+        for per_epoch, epochs, rate in itertools.product(
+            (4, 12, 36), (10, 20, 40), (0.001, 0.003, 0.01, 0.03)
+        ):
+            steps, batch = per_epoch * epochs, max(1, round(n / per_epoch))
+            event = TrainingEvent(batch / n, 1.0, steps, "poisson", per_epoch)
+            sigma = calibrate_noise(event, min(1e-5, n**-1.1), epsilon)
+            scores = []
+            for seed in range(3 if n < 5000 else 2 if n < 20_000 else 1):
+                part = slice(seed * n, (seed + 1) * n)
+                some = Split(data.train.images[part], data.train.labels[part])
+                scores.append(accuracy(trained(some, sigma, batch, steps, rate, seed), test))
+            found.append((round(sum(scores) / len(scores), 2), per_epoch, epochs, rate))
+        found.sort(reverse=True)
+        rule = [row for row in found if row[1:] == RULE]
+        print(n, epsilon, found[:6], "rule:", rule, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The commands of docs/fine-tuning.md, typed as they stand there, on small images and few steps."""
+
+import hashlib
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torchvision.models import get_model
+
+from dpmac_cli.models import backbones
+from dpmac_cli.models.registry import BACKBONES
+from tests.digits_runs import dpmac
+from tests.test_fine_tuning import NETWORKS, network
+
+GUIDE = (Path(__file__).parents[1] / "docs" / "fine-tuning.md").read_text()
+#: Its indented lines, continued ones joined.
+COMMANDS = [
+    line.strip()
+    for line in re.sub(r" \\\n +", " ", GUIDE).splitlines()
+    if line.startswith("    dpmac ")
+]
+#: Makes runs short: the same command otherwise.
+SHORT = ("--steps", "2", "--batch-size", "8", "--device", "cpu")
+
+
+def test_there_are_some() -> None:
+    assert len(COMMANDS) == 7
+    assert sum("--train" in command for command in COMMANDS) == 2
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the guide's commands name: images, networks, and weights in the place of public ones."""
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("cat", "dog")):
+        for part, count in (("train", 12), ("test", 4)):
+            folder = Path("photos", part, name)
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 128 + 100 * label, (8, 8, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    Path("net.py").write_text(f"{NETWORKS}\n\nNet = ResNet\n")
+    Path("runs/other-1").mkdir(parents=True)
+    tensors = network("ResNet", (3, 8, 8)).state_dict()
+    save_file(tensors, "runs/other-1/model.safetensors")
+    save_file(network("ViT", (3, 8, 8)).state_dict(), "model.safetensors")
+    torch.manual_seed(0)
+    weights = Path("resnet50-11ad3fa6.pth")
+    torch.save(get_model("resnet50").state_dict(), weights)
+    hub = Path("hub", "checkpoints")
+    hub.mkdir(parents=True)
+    (hub / weights.name).hardlink_to(weights)
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+    known = replace(BACKBONES["resnet50"].weights, sha256=sha256)
+    row = replace(BACKBONES["resnet50"], weights=known)
+    monkeypatch.setitem(cast(dict[str, Any], BACKBONES), "resnet50", row)
+    monkeypatch.setattr(backbones, "get_dir", lambda: "hub")
+    return Path()
+
+
+@pytest.mark.usefixtures("place")
+def test_every_command_works_as_it_stands() -> None:
+    for command in COMMANDS:
+        _, *args = shlex.split(command, comments=True)
+        if args[0] == "train":
+            size = ("--backbone-size", "32") if "--backbone" in args else ("--image-size", "8")
+            args = [*args, *SHORT, *size]
+        result = dpmac(*args)
+        assert result.exit_code == 0, f"{command}\n{result.output}"
+    reports = [json.loads(path.read_text()) for path in Path("runs").glob("photos-*/report.json")]
+    assert len(reports) == 5
+    trained = {report["model"]["public_part"]["train"] for report in reports}
+    assert trained == {"head", "lora"}
+    assert {round(report["privacy"]["epsilon"], 1) for report in reports} >= {3.0}
+
+
+def test_the_parts_are_those_that_there_are() -> None:
+    from dpmac_cli.models.registry import PARTS  # noqa: PLC0415
+
+    table = re.findall(r"^\| `(\S+)` \|", GUIDE, re.MULTILINE)
+    assert sorted(name for name in table if name in PARTS) == sorted(PARTS)
