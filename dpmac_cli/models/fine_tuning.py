@@ -154,8 +154,6 @@ def cut_before_block(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeatur
         rest = _after(graph, block)
     except Exception:  # noqa: BLE001  (of code that torch.fx cannot trace, anything)
         return None
-    if rest is None:
-        return None
     return FrozenFeatures(
         Before(network, network.get_submodule(block)), GraphModule(network, rest), torch.float32
     )
@@ -173,18 +171,19 @@ class _Outside(Tracer):
         return not self._name.startswith(f"{module_qualified_name}.")
 
 
-def _after(graph: Graph, block: str) -> Graph | None:
-    """Return the part of a graph from the call of a block on, as a function of its input."""
+def _after(graph: Graph, block: str) -> Graph:
+    """Return the part of a graph from the call of a block on, as a function of its input.
+
+    Raises KeyError if it reads anything else that was computed before.
+    """
     [call] = [node for node in graph.nodes if node.target == block]
-    if call.all_input_nodes != list(call.args[:1]):
-        return None
     rest = Graph()
     copies = {call.args[0]: rest.placeholder("x")}
 
     def copied(node: Node) -> Node:
         if node not in copies and node.op == "get_attr":
             copies[node] = rest.node_copy(node)
-        return copies[node]  # KeyError: computed before the block
+        return copies[node]
 
     for node in list(graph.nodes)[list(graph.nodes).index(call) :]:
         if node.op == "output":
