@@ -26,8 +26,9 @@ from dpmac_cli.models import backbones
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
-from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn
+from dpmac_cli.models.features import FrozenFeatures, WithHead
+from dpmac_cli.models.fine_tuning import cut_before_block, freeze
+from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn, Trained
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.train import finish, resume, train
 from tests.digits_runs import after, digits_config, of, refused, same_weights, train_digits
@@ -347,3 +348,27 @@ def test_a_head_needs_no_settings(sizes: tuple[int, int]) -> None:
     whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
     assert whole.recipe.ema == 0
     assert whole.physical_batch == 16
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", OF_TORCHVISION)
+def test_nothing_in_a_trained_block_is_drawn_or_mixed(name: str) -> None:
+    """Dropped paths would be drawn in the order of the batch, which one record changes."""
+    images = BACKBONES[name].images
+    size = 64 if images.any_size else images.size
+    torch.manual_seed(0)
+    features, head = Backbone(name, size), nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
+    network = WithHead(PublicBackbone(features, CIFAR), head)
+    x = torch.randn(2, *CIFAR.shape, generator=a_generator(6))
+    with torch.no_grad():
+        expected = network(x)
+    freeze(network, Trained("last-block"), CIFAR.shape)
+    trained = {n for n, p in network.named_parameters() if p.requires_grad}
+    assert {"head.1.weight", "head.1.bias"} < trained
+    assert len(trained) < len(list(network.parameters())) / 2
+    parts = cut_before_block(network, CIFAR.shape)
+    assert parts is not None
+    given, rest = parts.features(x), parts.head.train()
+    with torch.no_grad():
+        assert torch.allclose(rest(given), expected, atol=1e-4)
+        assert torch.allclose(rest(given[:1]), expected[:1], atol=1e-4)

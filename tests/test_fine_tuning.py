@@ -298,6 +298,26 @@ def test_a_network_that_cannot_be_cut_is_run_whole() -> None:
     assert trained_names(model) >= {"fc.weight", "layers.1.conv.weight", "layers.1.norm.bias"}
 
 
+def test_lora_leaves_out_layers_whose_weights_are_used_without_a_call() -> None:
+    class Functional(nn.Module):
+        """As torchvision's Swin transformers do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.read, self.called = nn.Linear(64, 8), nn.Linear(8, 8)
+            self.fc = nn.Linear(8, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            read = nn.functional.linear(x.flatten(1), self.read.weight, self.read.bias)
+            out: Tensor = self.fc(self.called(read).relu())
+            return out
+
+    model = Functional()
+    freeze(model, Trained("lora", 2), SHAPE)
+    expected = {"called.down.weight", "called.up.weight", "fc.weight", "fc.bias"}
+    assert trained_names(model) == expected
+
+
 def test_a_block_of_two_inputs_is_not_cut_before() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:

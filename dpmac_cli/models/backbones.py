@@ -81,11 +81,13 @@ def efficientnet_lite(scale: tuple[float, float], _: str) -> nn.Module:
 
 
 def of_torchvision(name: str, head: str) -> nn.Module:
-    """Return a network of torchvision, with random weights, without its head."""
-    from torchvision import models  # noqa: PLC0415  (seconds to import)
+    """Return a network of torchvision without its head, nor layers that draw at random."""
+    from torchvision import models, ops  # noqa: PLC0415  (seconds to import)
 
     network: nn.Module = models.get_model(name, weights=None)
-    network.set_submodule(head, nn.Identity())
+    layers = [(n, m) for n, m in network.named_modules() if n]
+    for at in [head, *(n for n, m in layers if isinstance(m, nn.Dropout | ops.StochasticDepth))]:
+        network.set_submodule(at, nn.Identity())
     return network
 
 

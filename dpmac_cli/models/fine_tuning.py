@@ -74,7 +74,7 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
             raise _missing(trained, "the network has no norm")
         parts += norms
     elif trained.part == "lora":
-        parts += _with_additions(network, head, trained)
+        parts += _with_additions(network, head, trained, _calls(network, shape))
     for part in parts:
         part.requires_grad_(True)
 
@@ -83,12 +83,15 @@ def _missing(trained: Trained, why: str) -> ModelError:
     return ModelError(f"--train {trained.part}: {why}. Choose another part, or --train all.")
 
 
-def _with_additions(network: nn.Module, head: str, trained: Trained) -> list[nn.Module]:
-    """Put additions on the linear layers outside of the head; return them."""
+def _with_additions(
+    network: nn.Module, head: str, trained: Trained, calls: list[str]
+) -> list[nn.Module]:
+    """Put additions on the linear layers that are called outside of the head; return them."""
     layers = {
         name: module
-        for name, module in network.named_modules()
-        if type(module) is nn.Linear and not f"{name}.".startswith(f"{head}.")
+        for name in calls
+        if type(module := network.get_submodule(name)) is nn.Linear
+        and not f"{name}.".startswith(f"{head}.")
     }
     if not layers:
         raise _missing(trained, "the network has no linear layer but its head")
