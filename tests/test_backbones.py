@@ -311,6 +311,14 @@ def test_weights_that_cannot_be_had_are_told_with_file_and_place(
     assert TORCHVISION_WEIGHTS + published_resnet.name in text
 
 
+def test_grey_images_are_said_to_be_repeated() -> None:
+    said = "Grey images of {} are repeated in three channels for the backbone."
+    for name, grey in (("digits", True), ("cifar10", False)):
+        notes = resolve({"dataset": name, "backbone": LITE0}).notes
+        assert (said.format(name) in notes) == grey
+    assert said.format("digits") not in resolve({"dataset": "digits"}).notes
+
+
 def test_a_network_of_one_size_says_so() -> None:
     text = refused("--backbone", "vit_b_16", "--backbone-size", "64")
     assert "must be resized to 224: leave out --backbone-size" in text

@@ -119,6 +119,8 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
             f"{plan.dataset} has no test record of the classes {', '.join(some)}"
             f"{f' and {more} more' if more > 0 else ''}: accuracy says nothing of them."
         )
+    if isinstance(plan.features, Backbone) and plan.facts.shape[0] == 1:
+        yield f"Grey images of {plan.dataset} are repeated in three channels for the backbone."
     if plan.private:
         yield from delta_note(plan.delta, plan.facts.train_size)
         if plan.event.sampling_rate == 1 and not SAMPLERS[plan.event.sampler].once_an_epoch:

@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.scattering import CHANNELS, Scattering
 
-#: Of the norm behind scattered features.
-GROUPS = 27
-
 
 class WithHead(nn.Module):
     """A network and its head, which is trained on its outputs.
@@ -81,14 +78,14 @@ class FrozenFeatures(WithHead):
 def with_features(head: nn.Module, shape: tuple[int, int, int]) -> FrozenFeatures:
     """Put a network behind the scattering of images, stored in float16 to save memory and disk.
 
-    A group norm without parameters is between them, as in Tramer and Boneh 2021, arXiv 2011.11660.
+    A norm of 27 groups, without parameters, is between them, as in Tramer and Boneh 2021, arXiv 2011.11660.
 
     Args:
         head: takes the shape of :meth:`dpmac_cli.models.registry.Scattered.shape_of`.
         shape: (channels, height, width) of an image.
     """
     channels, height, width = shape
-    norm = nn.GroupNorm(GROUPS, channels * CHANNELS, affine=False)
+    norm = nn.GroupNorm(27, channels * CHANNELS, affine=False)
     return FrozenFeatures(nn.Sequential(Scattering(height, width), norm), head, torch.float16)
 
 
