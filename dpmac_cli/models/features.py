@@ -78,7 +78,7 @@ class FrozenFeatures(WithHead):
 def with_features(head: nn.Module, shape: tuple[int, int, int]) -> FrozenFeatures:
     """Put a network behind the scattering of images, stored in float16 to save memory and disk.
 
-    A norm of 27 groups, without parameters, is between them, as in Tramer and Boneh 2021, arXiv 2011.11660.
+    A norm of 27 groups is between them, as in Tramer and Boneh 2021, arXiv 2011.11660.
 
     Args:
         head: takes the shape of :meth:`dpmac_cli.models.registry.Scattered.shape_of`.
