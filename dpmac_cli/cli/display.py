@@ -60,7 +60,8 @@ class Display:
             case Computing():
                 if not self._bar.tasks:
                     self._begin("features", event.records, 0)
-                self._bar.update(self._task, completed=event.done)
+                speed = f"{self._bar.tasks[0].speed or 0:,.0f} images/s"
+                self._bar.update(self._task, completed=event.done, epsilon=speed)
             case Started():
                 self._plan = event.plan
                 self._begin("epoch", event.steps, event.done)
