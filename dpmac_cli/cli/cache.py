@@ -41,9 +41,9 @@ def cache(clear: bool, json: bool) -> None:
         begun = "" if of["whole"] else ", begun"
         last = age(time.time() - of["last_used"])
         print(f"{of['name']}  {decimal(of['bytes'])}, last used {last} ago{begun}")  # noqa: T201
-    total = decimal(sum(of["bytes"] for of in files))
-    cleared = f"; {len(removed)} removed" if clear else ""
-    print(f"{folder}: {len(files)} files, {total} of {decimal(int(limit))}{cleared}")  # noqa: T201
+    total, most = decimal(sum(of["bytes"] for of in files)), decimal(int(limit))
+    more = f"; {len(removed)} removed" * clear
+    print(f"{folder}: {len(files)} files, {total} of {most}{more}")  # noqa: T201
 
 
 def _described(file: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import typer
 
 from dpmac_cli.config.settings import flag_name
 
-#: Completes a value that is being typed; the shell itself completes paths.
 Completer = Callable[[str], list[str]]
 
 

@@ -30,7 +30,6 @@ Examples: dpmac runs, dpmac runs runs/compare
 Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
 """
 
-#: Folder of runs.
 DEFAULT_ROOT = Path("runs")
 #: States without a report: figures are as of the last epoch that was scored.
 UNREPORTED = ("running", "diverged", "cut-off")

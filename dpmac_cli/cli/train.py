@@ -79,6 +79,8 @@ def train(**flags: Any) -> None:
         (_train if ranks.leads else _assist)(flags, ranks)
     finally:
         ranks.leave()
+    if not ranks.leads:
+        os._exit(0)  # a thread of gloo's may abort a process that ends in the usual way
 
 
 def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
