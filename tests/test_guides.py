@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torchvision.models import get_model
 
 from dpmac_cli.models import backbones
-from dpmac_cli.models.registry import BACKBONES
+from dpmac_cli.models.registry import BACKBONES, PARTS
 from tests.digits_runs import dpmac
 from tests.test_fine_tuning import NETWORKS, network
 
@@ -83,7 +83,5 @@ def test_every_command_works_as_it_stands() -> None:
 
 
 def test_the_parts_are_those_that_there_are() -> None:
-    from dpmac_cli.models.registry import PARTS  # noqa: PLC0415
-
     table = re.findall(r"^\| `(\S+)` \|", GUIDE, re.MULTILINE)
     assert sorted(name for name in table if name in PARTS) == sorted(PARTS)

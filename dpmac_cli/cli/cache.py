@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
+from rich.text import Text
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
@@ -37,20 +38,19 @@ def cache(clear: bool, json: bool) -> None:
         found = {"folder": str(folder), "limit": limit, "files": files, "removed": len(removed)}
         console.print_result(to_json(found))
         return
+    out = console.stdout()
     for of in files:
-        begun = "" if of["whole"] else ", begun"
-        last = age(time.time() - of["last_used"])
-        print(f"{of['name']}  {decimal(of['bytes'])}, last used {last} ago{begun}")  # noqa: T201
+        last = f"last used {age(time.time() - of['last_used'])} ago"
+        begun = ", begun" * (not of["whole"])
+        out.print(Text(f"{of['name']}  {decimal(of['bytes'])}, {last}{begun}"))
     total, most = decimal(sum(of["bytes"] for of in files)), decimal(int(limit))
-    more = f"; {len(removed)} removed" * clear
-    print(f"{folder}: {len(files)} files, {total} of {most}{more}")  # noqa: T201
+    out.print(Text(f"{folder}: {len(files)} files, {total} of {most}; {len(removed)} removed"))
 
 
 def _described(file: Path) -> dict[str, Any]:
-    kept = file.stat()
     return {
-        "name": f"{file.name[:12]}",
-        "bytes": kept.st_size,
-        "last_used": kept.st_mtime,
+        "name": file.name[:12],
+        "bytes": file.stat().st_size,
+        "last_used": file.stat().st_mtime,
         "whole": file.suffix != BEGUN,
     }
