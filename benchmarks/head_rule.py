@@ -17,13 +17,13 @@ from torch import Tensor
 
 from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.defaults import HEAD_EPOCHS, HEAD_STEPS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
+from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH
 from dpmac_cli.runs.setup import keys_of, make_task, outcome
 
 CONFIG = Path(__file__).parents[1] / "sample_configs" / "cifar10-backbone.yaml"
-RULE = (HEAD_STEPS, HEAD_EPOCHS, 0.003)
+RULE = (STEPS_PER_EPOCH, EPOCHS, 0.003)
 SCORED = 4000
 
 

@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 EPSILON = "--epsilon 2.435"
-CNN = f"--dataset cifar10 {EPSILON} --optimizers dp-macadam --kappa tracked"
-SCATTER = f"--dataset cifar10 --features scatter --model linear {EPSILON} --batch-size 8192"
+CNN = f"--dataset cifar10 {EPSILON} --optimizers dp-macadam --kappa tracked --phi paper"
+SCATTER = (
+    f"--dataset cifar10 --features scatter --model linear {EPSILON} --batch-size 8192 "
+    "--kappa paper --phi paper"
+)
 
 #: What a study holds the same, and what each of its lines adds.
 STUDIES: dict[str, tuple[str, dict[str, str]]] = {

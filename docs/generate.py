@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Setting, flag_name
 from dpmac_cli.config.yaml_file import KIND_WORDS
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import DATASETS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import LEAST_CNN, found
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -45,6 +46,8 @@ CHOICES = {
 OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
 #: Records of one's own data, where it has many.
 MANY = 10**6
+#: What a rule says of them, in words.
+BY_RULE = {"sigma": f"for epsilon {EPSILON:g}", "batch_size": f"n/{STEPS_PER_EPOCH}"}
 
 
 def configuration() -> str:
@@ -123,7 +126,7 @@ def samples_at_a_time() -> str:
 def of_data(facts: Dataset, name: str) -> str:
     """A default that a data set brings."""
     value = shown(getattr(facts.defaults, name))
-    return f"{value}, at most n" if name == "batch_size" and facts.train_size == MANY else value
+    return BY_RULE.get(name, value) if facts.train_size == MANY else value
 
 
 def _data_sets() -> dict[str, Dataset]:

@@ -1,7 +1,6 @@
 """Pictures for print: readable without colour, on white, as PNG or SVG. Loads matplotlib."""
 
 import io
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +25,6 @@ SUFFIXES = (".png", ".svg")
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = len(COLOURS) * len(DASHES)
-#: Classes of a confusion matrix with names beside the rows and counts in the cells.
-MOST_NAMED = 20
 
 
 def faults_of_picture(path: Path) -> Iterator[str]:
@@ -117,43 +114,6 @@ def draw_curves(history: Sequence[Mapping[str, Any]], title: str, path: Path) ->
         panel.set(xlabel="epoch", xlim=(0, None))
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title if priced else f"{title}, no privacy", fontsize="medium")
-    write_figure(figure, path)
-
-
-def draw_confusion(
-    counts: Sequence[Sequence[int]], classes: Sequence[str], title: str, path: Path
-) -> None:
-    """Draw a confusion matrix: the darker, the larger the share of the true class.
-
-    Args:
-        counts: one row per true class, one column per predicted one.
-        classes: their names.
-        title, path: of the picture.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from matplotlib.colors import PowerNorm  # noqa: PLC0415  (a second to load)
-    from matplotlib.figure import Figure  # noqa: PLC0415  (a second to load)
-
-    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
-    named = len(classes) <= MOST_NAMED
-    inches = max(4.8, 2.0 + len(classes) * 0.42) if named else 8.0
-    figure = Figure(figsize=(inches + 1.0, inches), layout="constrained")
-    axes = figure.subplots()
-    # By the root of the share, or the few percent that are taken for another class look white.
-    picture = axes.imshow(shares, cmap="Greys", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
-    axes.set(xlabel="predicted class", ylabel="true class")
-    if named:
-        ticks, names = range(len(classes)), [f"{name:.28}" for name in classes]
-        rotation = 90 if max(map(len, names)) > 3 else 0
-        axes.set_xticks(ticks, names, rotation=rotation, parse_math=False)
-        axes.set_yticks(ticks, names, parse_math=False)
-        for i, j in itertools.product(ticks, ticks):
-            ink = "white" if shares[i][j] > 0.25 else "black"
-            axes.text(j, i, f"{counts[i][j]:,}", ha="center", va="center", color=ink, fontsize=8)
-    figure.colorbar(picture, ax=axes, shrink=0.8, label="share of the true class")
-    figure.suptitle(title, fontsize="medium")
     write_figure(figure, path)
 
 

@@ -354,7 +354,7 @@ def test_a_head_needs_no_settings(sizes: tuple[int, int]) -> None:
     other = resolve({"dataset": name, "backbone": LITE0, "optimizer": "dp-sgd", "sigma": 2}).plan
     assert (other.sigma, other.hyper.lr) == (2, OPTIMIZERS["dp-sgd"].rate_on(name))
     whole = resolve({"dataset": name, "backbone": LITE0, "train": "norm"}).plan
-    assert whole.recipe.ema == 0
+    assert (whole.recipe.ema, whole.optimizer, whole.steps) == (0.95, "dp-adam", 240)
     assert whole.physical_batch == 16
 
 

@@ -19,8 +19,11 @@ from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
+from dpmac_cli.studies.grid import plan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import limits_of
+
+SAMPLES = Path(__file__).parents[1] / "sample_configs"
 
 #: A value for each setting that is not its default.
 VALUES: Mapping[str, Any] = {
@@ -573,7 +576,33 @@ def test_the_papers_settings_for_mnist() -> None:
     assert (config.batch_size, config.steps, config.delta) == (256, 5 * 235, 1e-5)
     assert (hyper.lr, hyper.h1, hyper.h2, hyper.clip_norm) == (1e-3, 1e-9, 1e-6, 1)
     assert resolve({"optimizer": "dp-sgd"}).plan.hyper.lr == 0.1
-    assert (hyper.kappa, hyper.phi) == ("paper", "paper")
+    assert (hyper.kappa, hyper.phi) == ("tracked", "tracked")
+
+
+@pytest.mark.parametrize("name", ["table1-mnist", "table1-quick", "table2-cifar10"])
+def test_tables_of_the_paper_are_of_its_own_estimates(name: str) -> None:
+    for run in plan({}, SAMPLES / f"{name}.yaml").runs:
+        hyper = run.plan.hyper
+        if "kappa" in run.plan.method.settings:
+            assert hyper.kappa == "paper"
+        if "phi" in run.plan.method.settings:
+            assert hyper.phi == "paper"
+        assert hyper.gamma_prime == 1e-8
+
+
+def test_the_floor_of_adambc_goes_with_its_estimate() -> None:
+    """By docs/reproduction.md: 1e-8 gives the paper's tables, 1e-4 works on CIFAR-10 if tracked."""
+    expected = {
+        ("mnist", "dp-macadambc", "tracked"): 1e-8,
+        ("cifar10", "dp-macadambc", "tracked"): 1e-4,
+        ("cifar10", "dp-macadambc", "paper"): 1e-8,
+        ("cifar10", "dp-adambc", None): 1e-8,
+    }
+    for (dataset, optimizer, phi), floor in expected.items():
+        hyper = resolve({"dataset": dataset, "optimizer": optimizer, "phi": phi}).plan.hyper
+        assert hyper.gamma_prime == floor
+    given = resolve({"dataset": "cifar10", "optimizer": "dp-macadambc", "gamma_prime": 1e-6})
+    assert given.plan.hyper.gamma_prime == 1e-6
 
 
 @pytest.mark.privacy

@@ -5,7 +5,6 @@ import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -146,27 +145,18 @@ def test_the_configuration_page_is_what_the_settings_say() -> None:
 
 def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).random((900, 4)), np.arange(900) % 3
-    for name, records in (("many", 900), ("few", 90)):
-        arrays: dict[str, Any] = {"x": x[:records], "y": y[:records], "x_test": x, "y_test": y}
-        np.savez(tmp_path / f"{name}.npz", **arrays)
-    few, *many = (
-        resolve(dataset=str(tmp_path / name), optimizer=optimizer, feature_range="0,1").plan
-        for name, optimizer in (("few.npz", "dp-sgd"), *(("many.npz", row) for row in OPTIMIZERS))
-    )
+    np.savez(tmp_path / "rows.npz", x=x, y=y, x_test=x, y_test=y)
+    one = resolve(dataset=str(tmp_path / "rows.npz"), feature_range="0,1").plan
     text = (ROOT / "docs" / "configuration.md").read_text()
-    rows = re.findall(r"^\| your own rows of numbers \| (.+) \|$", text, re.MULTILINE)
-    defaults, rates = (row.split(" | ") for row in rows)
-    one = many[0]
-    assert [float(rate) for rate in rates] == [config.hyper.lr for config in many]
-    assert defaults[:3] == [one.recorded["model"], f"{one.sigma:g}", f"{one.batch_size}, at most n"]
-    assert few.batch_size == 90
-    epochs = one.recorded["epochs"]
+    (row,) = re.findall(r"^\| your own rows of numbers \| (mlp .+) \|$", text, re.MULTILINE)
+    defaults = row.split(" | ")
+    assert defaults[:3] == [one.recorded["model"], "for epsilon 3", "n/12"]
     told = list(map(float, defaults[3:7]))
-    assert told == [epochs, one.hyper.clip_norm, one.hyper.h1, one.hyper.h2]
+    assert told == [one.recorded["epochs"], one.hyper.clip_norm, one.hyper.h1, one.hyper.h2]
     said = " ".join((ROOT / "README.md").read_text().split())
-    assert "sigma 1, delta 1e-5, 10 epochs, B = 256 (or n, if that is less), C = 1, and" in said
-    values = (one.sigma, one.delta, epochs, one.batch_size, one.hyper.clip_norm)
-    assert values == (1, 1e-5, 10, 256, 1)
+    assert "`dp-adam`, the noise of epsilon 3, delta 1e-5 or n^-1.1, 20 epochs, B = n/12" in said
+    values = (one.optimizer, one.target_epsilon, one.delta, one.recorded["epochs"], one.batch_size)
+    assert values == ("dp-adam", 3, 1e-5, 20, 75)
 
 
 def test_the_index_has_every_page() -> None:

@@ -489,7 +489,7 @@ def test_with_a_declared_schema_no_image_changes_shape_or_classes(
     facts = inspect(source).facts
     train, test = facts.train_size, facts.test_size
     assert train + test == before.train_size + before.test_size + 1
-    defaults = replace(before.defaults, batch_size=train)
+    defaults = replace(before.defaults, batch_size=-(-train // 12))
     assert replace(before, train_size=train, test_size=test, defaults=defaults) == facts
     assert load(source)[0][0].shape == (train, 1, 8, 8)
 

@@ -1,6 +1,7 @@
 """A person's own data and network, from the command line to the last score."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -18,8 +19,10 @@ from sklearn.datasets import load_digits, load_wine
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.config.defaults import _rate
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import DATA, SETTINGS
+from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.session import Finished, RunEvent, Started
@@ -384,18 +387,52 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     )
 
 
-def test_batches_of_all_records_are_remarked_on() -> None:
+def test_batches_of_most_records_are_remarked_on() -> None:
     wine("wine.npz")
     size = resolve({"dataset": "wine.npz"}).plan.facts.train_size
-    assert size < 256
-    (note,) = resolve({"dataset": "wine.npz"}).notes
-    assert f"of --batch-size {size} every record takes part" in note
+    assert resolve({"dataset": "wine.npz"}).notes == ()
+    (note,) = notes_on("wine.npz", batch_size=str(size))
+    assert f"--batch-size {size} each record takes part in 100% of the steps" in note
     assert "choose a smaller --batch-size" in note
-    assert notes_on("wine.npz", batch_size=str(size - 1)) == ()
+    (note,) = notes_on("wine.npz", batch_size=str(-(-size * 3 // 5)))
+    assert "takes part in 60% of" in note
+    assert notes_on("wine.npz", batch_size=str(size // 2 - 1)) == ()
     whole = str(size)
     assert notes_on("wine.npz", batch_size=whole, no_dp=True) == ()
     assert notes_on("wine.npz", batch_size=whole, sampler="shuffle") == ()
     assert len(notes_on("wine.npz", batch_size=whole, sampler="fixed-size")) == 1
+
+
+def test_defaults_by_rule() -> None:
+    """A twelfth of the records a step, 20 epochs, epsilon 3: docs/recipes.md."""
+    wine("wine.npz")
+    found = resolve({"dataset": "wine.npz"}).plan
+    records = found.facts.train_size
+    assert (found.batch_size, found.steps) == (math.ceil(records / 12), 240)
+    assert (found.optimizer, found.hyper.lr, found.recipe.ema) == ("dp-adam", 0.01, 0.95)
+    assert (found.target_epsilon, found.delta) == (3.0, 1e-5)
+    assert total_epsilon((found.event,), found.delta) <= 3.0
+    assert resolve({"dataset": "wine.npz", "max_epsilon": 1.0}).plan.target_epsilon == 1.0
+    assert resolve({"dataset": "wine.npz", "sigma": 2.0}).plan.sigma == 2.0
+    assert resolve({"dataset": "wine.npz", "steps": 7}).plan.steps == 7
+    other = resolve({"dataset": "wine.npz", "optimizer": "dp-macadam"}).plan
+    assert other.hyper.lr == OPTIMIZERS["dp-macadam"].lr
+
+
+def test_delta_shrinks_with_the_records() -> None:
+    """Below 1e-5 and below n^-1.1, so that no guarantee allows publishing a record."""
+    labels = np.zeros(50_000, np.int64)
+    labels[::2] = 1
+    x = np.arange(50_000.0).reshape(-1, 1)
+    np.savez("many.npz", x=x, y=labels, low=[0.0], high=[5e4])
+    found = resolve({"dataset": "many.npz", "test_fraction": 0.01}).plan
+    assert found.delta == found.facts.train_size**-1.1 < 1e-5
+    assert resolve({"dataset": "many.npz", "delta": 1e-6}).plan.delta == 1e-6
+
+
+def test_learning_rates_by_the_numbers_of_a_record() -> None:
+    """0.1 over the root of their number, 0.01 at most: docs/recipes.md."""
+    assert [_rate(inputs) for inputs in (13, 64, 784, 3072)] == [0.01, 0.01, 0.004, 0.002]
 
 
 def test_classes_that_are_not_tested_are_named() -> None:

@@ -24,6 +24,9 @@ SHOWN = (
     *(folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS),
     *(folder.AUDIT, folder.CURVES),
 )
+#: The epsilon above which a run's cost is remarked on.
+WEAK = 10
+ABOVE = f"Above {WEAK} the guarantee rules out little: add noise (--sigma), or give --epsilon 3."
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
 
@@ -39,6 +42,7 @@ class Display:
         self.console = console
         self._computing = ""
         self._scored: evaluation.Evaluation | None = None
+        self._warned = False
         columns = [
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -69,6 +73,10 @@ class Display:
                 self._move(event)
 
     def _lines(self, event: RunEvent) -> Iterator[Text]:
+        planned = (event.planned or 0.0) if isinstance(event, Update) else 0.0
+        if WEAK < planned < math.inf and not self._warned:
+            self._warned = True
+            yield Text(f"note: epsilon will be {format_epsilon(planned)}. {ABOVE}", ATTENTION)
         match event:
             case Computing():
                 before, self._computing = self._computing, _computing(event)
@@ -87,7 +95,8 @@ class Display:
                 )
             case Finished():
                 if self._scored is not None:
-                    yield from (Text(f"note: {doubt}", "red") for doubt in doubts(self._scored))
+                    remarks = (*doubts(self._scored), *swamped(self._scored))
+                    yield from (Text(f"note: {remark}", "red") for remark in remarks)
                 yield from _summary(event)
 
     def _begin(self, what: str, total: int, done: int) -> None:
@@ -204,6 +213,18 @@ def doubts(result: evaluation.Evaluation) -> Iterator[str]:
             f"for {lost:,} of {result.samples:,} test samples the network's output is not a number "
             "(NaN), which counts as wrong. Look at what its forward divides by, or takes the "
             "logarithm or the root of."
+        )
+
+
+def swamped(result: evaluation.Evaluation) -> Iterator[str]:
+    """Yield a note on a model that has learned nothing."""
+    right, most = int(result.counts.diagonal().sum()), int(result.counts.sum(1).max())
+    if right <= most < result.samples:
+        yield (
+            f"{right:,} of {result.samples:,} test samples are classified correctly, and the most "
+            f"frequent class alone has {most:,}. If longer training does not help, the noise "
+            "hides what there is to learn: allow a larger --epsilon, or use more records or a "
+            "smaller network (--model linear)."
         )
 
 

@@ -15,7 +15,6 @@ from dpmac_cli.cli.options import (
     argument,
     one_of,
     option,
-    path_option,
     switch,
     with_options,
 )
@@ -29,7 +28,7 @@ from dpmac_cli.storage.files import to_json
 
 HELP = """Score every test sample with a trained model, or an attack on a run's guarantee.
 
-Examples: dpmac eval runs/mnist-dp-macadam-1, dpmac eval RUN --plot confusion.svg
+Examples: dpmac eval runs/mnist-dp-macadam-1, dpmac eval RUN --json
 
 Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data, or the
 audit shows a claim to be false.
@@ -62,7 +61,6 @@ BROKEN = (
     option("data_dir", "Where data sets lie (or DPMAC_DATA_DIR).", "Run", "PATH"),
     option("device", "auto, cpu, cuda or cuda:N. [default: auto]", "Run", "STR", default="auto"),
     switch("audit", "Of a run with --canaries: what the attack proves, what it claims.", "Task"),
-    path_option("plot", "Draw the confusion matrix (.png or .svg).", "Output", "FILE"),
     JSON,
     DEBUG,
 )
@@ -74,22 +72,17 @@ def evaluate(
     data_dir: str | None,
     device: str,
     audit: bool,
-    plot: Path | None,
     json: bool,
 ) -> None:
     """Load a model, score the test set, print the result."""
     if audit:  # reads what its run has written, and nothing else
-        others = {"dataset": dataset, "data-dir": data_dir, "plot": plot}
+        others = {"dataset": dataset, "data-dir": data_dir}
         what = "--audit scores guesses, not test samples: leave out"
         if errors := [f"{what} --{name}." for name, given in others.items() if given is not None]:
             raise InputError(errors)
         _judge(read_audit(run), run, json)
         return
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
-    from dpmac_cli import plots  # noqa: PLC0415  (loads prices)
-
-    if plot is not None and (errors := list(plots.faults_of_picture(plot))):
-        raise InputError(errors)
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
     from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
@@ -97,10 +90,6 @@ def evaluate(
         scored = score(run, dataset, given.get("data_dir"), device, model)
     result, card = scored.result, scored.path.with_name(CARD)
     console.print_notes(display.doubts(result))
-    if plot is not None:
-        title = f"{scored.path.parent.name} on {scored.dataset}: accuracy {result.accuracy:.2%}"
-        plots.draw_confusion(result.confusion.tolist(), scored.classes, title, plot)
-        console.print_notes([f"drew {plot}"])
     if json:
         shares = [None if math.isnan(share) else share for share in result.per_class]
         body = {

@@ -23,6 +23,8 @@ NEEDS = {
 }
 #: Package of each extra, which is a module of the same name.
 EXTRAS = {"ray": "ray", "slurm": "submitit"}
+#: Share of the records from which a batch is most of them.
+MOST = 0.5
 #: Classes that a note names; the rest are counted.
 NAMED = 5
 
@@ -123,11 +125,12 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
         yield f"Grey images of {plan.dataset} are repeated in three channels for the backbone."
     if plan.private:
         yield from delta_note(plan.delta, plan.facts.train_size)
-        if plan.event.sampling_rate == 1 and not SAMPLERS[plan.event.sampler].once_an_epoch:
+        rate = plan.event.sampling_rate
+        if rate >= MOST and not SAMPLERS[plan.event.sampler].once_an_epoch:
             yield (
-                f"With batches of --batch-size {plan.batch_size} every record takes part in "
-                "every step: drawing them at random lowers no privacy cost. Unless a few such "
-                "steps are what you want, choose a smaller --batch-size."
+                f"With --batch-size {plan.batch_size} each record takes part in {rate:.0%} of the "
+                "steps: drawing them at random saves little or no privacy cost. Unless a few "
+                "such steps are what you want, choose a smaller --batch-size."
             )
 
 

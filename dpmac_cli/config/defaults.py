@@ -1,16 +1,19 @@
 """Values of settings that were not given, by data set, optimizer and the settings beside them."""
 
+import math
 from typing import Any
 
 from dpmac_cli.config.settings import FEW_GUESSES, SETTINGS, Settings
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.registry import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, MODELS, Trained
 
 #: Samples worked on at a time where only a head is trained.
 ROWS_AT_A_TIME = 1024
-#: Steps an epoch, and epochs, of a head behind a backbone.
-HEAD_STEPS, HEAD_EPOCHS = 12, 20
+#: Without --sigma or --epsilon, for your own data and behind a backbone.
+EPSILON = 3.0
+#: The paper names no gamma'; this one gives Table I.
+GAMMA_PRIME = 1e-8
 #: Pixels worked on at a time where a backbone is trained.
 PIXELS_AT_A_TIME = 16 * 224**2
 
@@ -24,32 +27,42 @@ def completed(settings: Settings, facts: Dataset) -> dict[str, Any]:
     """
     given = {name: value for name, value in vars(settings).items() if value is not None}
     fixed = {name: setting.default for name, setting in SETTINGS.items()}
-    found = _depending({**fixed, **given}, facts)
-    if given.get("backbone") is not None and given.get("train", "head") == "head":
-        found |= _for_head(given, facts)
-    return {**fixed, **found, **given}
+    own = given.get("dataset", fixed["dataset"]) not in DATASETS
+    rule = _by_rule(given, facts) if own or given.get("backbone") is not None else {}
+    if own:
+        rule["delta"] = min(fixed["delta"], facts.train_size**-1.1)
+    return {**fixed, **_depending({**fixed, **rule, **given}, facts), **rule, **given}
 
 
-def _for_head(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
-    """Return defaults of a head behind a backbone, found on public data: see docs/recipes.md."""
+def _by_rule(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
+    """Return defaults by size alone, which were found on public data: see docs/recipes.md."""
     found: dict[str, Any] = {
         "optimizer": "dp-adam",
-        "batch_size": -(-facts.train_size // HEAD_STEPS),
-        "epochs": None if "steps" in given else HEAD_EPOCHS,
+        "batch_size": -(-facts.train_size // STEPS_PER_EPOCH),
+        "epochs": None if "steps" in given else EPOCHS,
         "ema": 0.95,
     }
     if given.get("optimizer", "dp-adam") == "dp-adam":
-        found["lr"] = 0.003
+        fixed = {"backbone", "features"} & given.keys()
+        found["lr"] = 0.003 if fixed else _rate(math.prod(facts.shape))
     if not {"sigma", "epsilon", "no_dp"} & given.keys():
-        found |= {"sigma": None, "epsilon": 3.0}
+        found["epsilon"] = min(EPSILON, given.get("max_epsilon", EPSILON))
     return found
+
+
+def _rate(inputs: int) -> float:
+    """Return Adam's learning rate for records of so many numbers, to one digit."""
+    return float(f"{min(0.01, 0.1 / math.sqrt(inputs)):.0e}")
 
 
 def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     """Return defaults that depend on the data set or on other settings."""
     defaults, adaclip = facts.defaults, values["optimizer"] == "adaclip"
+    tracked = "phi" in OPTIMIZERS[values["optimizer"]].settings and values["phi"] == "tracked"
     found: dict[str, Any] = {
         **vars(defaults),
+        # What is left of v-hat without the noise is of h1's size, and needs a floor of that size.
+        "gamma_prime": max(GAMMA_PRIME, 2 * defaults.h1) if tracked else GAMMA_PRIME,
         "lr": OPTIMIZERS[values["optimizer"]].rate_on(values["dataset"]),
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,

@@ -223,16 +223,19 @@ class Settings:
     gamma: Annotated[float, Field(ge=0, le=1)] | None = _optimizer(
         "Adam's stability constant.", 1e-08
     )
-    gamma_prime: Variance | None = _optimizer("Floor of the corrected second moment.", 1e-08)
+    gamma_prime: Variance | None = _optimizer(
+        "Floor of the corrected second moment.",
+        otherwise="1e-08; with --phi tracked the data set's",
+    )
     h1: Variance | None = _optimizer(
         "Lower bound of the estimated variance.", otherwise=PER_DATASET
     )
     h2: Variance | None = _optimizer(
         "Upper bound of the estimated variance.", otherwise=PER_DATASET
     )
-    kappa: str | None = _optimizer("DP-MacAdam's variance estimate.", "paper", choices=KAPPAS)
+    kappa: str | None = _optimizer("DP-MacAdam's variance estimate.", "tracked", choices=KAPPAS)
     phi: str | None = _optimizer(
-        "What DP-MacAdamBC takes for the noise's share.", "paper", choices=PHIS
+        "What DP-MacAdamBC takes for the noise's share.", "tracked", choices=PHIS
     )
 
     lr_schedule: str | None = _recipe(

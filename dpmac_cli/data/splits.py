@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.registry import Dataset, Defaults
+from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source, name_of
 from dpmac_cli.errors import InputError
 
@@ -94,10 +94,10 @@ def found(
         is_table: see :class:`Dataset`. rest: as of :class:`Found`.
     """
     sizes = len(labels[0]), len(labels[1])
-    network: dict[str, Any] = {"model": "mlp", "h1": 1e-9, "h2": 1e-6}
+    batch = -(-sizes[0] // STEPS_PER_EPOCH)
+    defaults = Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
     if not is_table and min(shape[1:]) >= LEAST_CNN:
-        network = {"model": "cnn", "physical_batch": 32}
-    defaults = Defaults(batch_size=min(256, sizes[0]), sigma=1.0, epochs=10, **network)
+        defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=32)
     levels = 1 if is_table else 255
     facts = Dataset(
         *sizes, shape, tuple(classes), *constants, defaults, "your own", levels, is_table=is_table

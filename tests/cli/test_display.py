@@ -1,18 +1,21 @@
 """The live display, as a terminal shows it."""
 
 import io
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from dpmac_cli.cli import compare_display
 from dpmac_cli.cli.console import Expendable
-from dpmac_cli.cli.display import Display
+from dpmac_cli.cli.display import Display, swamped
 from dpmac_cli.runs.session import Started, Update
 from dpmac_cli.studies.executor import Ended, Moved
 from dpmac_cli.studies.grid import plan
+from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.loop import Progress
 from tests.digits_runs import digits_config
 
@@ -54,6 +57,35 @@ def test_the_price_is_dots_until_it_is_known() -> None:
     (line,) = console.render_lines(display._bar.get_renderable())
     assert "ε ≤ ... of ..." in "".join(segment.text for segment in line)
     display.close()
+
+
+@pytest.mark.parametrize(
+    ("planned", "times"), [(10.01, 1), (10.0, 0), (math.inf, 0), (None, 0)], ids=str
+)
+def test_a_weak_guarantee_is_remarked_on_once(planned: float | None, times: int) -> None:
+    display, console = bar(80)
+    for step in (1, 2):
+        display.show(Update(event=Progress(step, 0.1), epsilon=planned, planned=planned))
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("note: epsilon will be 10.01. Above 10") == times
+
+
+@pytest.mark.parametrize(
+    ("counts", "remarks"),
+    [
+        ([[0, 4, 0], [0, 6, 0]], 1),  # one class is answered, the most frequent
+        ([[4, 0, 0], [4, 2, 0]], 1),
+        ([[1, 3, 0], [0, 6, 0]], 0),
+        ([[0, 0, 0], [0, 6, 0]], 0),  # there is no other class to tell it from
+    ],
+)
+def test_a_model_that_has_learned_nothing_is_remarked_on(
+    counts: list[list[int]], remarks: int
+) -> None:
+    found = [*swamped(Evaluation(1.0, torch.tensor(counts)))]
+    assert len(found) == remarks
+    assert all("frequent class alone has 6" in remark for remark in found)
 
 
 def test_a_request_to_stop_is_answered_above_the_bar() -> None:

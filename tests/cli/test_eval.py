@@ -1,17 +1,13 @@
 """dpmac eval, as typed and as seen."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from typer.testing import CliRunner, Result
 
-from dpmac_cli import plots
 from dpmac_cli.cli.app import app
 from dpmac_cli.data.loaders import load_data
 from tests.digits_runs import train_digits
@@ -40,7 +36,7 @@ def evaluation(*args: str | Path) -> dict[str, Any]:
 def test_help_lists_every_flag() -> None:
     result = evaluate("--help")
     assert result.exit_code == 0
-    assert {"RUN", "--dataset", "--data-dir", "--device", "--plot", "--json", "--debug"} <= set(
+    assert {"RUN", "--dataset", "--data-dir", "--device", "--json", "--debug"} <= set(
         result.stdout.split()
     )
 
@@ -168,70 +164,3 @@ def test_what_a_network_prints_does_not_mix_with_json(tmp_path: Path) -> None:
 
 def test_debug_shows_where_it_failed(run: Path) -> None:
     assert "Traceback" in evaluate(run, "--dataset", "mnist", "--debug").stderr
-
-
-# The picture
-
-
-def test_the_confusion_matrix_is_drawn(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    write = plots.write_figure
-
-    def kept(figure: Figure, path: Path) -> None:
-        drawn.append(figure)
-        write(figure, path)
-
-    monkeypatch.setattr(plots, "write_figure", kept)
-    result = evaluate(run, "--plot", "matrix.png", "--json")
-    assert (result.exit_code, result.stderr) == (0, "note: drew matrix.png\n")
-    assert Path("matrix.png").read_bytes().startswith(b"\x89PNG")
-    confusion = json.loads(result.stdout)["confusion"]
-    axes = drawn[0].axes[0]
-    counts = {text.get_position(): int(text.get_text()) for text in axes.texts}
-    assert counts == {(j, i): confusion[i][j] for i in range(10) for j in range(10)}
-    (image,) = axes.get_images()
-    shares = np.asarray(image.get_array())
-    assert shares[3, 3] == pytest.approx(confusion[3][3] / sum(confusion[3]))
-    assert shares.sum(1) == pytest.approx(1)
-    assert [label.get_text() for label in axes.get_yticklabels()] == list("0123456789")
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted class", "true class")
-    grey = image.to_rgba(shares)[:, :, 0]
-    # Dark cells bear white figures: black on black tells nothing.
-    for text in axes.texts:
-        x, y = text.get_position()
-        ink = {"white": 1, "black": 0}[str(text.get_color())]
-        assert abs(ink - grey[int(y), int(x)]) > 0.39
-
-
-@pytest.mark.long
-def test_many_classes_and_long_names_leave_room_for_the_picture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "write_figure", lambda figure, path: drawn.append(figure))
-    for count, length in ((10, 80), (100, 12), (200, 5), (1, 3)):
-        names = [f"{number:0{length}}" for number in range(count)]
-        counts = [[int(i == j) for j in range(count)] for i in range(count)]
-        plots.draw_confusion(counts, names, "title", Path("matrix.png"))
-        figure = drawn[-1]
-        figure.draw_without_rendering()
-        axes = figure.axes[0]
-        assert axes.get_position().width > 0.3
-        named = count <= plots.MOST_NAMED
-        assert len(axes.texts) == (count**2 if named else 0)
-        boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
-        assert len(boxes) == count or not named
-        assert not any(one.overlaps(two) for one, two in itertools.pairwise(boxes))
-
-
-def test_names_are_no_formulas_and_empty_classes_no_shares() -> None:
-    plots.draw_confusion([[0, 0], [1, 1]], ["$a$_b", "$"], "t", Path("matrix.svg"))
-    assert Path("matrix.svg").exists()
-
-
-@pytest.mark.parametrize("name", ["matrix.pdf", "nowhere/matrix.png"])
-def test_a_file_that_cannot_be_a_picture_is_refused_at_the_door(run: Path, name: str) -> None:
-    result = evaluate(run, "--plot", name)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"--plot {name}" in result.stderr
-    assert "--plot" in evaluate(run, "--audit", "--plot", "a.png").stderr
