@@ -55,20 +55,37 @@ def test_no_secret_of_a_secure_run_is_in_any_published_file(
 def look_through(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int | None, **flags: Any
 ) -> None:
-    secrets = search.record(monkeypatch, tmp_path, seed)
-    config = digits_config(seed=seed, batch_size=BATCH, steps=4, out=tmp_path / "run", **flags)
-    where = finish(run.train(config, after(2))).folder
-    assert names(where) == PUBLIC_FILES
-    assert secrets.found(where) == []
-    whole = finish(run.resume(where, {}))
-    assert len(whole.report["privacy"]["events"]) == 1
-    assert secrets.found(where) == []
-    forked = finish(run.fork(where, {"steps": "6", "out": tmp_path / "forked"}))
+    """Search a run, and if anything turns up, a second one.
+
+    Of the thousands of pairs of a secret and a published number, one in some hundred runs agrees
+    to six digits by chance, as a training loss with a test loss. What leaks is there again.
+    """
+    leaks = published_secrets(monkeypatch, tmp_path / "first", seed, **flags)
+    if leaks:
+        leaks &= published_secrets(monkeypatch, tmp_path / "second", seed, **flags)
+    assert leaks == set()
+
+
+def published_secrets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int | None, **flags: Any
+) -> set[str]:
+    """What is found of a run that is stopped, resumed exactly, and forked."""
+    with monkeypatch.context() as patched:
+        secrets = search.record(patched, tmp_path, seed)
+        config = digits_config(seed=seed, batch_size=BATCH, steps=4, out=tmp_path / "run", **flags)
+        where = finish(run.train(config, after(2))).folder
+        assert names(where) == PUBLIC_FILES
+        leaks = {*secrets.found(where)}
+        whole = finish(run.resume(where, {}))
+        assert len(whole.report["privacy"]["events"]) == 1
+        leaks |= {*secrets.found(where)}
+        forked = finish(run.fork(where, {"steps": "6", "out": tmp_path / "forked"}))
     assert len(forked.report["privacy"]["events"]) == 2
     for each in (where, forked.folder):
         assert names(each) == PUBLIC_FILES
-        assert secrets.found(each) == []
+        leaks |= {*secrets.found(each)}
     assert_recorded(secrets, seeded=seed is not None)
+    return leaks
 
 
 def assert_recorded(secrets: Secrets, seeded: bool) -> None:
