@@ -57,8 +57,8 @@ def test_by_torchrun() -> None:
 
 def wait_for_training() -> None:
     """Until a test set was scored, which on a busy machine takes minutes."""
-    limit = time.monotonic() + 300
-    while not Path("run/metrics.jsonl").exists():
+    limit, metrics = time.monotonic() + 300, Path("run/metrics.jsonl")
+    while not metrics.exists() or not metrics.stat().st_size:  # empty while all ranks get ready
         assert time.monotonic() < limit, "training did not begin"
         time.sleep(0.1)
 
