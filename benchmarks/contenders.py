@@ -255,7 +255,6 @@ def ours(
     data: Data,
     *,
     name: str,
-    compiled: bool = False,
     secure: bool = False,
     ranks: Ranks | None = None,
 ) -> Step:
@@ -279,7 +278,6 @@ def ours(
             steps=10**6,
             steps_per_epoch=100,
             physical_batch=config.physical_batch,
-            compiled=compiled,
         ),
         randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
         ranks=ranks,
@@ -311,7 +309,6 @@ def contenders(size: Size, *, peers: bool, largest_gib: float) -> Mapping[str, B
     made |= {name: partial(ours, size, name=name) for name in names}
     if names == tuple(OPTIMIZERS):
         for name in ("dp-adam", "dp-macadam"):
-            made[f"{name} --compile"] = partial(ours, size, name=name, compiled=True)
             made[f"{name} --secure"] = partial(ours, size, name=name, secure=True)
     if peers:
         gib = size.parameters * size.batch * 4 * 2 / 2**30

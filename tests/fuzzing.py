@@ -512,9 +512,7 @@ def _flag(name: str, value: str | bool, joined: bool = False) -> tuple[str, ...]
     return (f"{flag}={value}",) if joined else (flag, value)
 
 
-#: Slow by nature: it wants a C++ compiler and half a minute.
-LEFT_OUT = ("compile",)
-TRAINABLE = [name for name in SETTINGS if name not in (*LEFT_OUT, "out", "dataset")]
+TRAINABLE = [name for name in SETTINGS if name not in ("out", "dataset")]
 STUDIED = [name for name in TRAINABLE if name not in (*NOT_IN_A_STUDY, "optimizer")]
 UNKNOWN = ("--sigm", "--verbose", "-v", "--no-json", "extra", "--seed=", "--", "---", "--é", "-")
 

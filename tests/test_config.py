@@ -80,7 +80,6 @@ VALUES: Mapping[str, Any] = {
     "augmentations": 4,
     "augment": "flip",
     "physical_batch": 32,
-    "compile": True,
     "device": "cpu",
     "seed": 5,
     "data_dir": Path("data"),

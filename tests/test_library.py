@@ -185,8 +185,8 @@ def test_a_frozen_part_is_for_networks_that_are_named() -> None:
 def test_a_rule_of_ones_own_moves_theta() -> None:
     told: list[tuple[float, float, int]] = []
 
-    def halved(theta: Tensor, eta: float | Tensor, private: PrivateMean, moments: Moments) -> None:
-        told.append((float(eta), private.noise_ratio, moments.step))
+    def halved(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+        told.append((eta, private.noise_ratio, moments.step))
         sgd(theta, eta / 2, private, moments)
 
     config = digits_config(optimizer="dp-sgd", seed=1, lr=0.25)

@@ -249,14 +249,13 @@ def test_the_report_and_the_model_say_how_it_was_drawn() -> None:
     ("flag", "why"),
     [
         (("--seed", "5"), "whoever chose a seed knows the draws"),
-        (("--compile",), "compiled steps add their noise in another way"),
         (("--no-dp",), "without noise there is nothing to make secure"),
     ],
-    ids=["seed", "compile", "no-dp"],
+    ids=["seed", "no-dp"],
 )
 def test_what_contradicts_secure_is_refused(flag: tuple[str, ...], why: str) -> None:
     """Typed both, or one of them in a file: neither is dropped unasked."""
-    keys = {"--seed": "seed: 5", "--compile": "compile: true", "--no-dp": "no-dp: true"}
+    keys = {"--seed": "seed: 5", "--no-dp": "no-dp: true"}
     Path("secure.yaml").write_text("dataset: digits\nsecure: true\n")
     Path("other.yaml").write_text(f"dataset: digits\n{keys[flag[0]]}\n")
     before = contents(Path())

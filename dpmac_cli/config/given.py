@@ -20,10 +20,8 @@ EXCLUSIVE = (
 #: secure must not lose that unnoticed.
 INCOMPATIBLE = {
     ("seed", "secure"): "whoever chose a seed knows the draws that --secure keeps from everyone",
-    ("compile", "secure"): "compiled steps add their noise in another way, off the grid",
     ("no_dp", "secure"): "without noise there is nothing to make secure",
     ("no_dp", "canaries"): "without a claim there is nothing to audit",
-    ("compile", "canaries"): "compiled steps do not hand out what the attack looks at",
     ("features", "pretrained"): "public weights are for networks that take images",
     ("backbone", "features"): "a network takes one or the other",
 }

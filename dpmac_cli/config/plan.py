@@ -114,7 +114,6 @@ class TrainPlan:
     batch_size: int
     physical_batch: int
     audit: AuditPlan
-    compile: bool
     device: str
     seed: int | Secret
     data_dir: Path

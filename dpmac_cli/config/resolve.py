@@ -35,7 +35,7 @@ RUNS = Path("runs")
 #: Fields of the plan that are settings of the same name and need no conversion.
 AS_GIVEN = (
     *("dataset", "fix_norm", "to_float32", "delta", "secure", "optimizer", "batch_size"),
-    *("physical_batch", "compile", "device", "force", "plot"),
+    *("physical_batch", "device", "force", "plot"),
     *("json", "quiet"),
 )
 #: Settings that config.yaml leaves out where they have their defaults.

@@ -267,10 +267,6 @@ class Settings:
     physical_batch: Count | None = _run(
         "Samples worked on at a time.", otherwise="the network's, or the data set's"
     )
-    compile: StrictBool | None = _run(
-        "Fuse vector operations by torch.compile: faster steps after half a minute (needs a C++ "
-        "compiler)."
-    )
     device: str | None = _run("auto, cpu, cuda or cuda:N.", "auto", pattern=DEVICE)
     seed: Annotated[int, Field(ge=0, le=2**63)] | None = _run(
         "Repeatable draws, with no privacy against anyone who knows it.",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
-from dpmac_cli.dp.moments import Moments, Number
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Kappa
 
 LEAST_KAPPA = 1e-6
@@ -34,8 +34,8 @@ class Spread:
     s: Tensor
     psi: Tensor | None
     kappa_star: float = 0.0
-    kappa: Number | None = None
-    share: Number = 0.0
+    kappa: float | None = None
+    share: float = 0.0
 
     def part(self, block: slice) -> "Spread":
         """Views of some coordinates."""
@@ -181,7 +181,7 @@ def _variance(private: PrivateMean, spread: Spread) -> Tensor:
     return private.without_noise(_divided(spread.s, spread.kappa))
 
 
-def _divided(s: Tensor, kappa: Number | None) -> Tensor:
+def _divided(s: Tensor, kappa: float | None) -> Tensor:
     """s / kappa, with 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0.
 
     The same where beta1 is so small that both are lost in rounding.

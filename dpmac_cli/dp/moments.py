@@ -6,10 +6,6 @@ from torch import Tensor
 
 from dpmac_cli.dp.mechanism import PrivateMean
 
-#: A number that changes with every step: a tensor of shape () where operations are compiled, since
-#: a plain number would be compiled in.
-Number = float | Tensor
-
 
 @dataclass
 class Moments:
@@ -31,8 +27,8 @@ class Moments:
     v: Tensor
     noise: Tensor | None
     step: int = 0
-    m_correction: Number = 1.0
-    v_correction: Number = 1.0
+    m_correction: float = 1.0
+    v_correction: float = 1.0
 
     def begin(self, step: int) -> None:
         """Step t, counted from 1, begins."""

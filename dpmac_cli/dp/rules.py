@@ -12,19 +12,16 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from dpmac_cli.dp.mechanism import PrivateMean
-from dpmac_cli.dp.moments import Moments, Number
+from dpmac_cli.dp.moments import Moments
 
 #: theta, eta, private mean and moments.
-Rule = Callable[[Tensor, Number, PrivateMean, Moments], None]
+Rule = Callable[[Tensor, float, PrivateMean, Moments], None]
 
 
-def sgd(theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
+def sgd(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
     """Gradient descent along g-tilde_t (Abadi et al. 2016; Pichapati et al. 2019)."""
     del moments
-    if isinstance(eta, Tensor):
-        theta.sub_(private.value * eta)
-    else:
-        theta.sub_(private.value, alpha=eta)
+    theta.sub_(private.value, alpha=eta)
 
 
 @dataclass(frozen=True)
@@ -37,16 +34,8 @@ class Adam:
 
     gamma: float
 
-    def __call__(self, theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
-        """Move theta, shape (d,)."""
-        if isinstance(eta, Tensor):  # what is compiled is fused anyway
-            moments.update(private)
-            _move(theta, eta, moments, moments.v_hat().sqrt_().add_(self.gamma))
-        else:
-            self._by_kernel(theta, eta, private, moments)
-
-    def _by_kernel(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
-        """Lines 12 to 15 by torch's fused kernel: one pass over the vectors."""
+    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+        """Move theta, shape (d,), by torch's fused kernel: one pass over the vectors."""
         before = torch.tensor(moments.step - 1.0, device=theta.device)  # torch counts on
         adam(
             [theta],
@@ -79,24 +68,16 @@ class AdamBC:
 
     gamma_prime: float
 
-    def __call__(self, theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
+    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
         moments.update(private)
-        phi: Number
+        phi: Tensor | float
         if moments.noise is not None:
             phi = moments.noise_hat()
         else:
             phi = private.noise_variance if private.scale.ndim == 0 else private.noise_ratio**2
         signal = moments.v_hat().sub_(phi).clamp_(min=self.gamma_prime)
-        _move(theta, eta, moments, signal.sqrt_())
-
-
-def _move(theta: Tensor, eta: Number, moments: Moments, denominator: Tensor) -> None:
-    """theta - eta m-hat / denominator, in place."""
-    if isinstance(eta, Tensor):
-        theta.sub_(eta * moments.m_hat() / denominator)
-    else:
-        theta.addcdiv_(moments.m_hat(), denominator, value=-eta)
+        theta.addcdiv_(moments.m_hat(), signal.sqrt_(), value=-eta)
 
 
 @dataclass(frozen=True)
@@ -111,7 +92,7 @@ class WithDecay:
     rule: Rule
     decay: float
 
-    def __call__(self, theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
+    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
         theta.mul_(1 - eta * self.decay)
         self.rule(theta, eta, private, moments)

@@ -42,7 +42,7 @@ class Bits:
     turns: Tensor
 
     def standard_normal(self, like: Tensor) -> Tensor:
-        """Return N(0, 1) draws, shape (numbers in ``like``,); may be compiled."""
+        """Return N(0, 1) draws, shape (numbers in ``like``,)."""
         u = self.words.double().mul_(2.0**-64).add_(0.5 + LEAST_U)
         radius = u.log_().to(like.dtype).mul_(-2).sqrt_()
         angle = self.turns.to(like.dtype).mul_(math.tau * 2.0 ** (-8 * self.turns.itemsize))
@@ -66,10 +66,6 @@ class SeededNormals:
             part.copy_(self._next(part).standard_normal(part))
         return whole.view(like.shape)
 
-    def bits(self, like: Tensor) -> Bits:
-        """Return what the next draws are made from, all at once."""
-        return self._next(like)
-
     def _next(self, like: Tensor) -> Bits:
         pairs = (like.numel() + 1) // 2
         turn = np.int64 if like.dtype == torch.float64 else np.int32
@@ -92,10 +88,6 @@ class SecureNormals(SeededNormals):
         for _ in range(SUMMANDS - 1):
             total.add_(super().standard_normal(wide))
         return total.mul_(SUMMANDS**-0.5).to(like.dtype)
-
-    def bits(self, like: Tensor) -> Bits:
-        """Raise ValueError: compiled operations would make single normals of the bits."""
-        raise ValueError("noise that is a sum of normals has no bits to compile")
 
 
 class Noise:

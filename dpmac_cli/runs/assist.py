@@ -18,25 +18,14 @@ from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
 
-#: Settings that look at or change one process, and why several cannot have them.
-ALONE = {
-    "canaries": "an audit is of one process",
-    "compile": "compiled steps do not hand private means on",
-}
 #: Fingerprints that must be the same at every rank.
 SHARED = ("data", "classes", "constants", "network", "pretrained")
 
 
 def check(plan: TrainPlan) -> None:
-    """Raise InputError, with every fault, for what several processes cannot do."""
-    asked = (plan.audit.canaries, plan.compile)
-    faults = [
-        f"--{name} is for a run of one process: {why}. Leave it out."
-        for (name, why), given in zip(ALONE.items(), asked, strict=True)
-        if given
-    ]
-    if faults:
-        raise InputError(faults)
+    """Raise InputError for what several processes cannot do."""
+    if plan.audit.canaries:
+        raise InputError("--canaries audits a run of one process: leave it out.")
 
 
 def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:

@@ -115,7 +115,6 @@ def make_trainer(
             steps_per_epoch=plan.steps_per_epoch,
             physical_batch=plan.physical_batch,
             private=plan.private,
-            compiled=plan.compile,
             recipe=plan.recipe,
             isolated=isolated,
         ),

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
-from dpmac_cli.dp.clipping.forms import total_squared_norms
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.fused import compile_norms
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
@@ -60,9 +58,7 @@ class ChunkedSum:
                 f"The parameters are {self.theta.dtype}, and a network that runs on each sample "
                 f"alone has those of its input, {data.gain.dtype}. Add --to-float32."
             )
-        norms = compile_norms() if plan.compiled else total_squared_norms
-        capacity = self.chunk
-        self.clipped_sum = ClippedSum(model, found, capacity, norms, views, batch, isolated)
+        self.clipped_sum = ClippedSum(model, found, self.chunk, views, batch, isolated)
         self._sum = torch.empty_like(self.theta)
 
     def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:

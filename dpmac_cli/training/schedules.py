@@ -56,6 +56,5 @@ class Plan:
     steps_per_epoch: int  # ceil(n/B)
     physical_batch: int  # samples worked on at a time; noise is added once per step all the same
     private: bool = True  # False trains without clipping and noise, as a baseline
-    compiled: bool = False  # torch.compile fuses the operations on vectors
     recipe: Recipe = field(default_factory=Recipe)
     isolated: bool = False  # run the network on each sample alone, so that it cannot mix samples

@@ -13,7 +13,6 @@ from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.fused import compile_terms, compile_update
 from dpmac_cli.dp.geometry import pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.errors import DivergedError, ModelError
@@ -82,8 +81,7 @@ class Trainer:
             average=theta.clone() if plan.recipe.ema else None,
             extra={name: t for hook in hooks for name, t in hook.tensors().items()},
         )
-        self._metric = Metric(region, compiled=compile_terms() if plan.compiled else None)
-        self._compiled = compile_update(mechanism, algorithm) if plan.compiled else None
+        self._metric = Metric(region)
         self._blocks = blocks(theta.numel(), theta.device)
 
     def step(self) -> None:
@@ -91,13 +89,9 @@ class Trainer:
         batch = self._draw()
         clipped = self._clip_and_sum(batch)
         noise = self._begin()
-        if self._compiled is None or noise is None or not self._fusible:
-            sums = [
-                self._update(self._release(clipped, block, noise), block) for block in self._blocks
-            ]
-        else:
-            sums = [self._compiled(clipped, self._rate(), self.state, noise)]
-        self._end(sums)
+        self._end(
+            [self._update(self._release(clipped, block, noise), block) for block in self._blocks]
+        )
 
     def _draw(self) -> Batch:
         """Draw this rank's share of the batch: line 3."""
@@ -160,11 +154,6 @@ class Trainer:
             hook.end()
         if state.step % self.plan.steps_per_epoch == 0:
             self._ranks.agree([state.theta, state.region.centre, state.region.inverse])
-
-    @property
-    def _fusible(self) -> bool:
-        """Whether the compiled update can take this step: not where it would divide by 0."""
-        return self.state.spread is None or self.state.spread.kappa is not None
 
     def _rate(self) -> float:
         """eta of the current step."""

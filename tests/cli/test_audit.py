@@ -124,7 +124,6 @@ REFUSED = [
     (("--canaries", "1"), "--canaries must be at least 2 and at most 1,000,000, not 1"),
     (("--canaries", "many"), "--canaries: 'many' is not a whole number"),
     (("--canaries", "50", "--no-dp"), "without a claim there is nothing to audit"),
-    (("--canaries", "50", "--compile"), "compiled steps do not hand out"),
     (
         ("--canaries", "50", "--sampler", "shuffle"),
         "only poisson sampling can be audited, not shuffle",

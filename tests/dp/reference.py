@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit, clip_weights
-from dpmac_cli.dp.clipping.forms import Norms, PerSampleGradients, total_squared_norms
+from dpmac_cli.dp.clipping.forms import PerSampleGradients
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
 from dpmac_cli.dp.mechanism import Ellipsoid
@@ -108,14 +108,13 @@ class Subject:
 def prepare(
     model: nn.Module,
     capacity: int = 1024,
-    norms: Norms = total_squared_norms,
     views: int = 1,
     batch: float | None = None,
 ) -> Subject:
     """A model as the engine prepares it, for chunks up to ``capacity``."""
     layers = find_layers(model)
     theta = flatten_parameters(layers)
-    clipped_sum = ClippedSum(model, layers, capacity, norms, views, batch)
+    clipped_sum = ClippedSum(model, layers, capacity, views, batch)
     return Subject(model, layers, theta, clipped_sum, clip_limit(max(capacity, batch or 0)), views)
 
 

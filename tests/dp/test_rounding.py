@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_weights
-from dpmac_cli.dp.clipping.forms import Norms, total_squared_norms
+from dpmac_cli.dp.clipping.forms import total_squared_norms
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms, sum_rounded_up
@@ -66,17 +66,9 @@ class Case:
     sum c_i g_i - (sum c_i) m is a difference of nearly equal numbers. The last sample is far off.
     """
 
-    def __init__(
-        self,
-        model: nn.Sequential,
-        ratio: float,
-        spread: float,
-        size: int,
-        norms: Norms = total_squared_norms,
-    ) -> None:
+    def __init__(self, model: nn.Sequential, ratio: float, spread: float, size: int) -> None:
         torch.manual_seed(0)
-        self.norms = norms
-        self.subject: Subject = prepare(model, norms=norms)
+        self.subject: Subject = prepare(model)
         first = torch.randn(1, 1, 28, 28)
         x = first + spread * torch.randn(size, 1, 28, 28)
         x[0], x[-1] = first[0], torch.randn(1, 28, 28)
@@ -109,7 +101,7 @@ class Case:
         """Norms as the layers give them, nothing done again."""
         metric = Metric(self.region)
         forms = self.subject.forms(self.x, self.y, ball=self.region.is_ball)
-        return self.norms(forms, [metric.of(layer) for layer in self.subject.layers])
+        return total_squared_norms(forms, [metric.of(layer) for layer in self.subject.layers])
 
 
 @pytest.mark.privacy

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.forms import Norms, PerSampleGradients, total_squared_norms
+from dpmac_cli.dp.clipping.forms import PerSampleGradients, total_squared_norms
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
 from dpmac_cli.dp.clipping.recorder import recorded_gradients
@@ -47,7 +47,6 @@ class ClippedSum:
         layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model, or the layers that
             ``per_sample`` was given.
         capacity: the largest number of samples in a call of :meth:`of`; public.
-        norms: :func:`~dpmac_cli.dp.clipping.forms.total_squared_norms`, or its compiled version.
         views: augmented views of each sample, public. Their mean gradient is clipped once.
         batch: B, the expected number of samples in a step; by default one chunk.
         per_sample: :class:`~dpmac_cli.dp.clipping.isolation.Isolated`; by default
@@ -59,13 +58,12 @@ class ClippedSum:
         model: nn.Module,
         layers: list[Layer],
         capacity: int = 1024,
-        norms: Norms = total_squared_norms,
         views: int = 1,
         batch: float | None = None,
         per_sample: PerSample | None = None,
     ) -> None:
         self._per_sample = per_sample or partial(recorded_gradients, model, layers, views=views)
-        self._norms, self._layers, self._views = norms, layers, views
+        self._layers, self._views = layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
 
@@ -105,7 +103,7 @@ class ClippedSum:
         return metric.centre_norm(self._layers)
 
     def _squared_norms(self, gradients: list[PerSampleGradients], metric: Metric) -> SquaredNorms:
-        squared = self._norms(gradients, [metric.of(layer) for layer in self._layers])
+        squared = total_squared_norms(gradients, [metric.of(layer) for layer in self._layers])
         # Rows that are not clipped even with the slack need no better norm.
         clipped = squared.value + squared.slack > self._limit**2
         rows = clipped & (squared.slack > SLACK_SHARE * squared.value)

@@ -4,7 +4,7 @@ A form computes squared norms with a bound on their rounding error and a weighte
 samples in float64 (:class:`PerSampleGradients`). :func:`choose_form` picks one per layer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -57,10 +57,6 @@ class PerSampleGradients(Protocol):
 
     def select(self, rows: Tensor | slice) -> "PerSampleGradients":
         """Return some samples by a mask, or all by ``slice(None)``, in float64."""
-
-
-#: :func:`total_squared_norms`, or its compiled version.
-Norms = Callable[[Sequence[PerSampleGradients], Sequence[LayerMetric]], SquaredNorms]
 
 
 def total_squared_norms(

@@ -1,11 +1,9 @@
 """Matrix products in float32, by the faster of a CPU's two libraries."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 #: Terms of a product that is faster by MKL because no copy of it is needed.
 FEW_TERMS = 64
@@ -23,20 +21,9 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     few = out is not None and a.shape[1] <= FEW_TERMS
     if not _by_onednn(a) or few or a.numel() == 0 or b.numel() == 0:
         return torch.mm(a, b, out=out)
-    product: Tensor = _opaque(a, b) if torch.compiler.is_compiling() else _onednn(a, b)
-    return product if out is None else out.copy_(product)
-
-
-def _onednn(a: Tensor, b: Tensor) -> Tensor:
     a, b = _dense(a), _dense(b)
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
-    return product
-
-
-#: The same as an operator of its own, for compiled code: torch.compile accepts
-#: ``_linear_pointwise`` with constant weights only.
-_opaque: Any = custom_op("dpmac::matmul", _onednn, mutates_args=())
-_opaque.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+    return product if out is None else out.copy_(product)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Squared whitened norms with bounds on their rounding error, and the metric they are taken in."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,6 @@ from dpmac_cli.dp.mechanism import Ellipsoid
 
 #: Terms of a sum that are added up in float32 before it continues in float64.
 ROW = 256
-#: Number of a layer's parameters from which compiling its metric is worthwhile.
-COMPILED = 1 << 17
-
-#: :func:`dpmac_cli.dp.fused.terms`.
-Terms = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -72,18 +67,14 @@ class Metric:
     Args:
         region: the ellipsoid.
         dtype: by default that of the ellipsoid; float64 to recompute rows more precisely.
-        compiled: :func:`dpmac_cli.dp.fused.compile_terms`, for large layers; None not to compile.
     """
 
-    def __init__(
-        self, region: Ellipsoid, dtype: torch.dtype | None = None, compiled: Terms | None = None
-    ) -> None:
+    def __init__(self, region: Ellipsoid, dtype: torch.dtype | None = None) -> None:
         dtype = dtype or region.inverse.dtype
         self.region = region
         self._centre, self._inverse = region.centre.to(dtype), region.inverse.to(dtype)
         self._centre_inverse = torch.empty_like(self._centre)
         self._layers: dict[str, LayerMetric] = {}
-        self._compiled = compiled
 
     def refresh(self) -> None:
         """Read the ellipsoid again after it has changed in place."""
@@ -106,9 +97,6 @@ class Metric:
             zero = torch.zeros_like(self._inverse, dtype=torch.float64)
             return LayerMetric(self._inverse, None, None, zero, self._inverse, factor)
         inverse, centre, times = self._inverse[part], self._centre[part], self._centre_inverse[part]
-        if self._compiled is not None and len(centre) >= COMPILED:
-            s3_whole, top = self._compiled(centre, inverse, times)
-            return LayerMetric(inverse, times, centre, s3_whole, top, factor)
         s3, largest = [], []
         product = torch.empty(0, dtype=centre.dtype, device=centre.device)
         for block in blocks(len(centre), centre.device):
