@@ -13,7 +13,7 @@ from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.runs.report import INDEPENDENCE, Bill, privacy
+from dpmac_cli.runs.report import TEXTS, Bill, privacy
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from tests.digits_runs import RATE, SIGMA, train_digits
 
@@ -68,7 +68,7 @@ def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
         "fix_norm": False,
         "to_float32": False,
         "built_by": None,
-        "independence": {"kind": "built in", "statement": INDEPENDENCE["built in"]},
+        "independence": {"kind": "built in", "statement": TEXTS.independence["built in"]},
     }
     assert report["classes"] == list(facts.classes)
 

@@ -28,7 +28,7 @@ from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import setup as assembly
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.publish import load_model
-from dpmac_cli.runs.report import DRAWN, DRAWN_BOTH_WAYS, DRAWN_SECURELY, NO_SECRETS
+from dpmac_cli.runs.report import TEXTS
 from dpmac_cli.runs.session import Finished, Started
 from dpmac_cli.runs.train import finish
 from tests.conftest import OPTIMIZER_NAMES
@@ -204,7 +204,7 @@ def test_the_command_line_trains_stops_and_goes_on() -> None:
     assert again.exit_code == 0
     assert (where / folder.MODEL).read_bytes() == ended
     report = json.loads((where / folder.REPORT).read_text())
-    assert report["privacy"]["randomness"] == {"secure": True, "statement": DRAWN_SECURELY}
+    assert report["privacy"]["randomness"] == {"secure": True, "statement": TEXTS.drawn_securely}
     assert report["privacy"]["seed_policy"]["given"] is False
 
 
@@ -212,12 +212,12 @@ def test_the_command_line_trains_stops_and_goes_on() -> None:
 def test_a_fork_that_changes_secure_tells_it() -> None:
     """Never one generator's state in the other, nor a promise for steps that were not so drawn."""
     first = finish(run.train(digits_config(steps=9, out="run"), after(5)))
-    assert randomness(first) == {"secure": False, "statement": DRAWN}
+    assert randomness(first) == {"secure": False, "statement": TEXTS.drawn}
     second = finish(run.fork(Path("run"), {"secure": True, "out": "second"}))
     assert [event["steps"] for event in second.report["privacy"]["events"]] == [5, 4]
-    assert randomness(second) == {"secure": False, "statement": DRAWN_BOTH_WAYS}
+    assert randomness(second) == {"secure": False, "statement": TEXTS.drawn_both_ways}
     third = finish(run.fork(Path("second"), {"steps": "12", "out": "third"}))
-    assert randomness(third) == {"secure": False, "statement": DRAWN_BOTH_WAYS}
+    assert randomness(third) == {"secure": False, "statement": TEXTS.drawn_both_ways}
 
 
 # What it says.
@@ -234,11 +234,11 @@ def test_the_report_and_the_model_say_how_it_was_drawn() -> None:
         facts = load_model(finished.folder, None, torch.device("cpu")).facts
         assert facts["privacy"]["randomness"] == said[name]
     assert said == {
-        "plain": {"secure": False, "statement": DRAWN},
-        "secure": {"secure": True, "statement": DRAWN_SECURELY},
-        "none": {"secure": False, "statement": NO_SECRETS},
+        "plain": {"secure": False, "statement": TEXTS.drawn},
+        "secure": {"secure": True, "statement": TEXTS.drawn_securely},
+        "none": {"secure": False, "statement": TEXTS.no_secrets},
     }
-    assert f"2^{int(np.log2(mechanism.GRID))} " in DRAWN_SECURELY
+    assert f"2^{int(np.log2(mechanism.GRID))} " in TEXTS.drawn_securely
 
 
 # What it refuses.

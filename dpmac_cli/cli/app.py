@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperCommand
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, cache, compare, evaluate, runs, train
+from dpmac_cli.cli import account, cache, compare, evaluate, runs, schema, train
 from dpmac_cli.config.given import OTHER_NAMES
 
 
@@ -35,6 +35,7 @@ app.command("account", cls=Command, help=account.HELP)(account.account)
 app.command("compare", cls=Command, help=compare.HELP)(compare.compare)
 app.command("eval", cls=Command, help=evaluate.HELP)(evaluate.evaluate)
 app.command("runs", cls=Command, help=runs.HELP)(runs.runs)
+app.command("schema", cls=Command, help=schema.HELP)(schema.schema)
 app.command("cache", cls=Command, help=cache.HELP)(cache.cache)
 
 

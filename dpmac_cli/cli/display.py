@@ -15,7 +15,7 @@ from dpmac_cli.cli.console import ATTENTION, print_errors
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
 from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.runs import checkpoint, folder
-from dpmac_cli.runs.report import AUDIT_RUN
+from dpmac_cli.runs.report import TEXTS
 from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.training import evaluation, loop
 
@@ -200,7 +200,7 @@ def _summary(event: Finished) -> Iterator[Text]:
     else:
         yield Text(NO_PRIVACY, style="bold red")
     if report["audit"]:
-        yield Text(AUDIT_RUN, style="bold red")
+        yield Text(TEXTS.audit_run, style="bold red")
         if event.state != "interrupted":
             yield Text(f"what the attack found: dpmac eval {where} --audit")
     yield Text(f"{where}: {', '.join(name for name in SHOWN if (where / name).exists())}")

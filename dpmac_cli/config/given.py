@@ -22,6 +22,8 @@ INCOMPATIBLE = {
     ("seed", "secure"): "whoever chose a seed knows the draws that --secure keeps from everyone",
     ("no_dp", "secure"): "without noise there is nothing to make secure",
     ("no_dp", "canaries"): "without a claim there is nothing to audit",
+    ("schema", "feature_range"): "a schema has the range of every column",
+    ("schema", "classes"): "a schema has the classes",
     ("features", "pretrained"): "public weights are for networks that take images",
     ("backbone", "features"): "a network takes one or the other",
 }

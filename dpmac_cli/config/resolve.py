@@ -25,6 +25,7 @@ from dpmac_cli.config.settings import DATA, RECIPE, SETTINGS, flag_name
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError
 from dpmac_cli.models import registry
@@ -215,6 +216,7 @@ def _data(values: Mapping[str, Any]) -> str | Source:
         classes=tuple(name.strip() for name in names.split(",")) if names else None,
         standardise=values["standardise"],
         feature_range=(low, high) if ends else None,
+        schema=None if values["schema"] is None else read_schema(Path(values["schema"])),
         skip_bad=values["skip_bad"],
     )
 

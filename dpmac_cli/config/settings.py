@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS
+from dpmac_cli.data.schema import STANDARDS, TABLES
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
 from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
@@ -105,8 +105,8 @@ TASK, PRIVACY, OPTIMIZER, RECIPE = "Task", "Privacy", "Optimizer", "Recipe"
 DATA, AUDIT, RUN, OUTPUT = "Your own data", "Audit", "Run", "Output"
 #: What may be given in place of a registered name.
 OWN_DATA = (
-    lambda text: "/" in text or text.endswith(".npz") or Path(text).exists(),
-    "a folder with a folder of images a class, or an .npz",
+    lambda text: "/" in text or text.endswith((".npz", *TABLES)) or Path(text).exists(),
+    "a folder with a folder of images a class, an .npz, or a table (.csv, .tsv, .parquet)",
 )
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 PER_DATASET = "the data set's"
@@ -192,6 +192,7 @@ class Settings:
     feature_range: str | None = _data(
         "Public range, LOW,HIGH, to clip columns of numbers to.", pattern=RANGE
     )
+    schema: str | None = _data("File that says what your table may hold: see dpmac schema.")
     skip_bad: StrictBool | None = _data(
         "Leave out records that cannot be used, instead of rejecting the dataset."
     )

@@ -23,16 +23,23 @@ ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high")
 
 
 class ArrayFile:
-    """Arrays of an .npz: images, or rows of numbers."""
+    """Arrays of an .npz or a table: images, or rows of numbers.
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._arrays = arrays = dict(_read_npz(source.path))
+    Args:
+        source: where they are from.
+        arrays: of the names in :data:`ARRAYS`.
+        skipped: records that were left out when they were read.
+    """
+
+    def __init__(
+        self, source: Source, arrays: dict[str, NDArray[Any]], skipped: tuple[str, ...] = ()
+    ) -> None:
+        self._source, self._arrays = source, arrays
         if source.classes is not None:
             arrays["classes"] = np.array(source.classes)
         if source.feature_range is not None:
             arrays |= zip(("low", "high"), map(np.array, source.feature_range), strict=True)
-        skipped = tuple(_leave_out_bad(arrays)) if source.skip_bad else ()
+        skipped += tuple(_leave_out_bad(arrays)) if source.skip_bad else ()
         faults = list(_faults_of_arrays(arrays, source))
         if faults:
             raise InputError([f"{source.path}: {fault}." for fault in faults])
@@ -92,14 +99,22 @@ def _ends(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
     return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
-def _read_npz(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The arrays of a file by name. Nothing that is pickled is read."""
+def read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a file by name. Nothing that is pickled is read."""
+    arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
             for name in ARRAYS:
                 if f"{name}.npy" in archive.namelist():
                     with archive.open(f"{name}.npy") as file:
-                        yield name, npy.read_array(file, allow_pickle=False)
+                        arrays[name] = npy.read_array(file, allow_pickle=False)
+            if not {"x", "y"} <= arrays.keys():
+                there = ", ".join(sorted(name.removesuffix(".npy") for name in archive.namelist()))
+                raise InputError(
+                    f"{path} must hold the arrays x (images or rows of numbers) and y (labels). "
+                    f"It holds {there or 'none'}."
+                )
+            return arrays
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
         raise InputError(
             f"{path} cannot be read as an .npz of plain arrays ({failure}). Write it with "

@@ -1,4 +1,4 @@
-"""Your own dataset: a folder with one folder of images per class, or an .npz of arrays.
+"""Your own dataset: a folder with one folder of images per class, an .npz of arrays, or a table.
 
 Neither function loads torch. All faults of the files are reported together.
 """
@@ -6,10 +6,10 @@ Neither function loads torch. All faults of the files are reported together.
 import functools
 from pathlib import Path
 
-from dpmac_cli.data.array_file import ArrayFile
+from dpmac_cli.data.array_file import ArrayFile, read_npz
 from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
-from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.data.schema import TABLES, Found, Source
 from dpmac_cli.data.splits import Arrays
 from dpmac_cli.errors import InputError
 
@@ -50,8 +50,15 @@ def _reader_of(source: Source) -> ImageFolder | ArrayFile:
 def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
     if source.path.is_dir():
         return ImageFolder(source)
-    if source.path.suffix == ".npz" and source.path.is_file():
-        return ArrayFile(source)
+    if not source.path.is_file():
+        raise InputError(f"--dataset {source.path}: there is no such file or folder.")
+    if source.path.suffix == ".npz":
+        return ArrayFile(source, read_npz(source.path))
+    if source.path.suffix in TABLES:
+        from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
+
+        return ArrayFile(source, *read_table(source))
     raise InputError(
-        f"--dataset {source.path} is neither a folder with a folder of images a class nor an .npz."
+        f"--dataset {source.path} is neither a folder with a folder of images a class, nor an "
+        ".npz, nor a table (.csv, .tsv, .parquet)."
     )

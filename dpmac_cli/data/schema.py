@@ -3,8 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpmac_cli.data.registry import DATASETS, Dataset
+
+if TYPE_CHECKING:
+    from dpmac_cli.data.table_schema import TableSchema
+
+#: Endings of files that hold tables.
+TABLES = (".csv", ".tsv", ".parquet")
 
 #: Public constants that images in [0, 1] may be standardised with: means and deviations.
 STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -21,7 +28,7 @@ class Source:
     what is not declared: channels, size and classes are those of the records then.
     """
 
-    path: Path  # a folder, or an .npz
+    path: Path  # a folder, an .npz, or a table
     test_fraction: float = 0.2  # probability that a record is held out, without a test set
     split_seed: int = 0  # of that choice, which depends on each record alone
     channels: int | None = None  # that images are converted to
@@ -29,6 +36,7 @@ class Source:
     classes: tuple[str, ...] | None = None  # names, in the order of the labels
     standardise: str = "half"  # a key of STANDARDS
     feature_range: tuple[float, float] | None = None  # that all columns are clipped to
+    schema: "TableSchema | None" = None  # of a table
     skip_bad: bool = False  # leave out records that cannot be used, instead of refusing the dataset
 
 

@@ -2,10 +2,13 @@
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from dpmac_cli.accounting import accountants as accounting
@@ -13,7 +16,7 @@ from dpmac_cli.accounting import samplers, statements
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name
-from dpmac_cli.data.schema import listed
+from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.models.validation import Independence
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
@@ -23,66 +26,10 @@ PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetens
 
 State = Literal["finished", "interrupted", "budget-spent"]
 
-SEED_KEPT_NOWHERE = (
-    "Every seed came from the operating system, one for each purpose, and was kept nowhere; the "
-    "keys made from them are in checkpoint/ alone, which is private."
+#: What a report says in sentences, by name.
+TEXTS: Any = SimpleNamespace(
+    **tomllib.loads(Path(__file__).with_name("report.toml").read_text("utf-8"))
 )
-SEED_GIVEN = (
-    "Trained with --seed, to be repeatable: nothing is promised against anyone who knows or "
-    "guesses the seed, for they can draw the same noise and subtract it. The guarantee holds only "
-    "against those who do not."
-)
-DRAWN = (
-    "Noise comes from the key stream of AES-256 and meets the clipped sum in floating point; "
-    "batches are drawn by SFC64, which is no cipher."
-)
-DRAWN_SECURELY = (
-    "With --secure: noise and batches come from the key stream of AES-256; noise is half the sum "
-    "of four float64 normals; clipped sum and noise were each rounded to multiples of 2^-40 of the "
-    "sensitivity before they were added."
-)
-DRAWN_BOTH_WAYS = "The last part ran with --secure, an earlier one without."
-HELD_OUT = (
-    "The test records were split off the private ones. They are private themselves, and nothing "
-    "that is measured on them is covered."
-)
-PUBLIC = "The numbers of training and test records are public."
-TAKEN = (
-    " Its {} were not declared but taken from the records, and are treated as public: one "
-    "record can change them, and epsilon does not cover that."
-)
-AUDIT_RUN = (
-    "An audit run: records made up for an attack were trained on beside the data set's. The model "
-    "is unfit for release."
-)
-SCATTERED = (
-    "The network takes fixed features of an image ({about}), which depend on that image alone and "
-    "hold nothing that was learnt."
-)
-OF_BACKBONE = (
-    "The network takes features of an image from a public network ({about}), which depend on that "
-    "image alone. Neither its weights nor the data that they were trained on are covered: if any "
-    "of the records above were among that data, epsilon does not count it."
-)
-PRETRAINED = (
-    "Training began from the weights in {file}, which are taken as public: neither they nor the "
-    "data that they were trained on are covered. If any of the records above were among that data, "
-    "epsilon does not count it."
-)
-TRAINED = "Trained is {part}. All else is as it was published."
-INDEPENDENCE: Mapping[Independence, str] = {
-    "built in": "The network is one of dpmac's own, whose layers treat each sample by itself.",
-    "traced": (
-        "Every operation of the network was traced, forwards and backwards, and treats each sample "
-        "by itself, for batches of any size."
-    ),
-    "probed": (
-        "The network was tried on made-up batches, and was not seen to mix samples. That is no "
-        "proof: if it mixes samples at other times, epsilon does not hold."
-    ),
-    "isolated": "The network was run on each sample alone, so that it could not mix samples.",
-}
-NO_SECRETS = "There is nothing to keep secret: the run has no guarantee."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +90,12 @@ def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
     private = plan.private
     sampling = samplers.SAMPLERS[plan.event.sampler]
     promise = statements.statement(epsilon, plan.delta, bill.events)
-    seeds, drawn = SEED_GIVEN if bill.seeded else SEED_KEPT_NOWHERE, DRAWN
+    seeds, drawn = (
+        TEXTS.seed_given if bill.seeded else TEXTS.seed_kept_nowhere,
+        TEXTS.drawn,
+    )
     if plan.secure:
-        drawn = DRAWN_SECURELY if bill.secure else DRAWN_BOTH_WAYS
+        drawn = TEXTS.drawn_securely if bill.secure else TEXTS.drawn_both_ways
     return {
         "private": private,
         "epsilon": _finite(epsilon),
@@ -159,15 +109,22 @@ def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
         "abandoned": [vars(event) for event in bill.abandoned],
         "adjacency": sampling.adjacency if private else None,
         "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
-        "statement": f"{SEED_GIVEN} {promise}" if private and bill.seeded else promise,
-        "seed_policy": {"given": bill.seeded, "statement": seeds if private else NO_SECRETS},
-        "randomness": {"secure": bill.secure, "statement": drawn if private else NO_SECRETS},
+        "statement": " ".join((TEXTS.seed_given, promise)) if private and bill.seeded else promise,
+        "seed_policy": {
+            "given": bill.seeded,
+            "statement": seeds if private else TEXTS.no_secrets,
+        },
+        "randomness": {
+            "secure": bill.secure,
+            "statement": drawn if private else TEXTS.no_secrets,
+        },
     }
 
 
 def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any]:
     """Return the facts to publish with the weights, in the model file's header."""
     facts, inferred, kind = plan.facts, plan.found.inferred, network.independence
+    schema = plan.data.schema if isinstance(plan.data, Source) else None
     return {
         "schema_version": SCHEMA_VERSION,
         "optimizer": plan.optimizer,
@@ -178,9 +135,10 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
             "sha256": facts.sha256,
             "own": plan.own_data,
             "held_out": plan.found.held_out,
-            "test_note": HELD_OUT if plan.found.held_out else None,
+            "test_note": TEXTS.held_out if plan.found.held_out else None,
             "taken_from_records": list(inferred),
-            "public_note": PUBLIC + TAKEN.format(listed(inferred)) * bool(inferred),
+            "schema": None if schema is None else schema.model_dump(mode="json"),
+            "public_note": " ".join(_public_notes(plan)),
         },
         "model": {
             "name": plan.model.name,
@@ -188,7 +146,10 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
             "fix_norm": plan.fix_norm,
             "to_float32": plan.to_float32,
             "built_by": network.built_by,
-            "independence": {"kind": kind, "statement": INDEPENDENCE[kind]},
+            "independence": {
+                "kind": kind,
+                "statement": TEXTS.independence[kind],
+            },
             **_public_part(plan, network),
         },
         "input": {
@@ -197,8 +158,19 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
         },
         "classes": list(facts.classes),
         "privacy": privacy(plan, bill),
-        "audit": {**vars(plan.audit), "statement": AUDIT_RUN} if plan.audit.canaries else None,
+        "audit": {**vars(plan.audit), "statement": TEXTS.audit_run}
+        if plan.audit.canaries
+        else None,
     }
+
+
+def _public_notes(plan: TrainPlan) -> Iterator[str]:
+    """Yield what is known of the records without noise."""
+    yield TEXTS.public
+    if plan.found.inferred:
+        yield TEXTS.taken.format(listed(plan.found.inferred))
+    if isinstance(plan.data, Source) and plan.data.schema is not None:
+        yield TEXTS.declared
 
 
 def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
@@ -206,14 +178,14 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
     features, start = plan.features, plan.start
     said, file = [], None
     if isinstance(features, Scattered):
-        said.append(SCATTERED.format(about=FEATURES[features.kind]))
+        said.append(TEXTS.scattered.format(about=FEATURES[features.kind]))
     elif isinstance(features, Backbone):
-        said.append(OF_BACKBONE.format(about=BACKBONES[features.kind].about))
+        said.append(TEXTS.of_backbone.format(about=BACKBONES[features.kind].about))
     if isinstance(start, PublicFile):
         file = start.path.name
-        said.append(PRETRAINED.format(file=file))
+        said.append(TEXTS.pretrained.format(file=file))
     if plan.starts_public and plan.trained.part != "all":
-        said.append(TRAINED.format(part=PARTS[plan.trained.part]))
+        said.append(TEXTS.trained.format(part=PARTS[plan.trained.part]))
     part = {
         "features": plan.recorded.get("features"),
         "backbone": plan.recorded.get("backbone"),

@@ -13,7 +13,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.publish import load_model
-from dpmac_cli.runs.report import AUDIT_RUN
+from dpmac_cli.runs.report import TEXTS
 from tests.digits_runs import digits_config
 from tests.typed import dpmac
 
@@ -37,15 +37,15 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     out, seen = trained
     lines = seen.stdout.splitlines()
     assert any(line.startswith("AUDIT: 100 canaries,") for line in lines[:4])
-    assert AUDIT_RUN in lines
+    assert TEXTS.audit_run in lines
     assert f"what the attack found: dpmac eval {out} --audit" in lines
     assert lines[-1].endswith("audit.json")
     report = json.loads((out / folder.REPORT).read_text())
-    assert report["audit"]["statement"] == AUDIT_RUN
+    assert report["audit"]["statement"] == TEXTS.audit_run
     assert (report["audit"]["canaries"], report["audit"]["guesses"]) == (100, 20)
     header = load_model(out, None, torch.device("cpu")).facts
     assert header["audit"] == report["audit"]
-    assert f"**{AUDIT_RUN}**" in (out / folder.CARD).read_text()
+    assert f"**{TEXTS.audit_run}**" in (out / folder.CARD).read_text()
     assert folder.vouched(out, folder.AUDIT)
     assert "guesses: 20" in (out / folder.CONFIG).read_text()
 

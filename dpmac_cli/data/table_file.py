@@ -1,0 +1,230 @@
+"""Tables in CSV or Parquet files, read as their schema says."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.data.schema import Source
+from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.table_schema import Column, TableSchema
+from dpmac_cli.errors import InputError
+
+try:
+    import pyarrow as pa
+    from pyarrow import compute, parquet
+    from pyarrow import csv as arrow_csv
+except ModuleNotFoundError as missing_extra:
+    raise InputError(
+        "Tables are read by pyarrow, which is not installed: pip install 'dpmac[tables]'"
+    ) from missing_extra
+
+#: Text that stands for no value, where it is no declared category.
+MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
+NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+Mask = NDArray[np.bool_]
+#: Values of inputs, (records, inputs), and the lowest and highest value of each.
+Inputs = tuple[NDArray[np.float64], list[float], list[float]]
+
+
+def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+    """Return arrays like those of an .npz, and which records were left out.
+
+    Raises:
+        InputError: with every fault found.
+    """
+    path, schema = source.path, source.schema
+    if schema is None:
+        raise InputError(
+            f"{path} needs a schema that says what its columns may hold. For a draft: "
+            f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
+            "--schema schema.yaml."
+        )
+    refuse([f"{path} {fault}" for fault in _header_faults(column_names(path), schema)])
+    cells, ragged = _cells(path, schema.declared)
+    target, classes = schema.label.column, schema.label.classes
+    labels = _indices(cells[target], classes)
+    bad = {f"no class of the schema in {target}": labels < 0}
+    inputs = [_inputs(column, cells[column.name], bad) for column in schema.columns]
+    reasons = [*ragged, *_reasons(bad)]
+    if not source.skip_bad:
+        remedy = " Correct the table or its schema, or add --skip-bad to leave these records out."
+        refuse([f"{path}: {reason}" for reason in reasons], remedy)
+    x, low, high = (np.concatenate(parts, -1) for parts in zip(*inputs, strict=True))
+    good = ~np.logical_or.reduce(list(bad.values()))
+    arrays = {"low": low, "high": high, "classes": np.array(classes)}
+    if schema.test is None:
+        return arrays | {"x": x[good], "y": labels[good]}, tuple(reasons)
+    tested = _indices(cells[schema.test.column], schema.test.values) >= 0
+    for suffix, rows in ("", good & ~tested), ("_test", good & tested):
+        arrays |= {f"x{suffix}": x[rows], f"y{suffix}": labels[rows]}
+    return arrays, tuple(reasons)
+
+
+def column_names(path: Path) -> list[str]:
+    """Return the names in a table's header. Raises InputError."""
+    try:
+        if path.suffix == ".parquet":
+            return list(parquet.read_schema(path).names)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return next(csv.reader(file, delimiter=_delimiter(path)), [])
+    except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
+        raise _unreadable(path, failure) from failure
+
+
+def numeric_columns(path: Path) -> dict[str, bool | None]:
+    """Return for each column whether its type is a number; None in a CSV, which has no types.
+
+    No record is read. Raises InputError.
+    """
+    names = column_names(path)
+    refuse([f"{path} {fault}" for fault in _named_twice(names)])
+    if path.suffix != ".parquet":
+        return dict.fromkeys(names)
+    return {field.name: _is_number(field.type) for field in parquet.read_schema(path)}
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _header_faults(names: list[str], schema: TableSchema) -> Iterator[str]:
+    declared = schema.declared
+    yield from _named_twice(names)
+    yield from (
+        f"has no column {name}, which the schema declares" for name in declared if name not in names
+    )
+    yield from (
+        f"has a column {name} that the schema does not declare: add it to columns, or to drop"
+        for name in names
+        if name not in declared
+    )
+
+
+def _named_twice(names: Iterable[str]) -> Iterator[str]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"has {count} columns of the name {name!r}: rename them"
+
+
+def _delimiter(path: Path) -> str:
+    """A tab in a .tsv; else a semicolon, if the header has some and no comma."""
+    if path.suffix == ".tsv":
+        return "\t"
+    with path.open(encoding="utf-8-sig") as file:
+        header = file.readline()
+    return ";" if ";" in header and "," not in header else ","
+
+
+def _cells(path: Path, names: Iterable[str]) -> tuple[dict[str, pa.Array], list[str]]:
+    """Return columns, those of a CSV as text, and what is wrong with its rows."""
+    ragged: list[str] = []
+
+    def note(row: Any) -> str:
+        found = f"{row.actual_columns} values for {row.expected_columns} columns"
+        ragged.append(f"row {row.number} has {found}")
+        return "skip"
+
+    kept = list(dict.fromkeys(names))
+    try:
+        if path.suffix == ".parquet":
+            table = parquet.read_table(path, columns=kept)
+        else:
+            table = arrow_csv.read_csv(
+                path,
+                arrow_csv.ReadOptions(use_threads=False),  # else rows have no numbers
+                arrow_csv.ParseOptions(
+                    delimiter=_delimiter(path), newlines_in_values=True, invalid_row_handler=note
+                ),
+                arrow_csv.ConvertOptions(
+                    column_types=dict.fromkeys(kept, pa.string()), include_columns=kept
+                ),
+            )
+    except (OSError, ValueError, pa.ArrowException) as failure:
+        raise _unreadable(path, failure) from failure
+    return {name: _plain(table[name].combine_chunks()) for name in kept}, ragged
+
+
+def _unreadable(path: Path, failure: Exception) -> InputError:
+    why = str(failure).strip().partition("\n")[0].rstrip(".")
+    if isinstance(failure, UnicodeDecodeError) or "UTF8" in why:
+        why = "it is not text in UTF-8: save it with that encoding"
+    return InputError(f"{path} cannot be read as a table: {why}.")
+
+
+def _plain(cells: pa.Array) -> pa.Array:
+    """Return a dictionary's values, and all kinds of text and truth values as strings."""
+    kind = cells.type.value_type if pa.types.is_dictionary(cells.type) else cells.type
+    texts = pa.types.is_large_string(kind) or pa.types.is_boolean(kind)
+    return cells.cast(kind).cast(pa.string()) if texts else cells.cast(kind)
+
+
+def _text(cells: pa.Array) -> pa.Array:
+    return compute.utf8_trim_whitespace(cells.cast(pa.string()))
+
+
+def _missing(cells: pa.Array, categories: Iterable[str] = ()) -> pa.Array:
+    """Return the mask of cells without a value, NaN among them."""
+    words = pa.array([word for word in MISSING if word not in categories])
+    return compute.or_(cells.is_null(), compute.is_in(_text(cells), words))
+
+
+def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
+    """Return the place of each cell's text among values; -1 for others."""
+    found = compute.index_in(_text(cells), pa.array(values))
+    return np.asarray(found.fill_null(-1), np.int64)
+
+
+def _inputs(column: Column, cells: pa.Array, bad: dict[str, Mask]) -> Inputs:
+    """Return a column as inputs; masks of records that it does not allow join ``bad``."""
+    missing = np.asarray(_missing(cells, column.categories))
+    if column.range is not None:
+        values, outside = _numbers(column, cells, missing, bad)
+        inputs, low, high = [values], [column.range[0]], [column.range[1]]
+    else:
+        place = _indices(cells, column.categories)
+        outside = (place < 0) & ~missing
+        inputs = [place == number for number in range(len(column.categories))]
+        if column.outside == "accept":
+            inputs.append(outside)
+            if outside.all():
+                bad[f"no category of the schema in {column.name}, nor has any other"] = outside
+        low, high = [], []
+    if column.outside == "refuse":
+        bad[f"what the schema does not declare in {column.name}"] = outside
+    if column.missing == "input":
+        inputs.append(missing)
+    else:
+        bad[f"no value in {column.name}"] = missing
+    flags = len(inputs) - len(low)  # 0 or 1, which standardising leaves as they are
+    return np.stack(inputs, 1).astype(np.float64), low + [-1.0] * flags, high + [1.0] * flags
+
+
+def _numbers(
+    column: Column, cells: pa.Array, missing: Mask, bad: dict[str, Mask]
+) -> tuple[NDArray[np.float64], Mask]:
+    """Return numbers clipped to their range, its middle where there is none; and the clipped."""
+    assert column.range is not None  # noqa: S101
+    low, high = column.range
+    if _is_number(cells.type):
+        numbers = cells.cast(pa.float64(), safe=False)
+    else:
+        text = _text(cells)
+        fits = compute.match_substring_regex(text, NUMBER).fill_null(False)
+        bad[f"no number in {column.name}"] = ~np.asarray(fits) & ~missing
+        numbers = compute.if_else(fits, text, None).cast(pa.float64())
+    values = np.asarray(numbers.fill_null(np.nan))
+    outside = (values < low) | (values > high)
+    return np.where(np.isnan(values), (low + high) / 2, np.clip(values, low, high)), outside
+
+
+def _reasons(bad: dict[str, Mask]) -> Iterator[str]:
+    """Name the first record at fault, and how many there are."""
+    for what, records in bad.items():
+        if count := int(records.sum()):
+            others = f" and {count - 1} more have" if count > 1 else " has"
+            yield f"record {int(records.argmax()) + 1}{others} {what}"

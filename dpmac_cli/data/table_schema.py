@@ -1,0 +1,178 @@
+"""The schema of a table: which columns there are, what each may hold, and what is the label.
+
+A schema is public and is written down before the records are looked at, so that no record can
+change how any other is read. Loads neither numpy nor torch.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from dpmac_cli.errors import InputError
+
+#: What a draft has in place of everything that only a person can know.
+FILL_IN = "FILL_IN"
+
+
+def _filled_in(value: Any) -> Any:
+    """Reject what still has to be filled in."""
+    if value == FILL_IN:
+        raise ValueError(f"still says {FILL_IN}")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_filled_in), Field(min_length=1)]
+Number = Annotated[float, BeforeValidator(_filled_in)]
+Texts = tuple[Text, ...]
+
+
+class _Declared(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Column(_Declared):
+    """A column that the network is given: numbers in a range, or one of several categories.
+
+    Attributes:
+        name: as in the table's header.
+        range: lowest and highest number. Others are clipped to it.
+        categories: each becomes an input that is 0 or 1, and so does "other", for all that is not
+            declared.
+        missing: "input" adds an input that is 1 where there is no value.
+        outside: "refuse" rejects records beyond the range, or of other categories.
+    """
+
+    name: Text
+    range: tuple[Number, Number] | None = None
+    categories: Annotated[Texts, Field(max_length=10_000)] = ()
+    missing: Literal["refuse", "input"] = "refuse"
+    outside: Literal["accept", "refuse"] = "accept"
+
+    @model_validator(mode="after")
+    def _check(self) -> "Column":
+        if (self.range is None) == (not self.categories):
+            raise ValueError("needs either a range or categories")
+        if self.range is not None and self.range[0] >= self.range[1]:
+            raise ValueError("the first number of a range must be the smaller")
+        _distinct(self.categories, "the category {} is declared {} times")
+        return self
+
+
+class Label(_Declared):
+    """The column that is predicted, and the names of its classes."""
+
+    column: Text
+    classes: Annotated[Texts, Field(min_length=2)]
+
+    @model_validator(mode="after")
+    def _check(self) -> "Label":
+        _distinct(self.classes, "the class {} is declared {} times")
+        return self
+
+
+class TestSet(_Declared):
+    """Records to test on: those that have one of some values in a column."""
+
+    column: Text
+    values: Annotated[Texts, Field(min_length=1)]
+
+
+class TableSchema(_Declared):
+    """All that is known of a table without its records."""
+
+    label: Label
+    columns: Annotated[tuple[Column, ...], Field(min_length=1)]
+    drop: Texts = ()
+    test: TestSet | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name(cls, given: Any) -> Any:
+        """Take columns by their names, as they are written, each with its name inside."""
+        columns = given.get("columns") if isinstance(given, dict) else None
+        if not isinstance(columns, dict):
+            return given
+        named = [{"name": n, **of} if isinstance(of, dict) else of for n, of in columns.items()]
+        return {**given, "columns": named}
+
+    @model_validator(mode="after")
+    def _check(self) -> "TableSchema":
+        _distinct(self.declared, "the column {} is declared {} times")
+        return self
+
+    @property
+    def declared(self) -> tuple[str, ...]:
+        """Names of all columns of the table."""
+        test = () if self.test is None else (self.test.column,)
+        return (self.label.column, *(column.name for column in self.columns), *self.drop, *test)
+
+
+def _distinct(names: tuple[str, ...], fault: str) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(fault.format(name, count))
+
+
+class _Once(yaml.BaseLoader):
+    """YAML whose values are all text, with no key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Reject keys that are given twice."""
+        _distinct(tuple(str(key.value) for key, _ in node.value), "the key {} is given {} times")
+        return super().construct_mapping(node, deep=True)
+
+
+def read_schema(file: Path) -> TableSchema:
+    """Read a schema. Raises InputError with every fault found."""
+    try:
+        return TableSchema.model_validate(_Once(file.read_text(encoding="utf-8")).get_single_data())
+    except ValidationError as failure:
+        faults = [f"{_place(error['loc'])}{_why(error)}" for error in failure.errors()]
+    except OSError as failure:
+        faults = [f"cannot be read ({failure.strerror or failure})"]
+    except (yaml.YAMLError, RecursionError, ValueError) as failure:
+        faults = [f"it is no YAML that can be read: {' '.join(str(failure).split())}"]
+    raise InputError([f"--schema {file}: {fault}." for fault in faults])
+
+
+def _place(parts: tuple[int | str, ...]) -> str:
+    return f"{'.'.join(map(str, parts))}: " if parts else ""
+
+
+def _why(error: Any) -> str:
+    why = str(error["msg"]).removeprefix("Value error, ")
+    return why if error["input"] != FILL_IN else f"{why}. Replace it by what the column means"
+
+
+def draft(
+    file: Path, numeric: Mapping[str, bool | None], label: str | None, drop: tuple[str, ...]
+) -> str:
+    """Return a schema to fill in.
+
+    Args:
+        file: the table.
+        numeric: for each column, whether it holds numbers; None where the file does not say.
+        label: the column to predict, if it is known.
+        drop: columns that are not used.
+    """
+    from jinja2 import Environment, PackageLoader  # noqa: PLC0415  (only drafts need it)
+
+    loader = PackageLoader("dpmac_cli.data", "")
+    environment = Environment(loader=loader, trim_blocks=True)  # noqa: S701  (YAML)
+    used = {_quoted(name): n for name, n in numeric.items() if name not in (label, *drop)}
+    return environment.get_template("schema.yaml.jinja").render(
+        file=file.name, label=label and _quoted(label), columns=used, drop=map(_quoted, drop)
+    )
+
+
+def _quoted(name: str) -> str:
+    """Return a name as YAML text, whatever is in it."""
+    return (
+        name
+        if name.isidentifier()
+        else yaml.safe_dump(name, default_style='"', width=10**6).strip()
+    )
