@@ -48,6 +48,7 @@ VALUES: Mapping[str, Any] = {
     "classes": "cat,dog",
     "standardise": "imagenet",
     "feature_range": "-1,2.5",
+    "schema": "schema.yaml",
     "skip_bad": True,
     "epochs": 3,
     "steps": 7,
@@ -90,13 +91,14 @@ VALUES: Mapping[str, Any] = {
     "quiet": True,
     "debug": True,
 }
-PICTURES, ROWS = "pictures", "rows.npz"
+PICTURES, ROWS, TABLE = "pictures", "rows.npz", "table.csv"
 #: Settings that some need beside them.
 BESIDE: Mapping[str, Mapping[str, Any]] = {
     **{name: {"dataset": PICTURES} for name in ("test_fraction", "split_seed", "channels")},
     **{name: {"dataset": PICTURES} for name in ("image_size", "classes", "skip_bad")},
     "standardise": {"dataset": PICTURES, "channels": "3"},
     "feature_range": {"dataset": ROWS},
+    "schema": {"dataset": TABLE},
     "guesses": {"canaries": 100},
     "augment": {"augmentations": 2},
     "backbone_size": {"backbone": "efficientnet-lite1"},
@@ -141,6 +143,7 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     "channels": lambda plan: str(plan.data.channels),
     "classes": lambda plan: ",".join(plan.data.classes),
     "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.feature_range),
+    "schema": lambda plan: plan.recorded["schema"],
     "epochs": lambda plan: plan.steps / plan.steps_per_epoch,
     "no_dp": lambda plan: not plan.private,
     "checkpoint_every": lambda plan: str(plan.checkpoint_every.steps),
@@ -154,12 +157,15 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_data() -> None:
-    """Two small datasets in the working folder."""
+    """Three small datasets in the working folder."""
     for label, name in enumerate(("cat", "dog")):
         Path(PICTURES, name).mkdir(parents=True)
         for number in range(8):
             Image.new("L", (6, 5), 100 * label + number).save(Path(PICTURES, name, f"{number}.png"))
     np.savez(ROWS, x=np.linspace(-3, 3, 120).reshape(40, 3), y=np.arange(40) % 2)
+    Path(TABLE).write_text("age,ill\n" + "30,no\n40,yes\n" * 20)
+    declared = "label: {column: ill, classes: [no, yes]}\ncolumns: {age: {range: [0, 99]}}\n"
+    Path("schema.yaml").write_text(declared)
 
 
 def from_file(file: Path, body: Mapping[str, Any] | str, **flags: Any) -> Resolved:

@@ -23,7 +23,7 @@ from dpmac_cli.randomness.keystream import (
     make_keys,
 )
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Bits, Noise, SeededNormals
+from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs import setup as assembly
 from tests.helpers import a_key
@@ -191,11 +191,11 @@ def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.Mo
     """torch.randn's do, on the CPU in float32. A draw that far takes a billion, so: the words."""
 
     def draw(word: int, turn: int) -> list[float]:
-        def bits(self: SeededNormals, like: torch.Tensor) -> Bits:
+        def bits(self: SeededNormals, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             kind = torch.int64 if like.dtype == torch.float64 else torch.int32
-            return Bits(torch.tensor([word]), torch.tensor([turn], dtype=kind))
+            return torch.tensor([word]), torch.tensor([turn], dtype=kind)
 
-        monkeypatch.setattr(SeededNormals, "_next", bits)
+        monkeypatch.setattr(SeededNormals, "_bits", bits)
         source, like = Noise(a_key(0)).at(1), torch.empty(2, dtype=dtype)
         drawn: list[float] = source.standard_normal(like).tolist()
         return drawn

@@ -195,6 +195,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "held_out": False,
         "test_note": None,
         "taken_from_records": ["channels", "image size", "classes"],
+        "schema": None,
         "public_note": (
             "The numbers of training and test records are public. Its channels, image size and "
             "classes were not declared but taken from the records, and are treated as public: one "
@@ -309,7 +310,7 @@ def test_own_data_in_a_comparison() -> None:
     ("args", "said"),
     [
         (("--dataset", "nowhere"), "there is no dataset 'nowhere'"),
-        (("--dataset", "no/where"), "is neither a folder"),
+        (("--dataset", "no/where"), "there is no such file or folder"),
         (("--dataset", "photos", "--model", "lenet"), "there is no model 'lenet'"),
         (("--dataset", "photos", "--model", "gone.py:Net"), "there is no file gone.py"),
         (("--dataset", "photos", "--image-size", "0"), "--image-size must be"),
@@ -359,17 +360,21 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
         "classes": names_of(10),
         "standardise": "half",
         "feature_range": "0,1",
+        "schema": "schema.yaml",
         "skip_bad": True,
         "data_dir": "there",
     }
     assert every.keys() == {n for n, s in SETTINGS.items() if s.panel == DATA} | {"data_dir"}
     split_off = {"test_fraction", "split_seed"}
     idle = {
-        "photos": {*split_off, "feature_range", "data_dir"},
-        "album": {"feature_range", "data_dir"},
-        "wine.npz": {"channels", "image_size", "standardise", "data_dir"},
-        "images.npz": {*split_off, "feature_range", "data_dir"},
+        "photos": {*split_off, "feature_range", "schema", "data_dir"},
+        "album": {"feature_range", "schema", "data_dir"},
+        "wine.npz": {"channels", "image_size", "standardise", "schema", "data_dir"},
+        "images.npz": {*split_off, "feature_range", "schema", "data_dir"},
     }
+    Path("schema.yaml").write_text(
+        "label: {column: y, classes: [a, b]}\ncolumns: {x: {range: [0, 1]}}\n"
+    )
     schema: dict[str, dict[str, str]] = {
         "photos": DECLARED,
         "album": DECLARED,
@@ -378,8 +383,12 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     }
     for data, names in idle.items():
         every["classes"] = names_of(10 if data in ("photos", "album") else 3)
-        said = notes_on(data, **every)
-        found = [note for note in said if "has no effect with" in note]
+        del every["schema"]
+        found = [note for note in notes_on(data, **every) if "has no effect with" in note]
+        without = {name: every.pop(name) for name in ("classes", "feature_range")}
+        every["schema"] = "schema.yaml"
+        found += [note for note in notes_on(data, **every) if "is no table" in note]
+        every |= without
         assert {note.split()[0].removeprefix("--").replace("-", "_") for note in found} == names
         assert notes_on(data, **schema[data]) == ()
     assert notes_on("photos", test_fraction="0.3", **DECLARED) == (

@@ -41,7 +41,9 @@ SHORTER = {
 def commands() -> list[str]:
     """What a reader would type, without comments; the lines that install are CI's to try."""
     lines = "\n".join(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))).splitlines()
-    typed = [shlex.join(shlex.split(line, comments=True)) for line in lines]
+    typed = [
+        shlex.join(shlex.split(line.partition(" > ")[0], comments=True)) for line in lines if line
+    ]
     # Not what would change the shell of whoever runs the tests.
     return [
         line
@@ -74,6 +76,9 @@ def set_scene(folder: Path) -> None:
                 Image.fromarray(pixels).save(place / f"{number}.png")
     (folder / "album").symlink_to(folder / "photos" / "train")
     np.savez(folder / "table.npz", x=rng.random((300, 4)), y=np.arange(300) % 3)
+    (folder / "patients.csv").write_text("age,outcome\n" + "30,ill\n40,well\n50,ill\n" * 40)
+    declared = "label: {column: outcome, classes: [ill, well]}\ncolumns: {age: {range: [0, 99]}}"
+    (folder / "schema.yaml").write_text(declared)
     weights = runpy.run_path(str(folder / "net.py"))["Net"]((3, 8, 8), 2).state_dict()
     safetensors.torch.save_file(weights, folder / "weights.safetensors")
 

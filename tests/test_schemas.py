@@ -31,6 +31,12 @@ def load(name: str) -> dict[str, Any]:
 
 
 REPORT, COMPARE = load("report.schema.json"), load("compare.schema.json")
+SCHEMA = """
+label: {column: ill, classes: [no, yes]}
+columns: {age: {range: [0, 99]}, sex: {categories: [f, m]}}
+test: {column: site, values: [b]}
+"""
+TABLE = "age,sex,ill,site\n" + "30,f,no,a\n40,m,yes,b\n31,m,yes,a\n" * 30
 #: Kinds of run, by what makes them.
 RUNS: Mapping[str, dict[str, Any]] = {
     "ordinary": {},
@@ -82,6 +88,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         train_digits(dataset=str(own), out=root / "own", **more)
         where = train_digits(model="mlp-small", out=root / "source", no_dp=True).folder
         public = str(where / "model.safetensors")
+        (root / "t.csv").write_text(
+            TABLE
+        )
+        (root / "schema.yaml").write_text(SCHEMA)
+        of_table: dict[str, Any] = {"schema": str(root / "schema.yaml"), "batch_size": 8}
+        train_digits(dataset=str(root / "t.csv"), out=root / "table", model="linear", **of_table)
         head: dict[str, Any] = {"pretrained": public, "train": "head", "no_dp": True}
         train_digits(model="mlp-small", out=root / "pretrained", **head)
     found = {path.parent.name: json.loads(path.read_text()) for path in root.glob("*/report.json")}
@@ -102,7 +114,7 @@ def test_schemas_are_schemas_that_describe_every_key(schema: dict[str, Any]) -> 
 
 
 def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
-    assert len(reports) == len(RUNS) + 5
+    assert len(reports) == len(RUNS) + 6
     assert {report["state"] for report in reports.values()} == {
         *("finished", "interrupted", "budget-spent")
     }

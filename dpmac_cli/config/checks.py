@@ -8,7 +8,7 @@ from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import DATA, MOST_STEPS, OPTIMIZER, SETTINGS, flag_name
-from dpmac_cli.data.schema import Found, Source, listed
+from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Features, Scattered, UserModel
 
 #: Settings that mean something only beside another, and why.
@@ -158,6 +158,8 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
     if not plan.found.held_out:
         own_test = f"{data}, which has a test set of its own"
         idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
+    if plan.data.path.suffix not in TABLES:
+        idle["schema"] = f"{data}, which is no table"
     if plan.facts.is_table:
         of_images = ("channels", "image_size", "standardise")
         return idle | dict.fromkeys(of_images, f"{data}, which holds rows of numbers")

@@ -138,9 +138,6 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
 
 def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
     """Everything that keeps arrays from being a data set."""
-    if not {"x", "y"} <= arrays.keys():
-        yield "it must hold the arrays x (images or rows of numbers) and y (labels)"
-        return
     if ("x_test" in arrays) != ("y_test" in arrays):
         yield "x_test and y_test go together; one of them is missing"
         return

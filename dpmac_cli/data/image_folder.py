@@ -20,7 +20,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 GREY = ("1", "L", "LA", "I", "F")
 #: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
 DEEP = ("PNG", "PPM")
-TRAIN, TEST = "train", "test"
+TRAIN, TESTS = "train", ("test", "validation", "val")
 NO_CLASS = -1
 REMEDY = " Remove them, or add --skip-bad to leave them out."
 
@@ -32,15 +32,20 @@ class ImageFolder:
         self._source = source
         self._skipped: list[str] = []
         root, declared = source.path, source.classes
-        names = [name for name in (TRAIN, TEST) if name not in (declared or ())]
+        names = [name for name in (TRAIN, *TESTS) if name not in (declared or ())]
         parts = [root / name for name in names if (root / name).is_dir()]
+        if len(parts) > 2:
+            some = ", ".join(part.name for part in parts)
+            raise InputError(f"{root} holds {some}: keep one set to test on, and move the others.")
         if len(parts) == 1 and declared is None:
             raise InputError(
-                f"{root} holds a folder {parts[0].name} alone. Both {TRAIN} and {TEST} are wanted, "
+                f"{root} holds a folder {parts[0].name} alone. Both {TRAIN} and test are wanted, "
                 "or the classes' folders right there, and --test-fraction of them is held out. If "
                 f"{parts[0].name} is the name of a class, call it something else."
             )
-        parts = parts if len(parts) == 2 else []  # else "train" is an undeclared class
+        parts = (
+            parts if len(parts) == 2 and parts[0].name == TRAIN else []
+        )  # else "train" is an undeclared class
         self._classes = declared or tuple(_class_names(parts[0] if parts else root))
         check_classes(self._classes, source)
         if parts and declared is None:
@@ -79,7 +84,7 @@ class ImageFolder:
             refuse(strange, REMEDY)
         held = {label for _, label in found}
         empty = [name for label, name in enumerate(self._classes) if label not in held]
-        if part.name != TEST and self._source.classes is None:
+        if part.name not in TESTS and self._source.classes is None:
             refuse(
                 [f"The class {name} in {part} holds no image" for name in empty],
                 " Remove its folder, fill it, or declare the classes with --classes.",

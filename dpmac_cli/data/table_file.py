@@ -44,36 +44,40 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
             "--schema schema.yaml."
         )
-    refuse([f"{path} {fault}" for fault in _header_faults(column_names(path), schema)])
+    refuse(list(_header_faults(column_names(path), schema)), f" Correct {path} or its schema.")
     cells, ragged = _cells(path, schema.declared)
     target, classes = schema.label.column, schema.label.classes
     labels = _indices(cells[target], classes)
     bad = {f"no class of the schema in {target}": labels < 0}
     inputs = [_inputs(column, cells[column.name], bad) for column in schema.columns]
-    reasons = [*ragged, *_reasons(bad)]
     if not source.skip_bad:
-        remedy = " Correct the table or its schema, or add --skip-bad to leave these records out."
-        refuse([f"{path}: {reason}" for reason in reasons], remedy)
+        remedy = f" Correct {path} or its schema, or add --skip-bad to leave such records out."
+        refuse([*ragged, *_reasons(bad)], remedy)
     x, low, high = (np.concatenate(parts, -1) for parts in zip(*inputs, strict=True))
     good = ~np.logical_or.reduce(list(bad.values()))
+    skipped = (*ragged, *(f"record {row + 1}" for row in np.flatnonzero(~good)))
     arrays = {"low": low, "high": high, "classes": np.array(classes)}
     if schema.test is None:
-        return arrays | {"x": x[good], "y": labels[good]}, tuple(reasons)
+        return arrays | {"x": x[good], "y": labels[good]}, skipped
     tested = _indices(cells[schema.test.column], schema.test.values) >= 0
     for suffix, rows in ("", good & ~tested), ("_test", good & tested):
         arrays |= {f"x{suffix}": x[rows], f"y{suffix}": labels[rows]}
-    return arrays, tuple(reasons)
+    return arrays, skipped
 
 
 def column_names(path: Path) -> list[str]:
     """Return the names in a table's header. Raises InputError."""
     try:
         if path.suffix == ".parquet":
-            return list(parquet.read_schema(path).names)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return next(csv.reader(file, delimiter=_delimiter(path)), [])
-    except (OSError, ValueError, csv.Error, pa.ArrowException) as failure:
+            names = list(parquet.read_schema(path).names)
+        else:
+            with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+                names = next(csv.reader(file, delimiter=_delimiter(path)), [])
+    except (OSError, csv.Error, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    refuse([f"{path} has several columns of the name '{name}': rename them" for name in twice])
+    return names
 
 
 def numeric_columns(path: Path) -> dict[str, bool | None]:
@@ -82,7 +86,6 @@ def numeric_columns(path: Path) -> dict[str, bool | None]:
     No record is read. Raises InputError.
     """
     names = column_names(path)
-    refuse([f"{path} {fault}" for fault in _named_twice(names)])
     if path.suffix != ".parquet":
         return dict.fromkeys(names)
     return {field.name: _is_number(field.type) for field in parquet.read_schema(path)}
@@ -93,31 +96,18 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _header_faults(names: list[str], schema: TableSchema) -> Iterator[str]:
-    declared = schema.declared
-    yield from _named_twice(names)
-    yield from (
-        f"has no column {name}, which the schema declares" for name in declared if name not in names
-    )
-    yield from (
-        f"has a column {name} that the schema does not declare: add it to columns, or to drop"
-        for name in names
-        if name not in declared
-    )
-
-
-def _named_twice(names: Iterable[str]) -> Iterator[str]:
-    for name, count in Counter(names).items():
-        if count > 1:
-            yield f"has {count} columns of the name {name!r}: rename them"
+    for name in schema.declared:
+        if name not in names:
+            yield f"There is no column {name}, which the schema declares"
+    for name in names:
+        if name not in schema.declared:
+            yield f"The schema declares no column {name}, neither to use nor to drop"
 
 
 def _delimiter(path: Path) -> str:
-    """A tab in a .tsv; else a semicolon, if the header has some and no comma."""
-    if path.suffix == ".tsv":
-        return "\t"
-    with path.open(encoding="utf-8-sig") as file:
-        header = file.readline()
-    return ";" if ";" in header and "," not in header else ","
+    """The one of comma, semicolon and tab that is most frequent in the header."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        return max(",;\t", key=file.readline().count)
 
 
 def _cells(path: Path, names: Iterable[str]) -> tuple[dict[str, pa.Array], list[str]]:
@@ -126,7 +116,7 @@ def _cells(path: Path, names: Iterable[str]) -> tuple[dict[str, pa.Array], list[
 
     def note(row: Any) -> str:
         found = f"{row.actual_columns} values for {row.expected_columns} columns"
-        ragged.append(f"row {row.number} has {found}")
+        ragged.append(f"Row {row.number} has {found}")
         return "skip"
 
     kept = list(dict.fromkeys(names))
@@ -151,7 +141,7 @@ def _cells(path: Path, names: Iterable[str]) -> tuple[dict[str, pa.Array], list[
 
 def _unreadable(path: Path, failure: Exception) -> InputError:
     why = str(failure).strip().partition("\n")[0].rstrip(".")
-    if isinstance(failure, UnicodeDecodeError) or "UTF8" in why:
+    if "UTF8" in why:
         why = "it is not text in UTF-8: save it with that encoding"
     return InputError(f"{path} cannot be read as a table: {why}.")
 
@@ -227,4 +217,4 @@ def _reasons(bad: dict[str, Mask]) -> Iterator[str]:
     for what, records in bad.items():
         if count := int(records.sum()):
             others = f" and {count - 1} more have" if count > 1 else " has"
-            yield f"record {int(records.argmax()) + 1}{others} {what}"
+            yield f"Record {int(records.argmax()) + 1}{others} {what}"

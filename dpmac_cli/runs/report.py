@@ -3,7 +3,7 @@
 import math
 import platform
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -90,12 +90,12 @@ def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
     private = plan.private
     sampling = samplers.SAMPLERS[plan.event.sampler]
     promise = statements.statement(epsilon, plan.delta, bill.events)
-    seeds, drawn = (
-        TEXTS.seed_given if bill.seeded else TEXTS.seed_kept_nowhere,
-        TEXTS.drawn,
-    )
+    seeds = TEXTS.seed_given if bill.seeded else TEXTS.seed_kept_nowhere
+    drawn = TEXTS.drawn
     if plan.secure:
         drawn = TEXTS.drawn_securely if bill.secure else TEXTS.drawn_both_ways
+    if not private:
+        seeds = drawn = TEXTS.no_secrets
     return {
         "private": private,
         "epsilon": _finite(epsilon),
@@ -110,14 +110,8 @@ def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
         "adjacency": sampling.adjacency if private else None,
         "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
         "statement": " ".join((TEXTS.seed_given, promise)) if private and bill.seeded else promise,
-        "seed_policy": {
-            "given": bill.seeded,
-            "statement": seeds if private else TEXTS.no_secrets,
-        },
-        "randomness": {
-            "secure": bill.secure,
-            "statement": drawn if private else TEXTS.no_secrets,
-        },
+        "seed_policy": {"given": bill.seeded, "statement": seeds},
+        "randomness": {"secure": bill.secure, "statement": drawn},
     }
 
 
@@ -125,6 +119,9 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
     """Return the facts to publish with the weights, in the model file's header."""
     facts, inferred, kind = plan.facts, plan.found.inferred, network.independence
     schema = plan.data.schema if isinstance(plan.data, Source) else None
+    notes = [TEXTS.public] + [TEXTS.declared] * (schema is not None)
+    notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
+    audit = {**vars(plan.audit), "statement": TEXTS.audit_run}
     return {
         "schema_version": SCHEMA_VERSION,
         "optimizer": plan.optimizer,
@@ -138,7 +135,7 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
             "test_note": TEXTS.held_out if plan.found.held_out else None,
             "taken_from_records": list(inferred),
             "schema": None if schema is None else schema.model_dump(mode="json"),
-            "public_note": " ".join(_public_notes(plan)),
+            "public_note": " ".join(notes),
         },
         "model": {
             "name": plan.model.name,
@@ -146,10 +143,7 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
             "fix_norm": plan.fix_norm,
             "to_float32": plan.to_float32,
             "built_by": network.built_by,
-            "independence": {
-                "kind": kind,
-                "statement": TEXTS.independence[kind],
-            },
+            "independence": {"kind": kind, "statement": TEXTS.independence[kind]},
             **_public_part(plan, network),
         },
         "input": {
@@ -158,19 +152,8 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
         },
         "classes": list(facts.classes),
         "privacy": privacy(plan, bill),
-        "audit": {**vars(plan.audit), "statement": TEXTS.audit_run}
-        if plan.audit.canaries
-        else None,
+        "audit": audit if plan.audit.canaries else None,
     }
-
-
-def _public_notes(plan: TrainPlan) -> Iterator[str]:
-    """Yield what is known of the records without noise."""
-    yield TEXTS.public
-    if plan.found.inferred:
-        yield TEXTS.taken.format(listed(plan.found.inferred))
-    if isinstance(plan.data, Source) and plan.data.schema is not None:
-        yield TEXTS.declared
 
 
 def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
