@@ -88,9 +88,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         train_digits(dataset=str(own), out=root / "own", **more)
         where = train_digits(model="mlp-small", out=root / "source", no_dp=True).folder
         public = str(where / "model.safetensors")
-        (root / "t.csv").write_text(
-            TABLE
-        )
+        (root / "t.csv").write_text(TABLE)
         (root / "schema.yaml").write_text(SCHEMA)
         of_table: dict[str, Any] = {"schema": str(root / "schema.yaml"), "batch_size": 8}
         train_digits(dataset=str(root / "t.csv"), out=root / "table", model="linear", **of_table)

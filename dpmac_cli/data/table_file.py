@@ -197,7 +197,7 @@ def _inputs(column: Column, cells: pa.Array, bad: dict[str, Mask]) -> Inputs:
 def _numbers(
     column: Column, cells: pa.Array, missing: Mask, bad: dict[str, Mask]
 ) -> tuple[NDArray[np.float64], Mask]:
-    """Return numbers clipped to their range, its middle where there is none; and the clipped."""
+    """Return numbers, the middle of their range where there is none; and which lie outside."""
     assert column.range is not None  # noqa: S101
     low, high = column.range
     if _is_number(cells.type):
@@ -209,7 +209,7 @@ def _numbers(
         numbers = compute.if_else(fits, text, None).cast(pa.float64())
     values = np.asarray(numbers.fill_null(np.nan))
     outside = (values < low) | (values > high)
-    return np.where(np.isnan(values), (low + high) / 2, np.clip(values, low, high)), outside
+    return np.where(np.isnan(values), (low + high) / 2, values), outside
 
 
 def _reasons(bad: dict[str, Mask]) -> Iterator[str]:
