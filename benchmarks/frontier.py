@@ -50,7 +50,7 @@ STARTS: Mapping[str, float] = {
     "dp-macadambc": 1e-3,
     "centred-adam": 2e-3,
     "auto-s": 2e-3,
-    "doppler": 2e-3,
+    "doppler": 2.5e-4,
     "scale-then-privatise": 2e-3,
     "ema": 2e-3,
 }
