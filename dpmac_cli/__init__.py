@@ -1,4 +1,4 @@
-"""dpmac: train image classifiers under differential privacy, and price that privacy.
+"""dpmac: train classifiers under differential privacy, and price that privacy.
 
 Everything the command line does can be done from Python with the names listed in ``__init__.pyi``.
 They are kept stable; docs/library.md shows how to use them. Each is imported on first use, so

@@ -171,6 +171,8 @@ def test_categories_of_which_no_record_has_one_are_refused(tmp_path: Path) -> No
     """Else a column of "True" that is declared as "true" would be of no use, silently."""
     schema = SCHEMA.replace("[A, B]", "[a, b]")
     assert "have no category of the schema in ward" in refused(tmp_path, schema=schema)
+    # With --skip-bad one record must not decide whether the others are used.
+    assert len(inputs(source(tmp_path, schema=schema, skip_bad=True))[0]) == 4
 
 
 @pytest.mark.parametrize(
@@ -209,9 +211,19 @@ def test_a_schema_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.privacy
 def test_a_record_that_is_left_out_changes_nothing_of_the_others(tmp_path: Path) -> None:
     expected = inputs(source(tmp_path, skip_bad=True))
-    bad = ["200,x,Z,ill,1,x", "5,f,A,dead,1,x", "5,f,A,ill", "old,f,A,ill,1,x", "5,,A,ill,2,x"]
+    bad = [
+        "200,x,Z,ill,1,x",
+        "5,\udcff,A,ill,1,x",
+        "\udcff,f,A,ill,2,x",
+        "5,f,A,\udcff,1,x",
+        "5,f,A,dead,1,x",
+        "5,f,A,ill",
+        "old,f,A,ill,1,x",
+        "5,,A,ill,2,x",
+    ]
     for line in bad:
-        of = source(tmp_path, PATIENTS + line + "\n", skip_bad=True)
+        of = source(tmp_path, skip_bad=True)
+        of.path.write_bytes(f"{PATIENTS}{line}\n".encode(errors="surrogateescape"))
         assert inputs(of) == expected
         assert len(inspect(of).skipped) == 1
 

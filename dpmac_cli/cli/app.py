@@ -25,7 +25,7 @@ class Command(TyperCommand):
 
 app = typer.Typer(
     name="dpmac",
-    help="Train image classifiers under differential privacy, and say what that privacy is worth.",
+    help="Train classifiers under differential privacy, and say what that privacy is worth.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

@@ -26,6 +26,7 @@ except ModuleNotFoundError as missing_extra:
 #: Text that stands for no value, where it is no declared category.
 MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
 NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+Cells = dict[str, pa.Array]
 Mask = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
 Inputs = tuple[NDArray[np.float64], list[float], list[float]]
@@ -45,12 +46,14 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
             "--schema schema.yaml."
         )
     refuse(list(_header_faults(column_names(path), schema)), f" Correct {path} or its schema.")
-    cells, ragged = _cells(path, schema.declared)
+    # With --skip-bad no record may decide about the others, so each is judged by itself.
+    strict = not source.skip_bad
+    cells, ragged = _cells(path, schema.declared, strict)
     target, classes = schema.label.column, schema.label.classes
     labels = _indices(cells[target], classes)
     bad = {f"no class of the schema in {target}": labels < 0}
-    inputs = [_inputs(column, cells[column.name], bad) for column in schema.columns]
-    if not source.skip_bad:
+    inputs = [_inputs(column, cells[column.name], bad, strict) for column in schema.columns]
+    if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave such records out."
         refuse([*ragged, *_reasons(bad)], remedy)
     x, low, high = (np.concatenate(parts, -1) for parts in zip(*inputs, strict=True))
@@ -110,7 +113,7 @@ def _delimiter(path: Path) -> str:
         return max(",;\t", key=file.readline().count)
 
 
-def _cells(path: Path, names: Iterable[str]) -> tuple[dict[str, pa.Array], list[str]]:
+def _cells(path: Path, names: tuple[str, ...], strict: bool) -> tuple[Cells, list[str]]:
     """Return columns, those of a CSV as text, and what is wrong with its rows."""
     ragged: list[str] = []
 
@@ -119,10 +122,9 @@ def _cells(path: Path, names: Iterable[str]) -> tuple[dict[str, pa.Array], list[
         ragged.append(f"Row {row.number} has {found}")
         return "skip"
 
-    kept = list(dict.fromkeys(names))
     try:
         if path.suffix == ".parquet":
-            table = parquet.read_table(path, columns=kept)
+            table = parquet.read_table(path, columns=list(names))
         else:
             table = arrow_csv.read_csv(
                 path,
@@ -131,12 +133,12 @@ def _cells(path: Path, names: Iterable[str]) -> tuple[dict[str, pa.Array], list[
                     delimiter=_delimiter(path), newlines_in_values=True, invalid_row_handler=note
                 ),
                 arrow_csv.ConvertOptions(
-                    column_types=dict.fromkeys(kept, pa.string()), include_columns=kept
+                    check_utf8=strict, column_types=dict.fromkeys(names, pa.string())
                 ),
             )
     except (OSError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
-    return {name: _plain(table[name].combine_chunks()) for name in kept}, ragged
+    return {name: _plain(table[name].combine_chunks()) for name in names}, ragged
 
 
 def _unreadable(path: Path, failure: Exception) -> InputError:
@@ -154,7 +156,7 @@ def _plain(cells: pa.Array) -> pa.Array:
 
 
 def _text(cells: pa.Array) -> pa.Array:
-    return compute.utf8_trim_whitespace(cells.cast(pa.string()))
+    return compute.ascii_trim_whitespace(cells.cast(pa.string()))
 
 
 def _missing(cells: pa.Array, categories: Iterable[str] = ()) -> pa.Array:
@@ -169,7 +171,7 @@ def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def _inputs(column: Column, cells: pa.Array, bad: dict[str, Mask]) -> Inputs:
+def _inputs(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bool) -> Inputs:
     """Return a column as inputs; masks of records that it does not allow join ``bad``."""
     missing = np.asarray(_missing(cells, column.categories))
     if column.range is not None:
@@ -181,7 +183,7 @@ def _inputs(column: Column, cells: pa.Array, bad: dict[str, Mask]) -> Inputs:
         inputs = [place == number for number in range(len(column.categories))]
         if column.outside == "accept":
             inputs.append(outside)
-            if outside.all():
+            if strict and outside.all():
                 bad[f"no category of the schema in {column.name}, nor has any other"] = outside
         low, high = [], []
     if column.outside == "refuse":

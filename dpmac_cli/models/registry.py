@@ -6,6 +6,8 @@ from pathlib import Path
 
 from dpmac_cli.storage.catalogue import catalogue
 
+HERE = Path(__file__).parent
+
 
 @dataclass(frozen=True)
 class BuiltIn:
@@ -55,9 +57,7 @@ class NetworkKind:
 #: Pixels of an image of CIFAR-10.
 SMALL = 32 * 32
 
-MODELS: Mapping[str, NetworkKind] = catalogue(
-    NetworkKind, Path(__file__).with_name("networks.toml")
-)
+MODELS: Mapping[str, NetworkKind] = catalogue(NetworkKind, HERE / "networks.toml")
 
 
 #: Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
@@ -151,9 +151,7 @@ class BackboneKind:
     top1: float
 
 
-BACKBONES: Mapping[str, BackboneKind] = catalogue(
-    BackboneKind, Path(__file__).with_name("backbones.toml")
-)
+BACKBONES: Mapping[str, BackboneKind] = catalogue(BackboneKind, HERE / "backbones.toml")
 #: Pixels of the smallest side of an image that a backbone is given.
 LEAST_SIDE = 8
 
