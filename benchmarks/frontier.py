@@ -36,7 +36,7 @@ from dpmac_cli.dp.clipping import clipped_sum
 from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.geometry import GEOMETRIES, Geometry, Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
-from dpmac_cli.dp.moments import Moments, Number
+from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.rules import RULES, Adam
 
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
@@ -116,7 +116,7 @@ class Doppler:
 
     gamma: float
 
-    def __call__(self, theta: Tensor, eta: Number, private: PrivateMean, moments: Moments) -> None:
+    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
         key = theta.data_ptr()
         x, zero = private.value, torch.zeros_like(private.value)
