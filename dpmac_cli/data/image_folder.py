@@ -43,9 +43,8 @@ class ImageFolder:
                 "or the classes' folders right there, and --test-fraction of them is held out. If "
                 f"{parts[0].name} is the name of a class, call it something else."
             )
-        parts = (
-            parts if len(parts) == 2 and parts[0].name == TRAIN else []
-        )  # else "train" is an undeclared class
+        if len(parts) < 2 or parts[0].name != TRAIN:  # then these are classes
+            parts = []
         self._classes = declared or tuple(_class_names(parts[0] if parts else root))
         check_classes(self._classes, source)
         if parts and declared is None:
