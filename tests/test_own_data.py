@@ -390,6 +390,56 @@ def test_files_that_are_no_images_are_named_or_left_out(tmp_path: Path) -> None:
     assert len(x) + len(x_test) == 11
 
 
+def test_all_faults_of_a_folder_are_said_at_once(tmp_path: Path) -> None:
+    folder(tmp_path / "train")
+    folder(tmp_path / "test")
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("meow")
+    (tmp_path / "test" / "dog" / "0.png").write_bytes(b"bark")
+    picture(tmp_path / "test" / "gnu" / "0.png", 3)
+    picture(tmp_path / "test" / "dog" / "1.png", 5, size=(9, 9))
+    said = refused(tmp_path).splitlines()
+    for fault in ("gnu is in", "notes.txt is not", "0.png cannot be read", "have 2 sizes"):
+        assert sum(fault in line for line in said) == 1
+
+
+def test_an_image_of_too_many_pixels_is_not_decoded(tmp_path: Path) -> None:
+    folder(tmp_path)
+    Image.new("1", (10_000, 6_000)).save(tmp_path / "dog" / "0.png")
+    assert "0.png has 10000 x 6000 pixels, more than 50,000,000" in refused(tmp_path)
+
+
+def test_a_link_to_itself_is_named(tmp_path: Path) -> None:
+    folder(tmp_path)
+    (tmp_path / "cat" / "loop.png").symlink_to("loop.png")
+    assert "loop.png cannot be read as an image" in refused(tmp_path)
+
+
+@pytest.mark.privacy
+def test_a_file_that_is_written_while_a_run_begins_is_named(tmp_path: Path) -> None:
+    source = Source(folder(tmp_path))
+    facts = inspect(source).facts
+    picture(tmp_path / "cat" / "0.png", 77)
+    os.utime(tmp_path / "cat" / "0.png", (1, 1))
+    with pytest.raises(InputError, match=r"cat/0\.png .*it changed while the run began"):
+        load(source, facts)
+
+
+def test_labels_may_be_names_of_declared_classes(tmp_path: Path) -> None:
+    names = np.array(["cow", "cat", "dog", "cat", "cow", "dog"])
+    path = table(
+        tmp_path / "d.npz", y=names, x_test=np.zeros((2, 4, 5), np.uint8), y_test=names[:2]
+    )
+    assert "y holds names. Declare them as those of the classes: --classes cat,cow,dog" in refused(
+        path
+    )
+    train, test = load(Source(path, classes=("cow", "dog", "cat")))
+    assert train[1].tolist() == [0, 2, 1, 2, 0, 1]
+    assert test[1].tolist() == [0, 2]
+    assert "the label -1" in refused(path, classes=("cow", "dog"))
+    left = load(Source(path, classes=("cow", "dog"), skip_bad=True))
+    assert [labels.tolist() for _, labels in left] == [[0, 1, 0, 1], [0]]
+
+
 def test_only_some_of_many_faults_are_named(tmp_path: Path) -> None:
     folder(tmp_path)
     for number in range(30):

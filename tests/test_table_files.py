@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,17 @@ def test_columns_become_the_inputs_that_the_schema_says(tmp_path: Path) -> None:
     assert found.facts.classes == ("well", "ill")
     assert not found.held_out
     assert found.inferred == ()
+
+
+@pytest.mark.parametrize("cells", [[[1], [2], []], [b"a", b"b", b"c"]])
+def test_columns_of_lists_or_bytes_are_named(tmp_path: Path, cells: list[Any]) -> None:
+    table = arrow_csv.read_csv(source(tmp_path).path).slice(0, 3)
+    table = table.set_column(table.column_names.index("age"), "age", pa.array(cells))
+    parquet.write_table(table, tmp_path / "p.parquet")
+    of = replace(source(tmp_path), path=tmp_path / "p.parquet")
+    named = r"The column age holds (list|binary).*no numbers or text"
+    with pytest.raises(InputError, match=named):
+        inspect(of)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "semicolons", "tabs", "bom", "dictionary"])

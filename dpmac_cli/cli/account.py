@@ -34,19 +34,6 @@ from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.runs.recount import Recount, recount
 from dpmac_cli.storage.files import to_csv, to_json
 
-HELP = """Price training before it happens: its cost, the noise for a budget, the longest run.
-
-The data set (mnist unless you name another) fills in sizes and epochs. --epsilon turns the question
-round: without --sigma it works out the noise, with --sigma the longest run, or what --solve names.
---sigma, --epochs, --steps and --epsilon take several values (0.5,0.6,0.7) and make a table.
-Given a run folder, the run is priced again from its report.
-
-Examples: dpmac account --sigma 1.0 --epochs 5, dpmac account --epsilon 3
-
-Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
-3 target out of reach.
-"""
-
 #: Columns of --csv, and keys of a row of --json, in this order.
 COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement", "events")]
 

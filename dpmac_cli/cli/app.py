@@ -1,5 +1,7 @@
 """List of the commands."""
 
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,13 +32,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("train", cls=Command, help=train.HELP)(train.train)
-app.command("account", cls=Command, help=account.HELP)(account.account)
-app.command("compare", cls=Command, help=compare.HELP)(compare.compare)
-app.command("eval", cls=Command, help=evaluate.HELP)(evaluate.evaluate)
-app.command("runs", cls=Command, help=runs.HELP)(runs.runs)
-app.command("schema", cls=Command, help=schema.HELP)(schema.schema)
-app.command("cache", cls=Command, help=cache.HELP)(cache.cache)
+_HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text("utf-8"))
+for _name, _function in (
+    ("train", train.train),
+    ("account", account.account),
+    ("compare", compare.compare),
+    ("eval", evaluate.evaluate),
+    ("runs", runs.runs),
+    ("schema", schema.schema),
+    ("cache", cache.cache),
+):
+    app.command(_name, cls=Command, help=_HELP[_name])(_function)
 
 
 def _version(value: bool) -> None:

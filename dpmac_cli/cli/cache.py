@@ -15,17 +15,6 @@ from dpmac_cli.storage.cache import BEGUN, kept_files, make_room
 from dpmac_cli.storage.files import to_json
 from dpmac_cli.storage.paths import cache_folder, cache_size
 
-HELP = """List or clear the features of public backbones and other frozen parts.
-
-They are as private as the records that they were computed from. A run computes those that it
-lacks. The ones used longest ago are removed when all of them exceed DPMAC_CACHE_SIZE (in gigabytes,
-default 20). DPMAC_CACHE_DIR names another folder.
-
-Example: dpmac cache --clear
-
-Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
-"""
-
 
 @with_options(switch("clear", "Remove all of them.", "Cache"), JSON, DEBUG)
 @explained

@@ -26,18 +26,6 @@ from dpmac_cli.studies.executor import Ended, carry_out
 from dpmac_cli.studies.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 
-HELP = """Compare optimizers, noise levels or any other setting, over several seeds.
-
-Every setting takes several values (0.5,0.6,0.7): what varies makes the rows, sigma or epsilon the
-columns. Runs are ordinary training runs in --out, found again by their settings: finished ones are
-used as they are, interrupted ones go on, failed ones are tried again.
-
-Example: dpmac compare --dataset mnist --optimizers all --sigma 0.5,1.0 --seeds 3
-
-Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some run
-failed (the others are in the table), 130 interrupted (the same command goes on).
-"""
-
 #: Files of a comparison in its folder, beside the folder of its runs.
 RUNS, JSON, CSV = "runs", "compare.json", "compare.csv"
 MARKDOWN, PLOT = "compare.md", "compare.png"

@@ -26,14 +26,6 @@ from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.runs.folder import CARD
 from dpmac_cli.storage.files import to_json
 
-HELP = """Score every test sample with a trained model, or an attack on a run's guarantee.
-
-Examples: dpmac eval runs/mnist-dp-macadam-1, dpmac eval RUN --json
-
-Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data, or the
-audit shows a claim to be false.
-"""
-
 WHAT = (
     f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. [default: what it was trained on]"
 )

@@ -21,15 +21,6 @@ from dpmac_cli.storage.files import to_json
 if TYPE_CHECKING:
     from dpmac_cli.runs.listing import Entry
 
-HELP = """List runs: what was trained, what it cost, how good it is and how it ended.
-
-Runs are looked for in the folders named and below them. The newest is first.
-
-Examples: dpmac runs, dpmac runs runs/compare
-
-Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
-"""
-
 DEFAULT_ROOT = Path("runs")
 #: States without a report: figures are as of the last epoch that was scored.
 UNREPORTED = ("running", "diverged", "cut-off")

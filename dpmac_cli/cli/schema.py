@@ -9,16 +9,6 @@ from dpmac_cli.config.given import near
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import InputError
 
-HELP = """Draft the schema of a table: what each column may hold.
-
-The draft has the table's columns and nothing of its records. Fill in the range or the categories
-of each column, and the classes, from what the columns mean.
-
-Example: dpmac schema patients.csv --label outcome --drop id,name > schema.yaml
-
-Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
-"""
-
 
 @with_options(
     argument("file", "Table in CSV or Parquet.", "FILE", kind=Path, default=...),

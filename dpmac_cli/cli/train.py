@@ -22,19 +22,6 @@ from dpmac_cli.storage.files import to_json
 if TYPE_CHECKING:
     from dpmac_cli.training.distributed import Ranks
 
-HELP = """Train a classifier under differential privacy.
-
-The data set brings the paper's settings as defaults. Flags win over --config FILE. One new folder
-holds what a run writes: model.safetensors, model-card.md, report.json, metrics.jsonl and
-config.yaml.
-
-Example: dpmac train --dataset mnist --sigma 0.8
-
-Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible or spent, 4 the
-model does not fit or diverged, memory ran out or the device failed, 130 interrupted (the run so far
-is written).
-"""
-
 
 def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
     """Return the flag of a setting, or of ``several`` values with commas between.

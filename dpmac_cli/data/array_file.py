@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import Arrays, check_classes, constants, found, split
+from dpmac_cli.data.splits import NAMED, Arrays, check_classes, constants, found, split
 from dpmac_cli.errors import InputError
 
 #: How far from 0 the ends of a range may be, and how near to one another.
@@ -39,6 +39,7 @@ class ArrayFile:
             arrays["classes"] = np.array(source.classes)
         if source.feature_range is not None:
             arrays |= zip(("low", "high"), map(np.array, source.feature_range), strict=True)
+        _number_labels(arrays)
         skipped += tuple(_leave_out_bad(arrays)) if source.skip_bad else ()
         faults = list(_faults_of_arrays(arrays, source))
         if faults:
@@ -122,6 +123,15 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
         ) from failure
 
 
+def _number_labels(arrays: dict[str, NDArray[Any]]) -> None:
+    """Replace names of declared classes by their numbers, in place, and other names by -1."""
+    for y_name in ("y", "y_test"):
+        y = arrays.get(y_name)
+        if y is not None and y.dtype.kind == "U" and "classes" in arrays:
+            same = y[..., None] == arrays["classes"].astype(str).ravel()
+            arrays[y_name] = np.where(same.any(-1), same.argmax(-1), -1)
+
+
 def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
     """Remove records of no class, or with NaN or infinity, in place, and name each."""
     classes = arrays.get("classes")
@@ -189,12 +199,16 @@ def _faults_of_pair(
 ) -> Iterator[str]:
     if not len(x):
         yield f"{x_name} is empty"
-    if y.ndim != 1 or y.dtype.kind not in "iu":
+    if y.ndim == 1 and y.dtype.kind == "U":
+        names = ",".join(sorted(set(y.tolist()))[:NAMED])
+        yield f"{y_name} holds names. Declare them as those of the classes: --classes {names}"
+    elif y.ndim != 1 or y.dtype.kind not in "iu":
         yield f"{y_name} must be whole numbers in one row, not {y.dtype} of shape {y.shape}"
     elif len(y) != len(x):
         yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
     elif len(y) and y.min() < 0:
-        yield f"{y_name} holds the label {y.min()}; labels begin at 0. {_REMEDY}"
+        least = "labels begin at 0, and names are those of --classes"
+        yield f"{y_name} holds the label {y.min()}; {least}. {_REMEDY}"
     elif len(y) and classes is not None and y.max() >= classes:
         last = classes - 1
         yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {last}. {_REMEDY}"

@@ -2,6 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import Arrays, check_classes, constants, found, refuse, split
+from dpmac_cli.data.splits import (
+    Arrays,
+    check_classes,
+    complaints,
+    constants,
+    found,
+    refuse,
+    split,
+)
 from dpmac_cli.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,6 +33,10 @@ GREY = ("1", "L", "LA", "I", "F")
 DEEP = ("PNG", "PPM")
 TRAIN, TESTS = "train", ("test", "validation", "val")
 NO_CLASS = -1
+#: Pixels of an image above which it may be made to fill the memory.
+MOST_PIXELS = 50_000_000
+#: Images that a thread decodes in a row: its turns cost less than threads that alternate.
+IN_A_ROW = 16
 REMEDY = " Remove them, or add --skip-bad to leave them out."
 
 
@@ -31,6 +46,8 @@ class ImageFolder:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._skipped: list[str] = []
+        self._faults: list[str] = []  # messages, raised together
+        self._stamps: dict[Path, tuple[int, int]] = {}
         root, declared = source.path, source.classes
         names = [name for name in (TRAIN, *TESTS) if name not in (declared or ())]
         parts = [root / name for name in names if (root / name).is_dir()]
@@ -50,16 +67,19 @@ class ImageFolder:
         if parts and declared is None:
             where = f"is in {parts[1]}, but not in {parts[0]}"
             strange = sorted(set(_class_names(parts[1])) - set(self._classes))
-            refuse([f"The class {name} {where}" for name in strange])
+            self._faults += complaints([f"The class {name} {where}" for name in strange])
+        files = [self._files(part) for part in parts or [root]]
+        channels, size = self._survey([path for path, _ in chain(*files)])
+        if self._faults:
+            raise InputError(self._faults)
         if parts:
-            self._train, self._test = (self._files(part) for part in parts)
+            self._train, self._test = files
         else:
-            everyone = self._files(root)
+            [everyone] = files
             keys = [os.fsencode(path.relative_to(root).as_posix()) for path, _ in everyone]
             needed = self._classes if declared is None else None
             train, test = split(keys, _labels(everyone), needed, source)
             self._train, self._test = ([everyone[i] for i in rows] for rows in (train, test))
-        channels, size = self._survey([path for path, _ in (*self._train, *self._test)])
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
             source,
@@ -74,22 +94,26 @@ class ImageFolder:
 
     def _files(self, part: Path) -> list[tuple[Path, int]]:
         """Images and their labels, in order."""
-        reasons = [(*file, self._fault(*file)) for file in self._candidates(part)]
-        found = [(path, label) for path, label, reason in reasons if reason is None]
-        strange = [f"{path} {reason}" for path, _, reason in reasons if reason is not None]
-        if self._source.skip_bad:
+        files = [(path, self._fault(path, label), label) for path, label in self._candidates(part)]
+        found = [(path, label) for path, reason, label in files if reason is None]
+        strange = [f"{path} {reason}" for path, reason, _ in files if reason is not None]
+        if self._source.skip_bad:  # contents decide, not headers alone
+            shape = (self._source.channels or 3, 1, 1)
+            faults = _look_at([path for path, _ in found], lambda _, image: _decode(image, shape))
+            strange += faults.values()
+            found = [file for row, file in enumerate(found) if row not in faults]
             self._skipped += strange
         else:
-            refuse(strange, REMEDY)
+            self._faults += complaints(strange, REMEDY)
         held = {label for _, label in found}
         empty = [name for label, name in enumerate(self._classes) if label not in held]
         if part.name not in TESTS and self._source.classes is None:
-            refuse(
+            self._faults += complaints(
                 [f"The class {name} in {part} holds no image" for name in empty],
                 " Remove its folder, fill it, or declare the classes with --classes.",
             )
         if not found:
-            raise InputError(f"{part} holds no images.")
+            self._faults.append(f"{part} holds no images.")
         return found
 
     def _candidates(self, part: Path) -> Iterator[tuple[Path, int]]:
@@ -105,7 +129,7 @@ class ImageFolder:
                     yield path, NO_CLASS
 
     def _fault(self, path: Path, label: int) -> str | None:
-        """Why a file cannot be used, as far as it is looked at; None if it can."""
+        """Why a file cannot be used, without a look inside; None if it can."""
         if label == NO_CLASS:
             return "belongs to no class of --classes"
         if path.is_dir():
@@ -114,39 +138,42 @@ class ImageFolder:
             return "is not a regular file"
         if path.suffix.lower() not in SUFFIXES:
             return "is not an image"
-        if not self._source.skip_bad:  # headers are looked at later, and contents when loading
-            return None
-        shape = (self._source.channels or 3, 1, 1)
-        return _fault_of_image(path, lambda image: _decode(image, shape))
+        return None
 
     def _survey(self, paths: Sequence[Path]) -> tuple[int, tuple[int, int]]:
         """Channels, and height and width, as declared or else by the headers of all images."""
-        seen: list[tuple[str, int, int]] = []
-        _look_at(paths, lambda image: seen.append((image.mode, image.height, image.width)))
-        colour = any(mode.partition(";")[0] not in GREY for mode, *_ in seen)
+        seen: dict[int, tuple[str, int, int]] = {}
+
+        def look(row: int, image: "Image") -> None:
+            seen[row] = (image.mode, image.height, image.width)
+            self._stamps[paths[row]] = _stamp(paths[row])
+
+        self._faults += complaints(list(_look_at(paths, look).values()), REMEDY)
+        colour = any(mode.partition(";")[0] not in GREY for mode, *_ in seen.values())
         channels = self._source.channels or (3 if colour else 1)
         if self._source.image_size is not None:
             return channels, (self._source.image_size, self._source.image_size)
-        sizes = {(h, w): path for path, (_, h, w) in zip(paths, seen, strict=True)}
+        sizes = {(h, w): paths[row] for row, (_, h, w) in seen.items()}
         if len(sizes) > 1:
             some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
-            raise InputError(
+            self._faults.append(
                 f"The images of {self._source.path} have {len(sizes)} sizes: {' and '.join(some)}. "
                 "Add --image-size N to resize them all to N by N."
             )
-        return channels, next(iter(sizes))
+        return channels, next(iter(sizes), (0, 0))
 
     def load(self) -> tuple[Arrays, Arrays]:
         """Return training and test images, decoded."""
         shape, count = self.found.facts.shape, len(self._train)
         paths = [path for path, _ in (*self._train, *self._test)]
         images = np.zeros((len(paths), *shape), np.uint8)
-        rows = iter(images)
 
-        def store(image: "Image") -> None:
-            next(rows)[:] = _decode(image, shape)
+        def store(row: int, image: "Image") -> None:
+            images[row] = _decode(image, shape)
+            if _stamp(paths[row]) != self._stamps[paths[row]]:
+                raise ValueError("it changed while the run began")
 
-        _look_at(paths, store)
+        refuse(list(_look_at(paths, store).values()), REMEDY)
         return (images[:count], _labels(self._train)), (images[count:], _labels(self._test))
 
 
@@ -177,16 +204,38 @@ def _decode(opened: "Image", shape: tuple[int, ...]) -> NDArray[np.uint8]:
     channels, height, width = shape
     if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
         opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
-    image = opened.convert("L" if channels == 1 else "RGB")
-    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    mode = "L" if channels == 1 else "RGB"
+    image = opened if opened.mode == mode else opened.convert(mode)
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
     return pixels.transpose(2, 0, 1)
 
 
-def _look_at(paths: Sequence[Path], look: "Callable[[Image], object]") -> None:
-    """Open images one after the other, and refuse all that cannot be looked at."""
-    faults = [(path, _fault_of_image(path, look)) for path in paths]
-    refuse([f"{path} {fault}" for path, fault in faults if fault is not None], REMEDY)
+def _stamp(path: Path) -> tuple[int, int]:
+    """What changes when a file is written: its size in bytes, and its time in nanoseconds."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _look_at(paths: Sequence[Path], look: "Callable[[int, Image], object]") -> dict[int, str]:
+    """Open images in as many threads as there are cores, as Pillow decodes beside Python.
+
+    Args:
+        paths: of the images.
+        look: called with the place of an image in ``paths`` and the image.
+
+    Returns:
+        What is wrong with those that cannot be looked at, by their place, in order.
+    """
+
+    def some(begin: int) -> list[tuple[int, str]]:
+        rows = range(begin, min(begin + IN_A_ROW, len(paths)))
+        faults = [(row, _fault_of_image(paths[row], partial(look, row))) for row in rows]
+        return [(row, f"{paths[row]} {fault}") for row, fault in faults if fault is not None]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(chain.from_iterable(pool.map(some, range(0, len(paths), IN_A_ROW))))
 
 
 def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None:
@@ -195,6 +244,8 @@ def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None
 
     try:
         with Image.open(path) as image:
+            if image.width * image.height > MOST_PIXELS:
+                return f"has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}"
             if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
                 fault = "has 32 bits a pixel, which no public range goes with"
                 return f"{fault} (save it with 8 or 16 bits)"

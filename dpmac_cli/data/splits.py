@@ -20,11 +20,16 @@ LEAST_CNN = 8
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 
+def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
+    """Return a message for faults of one kind, some by name and the rest by number; [] for none."""
+    more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+    return [f"{'; '.join(faults[:NAMED])}{more}.{remedy}"] if faults else []
+
+
 def refuse(faults: Sequence[str], remedy: str = "") -> None:
-    """Raise for faults of one kind: some by name, the rest by number."""
+    """Raise for faults of one kind."""
     if faults:
-        more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
-        raise InputError(f"{'; '.join(faults[:NAMED])}{more}.{remedy}")
+        raise InputError(complaints(faults, remedy))
 
 
 def check_classes(classes: Sequence[str], source: Source) -> None:

@@ -138,6 +138,14 @@ def _cells(path: Path, names: tuple[str, ...], strict: bool) -> tuple[Cells, lis
             )
     except (OSError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
+    refuse(
+        [
+            f"The column {name} holds {table[name].type}, no numbers or text"
+            for name in names
+            if pa.types.is_nested(table[name].type) or pa.types.is_binary(table[name].type)
+        ],
+        f" Write plain columns to {path}, or drop these by the schema.",
+    )
     return {name: _plain(table[name].combine_chunks()) for name in names}, ragged
 
 

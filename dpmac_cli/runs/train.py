@@ -172,14 +172,7 @@ def _session(
     task = yield from make_task(plan, device, keys, data, stop)
     if saved is not None:
         check_same(task.fingerprints, saved.record["fingerprints"], exactly=exact)
-    trainer = make_trainer(
-        plan,
-        steps=steps,
-        device=device,
-        keys=keys,
-        task=task,
-        ranks=ranks,
-    )
+    trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
     if isinstance(plan.out, NewFolder):

@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as processes
 
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.runs.environment import choose_device
@@ -116,9 +116,7 @@ def _work(pipe: Connection, plan: TrainPlan, data: Data, place: int, threads: in
     device = choose_device(plan.device)
     if device.type == "cuda" and ":" not in plan.device:  # the processes share out the GPUs
         device = torch.device("cuda", place % torch.cuda.device_count())
-    train, test = (
-        Split(part.images.to(device), part.labels.to(device)) for part in (data.train, data.test)
-    )
+    train, test = data.train.to(device), data.test.to(device)
     moved = Data(train, test, data.gain.to(device), data.offset.to(device))
     # A network may print, and the parent's stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
