@@ -200,8 +200,9 @@ def _faults_of_pair(
     if not len(x):
         yield f"{x_name} is empty"
     if y.ndim == 1 and y.dtype.kind == "U":
-        names = ",".join(sorted(set(y.tolist()))[:NAMED])
-        yield f"{y_name} holds names. Declare them as those of the classes: --classes {names}"
+        names = sorted(set(y.tolist()))
+        some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
+        yield f"{y_name} holds names. Declare them as those of the classes: --classes {some}"
     elif y.ndim != 1 or y.dtype.kind not in "iu":
         yield f"{y_name} must be whole numbers in one row, not {y.dtype} of shape {y.shape}"
     elif len(y) != len(x):

@@ -33,8 +33,6 @@ GREY = ("1", "L", "LA", "I", "F")
 DEEP = ("PNG", "PPM")
 TRAIN, TESTS = "train", ("test", "validation", "val")
 NO_CLASS = -1
-#: Pixels of an image above which it may be made to fill the memory.
-MOST_PIXELS = 50_000_000
 #: Images that a thread decodes in a row: its turns cost less than threads that alternate.
 IN_A_ROW = 16
 REMEDY = " Remove them, or add --skip-bad to leave them out."
@@ -153,7 +151,7 @@ class ImageFolder:
         channels = self._source.channels or (3 if colour else 1)
         if self._source.image_size is not None:
             return channels, (self._source.image_size, self._source.image_size)
-        sizes = {(h, w): paths[row] for row, (_, h, w) in seen.items()}
+        sizes = {(h, w): paths[row] for row, (_, h, w) in sorted(seen.items())}
         if len(sizes) > 1:
             some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
             self._faults.append(
@@ -170,10 +168,13 @@ class ImageFolder:
 
         def store(row: int, image: "Image") -> None:
             images[row] = _decode(image, shape)
-            if _stamp(paths[row]) != self._stamps[paths[row]]:
-                raise ValueError("it changed while the run began")
 
         refuse(list(_look_at(paths, store).values()), REMEDY)
+        changed = [path for path in paths if _stamp(path) != self._stamps[path]]
+        refuse(
+            [f"{path} changed while the run began" for path in changed],
+            " Run the command again when nothing writes to it any more.",
+        )
         return (images[:count], _labels(self._train)), (images[count:], _labels(self._test))
 
 
@@ -244,8 +245,6 @@ def _fault_of_image(path: Path, look: "Callable[[Image], object]") -> str | None
 
     try:
         with Image.open(path) as image:
-            if image.width * image.height > MOST_PIXELS:
-                return f"has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}"
             if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
                 fault = "has 32 bits a pixel, which no public range goes with"
                 return f"{fault} (save it with 8 or 16 bits)"
