@@ -79,9 +79,9 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     """About 0, line 20 with the true standard deviation of the gradient's coordinates."""
     data = trainer.data
     x = data.standardised(data.train.images[:RECORDS])
-    _, forms = trainer._sums.clipped_sum._per_sample(x, data.train.labels[:RECORDS], False)
+    _, gradients = trainer._sums.clipped_sum._per_sample(x, data.train.labels[:RECORDS], False)
     squares = []
-    for form in forms:
+    for _, form in gradients:
         assert isinstance(form, OuterProducts)
         delta = form.delta.squeeze(1).square()
         squares += [(delta.T @ form.a.squeeze(1).square()).flatten(), delta.sum(0)]

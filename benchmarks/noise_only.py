@@ -31,7 +31,7 @@ def shares(sigma: float, kappa: Kappa) -> list[tuple[float, float]]:
     seen = []
     for step in range(1, STEPS + 1):
         private = mechanism.release(torch.zeros_like(theta), region, noise.at(step))
-        moments.begin(step)
+        moments.step = step
         moments.update(private)
         geometry.begin(step, spread)
         region.factor.copy_(geometry.estimate(private, moments, region, spread))

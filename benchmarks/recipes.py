@@ -92,11 +92,11 @@ def study(name: str, out: Path, seeds: str, only: Sequence[str]) -> list[dict[st
 def as_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """A line a row, with what it gains over the first on the seeds that both have."""
     table = ["| | flags | accuracy | gain | seeds | minutes |", "|---|---|---|---|---|---|"]
-    first = rows[0]["accuracies"]
+    first = rows[0]["values"]
     for row in rows:
         varied = " ".join(f"{axis} {value}" for axis, value in row["varied"].items())
-        both = [seed for seed in row["accuracies"] if seed in first]
-        gains = [100 * (row["accuracies"][seed] - first[seed]) for seed in both]
+        both = [seed for seed in row["values"] if seed in first]
+        gains = [100 * (row["values"][seed] - first[seed]) for seed in both]
         gain = f"{sum(gains) / len(gains):+.2f}" if gains else "–"
         spread = "" if row["std"] is None else f" ± {100 * row['std']:.2f}"
         accuracy = f"{100 * row['mean']:.2f}{spread}"

@@ -53,7 +53,8 @@ SWEEP = (
 DEEP_SIZES = (
     *(Size("wrn-16-4", batch) for batch in (64, 256)),
     *(Size("resnet18", batch) for batch in (32, 128)),
-    Size("vit-tiny", 64),
+    *(Size(f"vit-{kind}", 64) for kind in ("tiny", "timm", "torchvision")),
+    Size("convnext-torchvision", 64),
 )
 #: Seconds that a contender's turn should take at least.
 TURN = 0.25

@@ -136,14 +136,14 @@ def _data_sets() -> dict[str, Dataset]:
         **{f"`{name}`": facts for name, facts in DATASETS.items()},
         f"your own images, {LEAST_CNN}x{LEAST_CNN} and more": _own((3, LEAST_CNN, LEAST_CNN)),
         "your own images, smaller": _own((3, small, small)),
-        "your own rows of numbers": _own((9, 1, 1), is_table=True),
+        "your own rows of numbers": _own((9, 1, 1), levels=1),
     }
 
 
-def _own(shape: tuple[int, int, int], *, is_table: bool = False) -> Dataset:
+def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of a dataset of your own with many records."""
     labels, constants = np.zeros(MANY, np.int64), ((0.0,), (1.0,))
-    whole = found(Source(Path()), (labels, labels), shape, "ab", constants, is_table=is_table)
+    whole = found(Source(Path()), (labels, labels), shape, "ab", constants, levels=levels)
     return whole.facts
 
 

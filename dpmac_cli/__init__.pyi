@@ -1,22 +1,23 @@
 """Names that Python programs can rely on, each loaded when it is first used."""
 
 from .accounting.accountants import repeat_and_select as repeat_and_select
-from .accounting.accountants import total_delta as total_delta
 from .accounting.accountants import total_epsilon as total_epsilon
 from .accounting.calibration import calibrate_noise as calibrate_noise
 from .accounting.calibration import largest_batch as largest_batch
-from .accounting.calibration import least_delta as least_delta
 from .accounting.calibration import longest_run as longest_run
 from .accounting.events import TrainingEvent as TrainingEvent
+from .accounting.pricing import EpsilonSchedule as EpsilonSchedule
 from .accounting.pricing import Row as Row
+from .accounting.pricing import epsilon_schedule as epsilon_schedule
 from .accounting.pricing import price as price
-from .accounting.schedule import EpsilonSchedule as EpsilonSchedule
-from .accounting.schedule import epsilon_schedule as epsilon_schedule
 from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
 from .config.plan import TrainPlan as TrainPlan
 from .config.resolve import Resolved as Resolved
 from .config.resolve import resolve as resolve
+from .data.at_hand import ArrayData as ArrayData
+from .data.at_hand import from_dataframe as from_dataframe
+from .data.at_hand import from_torch as from_torch
 from .data.dataset import Data as Data
 from .data.dataset import Split as Split
 from .data.loaders import load_data as load_data
@@ -32,9 +33,11 @@ from .errors import DpmacError as DpmacError
 from .errors import InputError as InputError
 from .errors import ModelError as ModelError
 from .errors import RunError as RunError
-from .models.feature_cache import Computing as Computing
 from .models.registry import MODELS as MODELS
-from .plots import draw_prices as draw_prices
+from .runs.prediction import Predictions as Predictions
+from .runs.prediction import predict as predict
+from .runs.private import PrivateTraining as PrivateTraining
+from .runs.private import make_private as make_private
 from .runs.publish import Released as Released
 from .runs.publish import load_model as load_model
 from .runs.scoring import Scored as Scored
@@ -49,7 +52,7 @@ from .runs.train import finish as finish
 from .runs.train import fork as fork
 from .runs.train import resume as resume
 from .runs.train import train as train
-from .studies.figure import draw_comparison as draw_comparison
+from .storage.progress import Computing as Computing
 from .studies.grid import Grid as Grid
 from .studies.grid import plan as plan
 from .studies.results import Comparison as Comparison

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.models.feature_cache import Computing, Featured
+from dpmac_cli.models.feature_cache import Featured
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.runs import setup
+from dpmac_cli.storage.progress import Computing
 
 OPTIMIZER_NAMES = ("dp-sgd", "adaclip", "dp-adam", "dp-adambc", "dp-macadam", "dp-macadambc")
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZER_NAMES)
@@ -59,6 +60,12 @@ def real_data_dir() -> Path:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what is computed once apart from what the person who runs the tests has kept."""
+    os.environ["DPMAC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,16 +30,17 @@ from typer.testing import CliRunner
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.question import CHOICES, Flags
+from dpmac_cli.config.question import FLAGS
 from dpmac_cli.config.settings import SETTINGS, flag_name
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.runs import folder, scoring, setup
+from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import local as workers
-from dpmac_cli.studies.executor import RunEvent
+from dpmac_cli.studies.executor import Ended, Moved, RunEvent
 from dpmac_cli.studies.grid import NOT_IN_A_STUDY
-from dpmac_cli.studies.worker import train_run
+from dpmac_cli.studies.local import train_run
 from tests.digits_runs import contents
 from tests.helpers import limits_of
 
@@ -57,7 +58,7 @@ TOO_LONG = 120
 #: What is said of a run that fails on its way: until then nothing may have changed.
 BEGUN = "To resume from the last checkpoint"
 RUN, STOPPED, STUDY = "run", "stopped", "study"
-TABLES = ("compare.json", "compare.csv", "compare.md", "compare.png")
+TABLES = ("compare.json", "compare.csv", "compare.md")
 #: Wide enough that no message is broken into lines.
 ENVIRONMENT = {"COLUMNS": "4000", "DPMAC_DATA_DIR": "empty", "OMP_NUM_THREADS": "1"}
 
@@ -245,6 +246,15 @@ def _load_data(name: str, where: Path, device: torch.device, **facts: Any) -> Da
     return data.load_data(name, where, device, download=False, **facts)
 
 
+def _loading(
+    name: str, where: Path, device: torch.device, *, stop: Callable[[], bool], **facts: Any
+) -> Generator[Computing, None, Data]:
+    """The same, where a run is set up."""
+    del stop
+    yield from ()
+    return _load_data(name, where, device, **facts)
+
+
 @contextlib.contextmanager
 def _stop_soon() -> Iterator[Callable[[], bool]]:
     asked = itertools.count(1)
@@ -264,21 +274,22 @@ class InlinePool(workers.Pool):
         return False
 
     def start(self, numbers: Sequence[int]) -> None:
-        [number] = numbers
-        config = self.plans[number]
-        self._stream = train_run(number, config, self.data[config.data], self.stop)
+        [self._number] = numbers
 
     def poll(self) -> Iterator[RunEvent]:
+        plan = self.plans[self._number]
         with contextlib.redirect_stdout(sys.stderr):
-            event = next(self._stream)
-        yield event
+            failure, step = train_run(plan, self.data[plan.data], self.stop)
+        yield Moved(self._number, step, plan.steps, None)
+        yield Ended(self._number, failure)
 
 
 @contextlib.contextmanager
 def quickened() -> Iterator[None]:
     """Commands that take no longer than they must: nobody waits for data, processes or steps."""
     with contextlib.ExitStack() as patched:
-        for module in (setup, scoring, workers):
+        patched.enter_context(mock.patch.object(setup, "loading", _loading))
+        for module in (scoring, workers):
             patched.enter_context(mock.patch.object(module, "load_data", _load_data))
         for command in (train_command, compare_command):
             patched.enter_context(mock.patch.object(command, "stop_request", _stop_soon))
@@ -379,7 +390,7 @@ def _may_write(case: Case) -> set[str]:
         return {given(case, "--resume") or given(case, "--out") or "runs"}
     if case.command == "compare" and "--dry-run" not in case.args:
         return {given(case, "--out") or "runs"}
-    return {plot} if case.command == "account" and (plot := given(case, "--plot")) else set()
+    return set()
 
 
 def _below(name: str, places: set[str]) -> bool:
@@ -609,13 +620,12 @@ PRICED: Mapping[str, Sequence[str]] = {
     "steps": ("0", "1", "100", "1,10,100", "10000000"),
     "sigma": ("0", "0.01", "0.5", "1", "6", "10000", "0.5,1", "10001", "0.005"),
     "epsilon": ("1e-9", "0.1", "1", "1,3", "1e9", "0"),
-    "solve": CHOICES["solve"],
+    "solve": FLAGS["solve"].choices,
     "delta": ("1e-5", "1e-13", "1e-15", "1e-20", "1e-300", "0.5", "0.999999", "1", "1e-400"),
-    "runs": ("2", "10", "1", "10001"),
-    "sampler": CHOICES["sampler"],
-    "accountant": CHOICES["accountant"],
+    "sampler": FLAGS["sampler"].choices,
+    "accountant": FLAGS["accountant"].choices,
 }
-assert PRICED.keys() == set(map(flag_name, Flags.model_fields))
+assert PRICED.keys() == set(map(flag_name, FLAGS))
 
 
 @st.composite
@@ -632,7 +642,6 @@ account_lines = lines(
     "account",
     priced(),
     st.just(()) | st.just(()) | st.tuples(st.tuples(places)),
-    maybe("--plot", st.sampled_from(("p.png", "p.svg", "p.pdf", "", "nowhere/p.png", "file.txt"))),
     switches("--json", "--csv"),
 )
 other_lines = st.lists(odd | st.sampled_from(("--version", "--help", "trian", "Eval")), max_size=3)

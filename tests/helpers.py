@@ -12,7 +12,10 @@ from scipy.stats import kstest
 from torch import Tensor, nn
 
 from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.data import own
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.schema import Source
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
@@ -20,6 +23,8 @@ from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.noise import Noise, Normals, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
+from dpmac_cli.storage.progress import outcome
+from dpmac_cli.storage.rows import Rows
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
@@ -183,12 +188,7 @@ def make_trainer(
     return Trainer(
         model=model or tiny_model(dtype),
         data=data,
-        algorithm=build_algorithm(
-            OPTIMIZERS[name],
-            replace(HYPER, **hyper),
-            private=plan.private,
-            decay=plan.recipe.weight_decay,
-        ),
+        algorithm=build_algorithm(OPTIMIZERS[name], replace(HYPER, **hyper), private=plan.private),
         mechanism=mechanism,
         plan=plan,
         randomness=Randomness(
@@ -237,3 +237,13 @@ def per_sample_gradients(theta: NDArray[np.float64], data: Data, rows: Any) -> N
     by_w1 = (delta1[:, :, None] * x[:, None, :]).reshape(-1, SIDE**2 * WIDTH)
     by_w2 = (delta2[:, :, None] * hidden[:, None, :]).reshape(-1, WIDTH * CLASSES)
     return np.concatenate([by_w1, delta1, by_w2, delta2], axis=1)
+
+
+Arrays = tuple[NDArray[Any], NDArray[np.int64]]
+
+
+def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
+    """Training and test records of a dataset of your own, read from their file."""
+    (x, y), (x_test, y_test) = outcome(own.load(source, facts, lambda: False))
+    records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
+    return (next(records), y), (next(records), y_test)

@@ -356,7 +356,7 @@ class ShapedTransformer(VisionTransformer):
 
 
 class OddlyScaled(nn.Module):
-    """Reads a parameter of its own through a function, beside a dropout layer."""
+    """Reads a parameter of its own in a product, beside a dropout layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class OddlyScaled(nn.Module):
         self.drop, self.last = nn.Dropout(0.1), nn.Linear(192, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.last(self.drop(x.flatten(1))) * self.scale.exp()
+        logits: Tensor = self.last(self.drop(x.flatten(1))) @ torch.diag(self.scale.exp())
         return logits
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.resolve import Resolved, resolve
+from dpmac_cli.config.resolve import Resolved, change, resolve
 from dpmac_cli.config.settings import SETTINGS, flag_name
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
@@ -32,7 +32,6 @@ VALUES: Mapping[str, Any] = {
     "fix_norm": True,
     "to_float32": True,
     "isolate": True,
-    "no_isolate": True,
     "features": "scatter",
     "backbone": "efficientnet-lite0",
     "backbone_size": 64,
@@ -54,6 +53,7 @@ VALUES: Mapping[str, Any] = {
     "steps": 7,
     "batch_size": 64,
     "sigma": 2.5,
+    "metric": "auroc",
     "checkpoint_every": "7",
     "epsilon": 3.0,
     "max_epsilon": 4.0,
@@ -80,13 +80,15 @@ VALUES: Mapping[str, Any] = {
     "ema": 0.99,
     "augmentations": 4,
     "augment": "flip",
+    "loss": "focal",
+    "label_smoothing": 0.1,
+    "class_weights": "1,2,1,1,1,1,1,1,1,0.5",
     "physical_batch": 32,
     "device": "cpu",
     "seed": 5,
     "data_dir": Path("data"),
     "out": Path("out"),
     "force": True,
-    "plot": True,
     "json": True,
     "quiet": True,
     "debug": True,
@@ -130,6 +132,8 @@ _FIELDS = {
     "ema": "recipe.ema",
     "augmentations": "recipe.views",
     "augment": "recipe.augment",
+    "loss": "recipe.loss.name",
+    "label_smoothing": "recipe.loss.smoothing",
     "train": "trained.part",
     "lora_rank": "trained.rank",
     "lora_alpha": "trained.alpha",
@@ -137,15 +141,16 @@ _FIELDS = {
 #: The value of each setting as it was typed, read off a plan. A plan knows nothing of --debug.
 PLANNED: Mapping[str, Callable[[Any], Any]] = {
     **{name: attrgetter(_FIELDS.get(name, name)) for name in SETTINGS if name != "debug"},
-    "isolate": lambda plan: plan.isolation == "always",
-    "no_isolate": lambda plan: plan.isolation == "never",
+    "isolate": lambda plan: plan.isolate,
     "pretrained": lambda plan: str(plan.start.path),
     "channels": lambda plan: str(plan.data.channels),
     "classes": lambda plan: ",".join(plan.data.classes),
+    "class_weights": lambda plan: ",".join(f"{w:g}" for w in plan.recipe.loss.weights),
     "feature_range": lambda plan: "{:g},{:g}".format(*plan.data.feature_range),
     "schema": lambda plan: plan.recorded["schema"],
     "epochs": lambda plan: plan.steps / plan.steps_per_epoch,
     "no_dp": lambda plan: not plan.private,
+    "metric": lambda plan: plan.metric,
     "checkpoint_every": lambda plan: str(plan.checkpoint_every.steps),
 }
 
@@ -452,6 +457,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "weight_decay": ("-0.1", "1001"),
     "ema": ("0", "1", "-0.5"),
     "augmentations": ("0", "-1", "1025"),
+    "label_smoothing": ("-0.1", "1"),
 }
 
 
@@ -461,6 +467,11 @@ def test_every_number_has_bounds() -> None:
         == set(BOUNDED)
         == {name for name, setting in SETTINGS.items() if setting.kind in (int, float)}
     )
+
+
+def test_an_apple_gpu_is_refused_with_the_reason() -> None:
+    with pytest.raises(InputError, match=r"cuda or cuda:N, not 'mps'\. It has no float64"):
+        resolve(dataset="digits", device="mps")
 
 
 def test_numbers_out_of_range_are_refused() -> None:
@@ -697,3 +708,8 @@ def test_a_plan_is_frozen() -> None:
         config.delta = 0.1  # type: ignore[misc]
     with pytest.raises(AttributeError):
         config.event.noise_multiplier = 0.1  # type: ignore[misc]
+
+
+def test_a_recorded_setting_that_is_gone_is_named() -> None:
+    with pytest.raises(InputError, match="no-isolate in the checkpoint: this version of dpmac has"):
+        change({"dataset": "digits", "no-isolate": True}, {})

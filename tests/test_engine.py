@@ -11,13 +11,13 @@ from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dpmac_cli.data.dataset import EVALUATION_BATCH, Split
+from dpmac_cli.data.dataset import Split
 from dpmac_cli.dp.clipping import layers
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import DivergedError
 from dpmac_cli.training import loop
-from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.training.evaluation import RECORDS, Evaluation, evaluate
 from dpmac_cli.training.loop import Evaluated, Progress, fit
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.trainer import Trainer
@@ -56,10 +56,10 @@ def score(trainer: Trainer) -> tuple[float, list[list[int]]]:
 # Evaluation.
 
 
-@pytest.mark.parametrize("tail", [-1, 0, 1, 5, EVALUATION_BATCH])
+@pytest.mark.parametrize("tail", [-1, 0, 1, 5, RECORDS])
 def test_every_sample_is_scored(tail: int) -> None:
     """The last partial batch too."""
-    count = EVALUATION_BATCH + tail
+    count = RECORDS + tail
     data, model = tiny_data(records=count), tiny_model()
     result = evaluate(model, data, data.train)
     logits = model(data.standardised(data.train.images))
@@ -75,8 +75,8 @@ def test_every_sample_is_scored(tail: int) -> None:
 def test_an_output_that_is_no_number_is_wrong_and_counted_apart() -> None:
     data, network = tiny_data(records=40), tiny_model()
     whole = evaluate(network, data, data.train)
-    assert int(whole.unanswered.sum()) == 0
-    labels, classes = data.train.labels, len(whole.unanswered)
+    assert whole.unanswered == 0
+    labels, classes = data.train.labels, len(whole.confusion)
 
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +86,8 @@ def test_an_output_that_is_no_number_is_wrong_and_counted_apart() -> None:
 
     result = evaluate(Broken(), data, data.train)
     lost = torch.arange(len(labels)) % 4 == 0
-    assert torch.equal(result.unanswered, torch.bincount(labels[lost], minlength=classes))
+    assert result.unanswered == int(lost.sum())
+    assert torch.equal(result.counts[:, -1], torch.bincount(labels[lost], minlength=classes))
     assert result.samples == len(labels)
     right = network(data.standardised(data.train.images)).argmax(1) == labels
     assert result.accuracy == int((right & ~lost).sum()) / len(labels)

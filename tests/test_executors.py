@@ -16,17 +16,19 @@ from typing import Any
 
 import pytest
 
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import executor
+from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.choice import Choice
-from dpmac_cli.studies.executor import Died, Ended, Moved, RunEvent, carry_out
+from dpmac_cli.studies.executor import Died, Ended, Executor, Moved, RunEvent, carry_out
 from dpmac_cli.studies.grid import Grid, plan
-from dpmac_cli.studies.local import Pool, share_data
+from dpmac_cli.studies.local import Pool, share_data, train_run
 from dpmac_cli.studies.results import collect, finished_report
 from dpmac_cli.studies.tables import as_values
-from dpmac_cli.studies.worker import train_run
 from tests.digits_runs import after, digits_config, train_digits
 from tests.typed import ENVIRONMENT, dpmac, hooked, loading, process
 
@@ -96,7 +98,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     configs = [run.plan for run in grid.runs]
     ended = [
         event
-        for event in carry_out(Pool(configs, 1, share_data(configs)), configs, range(4), never)
+        for event in carry_out(Pool(configs, 1, share_data(configs)), range(4), never)
         if isinstance(event, Ended)
     ]
     assert ended == [Ended(number) for number in range(4)]
@@ -222,7 +224,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     ) -> Iterator[RunEvent]:
         configs = [run.plan for run in grid.runs]
         array = slurm.Array(configs, None, out / "jobs", {"time": "60"}, cluster="local")
-        return carry_out(array, configs, numbers, stop)
+        return carry_out(array, numbers, stop)
 
     return events
 
@@ -288,13 +290,21 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     assert finished_report(other) is not None
 
 
-class Scripted:
+class Scripted(Executor):
     """An executor whose runs end as they are told to."""
 
-    slots = 2
-
-    def __init__(self, *ends: Ended | Died | Moved) -> None:
+    def __init__(self, plans: Sequence[TrainPlan], *ends: Ended | Died | Moved) -> None:
+        super().__init__(plans, slots=2)
         self.ends, self.started = list(ends), list[int]()
+
+    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
+        return plans
+
+    def _result(self, job: Any) -> None:
+        return None
+
+    def _cancel(self, job: Any) -> None:
+        pass
 
     def start(self, numbers: Sequence[int]) -> None:
         self.started += numbers
@@ -311,8 +321,8 @@ class Scripted:
 
 def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) -> None:
     configs = [run.plan for run in grid_in(tmp_path, seeds="2", epochs="1").runs]
-    dies = Scripted(*(Died(number, "signal 9") for number in (0, 1, 1, 0, 0, 1)))
-    ended = list(carry_out(dies, configs, [0, 1], never))
+    dies = Scripted(configs, *(Died(number, "signal 9") for number in (0, 1, 1, 0, 0, 1)))
+    ended = list(carry_out(dies, [0, 1], never))
     assert dies.started == [0, 1, 0, 1, 1, 0]
     assert [event.again for event in ended if isinstance(event, Ended)] == [True] * 4 + [False] * 2
     assert "its process died 3 times (signal 9)" in str(ended[-1])
@@ -322,8 +332,8 @@ def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) 
 def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
     configs = [run.plan for run in grid_in(tmp_path, epochs="1").runs]
     answers = iter([False, True])
-    asked = Scripted(Moved(0, 1, 9, None), Died(1, "cancelled"), Ended(0))
-    ended = list(carry_out(asked, configs, [0, 1, 2], lambda: next(answers)))
+    asked = Scripted(configs, Moved(0, 1, 9, None), Died(1, "cancelled"), Ended(0))
+    ended = list(carry_out(asked, [0, 1, 2], lambda: next(answers)))
     assert asked.started == [0, 1, -1]
     assert ended[1:] == [Ended(1), Ended(0)]
 
@@ -331,8 +341,8 @@ def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
 def test_a_process_killed_after_its_run_was_finished_is_no_failure(tmp_path: Path) -> None:
     grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
     config = grid.runs[0].plan
-    assert list(train_run(0, config, None, never))[-1] == Ended(0)
-    assert list(carry_out(Scripted(Died(0, "job 7_0")), [config], [0], never)) == [Ended(0)]
+    assert train_run(config, None, never) == (None, config.steps)
+    assert list(carry_out(Scripted([config], Died(0, "job 7_0")), [0], never)) == [Ended(0)]
 
 
 def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -450,7 +460,7 @@ with ray_cluster.connected(None):
     configs = [config] * 3
     for answers in (iter([]), iter([False])):
         stop = lambda: next(answers, True)
-        events = list(carry_out(Counted(configs, 1), configs, range(3), stop))
+        events = list(carry_out(Counted(configs, 1), range(3), stop))
         print(begun, [event.failure for event in events if isinstance(event, Ended)])
     print(before == after, usage, flush=True)
     sys.stdin.read()
@@ -501,9 +511,9 @@ def test_a_run_goes_on_on_the_device_that_it_is_given(monkeypatch: pytest.Monkey
     saved = checkpoint.newest(Path("run"))
     record = {**saved.record, "config": {**saved.record["config"], "device": "cuda:7"}}
     monkeypatch.setattr(checkpoint, "newest", lambda where: replace(saved, record=record))
-    events = list(train_run(0, config, None, never))
-    assert events[0] == Moved(0, 3, 6, None)
-    assert events[-1] == Ended(0)
+    started, *_ = workers._events(config, None, never)
+    assert isinstance(started, Started)
+    assert started.done == 3
 
 
 def test_a_run_takes_a_gpu_where_it_is_to_run_on_one() -> None:

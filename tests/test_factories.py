@@ -168,3 +168,16 @@ def test_batch_norm_becomes_group_norm_wherever_it_is() -> None:
     ]
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     assert isinstance(without_batch_norm(nn.BatchNorm1d(4)), nn.GroupNorm)
+
+
+def test_a_group_norm_has_the_weight_and_bias_of_the_batch_norm() -> None:
+    """As of a residual network whose branches begin at zero, or of public weights."""
+    norm = nn.BatchNorm2d(4).double()
+    nn.init.zeros_(norm.weight)
+    nn.init.constant_(norm.bias, 2)
+    norm.bias.requires_grad_(False)
+    found = without_batch_norm(norm)
+    assert isinstance(found, nn.GroupNorm)
+    assert torch.equal(found.weight, torch.zeros(4).double())
+    assert torch.equal(found.bias, torch.full((4,), 2).double())
+    assert [found.weight.requires_grad, found.bias.requires_grad] == [True, False]

@@ -5,6 +5,7 @@ import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,17 +20,26 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.build import build_model
-from dpmac_cli.models.feature_cache import Computing, featured
+from dpmac_cli.models.feature_cache import _features, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
-from dpmac_cli.models.registry import SCATTERED, SHRINK, BuiltIn, Scattered, Trained, parse_model
+from dpmac_cli.models.registry import (
+    FEATURES,
+    SCATTERED,
+    SHRINK,
+    BuiltIn,
+    Scattered,
+    Trained,
+    parse_model,
+)
 from dpmac_cli.models.scattering import CHANNELS, SCALE, Scattering
-from dpmac_cli.models.validation import check_model
+from dpmac_cli.models.validation import check_model, independence
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
-from dpmac_cli.runs.setup import keys_of, make_task, outcome
+from dpmac_cli.runs.setup import keys_of, make_task
+from dpmac_cli.storage.progress import Computing, outcome
 from dpmac_cli.studies.grid import address
 from tests.digits_runs import (
     digits_config,
@@ -64,7 +74,7 @@ class Other(Net):
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the features of one test."""
     monkeypatch.setenv("DPMAC_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "features"
+    return tmp_path / "cache" / "rows"
 
 
 @pytest.fixture
@@ -102,7 +112,7 @@ def computed(events: list[RunEvent]) -> bool:
 
 def kept(cache: Path) -> Path:
     """The one file of features."""
-    (file,) = cache.glob("*.safetensors")
+    (file,) = cache.glob("*.rows")
     return file
 
 
@@ -128,7 +138,8 @@ def interrupted(config: Any, steps: int) -> Path:
 
 def test_the_catalogue_says_what_scattering_gives() -> None:
     assert (SCATTERED, SHRINK) == (CHANNELS, SCALE)
-    assert all(Scattered("scatter").fault(facts.shape) is None for facts in DATASETS.values())
+    for kind in FEATURES:
+        assert all(Scattered(kind).fault(facts.shape) is None for facts in DATASETS.values())
 
 
 @pytest.mark.parametrize("model", ["linear", "mlp-small", "cnn"])
@@ -145,6 +156,20 @@ def test_networks_take_features_of_images(model: str) -> None:
     torch.testing.assert_close(features.float(), normed, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_scattering_is_averaged_over_mirror_images_in_opponent_colours(channels: int) -> None:
+    x = torch.randn(3, channels, 16, 8)
+    parts = with_features(nn.Identity(), (channels, 16, 8), "scatter-mirror")
+    assert torch.equal(parts.features(x), parts.features(x.flip(3)))
+    plain = with_features(nn.Identity(), (channels, 16, 8))
+    red, green, blue = x.unbind(1) if channels == 3 else (x[:, 0],) * 3
+    colours = [(red + green + blue) / 3**0.5, (red - blue) / 2**0.5]
+    colours.append((red - 2 * green + blue) / 6**0.5)
+    given = torch.stack(colours, 1) if channels == 3 else x
+    mean = (plain.frozen(given) + plain.frozen(given.flip(3))) / 2
+    torch.testing.assert_close(parts.features(x).float(), mean, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.privacy
 def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
     data = load_data("digits", Path(), CPU)
@@ -152,7 +177,8 @@ def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
     tuned_part = cut_before_head(
         build_model(parse_model(net), DIGITS, seed=0, trained=Trained("head")), DIGITS.shape
     )
-    for parts in (with_features(nn.Identity(), DIGITS.shape), tuned_part):
+    scattered = [with_features(nn.Identity(), DIGITS.shape, kind) for kind in FEATURES]
+    for parts in (*scattered, tuned_part):
         together = parts.features(x)
         others = x.flip(0).mul(-50)
         for row in (0, 7):
@@ -168,16 +194,20 @@ class Mixes(nn.Module):
 
 
 @pytest.mark.privacy
-def test_a_frozen_part_that_mixes_samples_is_refused() -> None:
+def test_a_frozen_part_that_mixes_samples_is_run_on_each_record_alone() -> None:
     still = nn.BatchNorm2d(1, track_running_stats=False)  # takes the batch's own, always
     keeps = nn.InstanceNorm2d(1, track_running_stats=True)
-    for layer, said in ((Mixes(), "mixes samples"), (still, "mixes samples"), (keeps, None)):
+    for layer, mixes in ((Mixes(), True), (still, True), (keeps, False)):
         model = nn.Sequential(layer, nn.Flatten(), nn.Linear(64, 10))
-        if said is None:
-            check_model(model, DIGITS.shape, 10, frozen=True)
-            continue
-        with pytest.raises(ModelError, match=said):
-            check_model(model, DIGITS.shape, 10, frozen=True)
+        check_model(model, DIGITS.shape, 10, frozen=True)
+        parts = cut_before_head(model, DIGITS.shape)
+        kind, _ = independence(model, DIGITS.shape, 10, parts.frozen)
+        assert kind == "isolated" or not mixes
+        parts.isolated = kind == "isolated"
+        x = torch.randn(5, *DIGITS.shape)
+        others = torch.cat([x[:1], 100 * x[1:].flip(0)])
+        with torch.no_grad():
+            assert torch.equal(_features(parts, x)[0], _features(parts, others)[0])
 
 
 @pytest.mark.privacy
@@ -404,7 +434,7 @@ def test_whatever_defines_the_features_names_them(net: str, public: Path, cache:
     ]
     for count, plan in enumerate(plans, start=1):
         assert computed(train_events(digits_config(**plan))[0])
-        assert len(list(cache.glob("*.safetensors"))) == count
+        assert len(list(cache.glob("*.rows"))) == count
 
 
 def test_other_records_have_other_features(cache: Path) -> None:
@@ -416,7 +446,7 @@ def test_other_records_have_other_features(cache: Path) -> None:
     other = Data(data.train, data.test, data.gain * 2, data.offset)
     found = [of(featured(parts, given, {}, cache)) for given in (data, changed, other)]
     assert len({one.sha256 for one in found}) == 3
-    assert len(list(cache.glob("*.safetensors"))) == 3
+    assert len(list(cache.glob("*.rows"))) == 3
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
@@ -427,7 +457,7 @@ def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
     content[-1000] ^= 1
     if damage == "other":  # whole, but of something else
         train_digits(backbone="efficientnet-lite0", backbone_size="32")
-        (other,) = set(cache.glob("*.safetensors")) - {file}
+        (other,) = set(cache.glob("*.rows")) - {file}
         file.write_bytes(other.read_bytes())
     else:
         ruins = {"flipped": content, "cut": content[:5000], "empty": bytearray()}
@@ -439,23 +469,19 @@ def test_a_damaged_file_is_computed_anew(damage: str, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["full disk", "a file"])
-def test_without_a_place_to_keep_them_the_run_goes_on(
+def test_without_a_place_to_keep_them_the_run_says_what_to_do(
     place: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
-
     if place == "full disk":
-        monkeypatch.setattr(safetensors.torch, "save_file", full)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     else:
         cache.parent.write_text("")
-    events, finished = train_events(digits_config(**SCATTER))
-    notes = next(event.notes for event in events if isinstance(event, Started))
-    assert len(notes) == 1
-    assert f"features cannot be kept in {cache}" in notes[0]
-    assert finished.report["test"]["samples"] == 360
-    assert not list(cache.parent.glob("**/*.safetensors"))
-    assert not list(cache.parent.glob("**/*.part"))
+    said = refused("--features", "scatter", "--model", "linear")
+    assert f"The features cannot be kept in {cache} (" in said
+    assert ("0.1 GB more than there is room for" in said) == (place == "full disk")
+    assert "or name another folder by DPMAC_CACHE_DIR" in said
+    assert not list(cache.parent.glob("**/*.rows"))
+    assert not list(cache.parent.glob("**/*.begun"))
 
 
 @pytest.mark.privacy
@@ -463,10 +489,8 @@ def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.M
     train_digits(**SCATTER)
     kept(cache)
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
-    events, _ = train_events(digits_config(**SCATTER))
-    assert computed(events)
-    notes = next(event.notes for event in events if isinstance(event, Started))
-    assert "the folder is another user's" in notes[0]
+    with pytest.raises(InputError, match="the folder is another user's"):
+        train_events(digits_config(**SCATTER))
 
 
 def test_who_waits_says_so_and_computes_nothing(cache: Path) -> None:
@@ -481,7 +505,7 @@ def test_who_waits_says_so_and_computes_nothing(cache: Path) -> None:
     kept(cache).unlink()
     with pytest.raises(KeyboardInterrupt):
         of(again)
-    assert not list(cache.glob("*.safetensors"))
+    assert not list(cache.glob("*.rows"))
 
 
 @pytest.mark.long
@@ -517,7 +541,7 @@ def test_runs_without_any_of_it_keep_their_names() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--features", "scater"), "there is no features 'scater'. Did you mean scatter?"),
+        (("--features", "scater"), "Did you mean scatter or scatter-mirror? Known: "),
         (("--train", "head"), "add --pretrained FILE"),
         (("--pretrained", "gone.safetensors"), "there is no file gone.safetensors"),
     ],
@@ -540,7 +564,7 @@ def test_features_are_of_images_of_the_right_size(what: str, tmp_path: Path) -> 
     more = () if what == "size" else ("--feature-range", "0,1")
     text = refused("--dataset", str(file), "--features", "scatter", *more)
     said = "multiples of 4; the shape of these is (3, 10, 12)"
-    assert (said if what == "size" else "holds rows of numbers") in text
+    assert (said if what == "size" else "holds numbers") in text
 
 
 @pytest.mark.privacy
@@ -548,10 +572,7 @@ def test_features_are_of_images_of_the_right_size(what: str, tmp_path: Path) -> 
 def test_what_is_no_safetensors_is_refused_and_never_run(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     file.write_bytes(content)
-    assert "is not a pickle of tensors by their names alone" in refused("--pretrained", str(file))
-    other = file.with_suffix(".bin")
-    other.write_bytes(content)
-    assert "is not a whole safetensors file" in refused("--pretrained", str(other))
+    assert "is not a whole safetensors file" in refused("--pretrained", str(file))
 
 
 def test_what_does_not_fit_is_listed(net: str, public: Path) -> None:

@@ -16,7 +16,7 @@ from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.modules import ConstantNorm
 from dpmac_cli.dp.clipping.recorder import recorded_gradients
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.fine_tuning import LoraLinear, cut_before_block, freeze, last_block
+from dpmac_cli.models.fine_tuning import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.weights import published
 from dpmac_cli.runs.publish import load_model
@@ -137,8 +137,6 @@ def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
         "all": whole,
         "head": head,
         "norm": head | {n for n in whole if "norm" in n or n.startswith("bn.")},
-        "last-block": head
-        | {n for n in whole if n.startswith(("blocks.2.", "layers.2.", "norm."))},
         "lora": head
         | {
             f"blocks.{i}.{layer}.{side}.weight"
@@ -171,11 +169,11 @@ def test_gradients_are_those_of_vmap(name: str, part: str) -> None:
     expected = torch.cat([by_name[n].flatten(1) for n in trained], 1)
     layers = find_layers(model, x)
     flatten_parameters(layers)
-    _, forms = recorded_gradients(model, layers, x, y, ball=True)
+    _, gradients = recorded_gradients(model, layers, x, y, ball=True)
     for row in range(6):
         weights, out = torch.zeros(6).double(), torch.empty(expected.shape[1]).double()
         weights[row] = 1
-        for layer, form in zip(layers, forms, strict=True):
+        for layer, form in gradients:
             form.weighted_sum(weights, None, out[layer.start : layer.stop])
         assert torch.allclose(out, expected[row], atol=1e-10)
 
@@ -186,14 +184,14 @@ def test_a_constant_norm_is_a_batch_norm_in_evaluation_mode() -> None:
         norm = nn.BatchNorm2d(5, affine=affine).eval()
         norm.running_mean, norm.running_var = torch.randn(5), torch.rand(5) + 0.5
         x = 10 * torch.randn(3, 5, 4, 4)
-        constant = ConstantNorm(norm).train()
+        constant = ConstantNorm(norm, "norm").train()
         kept = {n: b.clone() for n, b in constant.named_buffers()}
         assert torch.allclose(constant(x), norm(x), atol=1e-4)
         assert torch.allclose(constant(x[:1]), constant(x)[:1])  # alone as beside others
         assert all(torch.equal(kept[n], b) for n, b in constant.named_buffers())
         assert constant.state_dict().keys() == norm.state_dict().keys()
-    with pytest.raises(ModelError, match="without running statistics"):
-        ConstantNorm(nn.BatchNorm2d(5, track_running_stats=False))
+    with pytest.raises(ModelError, match=r"layer norm, .* without running statistics"):
+        ConstantNorm(nn.BatchNorm2d(5, track_running_stats=False), "norm")
 
 
 def test_an_addition_is_zero_at_first_and_can_be_merged() -> None:
@@ -211,7 +209,7 @@ def test_an_addition_is_zero_at_first_and_can_be_merged() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("part", ["norm", "last-block", "all"])
+@pytest.mark.parametrize("part", ["norm", "all"])
 def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
     part: str, pretrained: dict[str, Any]
 ) -> None:
@@ -231,7 +229,7 @@ def test_a_run_changes_the_chosen_part_and_is_scored_as_it_was(
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("part", ["norm", "last-block"])
+@pytest.mark.parametrize("part", ["norm", "all"])
 def test_a_resumed_run_ends_as_if_it_had_never_stopped(
     part: str, pretrained: dict[str, Any]
 ) -> None:
@@ -261,43 +259,6 @@ def test_lora_is_published_merged_and_resumed_exactly(pretrained: dict[str, Any]
     load_model("whole", factory=pretrained["model"])
 
 
-def test_the_part_before_the_last_block_is_run_once(pretrained: dict[str, Any]) -> None:
-    model = network(pretrained["model"].rpartition(":")[2])
-    freeze(model, Trained("last-block"), SHAPE)
-    parts = cut_before_block(model, SHAPE)
-    assert parts is not None
-    x = torch.randn(4, *SHAPE)
-    assert torch.equal(parts(x), model(x))
-    own = {id(p) for p in parts.head.parameters() if p.requires_grad}
-    assert own == {id(p) for p in model.parameters() if p.requires_grad}
-    features = parts.features(x)
-    assert torch.equal(parts.head(features), model(x))
-
-
-def test_a_network_that_cannot_be_cut_is_run_whole() -> None:
-    class Skips(nn.Module):
-        """The block's output is not all that is read behind it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            known: dict[str, Any] = {}
-            exec(NETWORKS, known)
-            self.stem = nn.Conv2d(1, 8, 3, padding=1)
-            self.layers = nn.Sequential(*(known["Residual"](8) for _ in range(2)))
-            self.fc = nn.Linear(8, 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            stem = self.stem(x)
-            found: Tensor = self.fc((self.layers(stem) + stem).mean((2, 3)))
-            return found
-
-    model = Skips()
-    freeze(model, Trained("last-block"), SHAPE)
-    assert last_block(model, SHAPE) == "layers.1"
-    assert cut_before_block(model, SHAPE) is None
-    assert trained_names(model) >= {"fc.weight", "layers.1.conv.weight", "layers.1.norm.bias"}
-
-
 def test_lora_leaves_out_layers_whose_weights_are_used_without_a_call() -> None:
     class Functional(nn.Module):
         """As torchvision's Swin transformers do."""
@@ -318,46 +279,19 @@ def test_lora_leaves_out_layers_whose_weights_are_used_without_a_call() -> None:
     assert trained_names(model) == expected
 
 
-def test_a_block_of_two_inputs_is_not_cut_before() -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-            out: Tensor = gate * self.layer(x)
-            return out
-
-    class Gates(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.fc = nn.Linear(64, 8), nn.Linear(8, 10)
-            self.layers = nn.ModuleList([Gated(), Gated()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            stem = x = self.stem(x.flatten(1))
-            for layer in self.layers:
-                x = layer(x, stem)
-            out: Tensor = self.fc(x)
-            return out
-
-    assert cut_before_block(Gates(), SHAPE) is None
-
-
-def test_a_pickle_of_tensors_is_read_whatever_its_wrapper(file: Path) -> None:
-    weights, model = network("ViT").state_dict(), f"{file}:ViT"
-    wrapped = {
-        "plain": weights,
-        "parallel": {f"module.{name}": t for name, t in weights.items()},
-        "nested": {"epoch": 3, "state_dict": {f"model.module.{n}": t for n, t in weights.items()}},
+def test_a_pickle_is_refused_with_the_line_that_converts_it(file: Path) -> None:
+    path = Path("weights.pth")
+    torch.save(network("ViT").state_dict(), path)
+    chosen = ("--model", f"{file}:ViT", "--train", "norm", "--pretrained")
+    text = refused(*chosen, str(path))
+    _, line = text.split("in Python: ")
+    exec(f"import torch, safetensors.torch\n{line}")
+    said: dict[str, Any] = {
+        "model": f"{file}:ViT",
+        "pretrained": "weights.safetensors",
+        "train": "norm",
     }
-    runs: list[Path] = []
-    for name, content in wrapped.items():
-        path = file.with_name(f"{name}.pth")
-        torch.save(content, path)
-        weights_of: dict[str, Any] = {"model": model, "pretrained": str(path), "train": "norm"}
-        runs.append(train_digits(**weights_of, seed=1, steps=1, out=name).folder)
-    assert all(same_weights(run, runs[0]) for run in runs[1:])
+    train_digits(**said, seed=1, steps=1, out="run")
 
 
 def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
@@ -374,7 +308,6 @@ def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
     save_file({"1.weight": torch.zeros(8, 64), "1.bias": torch.ones(8)}, weights)
     flat = ("--model", f"{plain}:Net", "--pretrained", str(weights), "--train")
     assert "the network has no norm" in refused(*flat, "norm", code=4)
-    assert "the network has no repeated blocks" in refused(*flat, "last-block", code=4)
     text = refused(*flat, "norm", "--lora-rank", "2", code=4)
     assert "--lora-rank has no effect with --train norm" in text
     assert "add --train lora" in refused("--lora-rank", "2")

@@ -4,7 +4,7 @@ import functools
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.storage import files
+from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
-from dpmac_cli.studies import worker
 from dpmac_cli.studies.grid import Run, plan
 from tests.digits_runs import after, digits_config, same_weights
 
@@ -41,8 +41,13 @@ def digits() -> Data:
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set, which takes longer to read than these runs to train."""
-    for module in (setup, scoring):
-        monkeypatch.setattr(module, "load_data", lambda *args, **kwargs: digits())
+
+    def loading(*_: Any, **__: Any) -> Generator[Any, None, Data]:
+        yield from ()
+        return digits()
+
+    monkeypatch.setattr(setup, "loading", loading)
+    monkeypatch.setattr(scoring, "load_data", lambda *args, **kwargs: digits())
 
 
 def finish(events: Iterator[RunEvent]) -> tuple[Started, Finished]:
@@ -159,7 +164,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("study")
     flags = {"dataset": "digits", "optimizers": "dp-adam", "sigma": "6", "steps": "14"}
     [planned] = plan({**flags, "seeds": "1", "device": "cpu"}, None, root).runs
-    assert list(worker._events(planned.plan, digits(), lambda: False))
+    assert list(local._events(planned.plan, digits(), lambda: False))
     assert compare.finished_report(planned) is not None
     return planned
 
@@ -177,7 +182,7 @@ def test_a_flipped_byte_changes_no_table(name: str, study: Run) -> None:
         report = compare.finished_report(study)
         if report is None:
             again += 1
-            assert list(worker._events(study.plan, digits(), lambda: False))
+            assert list(local._events(study.plan, digits(), lambda: False))
         assert result(study.folder) == expected
     shutil.rmtree(study.folder)
     shutil.copytree("before", study.folder)

@@ -1,6 +1,5 @@
 """Files are whole or not there, and nothing is overwritten by surprise."""
 
-import json
 import math
 import os
 import stat
@@ -58,23 +57,13 @@ def test_a_file_appears_only_when_it_is_whole(
 @pytest.mark.parametrize("mode", [files.PUBLIC_MODE, files.PRIVATE_MODE])
 def test_files_get_their_mode(tmp_path: Path, mode: int) -> None:
     files.write_atomically(tmp_path / "whole", b"", mode)
-    files.append_line(tmp_path / "lines", {"a": 1}, mode)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {mode}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_json_has_no_nan_and_no_infinity(tmp_path: Path, value: float) -> None:
+def test_json_has_no_nan_and_no_infinity(value: float) -> None:
     with pytest.raises(ValueError, match="JSON"):
         files.to_json({"loss": value})
-    with pytest.raises(ValueError, match="JSON"):
-        files.append_line(tmp_path / "lines", {"loss": value})
-
-
-def test_lines_are_appended(tmp_path: Path) -> None:
-    for number in range(3):
-        files.append_line(tmp_path / "lines", {"n": number})
-    lines = (tmp_path / "lines").read_text().splitlines()
-    assert [json.loads(line)["n"] for line in lines] == [0, 1, 2]
 
 
 def test_new_folders_are_numbered_and_never_reused(tmp_path: Path) -> None:
@@ -200,7 +189,7 @@ def test_a_checkpoint_is_never_open_to_others_while_it_is_written(
 
 def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
     """What clears a run or names what was written must leave nothing out."""
-    finished = train_digits(out="run", canaries=100, plot=True)
+    finished = train_digits(out="run", canaries=100)
     written = {path.name for path in finished.folder.iterdir()}
     assert written == {*folder.SEALED, folder.CHECKPOINTS, folder.SUMS, folder.LOCK}
     folder.clear(finished.folder)
@@ -250,14 +239,3 @@ def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     file.write_bytes(b'{"n": 1}\n\xff\n[2]\n' + b"[" * 99_999 + b'\n\n{"n": 3}\n{"n"')
     assert files.read_lines(file) == [{"n": 1}, {"n": 3}]
     assert files.read_lines(tmp_path / "nothing") == []
-
-
-@pytest.mark.parametrize("cut", [1, 2, 7])
-def test_a_line_cut_short_is_left_out_and_spoils_no_other(tmp_path: Path, cut: int) -> None:
-    file = tmp_path / "lines"
-    for number in range(3):
-        files.append_line(file, {"n": number})
-    file.write_bytes(file.read_bytes()[:-cut])
-    files.append_line(file, {"n": 3})
-    kept = [0, 1, 2] if cut == 1 else [0, 1]
-    assert [record["n"] for record in files.read_lines(file)] == [*kept, 3]

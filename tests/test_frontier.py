@@ -60,8 +60,8 @@ def test_the_filter_is_the_difference_equation_divided_by_its_response() -> None
     filtered = scipy.signal.lfilter(b, a, x.numpy(), axis=0)
     response = scipy.signal.lfilter(b, a, [1.0] * STEPS)
     for step in range(STEPS):
-        ours.begin(step + 1)
-        theirs.begin(step + 1)
+        ours.step = step + 1
+        theirs.step = step + 1
         frontier.Doppler(1e-8)(theta, 0.1, PrivateMean(x[step], scale, 0.5), ours)
         y = torch.from_numpy(filtered[step] / response[step])
         Adam(1e-8)(expected, 0.1, PrivateMean(y, scale, 0.5), theirs)
@@ -75,7 +75,7 @@ def test_the_centred_ball_keeps_its_radius_and_follows_the_mean() -> None:
     assert spread is None
     for step in range(STEPS):
         private = PrivateMean(x[step], region.scale, 0.5)
-        state.begin(step + 1)
+        state.step = step + 1
         state.update(private)
         region.factor.copy_(geometry.estimate(private, state, region, None))
     torch.testing.assert_close(region.centre, state.m_hat())
@@ -88,7 +88,7 @@ def test_scale_then_privatise_scales_by_the_root_of_what_is_left_of_v() -> None:
     region, _ = geometry.start(x[0])
     torch.testing.assert_close(region.scale, torch.full_like(x[0], 3 * 0.4**0.5))
     private = PrivateMean(x[0], region.scale, 0.1)
-    state.begin(1)
+    state.step = 1
     state.update(private)
     geometry.estimate(private, state, region, None)
     left = (x[0] ** 2 - private.noise_variance).clamp(min=0.4)

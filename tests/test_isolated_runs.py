@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.errors import ModelError
 from dpmac_cli.runs.session import Finished, Started
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.runs.train import finish, resume, train
@@ -49,7 +48,6 @@ def run_of(images: Path, model: str, **more: Any) -> Finished:
         ("mlp-small", "isolate", "isolated"),
         ("Perceptron", None, "traced"),
         ("Perceptron", "isolate", "isolated"),
-        ("Perceptron", "no_isolate", "probed"),
         ("VisionTransformer", None, "isolated"),
         ("WordsFirst", "isolate", "isolated"),
         ("WhitenedIfLarge", None, "isolated"),
@@ -95,15 +93,6 @@ def test_a_network_at_hand_is_isolated_unless_it_is_proven(images: Path) -> None
     assert not make_trainer(config, model=Perceptron()).plan.isolated
 
 
-@pytest.mark.privacy
-@pytest.mark.parametrize("model", ["WhitenedIfLarge", "GhostNorm"])
-def test_a_trial_finds_what_large_batches_mix_where_no_proof_is_asked_for(
-    images: Path, model: str
-) -> None:
-    with pytest.raises(ModelError, match="mixes samples"):
-        run_of(images, model, no_isolate=True)
-
-
 @pytest.mark.parametrize(
     ("model", "why"),
     [
@@ -115,7 +104,6 @@ def test_a_person_is_told_why_their_network_is_isolated(images: Path, model: str
     events = list(train(resolve(**settings(images, model)).plan))
     [started] = [event for event in events if isinstance(event, Started)]
     [note] = [note for note in started.notes if "run on each sample alone" in note]
-    assert "--no-isolate" in note
     assert why in note
 
 

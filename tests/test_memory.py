@@ -156,16 +156,16 @@ def too_many(
 
     The sizes of the others are in what is returned. A chunk fails when all its work is done.
     """
-    whole, tried, sizes = trainer._sums.clipped_sum._centred_sum, itertools.count(), []
+    whole, tried, sizes = trainer._sums.clipped_sum.of, itertools.count(), []
 
-    def centred_sum(gradients: Any, c: Tensor, *rest: Any) -> None:
-        whole(gradients, c, *rest)
-        if len(c) > most(next(tried)):
-            rest[-1].fill_(torch.nan)
+    def of(x: Tensor, y: Tensor, metric: Metric, out: Tensor) -> None:
+        whole(x, y, metric, out)
+        if len(x) > most(next(tried)):
+            out.fill_(torch.nan)
             raise fault()
-        sizes.append(len(c))
+        sizes.append(len(x))
 
-    trainer._sums.clipped_sum._centred_sum = centred_sum  # type: ignore[method-assign,assignment]
+    trainer._sums.clipped_sum.of = of  # type: ignore[method-assign]
     return sizes
 
 

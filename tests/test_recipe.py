@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.dp.algorithm import NO_CLIPPING
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -343,7 +344,7 @@ def test_a_run_by_recipe_resumes_bit_for_bit_and_scores_what_it_publishes(name: 
     ended = list(run.resume(stopped.folder, {}))[-1]
     assert isinstance(ended, Finished)
     assert same_weights(ended.folder, whole.folder)
-    assert whole.report["recipe"] == {**ALL, "augment": "crop"}
+    assert whole.report["recipe"] == {**RECIPE_DEFAULTS, **ALL, "augment": "crop"}
     plain = train_digits(optimizer=name, steps=8, seed=4)
     assert whole.report["privacy"] == plain.report["privacy"]
     scored = CliRunner().invoke(app, ["eval", str(ended.folder), "--json"])

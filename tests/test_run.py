@@ -60,7 +60,7 @@ def test_a_run_starts_reports_and_finishes() -> None:
     events, finished = train_events(digits_config(epochs=2))
     started, *updates, _ = events
     assert isinstance(started, Started)
-    assert (started.parameters, started.steps, started.cut_short) == ((4810, 4810), 24, False)
+    assert (started.parameters, started.steps) == ((4810, 4810), 24)
     assert all(isinstance(update, Update) for update in updates)
     assert finished.state == "finished"
     assert published(finished.folder) == PUBLIC_FILES
@@ -161,7 +161,7 @@ def test_a_run_stops_before_its_budget_is_passed() -> None:
     events, finished = train_events(digits_config(epochs=2, max_epsilon=0.2))
     price = finished.report["privacy"]
     assert isinstance(events[0], Started)
-    assert events[0].cut_short
+    assert events[0].steps < events[0].plan.steps
     assert finished.state == finished.report["state"] == "budget-spent"
     assert price["epsilon"] <= 0.2 < price["epsilon_planned"]
     assert total_epsilon((TrainingEvent(RATE, SIGMA, price["steps"] + 1),), 1e-5) > 0.2
@@ -306,7 +306,7 @@ def test_every_test_sample_is_scored_whatever_the_batch(
 ) -> None:
     finished = train_digits(steps=1, seed=1)
     whole = score(finished.folder, None, None, "cpu").result
-    monkeypatch.setattr(evaluation, "EVALUATION_BATCH", batch)
+    monkeypatch.setattr(evaluation, "RECORDS", batch)
     result = score(finished.folder, None, None, "cpu").result
     assert result.samples == 360
     assert torch.equal(result.confusion, whole.confusion)
@@ -343,6 +343,7 @@ PUBLIC = {
     "share_h2",
     "state",
     "test.loss",
+    "recipe.loss",  # its name
     "test.samples",
     "test_loss",
     "test_samples",

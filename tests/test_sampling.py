@@ -58,12 +58,6 @@ def assert_sizes_are_binomial(sizes: NDArray[np.int64], size: int, rate: float) 
     assert abs(sizes.var() / (size * rate * (1 - rate)) - 1) < 5 * (2 / sizes.size) ** 0.5
 
 
-def assert_even(counts: NDArray[np.int64], variance: float) -> None:
-    """Counts that should be alike: their squared deviations are as large as chance makes them."""
-    ratio = float(((counts - counts.mean()) ** 2).mean()) / variance
-    assert abs(ratio - 1) < 5 * (2 / counts.size) ** 0.5
-
-
 # Poisson: everyone, in every step, by a coin of their own.
 
 
@@ -139,109 +133,12 @@ def test_balls_are_independent(bins: NDArray[np.int64], lag: int) -> None:
         assert chisquare(pairs).pvalue > 0.001
 
 
-# Shuffle: an epoch deals everyone out to full batches, in an order that is anyone's guess.
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("batch", [20, 64, N], ids=["even", "ragged", "all"])
-@either_way
-def test_a_shuffled_epoch_is_full_batches_and_a_rest(batch: int, secure: bool) -> None:
-    slots = dealt(sampler_of("shuffle", N, batch, secure), N, batch, 20)
-    full, rest = divmod(N, batch)
-    for epoch in slots:
-        assert np.bincount(epoch).tolist() == [batch] * full + [rest] * (rest > 0)
-
-
-@pytest.mark.privacy
-@either_way
-def test_every_order_is_as_likely_as_any_other(secure: bool) -> None:
-    """All 90 ways to deal 6 records out two by two; and one epoch says nothing about the next."""
-    epochs = 9000
-    slots = dealt(sampler_of("shuffle", 6, 2, secure), 6, 2, epochs)
-    ways = slots @ 3 ** np.arange(6)
-    _, found = np.unique(ways, return_counts=True)
-    assert len(found) == 90
-    assert chisquare(found).pvalue > 0.001
-    for lag in (1, 2, 3):
-        again = int((ways[:-lag] == ways[lag:]).sum())
-        assert abs(again - epochs / 90) < 4.5 * (epochs / 90) ** 0.5
-
-
-@pytest.mark.privacy
-@either_way
-def test_everyone_turns_up_in_every_part_of_an_epoch(secure: bool) -> None:
-    epochs = 2000
-    slots = dealt(sampler_of("shuffle", 50, 16, secure), 50, 16, epochs)
-    for slot, size in enumerate([16, 16, 16, 2]):
-        rate = size / 50
-        assert_even((slots == slot).sum(0), epochs * rate * (1 - rate))
-
-
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", ONCE_AN_EPOCH)
 @either_way
 def test_each_epoch_is_dealt_anew(name: str, secure: bool) -> None:
     epochs = dealt(sampler_of(name, 60, 20, secure), 60, 20, 50)
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 50
-
-
-# Fixed size: every step takes B different records, whoever was taken before.
-
-
-@each_way
-def taken(request: pytest.FixtureRequest) -> NDArray[np.bool_]:
-    """Who was in which step, shape (STEPS, N)."""
-    return inclusions(sampler_of("fixed-size", N, round(N * Q), request.param), N, STEPS)
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(("size", "batch"), [(N, 40), (N, 1), (N, N - 1), (N, N), (50_000, 100)])
-@either_way
-def test_fixed_size_batches_hold_as_many_different_records(
-    size: int, batch: int, secure: bool
-) -> None:
-    sampler = sampler_of("fixed-size", size, batch, secure)
-    for step in range(1, 21):
-        drawn = sampler.draw(step)
-        assert len(drawn) == batch
-        assert (np.diff(drawn) > 0).all(), "increasing, so none comes twice"
-
-
-@pytest.mark.privacy
-def test_everyone_is_taken_alike(taken: NDArray[np.bool_]) -> None:
-    z = (taken.sum(0) - STEPS * Q) / (STEPS * Q * (1 - Q)) ** 0.5
-    assert kstest(z, "norm").pvalue > 0.001
-    assert np.abs(z).max() < 4.5
-    assert_even(taken.sum(0), STEPS * Q * (1 - Q))
-
-
-@pytest.mark.privacy
-@either_way
-def test_few_of_many_are_taken_alike(secure: bool) -> None:
-    """numpy has another algorithm for these."""
-    sampler = sampler_of("fixed-size", 20_000, 50, secure)
-    drawn = np.concatenate([sampler.draw(step) for step in range(1, 2001)])
-    assert chisquare(np.bincount(drawn // 200, minlength=100)).pvalue > 0.001
-    assert chisquare(np.bincount(drawn % 200, minlength=200)).pvalue > 0.001
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("lag", [1, 2, 10])
-def test_steps_are_independent(taken: NDArray[np.bool_], lag: int) -> None:
-    """Whoever was taken is as likely to be taken again: nothing is dealt out before it repeats."""
-    again = (taken[:-lag] & taken[lag:]).sum(1)
-    expected = N * Q * Q  # the mean of a hypergeometric distribution; its variance follows
-    variance = expected * (1 - Q) ** 2 * N / (N - 1)
-    assert abs(again.mean() - expected) < 4 * (variance / again.size) ** 0.5
-    assert abs(again.var() / variance - 1) < 6 * (2 / again.size) ** 0.5
-
-
-@pytest.mark.privacy
-def test_two_records_are_taken_together_as_chance_has_it(taken: NDArray[np.bool_]) -> None:
-    rate = Q * (N * Q - 1) / (N - 1)
-    for lag in (1, 2, N // 2):
-        together = (taken[:, :-lag] & taken[:, lag:]).mean()
-        assert abs(together - rate) < 5 * (rate / (STEPS * (N - lag))) ** 0.5
 
 
 # All of them.
@@ -314,10 +211,12 @@ def deal_words(monkeypatch: pytest.MonkeyPatch, *rounds: Sequence[int]) -> Itera
     """Have the key stream give these words, a round a draw; what is left of them is returned."""
     left = iter(rounds)
 
-    def fill(self: Stretch, out: NDArray[Any], count: int) -> None:
-        out[:count] = np.array(next(left), np.uint64)
+    def words(self: Stretch, count: int, dtype: Any) -> NDArray[Any]:
+        drawn = np.array(next(left), dtype)
+        assert len(drawn) == count
+        return drawn
 
-    monkeypatch.setattr(Stretch, "fill", fill)
+    monkeypatch.setattr(Stretch, "generate_state", words)
     return left
 
 
@@ -346,20 +245,6 @@ def test_a_rate_of_one_draws_every_word(monkeypatch: pytest.MonkeyPatch) -> None
     draws = SecureDraws(2, a_stretch())
     deal_words(monkeypatch, [0, 2**64 - 1])
     assert draws.independently(1.0).tolist() == [0, 1]
-
-
-@pytest.mark.privacy
-def test_words_that_leave_a_choice_open_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule for ties would favour the records that it names first."""
-    draws = SecureDraws(4, a_stretch())
-    left = deal_words(monkeypatch, [7, 5, 7, 9], [7, 4, 5, 9], [1, 1, 5, 9])
-    assert draws.exactly(2).tolist() == [1, 2]
-    assert draws.exactly(2).tolist() == [0, 1], "a tie among the chosen leaves nothing open"
-    assert not list(left)
-
-    left = deal_words(monkeypatch, [7, 5, 8, 5], [7, 5, 8, 2])
-    assert draws.shuffled(np.arange(4)).tolist() == [3, 1, 0, 2]
-    assert not list(left)
 
 
 @pytest.mark.privacy
@@ -412,10 +297,6 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
         case "poisson":
             assert abs(np.mean(sizes) - 100) < 4 * (100 * (1 - 100 / 1437) / 300) ** 0.5
             assert len(set(sizes)) > 10
-        case "fixed-size":
-            assert set(sizes) == {100}
-        case "shuffle":
-            assert sizes == [*[100] * 14, 37] * 20
         case "balls-in-bins":
             assert [sum(sizes[i : i + 15]) for i in range(0, 300, 15)] == [1437] * 20
             assert len(set(sizes)) > 10

@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config.settings import KAPPAS, PHIS
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.runs.train import finish, fork, train
 from dpmac_cli.storage.files import to_json
@@ -45,7 +45,7 @@ RUNS: Mapping[str, dict[str, Any]] = {
     "baseline": {"no_dp": True},
     "budget spent": {"max_epsilon": "0.08"},
     "audit": {"canaries": 1000},
-    "fixed size": {"sampler": "fixed-size"},
+    "bins": {"sampler": "balls-in-bins"},
     "recipe": {"augmentations": 2, "ema": 0.9, "lr_schedule": "cosine", "warmup_steps": 1},
     "features": {"features": "scatter"},
     "no price": {"delta": "1e-300", "steps": 1},
@@ -149,7 +149,8 @@ def test_names_are_those_that_may_be_chosen() -> None:
     assert properties["optimizer"]["enum"] == list(OPTIMIZERS)
     assert properties["privacy"]["properties"]["sampler"]["enum"] == list(SAMPLERS)
     hyper = properties["hyperparameters"]["properties"]
-    assert (hyper["kappa"]["enum"], hyper["phi"]["enum"]) == (list(KAPPAS), list(PHIS))
+    for name in ("kappa", "phi"):
+        assert hyper[name]["enum"] == list(SETTINGS[name].choices)
     recipe = properties["recipe"]["properties"]
     assert recipe["lr_schedule"]["enum"] == list(SCHEDULES)
     assert recipe["augment"]["enum"] == [*AUGMENTS, None]

@@ -65,13 +65,21 @@ def test_secure_draws_all_of_a_run_from_keys_of_their_own(
     sampler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[tuple[KeyStream, int]] = []
-    fill = Stretch.fill
+    at = KeyStream.at
 
-    def kept(self: Stretch, out: Any, count: int) -> None:
-        filled.append((self._keys, count))
-        fill(self, out, count)
+    class Kept(Stretch):
+        keys: KeyStream
 
-    monkeypatch.setattr(Stretch, "fill", kept)
+        def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+            filled.append((self.keys, n_words))
+            return super().generate_state(n_words, dtype)
+
+    def kept(keys: KeyStream, step: int) -> Stretch:
+        stretch = Kept(at(keys, step)._cipher)
+        stretch.keys = keys
+        return stretch
+
+    monkeypatch.setattr(KeyStream, "at", kept)
     config = resolve({"dataset": "digits", "secure": True, "sampler": sampler}).plan
     trainer = assembly.make_trainer(config, steps=1, device=torch.device("cpu"))
     noise, keys = trainer.randomness.noise, trainer.state.keys

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,8 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.recount import events_of
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.runs.train import finish
+from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
-from dpmac_cli.studies import worker
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.results import collect
 from dpmac_cli.studies.tables import warnings
@@ -51,7 +51,12 @@ def digits() -> Data:
 @pytest.fixture(autouse=True)
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that is read once, and steps that are reserved one by one."""
-    monkeypatch.setattr(setup, "load_data", lambda *args, **facts: digits())
+
+    def loading(*_: Any, **__: Any) -> Generator[Any, None, Data]:
+        yield from ()
+        return digits()
+
+    monkeypatch.setattr(setup, "loading", loading)
     monkeypatch.setattr(ledger, "SECONDS", 0.0)
     torch.set_num_threads(1)
 
@@ -329,14 +334,14 @@ def attempt(study: Grid, threads: int, monkeypatch: pytest.MonkeyPatch, kill: in
     torch.set_num_threads(threads)
     with monkeypatch.context() as patch, suppress(Killed):
         patch.setattr(GaussianMechanism, "release", released)
-        list(worker._events(study.runs[0].plan, digits(), lambda: False))
+        list(local._events(study.runs[0].plan, digits(), lambda: False))
 
 
 def counted_in(study: Grid) -> list[int]:
     """The steps of the events that a study is charged for."""
     [run] = study.runs
     events = list(compare._events(study.runs))
-    assert collect(study, {}).cost.epsilon == total_epsilon(tuple(events), 1e-5)
+    assert collect(study, {}).epsilon == total_epsilon(tuple(events), 1e-5)
     assert all(event == replace(events[-1], steps=event.steps) for event in events)
     assert run.plan.steps == STEPS
     return [event.steps for event in events]
@@ -356,7 +361,7 @@ def test_a_study_is_charged_for_attempts_begun_again(
     assert counted_in(study) == [15, 5, STEPS]
     comparison = collect(study, {})
     [cell] = comparison.cells
-    assert cell.epsilon < comparison.cost.epsilon
+    assert cell.epsilon < comparison.epsilon
     assert any("attempts at these runs that were begun again" in s for s in warnings(comparison))
     report = json.loads((where / folder.REPORT).read_bytes())
     assert [event["steps"] for event in report["privacy"]["events"]] == [STEPS]

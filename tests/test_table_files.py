@@ -16,10 +16,11 @@ from PIL import Image
 from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
-from dpmac_cli.data.own import inspect, load
+from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.errors import InputError
+from tests.helpers import load
 from tests.typed import dpmac
 
 PAGE = Path(__file__).parents[1] / "docs" / "own-data.md"
@@ -365,6 +366,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
             for number in range(12):
                 pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(Path(part, name, f"{number}.png"))
+    Path("new-photos").symlink_to("photos/val")
     np.savez("images.npz", x=rng.integers(0, 256, (30, 8, 8), np.uint8), y=np.arange(30) % 2)
     lines = "\n".join(re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)).splitlines()
     typed = [shlex.split(line.partition(">")[0], comments=True) for line in lines if line]

@@ -4,14 +4,12 @@ import csv
 import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpmac_cli.studies.figure import draw_comparison
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import Cell, Comparison, Cost, Score
+from dpmac_cli.studies.results import Cell, Comparison, Score, standing_of
 from dpmac_cli.studies.tables import as_csv, as_markdown, as_values
 
 
@@ -21,10 +19,7 @@ def cell(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
         "column": sigma,
         "sigma": sigma,
         "epsilon": 3 / sigma if sigma else math.inf,
-        "scores": tuple(
-            Score(seed, accuracy, 1.5, {5: accuracy - 0.1, 10: accuracy})
-            for seed, accuracy in enumerate(accuracies)
-        ),
+        "scores": tuple(Score(seed, accuracy, 1.5) for seed, accuracy in enumerate(accuracies)),
         "failures": {},
     }
     return Cell(**{**values, **changes})
@@ -42,9 +37,8 @@ CELLS = (
 GRID = plan({"dataset": "mnist", "kappa": "paper,exact", "sigma": "0.5,1", "seeds": "2"}, None)
 
 
-def comparison(*cells: Cell, epsilon: float = 12.345, **changes: Any) -> Comparison:
-    values: dict[str, Any] = {"epsilon": epsilon, "epsilon_beside": epsilon}
-    return Comparison(GRID, cells, Cost(**{**values, "beside": 0, "beside_plain": 0, **changes}))
+def comparison(*cells: Cell, epsilon: float = 12.345) -> Comparison:
+    return Comparison(GRID, cells, epsilon)
 
 
 WHOLE = comparison(*CELLS)
@@ -75,7 +69,7 @@ def test_csv_and_json_have_a_row_a_cell() -> None:
     assert lines[4]["mean"] == ""
     assert rows[4]["mean"] is None
     assert rows[4]["failures"] == {"0": "its process died", "1": "no"}
-    assert rows[3]["accuracies"] == {"0": 0.88, "1": 0.89}
+    assert rows[3]["values"] == {"0": 0.88, "1": 0.89}
     assert {row["kappa"] for row in rows} == {"", "paper_x"}
 
 
@@ -90,13 +84,7 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     finished = as_markdown(comparison(*CELLS[:2]))
     assert "not finished" not in finished
     assert "runs are on the same records" in finished
-    beside = as_markdown(comparison(*CELLS, beside=3, epsilon_beside=15.0))
-    assert "3 more runs on data of the same name, which cost privacy, too: epsilon 15" in beside
-    assert "publish no two" in beside
-    plain = as_markdown(comparison(*CELLS, beside=3, epsilon_beside=15.0, beside_plain=2))
-    assert "2 of them without any: no epsilon holds for all" in plain
-    unknown = as_markdown(comparison(*CELLS, beside=1, epsilon_beside=math.inf))
-    assert "how much cannot be worked out" in unknown
+    assert "Other runs on the same records add" in finished
     one = comparison(cell("dp-sgd", 1.0, 0.9), epsilon=3.0)
     assert "know the seeds" in as_markdown(one)
     assert "in all" not in as_markdown(one)
@@ -108,18 +96,18 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     baseline = comparison(cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0)
     assert "seeds named" not in as_markdown(baseline)
     assert "no privacy" in as_markdown(baseline)
-    near = comparison(
-        cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0, beside=2, epsilon_beside=3.0
-    )
-    assert "2 more runs" in as_markdown(near)
 
 
-def test_a_picture_of_what_there_is(tmp_path: Path) -> None:
-    path = tmp_path / "compare.png"
-    assert draw_comparison(WHOLE, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert draw_comparison(comparison(cell("dp-sgd", 1.0, 0.9)), path)
-    baseline = cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf)
-    assert draw_comparison(comparison(baseline, epsilon=0.0), path)
-    assert not draw_comparison(comparison(CELLS[4]), tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
+def test_a_metric_that_is_not_defined_is_a_dash_and_null() -> None:
+    """As the AUROC of a test set with a single class, or of a run of an earlier version."""
+    nan = math.nan
+    cells = (cell("dp-adam", 1.0, nan, nan), cell("dp-sgd", 1.0, nan, 0.5), CELLS[1])
+    whole = comparison(*cells)
+    rows = as_values(whole)["rows"]
+    assert [row["mean"] for row in rows] == [None, None, pytest.approx(0.81)]
+    assert [row["std"] is None for row in rows] == [True, True, False]
+    assert rows[1]["values"] == {"0": None, "1": 0.5}
+    assert json.dumps(rows, allow_nan=False)
+    assert standing_of(cells) == ["", "", ""]
+    assert "| dp-sgd " in as_markdown(whole)
+    assert "nan" not in as_markdown(whole)

@@ -97,6 +97,11 @@ MIXING = [
     case("selection", lambda x: x + x[x.sum((1, 2, 3)) > 0].sum(0)),
     case("numpy", lambda x: x - torch.from_numpy(x.detach().numpy().mean(0))),
     case("unknown", lambda x: torch.linalg.qr(x.flatten(1))[0]),
+    case("shuffled by draws", lambda x: x[torch.rand(x.shape[0]).argsort()]),
+    case("drawn by the mean", lambda x: x * torch.bernoulli(x.sigmoid().mean(0))),
+    case("noise of all", lambda x: x * torch.rand(x.shape[0]).sum()),
+    case("a shifted view", lambda x: x.as_strided((x.shape[0], 144), (0, 1))),
+    case("a later view", lambda x: torch.cat([x, x]).as_strided(x.shape, x.stride(), 144)),
 ]  # fmt: skip
 
 
@@ -224,6 +229,17 @@ def _over_channels(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(words, words, words)
 
 
+def _dropped_over_channels(x: Tensor) -> Tensor:
+    """Attention within each sample, with dropout."""
+    words = x.flatten(2)
+    return F.scaled_dot_product_attention(words, words, words, dropout_p=0.5)
+
+
+def _pooled(x: Tensor) -> Tensor:
+    """Pooling in ConvNeXt, of which torch gives a view with other strides."""
+    return F.adaptive_avg_pool2d(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), 1)
+
+
 APART = [
     case("activation", lambda x: F.gelu(x) + F.hardswish(x) + F.leaky_relu(x) + x.relu().sqrt()),
     case("in place", lambda x: x.clone().mul_(2).add_(1).clamp_(-3, 3)),
@@ -241,6 +257,14 @@ APART = [
     case("zeros", lambda x: x + x.new_zeros(x.shape[0], 1, 1, 1)),
     case("own choice", lambda x: torch.where(x.amax((1, 2, 3), keepdim=True) > 1, x / 9, x)),
     case("gate", lambda x: F.glu(x, 1)),
+    case("dropout", lambda x: F.dropout2d(F.alpha_dropout(F.dropout(x)))),
+    case("draws", lambda x: x + torch.rand(x.shape[0], 1, 1, 1) * torch.randn_like(x)),
+    case("draws in place", lambda x: x * x.new_empty(x.shape).normal_() + x.clone().uniform_()),
+    case("drop path", lambda x: x * x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(0.5)),
+    case("drawn by each", lambda x: x * torch.bernoulli(x.sigmoid())),
+    case("drawn in attention", _dropped_over_channels),
+    case("channels last", lambda x: x.to(memory_format=torch.channels_last).mean((2, 3), True)),
+    case("pooled channels last", _pooled),
     case("parts", lambda x: torch.stack([x[:, 0], x[:, 2]], 1)),
 ]
 
@@ -265,6 +289,13 @@ def test_proofs_are_found_after_training_has_set_the_precision_of_products() -> 
     forbid_tf32()
     forbid_tf32()
     check_uniform(through(torch.relu), SHAPE)
+
+
+@pytest.mark.privacy
+def test_a_view_that_moves_numbers_is_not_the_same_for_every_batch() -> None:
+    moved = through(lambda x: x.as_strided(x.shape, (0, 36, 6, 1)))
+    with pytest.raises(UnprovenError, match="as_strided moves numbers"):
+        check_uniform(moved, SHAPE)
 
 
 def test_the_samples_that_are_told_apart_are_several() -> None:

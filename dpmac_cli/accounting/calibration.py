@@ -1,4 +1,4 @@
-"""Calibration: the noise, steps, batch size or delta that meets a target epsilon.
+"""Calibration: the noise, steps or batch size that meets a target epsilon.
 
 Every answer, priced forward, costs at most the target.
 """
@@ -14,7 +14,6 @@ from dpmac_cli.accounting.accountants import (
     SIGMA_MAX,
     SIGMA_MIN,
     choose_accountant,
-    total_delta,
     total_epsilon,
 )
 from dpmac_cli.accounting.events import TrainingEvent
@@ -24,7 +23,6 @@ from dpmac_cli.errors import BudgetError
 #: Noise multipliers are solved on a grid of this many to 1, so the one printed is the one used.
 SIGMA_TICKS = 100_000
 LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGMA_TICKS)
-LEAST_DELTA = 1e-300
 #: Most steps of a run, and of a search for the longest one.
 MOST_STEPS = 10_000_000
 #: Steps an epoch below which epsilon need not fall with their number.
@@ -34,6 +32,7 @@ FEW = 8
 Cost = Callable[[int], float]
 
 
+@functools.lru_cache
 def calibrate_noise(
     event: TrainingEvent, delta: float, target: float, accountant: str | None = None
 ) -> float:
@@ -78,32 +77,16 @@ def check_within_reach(least: float, delta: float) -> None:
         raise BudgetError(f"No finite epsilon can be shown at delta {delta:g}. {PLD_ENDS}")
 
 
-def least_delta(
-    events: tuple[TrainingEvent, ...], target: float, accountant: str | None = None
-) -> float:
-    """Return a delta, as small as can be shown, at which ``events`` cost at most ``target``.
-
-    1 if there is none. Read off directly it may, in its last digits, cost more than the target, and
-    it may underflow to 0, which holds for no Gaussian noise.
-    """
-    delta, step = max(total_delta(events, target, accountant), LEAST_DELTA), 1e-9
-    while delta < 1 and total_epsilon(events, delta, accountant) > target:
-        delta *= 1 + step
-        step *= 4
-    return min(delta, 1.0)
-
-
 def affordable_steps(
     event: TrainingEvent,
     delta: float,
     budget: float,
     earlier: Sequence[TrainingEvent] = (),
-    accountant: str | None = None,
 ) -> int:
     """Return the largest T <= event.steps at which ``earlier`` and T steps cost at most budget."""
 
     def cost(steps: int) -> float:
-        return total_epsilon((*earlier, replace(event, steps=steps)), delta, accountant)
+        return total_epsilon((*earlier, replace(event, steps=steps)), delta)
 
     return _last_within(cost, budget, 0, event.steps)
 

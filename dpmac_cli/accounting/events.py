@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from dpmac_cli.accounting.samplers import SAMPLERS, Sampling
@@ -59,13 +58,8 @@ class TrainingEvent:
         """Return the event in the terms of dp-accounting, for any accountant of that library."""
         import dp_accounting  # noqa: PLC0415  (a second to load)
 
-        one: Any = dp_accounting.GaussianDpEvent(self.noise_multiplier / self.sampling.sensitivity)
-        if self.sampler == "fixed-size":
-            rate = Fraction(self.rate).limit_denominator(10**9)
-            one = dp_accounting.SampledWithoutReplacementDpEvent(
-                rate.denominator, rate.numerator, one
-            )
-        elif not self.sampling.once_an_epoch:
+        one: Any = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+        if not self.sampling.once_an_epoch:
             one = dp_accounting.PoissonSampledDpEvent(self.rate, one)
         return dp_accounting.SelfComposedDpEvent(one, self.compositions)
 

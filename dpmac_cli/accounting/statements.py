@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable, Sequence
 
 from dpmac_cli.accounting.events import TrainingEvent, merged
-from dpmac_cli.accounting.samplers import NEIGHBOURS
+from dpmac_cli.accounting.samplers import ADJACENCY
 
 PLD_ENDS = (
     "Privacy loss distributions end near a delta of 1e-14: ask for a larger delta, or price by "
     "RDP, which reaches further (dpmac account --accountant rdp)."
 )
+#: What neighbouring data sets differ by.
+NEIGHBOURS = "Leaving out or adding any one training record"
 NO_PRIVACY = "No privacy: no noise was added."
 
 
@@ -38,7 +40,7 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
             f"No finite epsilon could be shown at delta {delta:g}: gradients were clipped and "
             f"noise was added, but nothing can be promised. {PLD_ENDS}"
         )
-    promise = meaning(events[0].sampling.adjacency, format_epsilon(epsilon), format_epsilon(delta))
+    promise = meaning(format_epsilon(epsilon), format_epsilon(delta))
     done = " and ".join(map(_done, merged(events, "steps"))) or "no step"
     return (
         f"{promise} This is for {done}. The number of training records is public. Test records are "
@@ -47,12 +49,12 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
     )
 
 
-def meaning(adjacency: str, epsilon: str, delta: str) -> str:
-    """Return what (epsilon, delta)-differential privacy under an adjacency promises."""
+def meaning(epsilon: str, delta: str) -> str:
+    """Return what (epsilon, delta)-differential privacy promises."""
     return (
-        f"{NEIGHBOURS[adjacency]} changes the probability of whatever the model and its report may "
+        f"{NEIGHBOURS} changes the probability of whatever the model and its report may "
         f"show by a factor of at most e^{epsilon}, but for a probability of {delta}: "
-        f"({epsilon}, {delta})-differential privacy under {adjacency} adjacency."
+        f"({epsilon}, {delta})-differential privacy under {ADJACENCY} adjacency."
     )
 
 

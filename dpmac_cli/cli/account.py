@@ -1,8 +1,7 @@
 """dpmac account: the privacy cost of training, and settings that meet a target."""
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,13 @@ from rich.text import Text
 
 from dpmac_cli.accounting.accountants import ACCOUNTANTS
 from dpmac_cli.accounting.pricing import Row
-from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import (
-    DEBUG,
-    JSON,
-    argument,
-    one_of,
-    option,
-    path_option,
-    switch,
-    with_options,
-)
+from dpmac_cli.cli.options import DEBUG, JSON, argument, switch, with_options
+from dpmac_cli.cli.train import text_option
 from dpmac_cli.config import question
-from dpmac_cli.config.settings import flag_name
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.settings import OUTPUT, flag_name
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.runs.recount import Recount, recount
 from dpmac_cli.storage.files import to_csv, to_json
@@ -37,46 +26,20 @@ from dpmac_cli.storage.files import to_csv, to_json
 #: Columns of --csv, and keys of a row of --json, in this order.
 COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement", "events")]
 
-TRAINING, QUESTION, METHOD, OUTPUT = "Training", "Question", "Method", "Output"
-WORK_OUT = "What to work out for --epsilon:"
-
-
-def _choice(
-    name: str, known: Iterable[str], default: str, panel: str, what: str = "One of"
-) -> inspect.Parameter:
-    text = f"{what} {', '.join(known)}. [default: {default}]"
-    return option(name, text, panel, "NAME", one_of(known))
-
 
 @with_options(
     argument("run", "A run folder or report to price again.", "RUN"),
-    _choice("dataset", DATASETS, "mnist", TRAINING),
-    option("dataset_size", "n, for data we never see.", TRAINING, "INT"),
-    option("batch_size", "Expected batch B. [default: the data set's]", TRAINING, "INT"),
-    option("epochs", "Passes of ceil(n/B) steps. [default: the data set's]", TRAINING, "INT,..."),
-    option("steps", "Steps, instead of epochs.", TRAINING, "INT,..."),
-    option("sigma", "Noise multiplier.", TRAINING, "FLOAT,..."),
-    option("epsilon", "The budget: work out a setting for it.", QUESTION, "FLOAT,..."),
-    _choice("solve", question.NEEDS, "sigma, or steps if --sigma is given", QUESTION, WORK_OUT),
-    option("delta", "Delta of (epsilon, delta). [default: 1e-5]", QUESTION, "FLOAT"),
-    option("runs", "Also price this many runs of which the best is published.", QUESTION, "INT"),
-    _choice("sampler", SAMPLERS, "poisson", METHOD),
-    _choice("accountant", (*ACCOUNTANTS, "all"), "pld", METHOD),
+    *(text_option(n, of, several=n in question.SEVERAL) for n, of in question.FLAGS.items()),
     JSON,
     switch("csv", "Print CSV.", OUTPUT),
-    path_option("plot", "Draw epsilon by steps and by delta (.png or .svg).", OUTPUT, "FILE"),
     DEBUG,
 )
 @explained
-def account(run: Path | None, plot: Path | None, **given: Any) -> None:
-    """Answer the question, print the rows, and draw them if asked to."""
+def account(run: Path | None, **given: Any) -> None:
+    """Answer the question and print the rows."""
     json, csv = given.pop("json"), given.pop("csv")
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
     errors = ["--json and --csv contradict each other: give one."] if json and csv else []
-    if plot is not None:
-        from dpmac_cli.plots import faults_of_picture  # noqa: PLC0415  (only pictures need it)
-
-        errors += faults_of_picture(plot)
     rows: list[Row] = []
     report = out_of_reach = None
     if run is not None:
@@ -96,11 +59,6 @@ def account(run: Path | None, plot: Path | None, **given: Any) -> None:
         console.print_result(to_csv(COLUMNS, map(_values, rows)))
     else:
         _print(console.stdout(), rows)
-    if plot is not None:
-        from dpmac_cli.plots import draw_prices  # noqa: PLC0415  (loads matplotlib)
-
-        draw_prices(rows, plot)
-        console.print_notes([f"drew {plot}"])
     if report is not None:
         _judge(report)
     if out_of_reach is not None:
@@ -127,15 +85,12 @@ def _values(row: Row) -> dict[str, Any]:
 
 def _print(out: Console, rows: Sequence[Row]) -> None:
     (_print_table if len(rows) > 1 else _print_one)(out, rows)
-    if len({row.epsilon for row in rows if row.selection == "none"}) == 1:
+    if len({row.epsilon for row in rows}) == 1:
         out.print(Text(rows[0].statement))
     else:
-        out.print(Text(meaning(rows[0].adjacency, "epsilon", "delta")))
+        out.print(Text(meaning("epsilon", "delta")))
         if any(row.noise_multiplier == 0 for row in rows):
             out.print(Text(NO_PRIVACY, style="bold red"))
-    for row in rows:
-        if row.selection != "none":
-            out.print(Text(row.statement))
 
 
 SOLVED = {"sigma": "noise multiplier", "steps": "training", "batch-size": "batch"}
@@ -178,8 +133,6 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "batch": lambda row: f"{row.batch_size:,}" if row.batch_size else "",
     "epochs": lambda row: "" if row.epochs is None else f"{row.epochs:.4g}",
     "steps": lambda row: f"{row.steps:,}",
-    "runs": lambda row: f"{row.runs}",
-    "counted by": lambda row: "" if row.selection == "none" else row.selection,
     "accountant": lambda row: row.accountant,
 }
 
@@ -193,7 +146,7 @@ def _print_table(out: Console, rows: Sequence[Row]) -> None:
         if name == "epsilon" or len(set(cells)) > 1:
             table.add_column(name, justify="right", style="bold" if name == "epsilon" else "")
             columns.append(cells)
-        elif cells[0] and name != "runs":
+        elif cells[0]:
             shared.append(f"{name} {cells[0]}")
     for row in zip(*columns, strict=True):
         table.add_row(*row)

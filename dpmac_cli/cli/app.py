@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, cache, compare, evaluate, runs, schema, train
+from dpmac_cli.cli import account, compare, evaluate, own_data, predict, train
 from dpmac_cli.config.given import OTHER_NAMES
 
 
@@ -38,9 +38,9 @@ for _name, _function in (
     ("account", account.account),
     ("compare", compare.compare),
     ("eval", evaluate.evaluate),
-    ("runs", runs.runs),
-    ("schema", schema.schema),
-    ("cache", cache.cache),
+    ("predict", predict.predict),
+    ("schema", own_data.schema),
+    ("cache", own_data.cache),
 ):
     app.command(_name, cls=Command, help=_HELP[_name])(_function)
 

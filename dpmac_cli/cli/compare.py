@@ -11,13 +11,13 @@ from rich.text import Text
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.compare_display import Display, print_plan
-from dpmac_cli.cli.failures import INTERRUPTED, MISFIT, explained, stop_request
+from dpmac_cli.cli.failures import explained, stop, stop_request
 from dpmac_cli.cli.options import DEBUG, one_of, option, path_option, switch, with_options
 from dpmac_cli.cli.train import text_option
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import OUTPUT, SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
@@ -27,8 +27,7 @@ from dpmac_cli.studies.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 
 #: Files of a comparison in its folder, beside the folder of its runs.
-RUNS, JSON, CSV = "runs", "compare.json", "compare.csv"
-MARKDOWN, PLOT = "compare.md", "compare.png"
+RUNS, JSON, CSV, MARKDOWN = "runs", "compare.json", "compare.csv", "compare.md"
 #: Folder for what jobs on a cluster print and are told; only its owner can read it.
 JOBS = "jobs"
 DEFAULT_OUT = Path("runs") / "compare"
@@ -74,7 +73,7 @@ STUDY = "Study"
         "KEY=VALUE,...",
     ),
     switch("dry_run", "Show runs, their privacy cost and steps; train nothing.", STUDY),
-    *(text_option(name, SETTINGS[name], several=True) for name in STUDIED),
+    *(text_option(name, SETTINGS[name], several=name != "metric") for name in STUDIED),
     option("out", f"Folder of the study. [default: {DEFAULT_OUT}]", OUTPUT, "PATH"),
     switch("json", "Print compare.json.", OUTPUT),
     switch("quiet", "Print nothing but errors.", OUTPUT),
@@ -118,8 +117,7 @@ def compare(**flags: Any) -> None:
         console.stdout().print(Text(summary))
     console.print_errors(_failed(grid, failures), label="failed")
     if interrupted:
-        console.print_errors(["interrupted; the same command goes on."], label="stopped")
-        raise typer.Exit(INTERRUPTED)
+        stop("interrupted; the same command goes on.", INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
 
@@ -135,7 +133,7 @@ def _carry_out(
     data = share_data([plans[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
-        stop = held.enter_context(stop_request())
+        asked = held.enter_context(stop_request())
         executor = held.enter_context(opened(choice, plans, data, out / JOBS)) if data else None
         folder.make_folder(out / RUNS)
         held.enter_context(folder.locked(out))
@@ -144,11 +142,11 @@ def _carry_out(
         display = held.enter_context(contextlib.closing(Display(screen, grid, missing)))
         if executor is None or not missing:
             return failures, False
-        for event in carry_out(executor, plans, missing, stop):
+        for event in carry_out(executor, missing, asked):
             display.show(event)
             if isinstance(event, Ended) and event.failure and not event.again:
                 failures[event.number] = event.failure
-        return failures, stop()
+        return failures, asked()
 
 
 def _missing(grid: Grid) -> list[int]:
@@ -166,18 +164,14 @@ def _damages(runs: Iterable[Run]) -> Iterator[str]:
 
 def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[str, str]:
     """Write the table in all its forms; return its JSON, and its text with the files' names."""
-    from dpmac_cli.studies.figure import draw_comparison  # noqa: PLC0415  (loads matplotlib)
-
     comparison = collect(grid, failures)
     document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
     texts = {JSON: document, CSV: tables.as_csv(comparison), MARKDOWN: text}
     folder.unseal(out)
-    (out / PLOT).unlink(missing_ok=True)  # of an earlier study
     for name, content in texts.items():
         files.write_atomically(out / name, content.encode())
-    names = [*texts, PLOT] if draw_comparison(comparison, out / PLOT) else [*texts]
-    folder.seal(out, names)
-    return document, f"{text}\n{out}: {', '.join([*names, folder.SUMS])}"
+    folder.seal(out, texts)
+    return document, f"{text}\n{out}: {', '.join([*texts, folder.SUMS])}"
 
 
 def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:

@@ -4,14 +4,16 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 from rich.theme import Theme
 
 from dpmac_cli.errors import InputError, explain_os_error
+from dpmac_cli.storage.progress import LISTENER, Computing
 
 #: For what should not be overlooked. In many terminals yellow, green and cyan are too faint on
 #: white, and blue is on black.
@@ -86,14 +88,9 @@ def stdout() -> Console:
     return _console(sys.stdout)
 
 
-def expendable(stream: TextIO) -> Console:
-    """Return a console whose output may be lost; see :class:`Expendable`."""
-    return _console(Expendable(stream))
-
-
 def for_display(quiet: bool, json: bool) -> Console:
     """Return the expendable console of progress: stderr if stdout is for JSON."""
-    console = expendable(sys.stderr if json else sys.stdout)
+    console = _console(Expendable(sys.stderr if json else sys.stdout))
     console.quiet = quiet
     return console
 
@@ -118,6 +115,29 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def waiting(quiet: bool, first: str = "") -> Iterator[None]:
+    """Show on a terminal's stderr what is decoded or computed, and ``first`` before anything is."""
+    console = _console(sys.stderr)
+    shown = console.is_terminal and not quiet and os.environ.get("RANK", "0") == "0"
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    bar = Progress(*columns, console=console, transient=True, disable=not shown)
+    task = bar.add_task(first, total=None)
+    if first:
+        bar.start()
+
+    def show(event: Computing) -> None:
+        bar.update(task, description=event.what, total=event.records, completed=event.done)
+        (bar.start if event.done < event.records else bar.stop)()
+
+    token = LISTENER.set(show)
+    try:
+        yield
+    finally:
+        LISTENER.reset(token)
+        bar.stop()
+
+
 def print_result(text: str) -> None:
     """Print a result for a program and flush it. Raises OSError."""
     print(text, end="", flush=True)  # noqa: T201
@@ -125,7 +145,7 @@ def print_result(text: str) -> None:
 
 def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold red") -> None:
     """Print messages on stderr, one per line."""
-    console = expendable(sys.stderr)
+    console = _console(Expendable(sys.stderr))
     for error in errors:
         console.print(Text.assemble((f"{label}: ", style), error))
 

@@ -1,29 +1,27 @@
 """Display of training runs and evaluations."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import statements
-from dpmac_cli.cli.console import ATTENTION, print_errors
+from dpmac_cli.cli.console import ATTENTION
+from dpmac_cli.cli.failures import stop
+from dpmac_cli.config.settings import METRICS
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
-from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.report import TEXTS
 from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
+from dpmac_cli.storage.progress import Computing
 from dpmac_cli.training import evaluation, loop
+from dpmac_cli.training.metrics import sensitivity_and_specificity
 
-#: Files of a run that are named at its end, those for readers first.
-SHOWN = (
-    *(folder.MODEL, folder.CARD, folder.REPORT, folder.METRICS, folder.CONFIG, folder.SUMS),
-    *(folder.AUDIT, folder.CURVES),
-)
 #: The epsilon above which a run's cost is remarked on.
 WEAK = 10
 ABOVE = f"Above {WEAK} the guarantee rules out little: add noise (--sigma), or give --epsilon 3."
@@ -63,7 +61,7 @@ class Display:
         match event:
             case Computing():
                 if not self._bar.tasks:
-                    self._begin("features", event.records, 0)
+                    self._begin(event.what, event.records, 0)
                 speed = f"{self._bar.tasks[0].speed or 0:,.0f} images/s"
                 self._bar.update(self._task, completed=event.done, epsilon=speed)
             case Started():
@@ -86,7 +84,7 @@ class Display:
                 yield from _heading(event)
             case Update(event=loop.Evaluated() as evaluated):
                 self._scored = evaluated.result
-                yield _evaluated(evaluated, event.epsilon)
+                yield _evaluated(evaluated, event.epsilon, self._plan.metric)
             case Reduced():
                 yield Text(
                     f"memory ran out in step {event.step}: continuing with {event.chunk} samples "
@@ -97,7 +95,7 @@ class Display:
                 if self._scored is not None:
                     remarks = (*doubts(self._scored), *swamped(self._scored))
                     yield from (Text(f"note: {remark}", "red") for remark in remarks)
-                yield from _summary(event)
+                yield from _summary(event, self._plan.metric)
 
     def _begin(self, what: str, total: int, done: int) -> None:
         for task in self._bar.task_ids:
@@ -116,7 +114,8 @@ class Display:
             epsilon=spent if self._plan.private else "no privacy",
         )
         if isinstance(event.event, loop.Evaluated):
-            self._bar.update(self._task, accuracy=f"test {event.event.result.accuracy:.2%}")
+            value = percent(event.event.result.metric(self._plan.metric))
+            self._bar.update(self._task, accuracy=f"test {value}")
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
@@ -129,7 +128,10 @@ class Display:
 
 def _computing(event: Computing) -> str:
     if event.elsewhere:
-        return "another process is computing the features; waiting for it"
+        return f"another process is computing the {event.what}; waiting for it"
+    if event.what == "images":
+        size = decimal(event.nbytes)
+        return f"decoding {event.records:,} images, once: {size} kept in {event.folder}"
     return f"computing features of {event.records:,} records, once: kept in {event.folder}"
 
 
@@ -153,15 +155,14 @@ def _heading(event: Started) -> Iterator[Text]:
             "trained on; the model will be unfit for release",
             style="bold red",
         )
-    if event.cut_short:
+    if event.steps < plan.steps:  # --max-epsilon
         yield Text(
             f"--max-epsilon {plan.max_epsilon:g} pays for {event.steps:,} of {plan.steps:,} steps",
             style=ATTENTION,
         )
     if event.done:
-        how = "exactly as it would have"
-        if event.fresh_noise:
-            how = f"with new noise: {event.fresh_noise}"
+        fresh = event.fresh_noise
+        how = f"with new noise: {fresh}" if fresh else "exactly as it would have"
         yield Text(f"continuing after step {event.done}, {how}", style=ATTENTION)
     for note in event.notes:
         yield Text(f"note: {note}", style=ATTENTION)
@@ -172,21 +173,21 @@ def _parameters(trained: int, total: int) -> str:
     return f"{trained:,}{f' trained of {total:,}' * (trained < total)} parameters"
 
 
-def _evaluated(event: loop.Evaluated, epsilon: float | None) -> Text:
+def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Text:
     private = epsilon is None or not math.isinf(epsilon)
     return Text.assemble(
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         f"epsilon {format_epsilon(epsilon)}" if private else ("no privacy", "red"),
-        "  test accuracy ",
-        (f"{event.result.accuracy:.2%}", "bold"),
+        f"  test {METRICS[metric]} ",
+        (percent(event.result.metric(metric)), "bold"),
     )
 
 
-def _summary(event: Finished) -> Iterator[Text]:
+def _summary(event: Finished, metric: str) -> Iterator[Text]:
     report, where = event.report, event.folder
     test, privacy = report["test"], report["privacy"]
-    accuracy = (f"{test['accuracy']:.2%}", "bold")
-    yield Text.assemble("test accuracy ", accuracy, f" on {test['samples']:,} samples")
+    value = (percent(test[metric.replace("-", "_")]), "bold")
+    yield Text.assemble(f"test {METRICS[metric]} ", value, f" on {test['samples']:,} samples")
     if privacy["private"]:
         spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
         yield Text.assemble(
@@ -203,12 +204,13 @@ def _summary(event: Finished) -> Iterator[Text]:
         yield Text(TEXTS.audit_run, style="bold red")
         if event.state != "interrupted":
             yield Text(f"what the attack found: dpmac eval {where} --audit")
-    yield Text(f"{where}: {', '.join(name for name in SHOWN if (where / name).exists())}")
+    names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT)
+    yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
 
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:
     """Yield what must be said beside an accuracy."""
-    if lost := int(result.unanswered.sum()):
+    if lost := result.unanswered:
         yield (
             f"for {lost:,} of {result.samples:,} test samples the network's output is not a number "
             "(NaN), which counts as wrong. Look at what its forward divides by, or takes the "
@@ -218,6 +220,8 @@ def doubts(result: evaluation.Evaluation) -> Iterator[str]:
 
 def swamped(result: evaluation.Evaluation) -> Iterator[str]:
     """Yield a note on a model that has learned nothing."""
+    if result.multilabel:
+        return
     right, most = int(result.counts.diagonal().sum()), int(result.counts.sum(1).max())
     if right <= most < result.samples:
         yield (
@@ -229,21 +233,42 @@ def swamped(result: evaluation.Evaluation) -> Iterator[str]:
 
 
 def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table:
-    """Return a confusion matrix with per-class accuracy: one row per true class."""
-    table = Table("", title="rows: true class, columns: predicted", title_justify="left")
-    for name in classes:
+    """Return counts with sensitivity and specificity: one row per true class, or per label."""
+    title, columns, found = "rows: true class, columns: predicted", classes, result.confusion
+    if result.multilabel:
+        title, found = "one row per label", found.flatten(1)
+        columns = ["rightly not", "false alarms", "missed", "found"]
+    table = Table("", title=title, title_justify="left")
+    for name in columns:
         table.add_column(name, justify="right")
-    table.add_column("accuracy", justify="right", style="bold")
-    for name, counts, accuracy in zip(
-        classes, result.confusion.tolist(), result.per_class, strict=True
-    ):
-        share = "-" if math.isnan(accuracy) else f"{accuracy:.2%}"
-        table.add_row(name, *map(str, counts), share)
+    rates = sensitivity_and_specificity(result.answers)
+    for name in ("sens.", "spec."):
+        table.add_column(name, justify="right", style="bold")
+    for name, counts, *both in zip(classes, found.tolist(), *rates, strict=True):
+        table.add_row(name, *map(str, counts), *map(percent, both))
     return table
 
 
-def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool]) -> Finished:
-    """Show a run to its end; ``stop`` says whether the user has asked it to stop.
+def metrics_table(
+    values: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]
+) -> Table:
+    """Return metrics of the test records, one per row, with their intervals."""
+    table = Table("metric")
+    table.add_column("value", justify="right", style="bold")
+    table.add_column("95% interval", justify="right")
+    for name, value in values.items():
+        ends = " to ".join(map(percent, intervals.get(name, (math.nan,))))
+        table.add_row(METRICS.get(name, name.replace("-", " ")), percent(value), ends)
+    return table
+
+
+def percent(value: float | None) -> str:
+    """Return a share as a percentage; a dash where it is not defined."""
+    return "-" if value is None or math.isnan(value) else f"{value:.2%}"
+
+
+def follow(events: Iterator[RunEvent], display: Display, asked: Callable[[], bool]) -> Finished:
+    """Show a run to its end; ``asked`` says whether the user has asked it to stop.
 
     Raises:
         typer.Exit: it was interrupted at once; how to resume it was printed.
@@ -254,7 +279,7 @@ def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool
         for event in events:
             if isinstance(event, Started):
                 where = event.folder
-            if isinstance(event, Update) and stop() and not told:
+            if isinstance(event, Update) and asked() and not told:
                 told = True
                 display.stopping()
             display.show(event)
@@ -269,8 +294,7 @@ def follow(events: Iterator[RunEvent], display: Display, stop: Callable[[], bool
         if isinstance(failure, RunError):
             changes = ["--lr LESS"] if isinstance(failure, DivergedError) else []
             raise RunError(f"{failure} {_way_on(where, changes)}") from failure
-        print_errors([f"interrupted at once. {_way_on(where)}"], label="stopped")
-        raise typer.Exit(INTERRUPTED) from None
+        stop(f"interrupted at once. {_way_on(where)}", INTERRUPTED)
     raise AssertionError("a run that neither finished nor failed")
 
 
@@ -279,7 +303,7 @@ def _way_on(where: Path, changes: Sequence[str] = ()) -> str:
     step = checkpoint.last_step(where)
     if step is None:
         return "The run's folder or its checkpoints are gone, so it cannot be resumed. Start again."
+    way, command = "resume", folder.resume_command(where)
     if changes:
-        command = folder.fork_command(where, changes)
-        return f"To train on from the last checkpoint (step {step}): {command}"
-    return f"To resume from the last checkpoint (step {step}): {folder.resume_command(where)}"
+        way, command = "train on", folder.fork_command(where, changes)
+    return f"To {way} from the last checkpoint (step {step}): {command}"

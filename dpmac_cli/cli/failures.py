@@ -8,14 +8,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
 from dpmac_cli import errors
 from dpmac_cli.cli import console
 
-USAGE, MISFIT, INTERRUPTED = errors.USAGE, errors.MISFIT, errors.INTERRUPTED
+
+def stop(why: str, code: int) -> NoReturn:
+    """End a command that was stopped: say why, and exit with a code."""
+    console.print_errors([why], label="stopped")
+    raise typer.Exit(code)
 
 
 def explained(command: Callable[..., None]) -> Callable[..., None]:
@@ -28,7 +32,8 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
     def run(debug: bool = False, **flags: Any) -> None:
         console.begin()
         try:
-            command(**flags)
+            with console.waiting(bool(flags.get("quiet"))):
+                command(**flags)
             console.check_kept()
         except (typer.Exit, typer.Abort):
             raise
@@ -40,17 +45,15 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as failure:  # noqa: BLE001
             if debug:
                 traceback.print_exc()
-            known = _known(failure)
+            known = failure if isinstance(failure, errors.DpmacError) else _explanation(failure)
             console.print_errors(known.errors)
             raise typer.Exit(known.exit_code) from None
 
     return run
 
 
-def _known(failure: Exception) -> errors.DpmacError:
-    """Return the failure itself, or a DpmacError that explains it."""
-    if isinstance(failure, errors.DpmacError):
-        return failure
+def _explanation(failure: Exception) -> errors.DpmacError:
+    """Return an error that explains a failure without a message for the user."""
     if isinstance(failure, OSError):
         return errors.InputError(errors.explain_os_error(failure))
     return errors.DpmacError(

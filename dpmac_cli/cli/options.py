@@ -11,6 +11,7 @@ import typer
 from dpmac_cli.config.settings import flag_name
 
 Completer = Callable[[str], list[str]]
+_parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
 def one_of(names: Iterable[str], *, several: bool = False) -> Completer:
@@ -43,34 +44,15 @@ def option(
         show_default=False,
         autocompletion=names,
     )
-    return _parameter(name, Annotated[kind, shown], default)
-
-
-def path_option(
-    name: str, text: str, panel: str | None = None, metavar: str = "PATH", **rest: Any
-) -> inspect.Parameter:
-    """Return a parameter that becomes an option whose value is a path."""
-    return option(name, text, panel, metavar, kind=Path | None, **rest)
+    return _parameter(name, annotation=Annotated[kind, shown], default=default)
 
 
 def argument(
-    name: str,
-    text: str,
-    metavar: str,
-    names: Completer | None = None,
-    *,
-    kind: Any = Path | None,
-    default: Any = None,
+    name: str, text: str, metavar: str, *, kind: Any = Path | None, default: Any = None
 ) -> inspect.Parameter:
     """Return a parameter that becomes a positional argument; see :func:`option`."""
-    shown = typer.Argument(metavar=metavar, help=text, autocompletion=names)
-    return _parameter(name, Annotated[kind, shown], default)
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    shown = typer.Argument(metavar=metavar, help=text)
+    return _parameter(name, annotation=Annotated[kind, shown], default=default)
 
 
 def with_options(
@@ -86,6 +68,8 @@ def with_options(
     return sign
 
 
+#: Returns a parameter that becomes an option whose value is a path.
+path_option = functools.partial(option, kind=Path | None, metavar="PATH")
 #: Returns a parameter that becomes an option without a value, off by default.
 switch = functools.partial(option, kind=bool, default=False)
 JSON = switch("json", "Print JSON.", "Output")

@@ -4,12 +4,10 @@ import contextlib
 import inspect
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained, stop_request
+from dpmac_cli.cli.failures import explained, stop, stop_request
 from dpmac_cli.cli.options import one_of, option, path_option, switch, with_options
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.resolve import resolve
@@ -34,6 +32,7 @@ def text_option(name: str, setting: Setting, *, several: bool = False) -> inspec
     text = setting.help + (f" One of {setting.known}." if setting.choices else "")
     text += "" if default == "" else f" [default: {default}]"
     metavar = "NAME" if setting.choices else setting.kind.__name__.upper()
+    metavar += ",..." if several else ""
     names = one_of(setting.choices, several=several) if setting.choices else None
     return option(name, text, setting.panel, metavar, names)
 
@@ -88,27 +87,22 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
     from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
     display = Display(console.for_display(quiet, json))
-    with stop_request() as stop, contextlib.closing(display), console.kept_clear(json):
+    with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
-            events = train(resolved.plan, stop, ranks=ranks)
+            events = train(resolved.plan, asked, ranks=ranks)
         elif resumed:
-            events = resume(resumed, flags, stop, ranks=ranks)
+            events = resume(resumed, flags, asked, ranks=ranks)
         else:
-            events = fork(forked, flags, stop, ranks=ranks)
-        finished = follow(events, display, stop)
+            events = fork(forked, flags, asked, ranks=ranks)
+        finished = follow(events, display, asked)
     if json:
         console.print_result(to_json(finished.report))
     where, kept = finished.folder, f"the run so far is in {finished.folder}."
     if finished.state == "interrupted":
-        _stop(f"interrupted; {kept} To resume: {resume_command(where)}", INTERRUPTED)
+        stop(f"interrupted; {kept} To resume: {resume_command(where)}", INTERRUPTED)
     if finished.state == "budget-spent":
         more = fork_command(where, ["--max-epsilon MORE"])
-        _stop(f"epsilon would pass --max-epsilon; {kept} To train on: {more}", BUDGET)
-
-
-def _stop(why: str, code: int) -> NoReturn:
-    console.print_errors([why], label="stopped")
-    raise typer.Exit(code)
+        stop(f"epsilon would pass --max-epsilon; {kept} To train on: {more}", BUDGET)
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:

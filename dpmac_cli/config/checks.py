@@ -4,12 +4,21 @@ import importlib.util
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
+from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import PublicFile, TrainPlan
-from dpmac_cli.config.settings import DATA, MOST_STEPS, OPTIMIZER, SETTINGS, flag_name
+from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
-from dpmac_cli.models.registry import BACKBONES, Backbone, Features, Scattered, UserModel
+from dpmac_cli.models.registry import (
+    BACKBONES,
+    Backbone,
+    Features,
+    Pixels,
+    Scattered,
+    UserModel,
+)
+from dpmac_cli.training.schedules import LOSSES
 
 #: Settings that mean something only beside another, and why.
 NEEDS = {
@@ -49,8 +58,14 @@ def faults(plan: TrainPlan) -> Iterator[str]:
         yield f"--h1 ({low:g}) must not be above --h2 ({high:g})."
     if batch > size:
         yield f"--batch-size ({batch}) must not be above the size of {plan.dataset}, {size}."
-    if plan.audit.canaries:
-        yield from _audit_faults(plan)
+    audit = plan.audit
+    if audit.canaries and plan.event.sampler != "poisson":
+        yield (
+            f"--canaries: only poisson sampling can be audited, not {plan.event.sampler}. Leave "
+            "out --sampler or --canaries."
+        )
+    if 0 < audit.canaries < audit.guesses:
+        yield f"--guesses ({audit.guesses:,}) must not be above --canaries ({audit.canaries:,})."
     yield from _frozen_faults(plan)
     if plan.steps > MOST_STEPS:
         yield (
@@ -60,6 +75,7 @@ def faults(plan: TrainPlan) -> Iterator[str]:
         )
     if plan.recipe.augmented and plan.facts.is_table:
         yield f"--augmentations is for images, and {plan.dataset} is a table. Leave it out."
+    yield from _loss_faults(plan)
     if plan.recipe.warmup >= plan.steps:
         yield (
             f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
@@ -67,25 +83,29 @@ def faults(plan: TrainPlan) -> Iterator[str]:
         )
 
 
-def _audit_faults(plan: TrainPlan) -> Iterator[str]:
-    audit = plan.audit
-    if plan.event.sampler != "poisson":
+def _loss_faults(plan: TrainPlan) -> Iterator[str]:
+    loss, facts = plan.recipe.loss, plan.facts
+    if loss.name in LOSSES and (loss.name == "bce") is not facts.multilabel:
+        has, use = ("several labels", "bce") if facts.multilabel else ("one class", "another")
+        yield f"--loss {loss.name}: records of {plan.dataset} have {has} each. Use {use}."
+    weights = loss.weights
+    if weights and (len(weights) != len(facts.classes) or min(weights) <= 0):
         yield (
-            f"--canaries: only poisson sampling can be audited, not {plan.event.sampler}. Leave "
-            "out --sampler or --canaries."
+            f"--class-weights must be {len(facts.classes)} numbers above 0, one for each class of "
+            f"{plan.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
         )
-    if audit.guesses > audit.canaries:
-        yield (f"--guesses ({audit.guesses:,}) must not be above --canaries ({audit.canaries:,}).")
+    if facts.multilabel and (plan.audit.canaries or not isinstance(plan.features, Pixels)):
+        yield f"--canaries, --features and --backbone are for one class each, not {plan.dataset}."
 
 
 def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between what is frozen and other settings."""
     features, start, part = plan.features, plan.start, plan.trained.part
-    once = isinstance(features, Scattered) or part in ("head", "last-block")
+    once = isinstance(features, Scattered) or part == "head"
     if isinstance(features, Features):
         flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
-        if plan.facts.is_table:
-            yield f"{flag} is of images, and {plan.dataset} holds rows of numbers. Leave it out."
+        if not plan.facts.is_images:
+            yield f"{flag} is of images, and {plan.dataset} holds numbers. Leave it out."
         elif (fault := features.fault(plan.facts.shape)) is not None:
             yield f"{flag}: images of {plan.dataset} {fault}"
     if isinstance(features, Backbone) and not isinstance(start, PublicFile):
@@ -149,7 +169,7 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
     panel = {name: setting.panel for name, setting in SETTINGS.items()}
     idle = {n: plan.optimizer for n in panel if panel[n] == OPTIMIZER and n not in used}
     if not isinstance(plan.model, UserModel):
-        idle |= dict.fromkeys(("fix_norm", "to_float32", "no_isolate"), plan.model.name)
+        idle |= dict.fromkeys(("fix_norm", "to_float32"), plan.model.name)
     if plan.trained.part != "lora":
         idle |= dict.fromkeys(("lora_rank", "lora_alpha"), f"--train {plan.trained.part}")
     if not isinstance(plan.data, Source):
@@ -160,9 +180,9 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
         idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
     if plan.data.path.suffix not in TABLES:
         idle["schema"] = f"{data}, which is no table"
-    if plan.facts.is_table:
+    if not plan.facts.is_images:
         of_images = ("channels", "image_size", "standardise")
-        return idle | dict.fromkeys(of_images, f"{data}, which holds rows of numbers")
+        return idle | dict.fromkeys(of_images, f"{data}, which holds numbers")
     return idle | {"feature_range": f"{data}, which holds images"}
 
 

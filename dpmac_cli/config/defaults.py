@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from dpmac_cli.config.settings import FEW_GUESSES, SETTINGS, Settings
+from dpmac_cli.config.settings import DEFAULTS, FEW_GUESSES
 from dpmac_cli.data.registry import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, MODELS, Trained
@@ -18,20 +18,18 @@ GAMMA_PRIME = 1e-8
 PIXELS_AT_A_TIME = 16 * 224**2
 
 
-def completed(settings: Settings, facts: Dataset) -> dict[str, Any]:
+def completed(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     """Return a value for every setting; None where there is none.
 
     Args:
-        settings: as given.
+        given: settings as given.
         facts: of the dataset.
     """
-    given = {name: value for name, value in vars(settings).items() if value is not None}
-    fixed = {name: setting.default for name, setting in SETTINGS.items()}
-    own = given.get("dataset", fixed["dataset"]) not in DATASETS
+    own = given.get("dataset", DEFAULTS["dataset"]) not in DATASETS
     rule = _by_rule(given, facts) if own or given.get("backbone") is not None else {}
     if own:
-        rule["delta"] = min(fixed["delta"], facts.train_size**-1.1)
-    return {**fixed, **_depending({**fixed, **rule, **given}, facts), **rule, **given}
+        rule["delta"] = min(DEFAULTS["delta"], facts.train_size**-1.1)
+    return {**DEFAULTS, **_depending({**DEFAULTS, **rule, **given}, facts), **rule, **given}
 
 
 def _by_rule(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
@@ -73,6 +71,8 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
         found["epochs"] = None
     if values["augmentations"] is not None:
         found["augment"] = facts.augment
+    if facts.multilabel:
+        found["loss"] = "bce"
     if values["features"] is not None:
         found["model"] = "linear"
     if values["backbone"] is not None:

@@ -1,21 +1,30 @@
 """Settings as they were given, with where they came from: checks of each, and of contradictions."""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from dpmac_cli.config.settings import OWN_MODEL, SETTINGS, Settings, flag_name
+from dpmac_cli.config.settings import (
+    NUMBER,
+    OWN_MODEL,
+    SETTINGS,
+    Setting,
+    Settings,
+    flag_name,
+    settings_of,
+)
+from dpmac_cli.data.schema import AtHand
 from dpmac_cli.errors import InputError
 
 #: Settings that answer the same question: give one. A flag replaces a file's answer.
-EXCLUSIVE = (
-    *(("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps")),
-    ("isolate", "no_isolate"),
-)
+EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"))
 #: Settings that do not go together, and why. Neither replaces the other: a run that a file makes
 #: secure must not lose that unnoticed.
 INCOMPATIBLE = {
@@ -47,6 +56,14 @@ _OTHERS = {
     "seed": "seeds random-seed",
     "secure": "secure-mode",
 }
+#: Why Apple's GPUs are refused.
+NO_MPS = " It has no float64, in which gradients that float32 would round too much are clipped."
+#: Types that values are given as, by a shell or a program.
+TYPES = (str, Real, Path, AtHand)
+AS_DATASET = (
+    " Give text or numbers, and as dataset a name, a path, or records at hand: ArrayData(x, y), "
+    "from_torch(dataset) or from_dataframe(frame, schema)."
+)
 OTHER_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
 
 
@@ -61,13 +78,18 @@ class Given:
 def typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, Given]:
     """Return the flags that were given; unknown names join ``errors``."""
     errors.extend(
-        f"There is no setting '{name}'.{near(name, SETTINGS)}" for name in flags.keys() - SETTINGS
+        f"There is no setting '{name}'.{near_setting(name, SETTINGS)}"
+        for name in flags.keys() - SETTINGS
     )
-    return {
+    given = {
         name: Given(value, f"--{flag_name(name)}")
         for name, value in flags.items()
         if name in SETTINGS and value is not None and value is not False
     }
+    odd = [name for name, entry in given.items() if not isinstance(entry.value, TYPES)]
+    for name in odd:
+        errors.append(f"{name} cannot be a {type(given.pop(name).value).__name__}.{AS_DATASET}")
+    return given
 
 
 def combined(
@@ -90,18 +112,26 @@ def combined(
     return given
 
 
-def validated(given: Mapping[str, Given], errors: list[str]) -> Settings:
+def validated(
+    given: Mapping[str, Given], errors: list[str], kind: Any = Settings
+) -> dict[str, Any]:
     """Return the settings that are valid; what is wrong with the others joins ``errors``."""
     values: dict[str, Any] = {
-        name: entry.value if isinstance(entry.value, bool) else str(entry.value)
+        name: entry.value if isinstance(entry.value, bool | AtHand) else str(entry.value)
         for name, entry in given.items()
     }
     try:
-        return Settings(**values)
+        valid = vars(kind(**values))
     except ValidationError as failure:
-        faulty = {str(error["loc"][0]) for error in failure.errors()}
-    errors.extend(_message(name, given[name]) for name in given if name in faulty)
-    return Settings(**{name: value for name, value in values.items() if name not in faulty})
+        faults = [(str(fault["loc"][0]), fault) for fault in failure.errors()]
+    else:
+        return {name: value for name, value in valid.items() if value is not None}
+    faults.sort(key=lambda named: [*given].index(named[0]))
+    errors.extend(
+        dict.fromkeys(_message(n, settings_of(kind)[n], given[n].origin, f) for n, f in faults)
+    )
+    rest = {name: entry for name, entry in given.items() if name not in dict(faults)}
+    return validated(rest, errors, kind)
 
 
 def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,15 +144,15 @@ def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
         InputError: with every fault found.
     """
     errors: list[str] = []
-    settings = validated(typed(flags, errors), errors)
+    values = validated(typed(flags, errors), errors)
     if errors:
         raise InputError(errors)
-    return {name: value for name, value in vars(settings).items() if value is not None}
+    return values
 
 
-def _message(name: str, entry: Given) -> str:
+def _message(name: str, setting: Setting, origin: str, fault: ErrorDetails) -> str:
     """Return what is wrong with a value, as a sentence that says what to give instead."""
-    setting, text, origin = SETTINGS[name], str(entry.value), entry.origin
+    text = str(fault["input"])
     if setting.kind is bool:
         return f"{origin} must be true or false."
     if setting.kind is Path:
@@ -133,29 +163,17 @@ def _message(name: str, entry: Given) -> str:
             f"Known: {setting.known}."
         )
     if setting.pattern:
-        return f"{origin} must be {setting.pattern[1]}, not '{text}'."
-    return _number_message(name, text, origin)
-
-
-def _number_message(name: str, text: str, origin: str) -> str:
-    setting = SETTINGS[name]
-    if _is_number(text, setting.kind):
+        hint = NO_MPS if name == "device" and text.startswith("mps") else ""
+        return f"{origin} must be {setting.pattern[1]}, not '{text}'.{hint}"
+    if fault["type"].startswith(("greater", "less")):
         hint = (
             " To train without privacy use --no-dp." if name == "sigma" and not float(text) else ""
         )
         return f"{origin} must be {setting.bounds}, not {text}.{hint}"
     pointed = text.replace(",", ".")  # some write a decimal comma
-    hint = f" Did you mean {pointed}?" if pointed != text and _is_number(pointed, float) else ""
+    hint = f" Did you mean {pointed}?" if pointed != text and re.fullmatch(NUMBER, pointed) else ""
     kind = "a whole number" if setting.kind is int else "a number"
     return f"{origin}: '{text}' is not {kind}.{hint}"
-
-
-def _is_number(text: str, kind: type) -> bool:
-    """Return whether text is a finite number of a kind."""
-    try:
-        return bool(abs(kind(text)) < float("inf"))
-    except (ValueError, OverflowError):
-        return False
 
 
 def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:

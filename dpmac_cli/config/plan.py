@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.data.registry import Dataset
@@ -74,8 +74,7 @@ class TrainPlan:
         found: facts of the dataset, so that sampling rate, epsilon and report are those of the
             records that the run began with.
         model: the network. fix_norm, to_float32: how a user-supplied one is changed.
-        isolation: whether it is run on each sample alone; "auto" where nothing else proves that it
-            keeps samples apart.
+        isolate: whether it is run on each sample alone even if it is proven to keep samples apart.
         features: what the network takes in place of images.
         start: weights to start from. trained: what of the network is trained.
         event: all that is done to the records, as it is priced.
@@ -89,6 +88,7 @@ class TrainPlan:
         audit: canaries, if any.
         checkpoint_every: interval between checkpoints.
         out: the run folder. force: whether a run that is there is replaced.
+        metric: of the test records, to show.
         recorded: what config.yaml keeps, under the names of the flags.
     """
 
@@ -98,7 +98,7 @@ class TrainPlan:
     model: BuiltIn | UserModel
     fix_norm: bool
     to_float32: bool
-    isolation: Literal["auto", "always", "never"]
+    isolate: bool
     features: Features | Pixels
     start: PublicFile | RandomWeights
     trained: Trained
@@ -120,7 +120,7 @@ class TrainPlan:
     checkpoint_every: Interval
     out: Path | NewFolder
     force: bool
-    plot: bool
+    metric: str
     json: bool
     quiet: bool
     recorded: Mapping[str, Any] = field(hash=False, repr=False)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +20,26 @@ from dpmac_cli.config.plan import (
     Secret,
     TrainPlan,
 )
-from dpmac_cli.config.settings import DATA, RECIPE, SETTINGS, flag_name
+from dpmac_cli.config.settings import DATA, DEFAULTS, RECIPE_DEFAULTS, SETTINGS, flag_name
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import Found, Source
-from dpmac_cli.data.table_schema import read_schema
+from dpmac_cli.data.schema import AtHand, Found, Source
+from dpmac_cli.data.table_schema import TableSchema, read_schema
 from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError
 from dpmac_cli.models import registry
 from dpmac_cli.storage.paths import data_folder
-from dpmac_cli.training.schedules import Recipe
+from dpmac_cli.training.schedules import LossKind, Recipe
 
 RUNS = Path("runs")
 #: Fields of the plan that are settings of the same name and need no conversion.
 AS_GIVEN = (
-    *("dataset", "fix_norm", "to_float32", "delta", "secure", "optimizer", "batch_size"),
-    *("physical_batch", "device", "force", "plot"),
-    *("json", "quiet"),
+    *("dataset", "fix_norm", "to_float32", "isolate", "delta", "secure", "optimizer", "batch_size"),
+    *("physical_batch", "device", "force"),
+    *("metric", "json", "quiet"),
 )
 #: Settings that config.yaml leaves out where they have their defaults.
-OMITTED = {
-    *(name for name, setting in SETTINGS.items() if setting.panel == RECIPE),
-    *("plot", "isolate", "no_isolate", "to_float32", "backbone_flips"),
-}
-
-_noise_for = lru_cache(calibrate_noise)
+OMITTED = {*RECIPE_DEFAULTS, "isolate", "to_float32", "backbone_flips", "metric"}
 
 
 @dataclass(frozen=True)
@@ -89,10 +83,15 @@ def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
         for name, value in recorded.items()
         if value is not False
     }
+    if unknown := [given[name].origin for name in given if name not in SETTINGS]:
+        raise InputError(
+            f"{' and '.join(unknown)}: this version of dpmac has no such setting. Go on with the "
+            "version that began the run, or start a new run."
+        )
     return _resolved(flags, given, [])
 
 
-def data_settings(file: Path, dataset: str | None) -> TrainPlan:
+def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
     """Return a plan that has of a run's config.yaml only how its data is read.
 
     Args:
@@ -116,14 +115,16 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
     on_command_line = typed(flags, errors)
     given = combined(file, on_command_line, errors)
     settings = validated(given, errors)
-    if "dataset" in given and settings.dataset is None:  # defaults would be another data set's
+    if "dataset" in given.keys() - settings.keys():  # defaults would be another data set's
         raise InputError(errors)
-    values = {**{name: s.default for name, s in SETTINGS.items()}, **_present(settings)}
+    if errors and "skip_bad" in settings:  # all images would be decoded first
+        raise InputError(errors)
     try:
-        data = _data(values)
-        found = _found(data)
+        data, found = _data({**DEFAULTS, **settings})
     except InputError as failure:
         raise InputError([*errors, *failure.errors]) from failure
+    if isinstance(data, Source):
+        settings["dataset"] = str(data.path)
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
     errors += checks.faults(plan)
@@ -132,24 +133,11 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
     return Resolved(_calibrated(plan), tuple(checks.notes(plan, on_command_line)))
 
 
-def _found(data: str | Source) -> Found:
-    """Return the facts of a dataset, read once: files may change during a run."""
-    if isinstance(data, Source):
-        from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
-
-        return inspect(data)
-    return Found(DATASETS[data], data)
-
-
-def _present(settings: object) -> dict[str, Any]:
-    return {name: value for name, value in vars(settings).items() if value is not None}
-
-
 def _calibrated(plan: TrainPlan) -> TrainPlan:
     """Return a plan with the least noise whose whole run costs the target epsilon or less."""
     if not plan.private or math.isinf(plan.target_epsilon):
         return plan
-    sigma = _noise_for(plan.event, plan.delta, plan.target_epsilon)
+    sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
     recorded = {**plan.recorded, "sigma": sigma}
     recorded.pop("epsilon")
     return replace(plan, event=replace(plan.event, noise_multiplier=sigma), recorded=recorded)
@@ -165,21 +153,33 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
     private = "" if not values["no_dp"] else "-no-dp"
     default = NewFolder(RUNS, f"{found.name}-{values['optimizer']}{private}")
     interval: str = values["checkpoint_every"]
+    weights = values["pretrained"]
     return TrainPlan(
         **{name: values[name] for name in AS_GIVEN},
         data=data,
         found=found,
         model=registry.parse_model(values["model"]),
-        isolation="always" if values["isolate"] else "never" if values["no_isolate"] else "auto",
         features=_features(values),
-        start=_start(values),
+        start=RandomWeights() if weights is None else PublicFile(Path(weights)),
         trained=_trained(values),
         event=_event(values, found.facts.train_size),
         private=not values["no_dp"],
         target_epsilon=values["epsilon"] or math.inf,
         max_epsilon=values["max_epsilon"] or math.inf,
         hyper=Hyperparameters(**{f.name: values[f.name] for f in fields(Hyperparameters)}),
-        recipe=_recipe(values),
+        recipe=Recipe(
+            values["lr_schedule"],
+            values["warmup_steps"],
+            values["weight_decay"],
+            values["ema"] or 0.0,
+            values["augmentations"] or 1,
+            values["augment"] or "none",
+            LossKind(
+                values["loss"],
+                values["label_smoothing"],
+                tuple(map(float, filter(None, (values["class_weights"] or "").split(",")))),
+            ),
+        ),
         audit=AuditPlan(values["canaries"] or 0, values["guesses"] or 0),
         seed=Secret.SEED if values["seed"] is None else values["seed"],
         data_dir=data_folder(values["data_dir"]),
@@ -201,14 +201,21 @@ def _event(values: Mapping[str, Any], records: int) -> TrainingEvent:
     return TrainingEvent(rate, values["sigma"] or 0.0, steps, values["sampler"], per_epoch)
 
 
-def _data(values: Mapping[str, Any]) -> str | Source:
-    """Return a registered name, or your own dataset and how to read it."""
-    if values["dataset"] in DATASETS:
-        return str(values["dataset"])
+def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
+    """Return a registered name, or your own dataset and how to read it; and the facts of it.
+
+    They are read once: files may change during a run.
+    """
+    name = values["dataset"]
+    at_hand = name if isinstance(name, AtHand) else None
+    if name in DATASETS:
+        return name, Found(DATASETS[name], name)
+    from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
+
     ends, names = values["feature_range"], values["classes"]
     low, high = map(float, ends.split(",")) if ends else (0.0, 0.0)
-    return Source(
-        Path(values["dataset"]),
+    source = Source(
+        Path(name) if at_hand is None else at_hand.path,
         test_fraction=values["test_fraction"],
         split_seed=values["split_seed"],
         channels=None if values["channels"] is None else int(values["channels"]),
@@ -216,9 +223,17 @@ def _data(values: Mapping[str, Any]) -> str | Source:
         classes=tuple(name.strip() for name in names.split(",")) if names else None,
         standardise=values["standardise"],
         feature_range=(low, high) if ends else None,
-        schema=None if values["schema"] is None else read_schema(Path(values["schema"])),
+        schema=_schema(values["schema"], at_hand),
+        at_hand=at_hand,
         skip_bad=values["skip_bad"],
     )
+    return source, inspect(source)
+
+
+def _schema(file: str | None, at_hand: AtHand | None) -> TableSchema | None:
+    if file is not None:
+        return read_schema(Path(file))
+    return None if at_hand is None else at_hand.schema
 
 
 def _features(values: Mapping[str, Any]) -> registry.Features | registry.Pixels:
@@ -231,26 +246,10 @@ def _features(values: Mapping[str, Any]) -> registry.Features | registry.Pixels:
     return registry.Pixels()
 
 
-def _start(values: Mapping[str, Any]) -> PublicFile | RandomWeights:
-    file = values["pretrained"]
-    return RandomWeights() if file is None else PublicFile(Path(file))
-
-
 def _trained(values: Mapping[str, Any]) -> registry.Trained:
     if values["train"] == "lora":
         return registry.Trained("lora", values["lora_rank"], values["lora_alpha"])
     return registry.Trained(values["train"] or "all")
-
-
-def _recipe(values: Mapping[str, Any]) -> Recipe:
-    return Recipe(
-        values["lr_schedule"],
-        values["warmup_steps"],
-        values["weight_decay"],
-        values["ema"] or 0.0,
-        values["augmentations"] or 1,
-        values["augment"] or "none",
-    )
 
 
 def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:

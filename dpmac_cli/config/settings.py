@@ -4,32 +4,39 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import ConfigDict, Field, StrictBool, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, InstanceOf, StrictBool, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS, TABLES
+from dpmac_cli.data.schema import STANDARDS, TABLES, AtHand
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
-from dpmac_cli.training.schedules import AUGMENTS, SCHEDULES
+from dpmac_cli.training.schedules import AUGMENTS, LOSSES, SCHEDULES
 
 DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
 INTERVAL = (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
-_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
-RANGE = (rf"{_NUMBER},{_NUMBER}", "two numbers, such as 0,1")
+NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
+RANGE = (rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1")
+NUMBERS = (rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5")
 NAMES = (r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog")
-KAPPAS = ("paper", "exact", "tracked")
-PHIS = ("paper", "tracked")
+#: Metrics of test records that a run can be shown by, and their names for readers.
+METRICS: Mapping[str, str] = {
+    "accuracy": "accuracy",
+    "balanced-accuracy": "balanced accuracy",
+    "auroc": "AUROC",
+    "average-precision": "average precision",
+    "f1": "F1",
+}
 #: Fewer guesses, all of them right, could not show an epsilon above 1.8.
 FEW_GUESSES = 20
 
-MOST_STEPS = 10**7
 Positive = Annotated[float, Field(gt=0)]
 Noise = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 # float32 holds the squares and fourth roots of these, and what they are divided by.
@@ -97,7 +104,8 @@ class Setting:
         return self.pattern is None or re.fullmatch(self.pattern[0], text) is not None
 
 
-def _setting(panel: str, text: str, default: Any = None, **rest: Any) -> Any:
+def setting(panel: str, text: str, default: Any = None, **rest: Any) -> Any:
+    """Return a field of a class of settings."""
     return field(default=None, metadata={"setting": Setting(text, panel, default, **rest)})
 
 
@@ -111,16 +119,38 @@ OWN_DATA = (
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 PER_DATASET = "the data set's"
 
-_task, _privacy, _optimizer = (partial(_setting, panel) for panel in (TASK, PRIVACY, OPTIMIZER))
-_run, _output, _recipe = (partial(_setting, panel) for panel in (RUN, OUTPUT, RECIPE))
-_data, _audit = (partial(_setting, panel) for panel in (DATA, AUDIT))
+_task, _privacy, _optimizer = (partial(setting, panel) for panel in (TASK, PRIVACY, OPTIMIZER))
+_run, _output, _recipe = (partial(setting, panel) for panel in (RUN, OUTPUT, RECIPE))
+_data, _audit = (partial(setting, panel) for panel in (DATA, AUDIT))
 
 
-@pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(allow_inf_nan=False))
-class Settings:
+checked_dataclass = partial(
+    pydantic_dataclass, frozen=True, kw_only=True, config=ConfigDict(allow_inf_nan=False)
+)
+
+
+def metric_key(name: str) -> str:
+    """Return the key of a metric in metrics.jsonl."""
+    return f"test_{name.replace('-', '_')}"
+
+
+@checked_dataclass()
+class Checked:
     """Settings as given, each checked by itself; None where a setting was not given."""
 
-    dataset: str | None = _task(
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_text(cls: Any, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and not settings_of(cls)[str(info.field_name)].accepts(value):
+            raise ValueError("neither a choice nor of the pattern")
+        return value
+
+
+@checked_dataclass()
+class Settings(Checked):
+    """Settings of a training run."""
+
+    dataset: str | InstanceOf[AtHand] | None = _task(
         "What to train on.", "mnist", choices=tuple(DATASETS), besides=OWN_DATA
     )
     model: str | None = _task(
@@ -136,11 +166,8 @@ class Settings:
         "Run the network on each sample alone, so that it cannot mix samples; slower.",
         otherwise="where nothing else proves that it does not",
     )
-    no_isolate: StrictBool | None = _task(
-        "Trust a trial of your own network on made-up batches instead."
-    )
     features: str | None = _task(
-        "Train on fixed, public features of the images instead: scatter is wavelet scattering.",
+        "Train on fixed features of the images instead, by wavelet scattering; nothing is learnt.",
         choices=tuple(FEATURES),
     )
     backbone: str | None = _task(
@@ -153,9 +180,7 @@ class Settings:
     backbone_flips: StrictBool | None = _task(
         "Take the mean of the features of each image and of its mirror image."
     )
-    pretrained: str | None = _task(
-        "Start from the public weights in this file, .safetensors or .pth."
-    )
+    pretrained: str | None = _task("Start from the public weights in this safetensors file.")
     train: str | None = _task(
         "Part of a network with public weights that is trained.",
         otherwise="all, but behind a backbone the head",
@@ -201,7 +226,7 @@ class Settings:
     epsilon: Positive | None = _privacy("Instead of --sigma: the least noise whose run costs this.")
     max_epsilon: Positive | None = _privacy("Stop before epsilon passes this (exit code 3).")
     sampler: str | None = _privacy(
-        "How batches are drawn; says which adjacency the guarantee is for.",
+        "How batches are drawn, which the privacy cost depends on.",
         "poisson",
         choices=tuple(SAMPLERS),
     )
@@ -234,9 +259,11 @@ class Settings:
     h2: Variance | None = _optimizer(
         "Upper bound of the estimated variance.", otherwise=PER_DATASET
     )
-    kappa: str | None = _optimizer("DP-MacAdam's variance estimate.", "tracked", choices=KAPPAS)
+    kappa: str | None = _optimizer(
+        "DP-MacAdam's variance estimate.", "tracked", choices=("paper", "exact", "tracked")
+    )
     phi: str | None = _optimizer(
-        "What DP-MacAdamBC takes for the noise's share.", "tracked", choices=PHIS
+        "What DP-MacAdamBC takes for the noise's share.", "tracked", choices=("paper", "tracked")
     )
 
     lr_schedule: str | None = _recipe(
@@ -255,6 +282,17 @@ class Settings:
         "Views of each image in each step; the mean of their gradients is clipped."
     )
     augment: str | None = _recipe("How views are drawn.", otherwise=PER_DATASET, choices=AUGMENTS)
+
+    loss: str | None = _recipe(
+        "Loss of a sample; bce is for several labels per record, and only that.",
+        "cross-entropy",
+        choices=LOSSES,
+    )
+    label_smoothing: Decay | None = _recipe("Share of a label that all classes get alike.", 0.0)
+    class_weights: str | None = _recipe(
+        "Public factors of the losses of each class, or of each label's positives: 1,5.",
+        pattern=NUMBERS,
+    )
 
     canaries: Annotated[int, Field(ge=2, le=10**6)] | None = _audit(
         "Audit this run with N canary records; fewer than 1,000 prove little. The model is then "
@@ -276,6 +314,11 @@ class Settings:
     )
     data_dir: Path | None = _run("Where data sets lie (or DPMAC_DATA_DIR).", recorded=False)
 
+    metric: str | None = _output(
+        "Metric of the test records to show, and to rank a comparison by.",
+        "accuracy",
+        choices=tuple(METRICS),
+    )
     checkpoint_every: str | None = _output(
         "Save the state every N steps (100) or seconds (60s).",
         "60s",
@@ -286,20 +329,9 @@ class Settings:
     force: StrictBool | None = _output(
         "Replace the run in --out: its files are removed before step 1.", recorded=False
     )
-    plot: StrictBool | None = _output(
-        "At the end, draw test accuracy and epsilon by epoch, into the run folder."
-    )
     json: StrictBool | None = _output("Print the report as JSON.", recorded=False)
     quiet: StrictBool | None = _output("Print nothing but errors.", recorded=False)
     debug: StrictBool | None = _output("Show tracebacks.", recorded=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_text(cls, value: Any, info: ValidationInfo) -> Any:
-        setting = SETTINGS[str(info.field_name)]
-        if isinstance(value, str) and not setting.accepts(value):
-            raise ValueError("neither a choice nor of the pattern")
-        return value
 
 
 def flag_name(name: str) -> str:
@@ -310,15 +342,23 @@ def flag_name(name: str) -> str:
 def _completed(of: DataclassField[Any]) -> Setting:
     """Return the setting of a field, with what its annotation says."""
     setting: Setting = of.metadata["setting"]
-    annotation = get_args(of.type)[0]
-    kind = getattr(annotation, "__origin__", annotation)
+    annotation = kind = of.type
+    while not isinstance(kind, type):  # of values, if several are allowed
+        annotation, kind = kind, get_args(kind)[0]
     default = False if kind is bool else setting.default
     bounds = bounds_in_words(annotation) if kind in (int, float) else ""
-    return replace(setting, kind=kind, default=default, bounds=bounds)
+    return replace(setting, kind=kind, default=default, bounds=setting.bounds or bounds)
 
 
-SETTINGS: Mapping[str, Setting] = {f.name: _completed(f) for f in fields(Settings)}
+@lru_cache
+def settings_of(kind: Any) -> Mapping[str, Setting]:
+    """Return what is known of the fields of a class, by name."""
+    return {f.name: _completed(f) for f in fields(kind)}
+
+
+SETTINGS: Mapping[str, Setting] = settings_of(Settings)
+DEFAULTS: Mapping[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 #: What a run that follows no recipe has.
 RECIPE_DEFAULTS: Mapping[str, Any] = {
-    name: setting.default for name, setting in SETTINGS.items() if setting.panel == RECIPE
+    name: DEFAULTS[name] for name, setting in SETTINGS.items() if setting.panel == RECIPE
 }

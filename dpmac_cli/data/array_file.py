@@ -4,7 +4,7 @@ import hashlib
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import NAMED, Arrays, check_classes, constants, found, split
+from dpmac_cli.data.splits import NAMED, Records, check_classes, constants, found, split
 from dpmac_cli.errors import InputError
 
 #: How far from 0 the ends of a range may be, and how near to one another.
@@ -45,25 +45,27 @@ class ArrayFile:
         if faults:
             raise InputError([f"{source.path}: {fault}." for fault in faults])
         names, held_out = arrays.get("classes"), "x_test" not in arrays
-        count = 1 + max(int(arrays[name].max()) for name in ("y", "y_test") if name in arrays)
+        labels, several = [arrays[n] for n in ("y", "y_test") if n in arrays], arrays["y"].ndim == 2
+        count = arrays["y"].shape[1] if several else 1 + max(int(y.max()) for y in labels)
         classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
         x, y = arrays["x"], arrays["y"]
         if held_out:
-            train, test = split(_keys(x, y), y, classes if names is None else None, source)
+            train, test = split(
+                _keys(x, y), y, None if several or names is not None else classes, source
+            )
             arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
-        if x.ndim == 2:
+        channels, *side = _channels_first(x[:1]).shape[1:]
+        if _is_numbers(x):
+            shape = (channels, *side)
             self._ends = low, high = _ends(arrays)
             standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
-            shape = (x.shape[1], 1, 1)
         else:
-            channels, *side = _channels_first(x[:1]).shape[1:]
-            height, width = (source.image_size or pixels for pixels in side)
-            shape = (channels, height, width)
-            standard = constants(source, shape[0])
-            if source.channels not in (None, shape[0]):
+            shape = (channels, *(source.image_size or pixels for pixels in side))
+            standard = constants(source, channels)
+            if source.channels not in (None, channels):
                 raise InputError(
-                    f"--channels {source.channels}: the images of {source.path} have {shape[0]}, "
+                    f"--channels {source.channels}: the images of {source.path} have {channels}, "
                     "and arrays are not converted. Leave it out."
                 )
         self.found = found(
@@ -72,35 +74,36 @@ class ArrayFile:
             shape,
             classes,
             standard,
-            is_table=x.ndim == 2,
+            levels=1 if _is_numbers(x) else 255,
             held_out=held_out,
-            inferred=("classes",) if names is None else (),  # arrays declare a shape of themselves
+            inferred=()
+            if several or names is not None
+            else ("classes",),  # arrays declare a shape of themselves
             skipped=skipped,
         )
 
-    def load(self) -> tuple[Arrays, Arrays]:
+    def load(self) -> tuple[Records, Records]:
         """Return training and test records."""
-        train, test = (
-            (self._records(self._arrays[x]), self._arrays[y].astype(np.int64)) for x, y in PAIRS
-        )
+        train, test = ((self._records(self._arrays[x]), _plain(self._arrays[y])) for x, y in PAIRS)
         return train, test
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
-        if x.ndim == 2:
-            rows: NDArray[np.float32] = np.clip(x, *self._ends).astype(np.float32)
-            return rows.reshape(*x.shape, 1, 1)
         images = _channels_first(x)
+        if _is_numbers(x):
+            low, high = self._ends.reshape(2, -1, 1, 1)
+            numbers: NDArray[np.float32] = np.clip(images, low, high).astype(np.float32)
+            return numbers
         size = self._source.image_size
         return images.copy() if size is None else _resized(images, size)
 
 
 def _ends(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-    """What columns are clipped to, shape (2, columns)."""
-    columns = arrays["x"].shape[1]
+    """What columns, or channels, are clipped to, shape (2, columns)."""
+    columns = _channels_first(arrays["x"][:1]).shape[1]
     return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
-def read_npz(path: Path) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> dict[str, NDArray[Any]]:
     """Return the arrays of a file by name. Nothing that is pickled is read."""
     arrays = {}
     try:
@@ -109,11 +112,11 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
                 if f"{name}.npy" in archive.namelist():
                     with archive.open(f"{name}.npy") as file:
                         arrays[name] = npy.read_array(file, allow_pickle=False)
-            if not {"x", "y"} <= arrays.keys():
+            if not set(needed) <= arrays.keys():
                 there = ", ".join(sorted(name.removesuffix(".npy") for name in archive.namelist()))
                 raise InputError(
-                    f"{path} must hold the arrays x (images or rows of numbers) and y (labels). "
-                    f"It holds {there or 'none'}."
+                    f"{path} must hold the arrays x (images or rows of numbers)"
+                    f"{' and y (labels)' * ('y' in needed)}. It holds {there or 'none'}."
                 )
             return arrays
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
@@ -137,11 +140,14 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
     classes = arrays.get("classes")
     for x_name, y_name in PAIRS:
         x, y = arrays.get(x_name), arrays.get(y_name)
-        if x is None or y is None or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+        if x is None or y is None or y.shape[:1] != x.shape[:1] or y.dtype.kind not in "biu":
             continue  # which is refused below
-        bad = (y < 0) | (False if classes is None else y >= len(classes))
-        if x.ndim == 2 and x.dtype.kind == "f":
-            bad |= ~np.isfinite(x).all(1)
+        if y.ndim == 1:
+            bad = (y < 0) | (False if classes is None else y >= len(classes))
+        else:
+            bad = ~_is_binary(y)
+        if x.dtype.kind == "f":
+            bad |= ~_is_finite(x)
         yield from (f"row {row} of {x_name}" for row in np.flatnonzero(bad))
         arrays[x_name], arrays[y_name] = x[~bad], y[~bad]
 
@@ -156,29 +162,32 @@ def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Ite
     for x_name, y_name in pairs:
         x, y = arrays[x_name], arrays[y_name]
         yield from _faults_of_pair(x_name, x, y_name, y, None if classes is None else len(classes))
+        if y.shape[1:] != arrays["y"].shape[1:]:
+            yield f"{y_name} has labels of shape {y.shape[1:]}, and y {arrays['y'].shape[1:]}"
         if x.shape[1:] != arrays["x"].shape[1:]:
             yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
-    if classes is None and "x_test" in arrays and arrays["y"].size and arrays["y_test"].size:
+    of_one = "x_test" in arrays and arrays["y"].ndim == arrays["y_test"].ndim == 1
+    if classes is None and of_one and arrays["y"].size and arrays["y_test"].size:
         only = sorted(set(np.unique(arrays["y_test"])) - set(np.unique(arrays["y"])))
         if only:
             yield f"the label {only[0]} is in y_test, but not in y"
-    if arrays["x"].ndim == 2:
+    if _is_numbers(arrays["x"]):
         yield from _faults_of_range(arrays, source)
 
 
 def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
-    columns = arrays["x"].shape[1]
+    columns = _channels_first(arrays["x"][:1]).shape[1]
     if not {"low", "high"} <= arrays.keys():
         yield (
-            "rows of numbers need a public range to be clipped to: --feature-range LOW,HIGH, "
-            "or arrays low and high with a number a column. Take it from what the columns "
-            "mean, not from these records, which are private"
+            f"{'rows of ' * (arrays['x'].ndim == 2)}numbers need a public range to be clipped to: "
+            "--feature-range LOW,HIGH, or arrays low and high with a number a column. Take it from "
+            "what the columns mean, not from these records, which are private"
         )
         return
     name = "--feature-range"
     if source.feature_range is None:
         name, ends = "low and high", (arrays["low"], arrays["high"])
-        good = all(end.shape == (columns,) and end.dtype.kind in "fiu" for end in ends)
+        good = all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in ends)
         if not (good and np.isfinite(ends).all() and (ends[0] < ends[1]).all()):
             yield f"low and high must be finite, one a column ({columns}), low below high"
             return
@@ -199,14 +208,37 @@ def _faults_of_pair(
 ) -> Iterator[str]:
     if not len(x):
         yield f"{x_name} is empty"
+    if y.shape[:1] != x.shape[:1] and y.ndim > 0:
+        yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
+    else:
+        yield from _faults_of_labels(y_name, y, classes)
+    if x.ndim == 2 and x.dtype.kind not in "fiu":
+        yield f"{x_name} must be numbers, not {x.dtype}"
+    elif x.ndim not in (2, 3, 4) or not (_is_numbers(x) or _is_images(x)):
+        yield (
+            f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
+            f"channels last or first) or numbers in rows or channels, not {x.dtype} of shape "
+            f"{x.shape}" + (_SCALES if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
+        )
+    elif x.dtype.kind == "f" and (bad := int((~_is_finite(x)).sum())):
+        yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows. {_REMEDY}"
+
+
+def _faults_of_labels(y_name: str, y: NDArray[Any], classes: int | None) -> Iterator[str]:
     if y.ndim == 1 and y.dtype.kind == "U":
         names = sorted(set(y.tolist()))
         some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
         yield f"{y_name} holds names. Declare them as those of the classes: --classes {some}"
-    elif y.ndim != 1 or y.dtype.kind not in "iu":
-        yield f"{y_name} must be whole numbers in one row, not {y.dtype} of shape {y.shape}"
-    elif len(y) != len(x):
-        yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
+    elif not (y.ndim == 1 and y.dtype.kind in "iu") and not (y.ndim == 2 and y.dtype.kind in "biu"):
+        yield (
+            f"{y_name} must be whole numbers, one for each record, or with several labels a row of "
+            f"0 and 1 for each, not {y.dtype} of shape {y.shape}"
+        )
+    elif y.ndim == 2:
+        if bad := int((~_is_binary(y)).sum()):
+            yield f"{y_name} holds labels that are neither 0 nor 1 in {bad} rows. {_REMEDY}"
+        if classes not in (None, y.shape[1]):
+            yield f"{y_name} has {y.shape[1]} labels a record; classes names {classes}"
     elif len(y) and y.min() < 0:
         least = "labels begin at 0, and names are those of --classes"
         yield f"{y_name} holds the label {y.min()}; {least}. {_REMEDY}"
@@ -218,28 +250,22 @@ def _faults_of_pair(
             f"y holds the label {y.max()}, but no {gap}. Number the classes 0, 1, 2 and so on, or "
             "name all of them, those without a record too, in an array classes"
         )
-    if x.ndim == 2:
-        if x.dtype.kind not in "fiu":
-            yield f"{x_name} must be numbers, not {x.dtype}"
-        elif not np.isfinite(x).all():
-            bad = int((~np.isfinite(x)).any(1).sum())
-            yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows. {_REMEDY}"
-    elif (
-        x.dtype != np.uint8 or x.ndim not in (3, 4) or _channels_first(x[:1]).shape[1] not in (1, 3)
-    ):
-        yield (
-            f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
-            f"channels last or first) or rows of numbers, not {x.dtype} of shape {x.shape}"
-            + (_SCALES if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
-        )
 
 
 _REMEDY = "Add --skip-bad to leave such records out"
 #: How images of other numbers become what is read.
-_SCALES = (
-    ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits, "
-    "(255 * x).astype('uint8') from 0 to 1"
-)
+_SCALES = ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits"
+
+
+def _is_binary(y: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which rows of labels hold 0 and 1 alone, shape (records,)."""
+    binary: NDArray[np.bool_] = ((y == 0) | (y == 1)).all(1)
+    return binary
+
+
+def _plain(y: NDArray[Any]) -> NDArray[Any]:
+    """Return classes as int64, shape (records,), or several labels as uint8, (records, labels)."""
+    return y.astype(np.int64 if y.ndim == 1 else np.uint8)
 
 
 def _gap(y: NDArray[Any]) -> int | None:
@@ -259,7 +285,25 @@ def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
         seen[content] += 1
 
 
+def _is_numbers(x: NDArray[Any]) -> bool:
+    """Return whether arrays hold numbers, which have a public range, and not images."""
+    return x.ndim == 2 or (x.ndim in (3, 4) and x.dtype.kind == "f")
+
+
+def _is_images(x: NDArray[Any]) -> bool:
+    return x.dtype == np.uint8 and _channels_first(x[:1]).shape[1] in (1, 3)
+
+
+def _is_finite(x: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which records are finite, shape (records,)."""
+    finite: NDArray[np.bool_] = np.isfinite(x).all(tuple(range(1, x.ndim)))
+    return finite
+
+
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
+    """Return arrays of shape (records, channels, height, width); a column is a channel."""
+    if x.ndim == 2:
+        return x[:, :, None, None]
     if x.ndim == 3:
         return x[:, None]
     return np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.shape[3] in (1, 3) else x

@@ -1,7 +1,7 @@
 """Load a data set onto a device: from torchvision, an installed package, or your own files."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpmac_cli.data.dataset import Data, Split, fingerprint, standardisation
+from dpmac_cli.data.dataset import Data, Split, fingerprint, split_of, standardisation
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.own import load as load_own
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.progress import Computing, outcome
+from dpmac_cli.storage.rows import Rows
 
 
 def load_data(
@@ -25,12 +27,26 @@ def load_data(
     download: bool = True,
     facts: Dataset | None = None,
 ) -> Data:
-    """Load a dataset onto a device.
+    """Load a dataset onto a device. Arguments and errors are those of :func:`loading`."""
+    return outcome(loading(chosen, data_dir, device, download=download, facts=facts))
+
+
+def loading(
+    chosen: str | Source,
+    data_dir: Path,
+    device: torch.device,
+    *,
+    download: bool = True,
+    facts: Dataset | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Generator[Computing, None, Data]:
+    """Load a dataset onto a device, and report progress where images are decoded.
 
     Args:
         chosen: a key of :data:`dpmac_cli.data.registry.DATASETS`, or your own dataset.
         data_dir: where registered data sets lie, or are downloaded to if ``download``.
         facts: of your own dataset, as they were read when the run was configured.
+        stop: asked while images are decoded; KeyboardInterrupt is raised if it returns True.
 
     Raises:
         InputError: the files are missing and cannot be downloaded, damaged, of another kind, or no
@@ -38,7 +54,8 @@ def load_data(
     """
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
-        train, test = (_split(x, y) for x, y in load_own(chosen, facts))
+        records = yield from load_own(chosen, facts, stop)
+        train, test = (_own(x, y, device) for x, y in records)
     else:
         facts = DATASETS[chosen]
         if chosen in BUNDLED:
@@ -51,7 +68,13 @@ def load_data(
 
 
 def _split(images: Any, labels: Any) -> Split:
-    return Split(torch.as_tensor(images), torch.as_tensor(labels).long())
+    return Split(torch.as_tensor(images), torch.as_tensor(labels))
+
+
+def _own(records: Any, labels: Any, device: torch.device) -> Split:
+    if isinstance(records, Rows):
+        return split_of(records, torch.as_tensor(labels), device)
+    return _split(records, labels)
 
 
 def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:

@@ -1,17 +1,22 @@
 """Your own dataset: a folder with one folder of images per class, an .npz of arrays, or a table.
 
-Neither function loads torch. All faults of the files are reported together.
+Nothing here loads torch. All faults of the files are reported together.
 """
 
 import functools
+import os
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
-from dpmac_cli.data.image_folder import ImageFolder
+from dpmac_cli.data.image_folder import ImageFolder, is_folder
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import TABLES, Found, Source
-from dpmac_cli.data.splits import Arrays
+from dpmac_cli.data.splits import Records
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.progress import Computing
+
+Reader = ImageFolder | ArrayFile
 
 
 def inspect(source: Source) -> Found:
@@ -19,15 +24,22 @@ def inspect(source: Source) -> Found:
     return _reader_of(source).found
 
 
-def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
+def load(
+    source: Source, facts: Dataset | None, stop: Callable[[], bool]
+) -> Generator[Computing, None, tuple[Records, Records]]:
     """Return training and test records, each as
 
-    * uint8, shape (records, channels, height, width), or float32, shape (records, columns, 1, 1),
+    * uint8, shape (records, channels, height, width), or float32, shape (records, columns, 1, 1);
+      decoded images are in a file,
     * and labels, int64, shape (records,).
 
+    Args:
+        source: the dataset.
+        facts: that it must still have, since epsilon was computed from them.
+        stop: asked while images are decoded; KeyboardInterrupt is raised if it returns True.
+
     Raises:
-        InputError: naming the files that cannot be read; or the dataset no longer has the
-            ``facts``, from which epsilon was computed.
+        InputError: naming the files that cannot be read; or the dataset no longer has the facts.
     """
     reader = _reader_of(source)
     if facts is not None and reader.found.facts != facts:
@@ -36,18 +48,35 @@ def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
             f"{source.path} changed while it was being read ({before} training and test records "
             f"before, {now} now). Run the command again when nothing writes to it any more."
         )
+    if isinstance(reader, ImageFolder):
+        return (yield from reader.load(stop))
     return reader.load()
 
 
-def _reader_of(source: Source) -> ImageFolder | ArrayFile:
+def _reader_of(source: Source) -> Reader:
     """Looking at many files takes seconds: what was found is kept while folders stay the same."""
+    if source.at_hand is not None:
+        return _reader(source, source.path, 0)
     path = source.path.resolve()
-    places = [path, *path.glob("*/"), *path.glob("*/*/")] if path.exists() else []
-    return _reader(source, path, max((place.stat().st_mtime_ns for place in places), default=0))
+    changed = max((place.stat().st_mtime_ns for place in _places(path)), default=0)
+    return _reader(source, path, changed)
+
+
+def _places(path: Path, depth: int = 2) -> Iterator[Path]:
+    """Yield a path and the folders below it, which change when a file comes or goes."""
+    if path.exists():
+        yield path
+    if depth and path.is_dir():
+        with os.scandir(path) as entries:
+            folders = [entry.path for entry in entries if is_folder(entry)]
+        for folder in folders:
+            yield from _places(Path(folder), depth - 1)
 
 
 @functools.lru_cache(maxsize=8)
-def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
+def _reader(source: Source, _path: Path, _changed: int) -> Reader:
+    if source.at_hand is not None:
+        return ArrayFile(source, *source.at_hand.read(source))
     if source.path.is_dir():
         return ImageFolder(source)
     if not source.path.is_file():

@@ -40,11 +40,21 @@ class Dataset:
     std: tuple[float, ...]
     defaults: Defaults
     about: str  # one line for help and reports
-    levels: int = 255  # the largest pixel value; pixels are divided by it
+    levels: int = 255  # the largest pixel value, by which pixels are divided; 1 for numbers
     sha256: str | None = None  # fingerprint of the files; None where torchvision's checks must do
     augment: str = "crop+flip"  # digits and letters must not be mirrored
-    is_table: bool = False  # records are rows of numbers, of shape (columns, 1, 1), not images
+    multilabel: bool = False  # records have any number of labels, which ``classes`` names
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for all others
+
+    @property
+    def is_images(self) -> bool:
+        """Whether records are images of 8 bits, not numbers."""
+        return self.levels > 1
+
+    @property
+    def is_table(self) -> bool:
+        """Whether records are rows of numbers, of shape (columns, 1, 1)."""
+        return not self.is_images and self.shape[1:] == (1, 1)
 
 
 DATASETS: Mapping[str, Dataset] = catalogue(Dataset, Path(__file__).with_name("datasets.toml"))

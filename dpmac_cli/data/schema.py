@@ -1,9 +1,10 @@
 """Your own dataset: where it is, how to read it, and what was found there. Loads nothing."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.data.registry import DATASETS, Dataset
 
@@ -20,6 +21,22 @@ STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
+class AtHand(ABC):
+    """Records in memory, in place of a file.
+
+    Attributes:
+        path: their name in angle brackets. No file has it.
+        schema: of a table.
+    """
+
+    path: Path
+    schema: "TableSchema | None" = None
+
+    @abstractmethod
+    def read(self, source: "Source") -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return arrays like those of an .npz, and which records were left out."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Your own dataset and how to read it. All of it is public.
@@ -28,7 +45,7 @@ class Source:
     what is not declared: channels, size and classes are those of the records then.
     """
 
-    path: Path  # a folder, an .npz, or a table
+    path: Path  # a folder, an .npz, or a table; of records at hand their name in brackets
     test_fraction: float = 0.2  # probability that a record is held out, without a test set
     split_seed: int = 0  # of that choice, which depends on each record alone
     channels: int | None = None  # that images are converted to
@@ -37,6 +54,7 @@ class Source:
     standardise: str = "half"  # a key of STANDARDS
     feature_range: tuple[float, float] | None = None  # that all columns are clipped to
     schema: "TableSchema | None" = None  # of a table
+    at_hand: AtHand | None = None
     skip_bad: bool = False  # leave out records that cannot be used, instead of refusing the dataset
 
 
@@ -64,4 +82,4 @@ def listed(parts: Sequence[str]) -> str:
 
 def name_of(dataset: str | Path) -> str:
     """Return the name of a dataset without the folders above it."""
-    return str(dataset) if dataset in DATASETS else Path(dataset).resolve().stem
+    return str(dataset) if dataset in DATASETS else Path(dataset).resolve().stem.strip("<>")

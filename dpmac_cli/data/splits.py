@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source, name_of
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.rows import Rows
 
 #: Faults of one kind that are named; the rest are counted.
 NAMED = 5
 #: The least height and width that the convolutional network can halve twice.
 LEAST_CNN = 8
-#: Records and their labels.
-Arrays = tuple[NDArray[Any], NDArray[np.int64]]
+#: The height and width from which fewer images are worked on at a time, to save memory.
+LARGE = 128
+#: Records, in memory or in a file, and their labels.
+Records = tuple[NDArray[Any] | Rows, NDArray[np.int64]]
 
 
 def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
@@ -65,12 +68,13 @@ def split(
             "train on, or none to test on. Give more records, or another --test-fraction "
             "or --split-seed."
         )
-    only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
-    refuse(
-        [f"All records of the class {classes[label]} are held out" for label in only if classes],
-        " Choose a smaller --test-fraction or another --split-seed, add records, or declare the "
-        "classes with --classes.",
-    )
+    if classes is not None:
+        only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
+        refuse(
+            [f"All records of the class {classes[label]} are held out" for label in only],
+            " Choose a smaller --test-fraction or another --split-seed, add records, or declare "
+            "the classes with --classes.",
+        )
     return train, test
 
 
@@ -88,7 +92,7 @@ def found(
     classes: Sequence[str],
     constants: tuple[tuple[float, ...], tuple[float, ...]],
     *,
-    is_table: bool = False,
+    levels: int = 255,
     **rest: Any,
 ) -> Found:
     """Return facts like those of the registry, with cautious defaults.
@@ -96,18 +100,19 @@ def found(
     Args:
         source: of the dataset. labels: of training and test split.
         shape, classes: of the records. constants: mean and std.
-        is_table: see :class:`Dataset`. rest: as of :class:`Found`.
+        levels: see :class:`Dataset`. rest: as of :class:`Found`.
     """
     sizes = len(labels[0]), len(labels[1])
     batch = -(-sizes[0] // STEPS_PER_EPOCH)
     defaults = Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
-    if not is_table and min(shape[1:]) >= LEAST_CNN:
-        defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=32)
-    levels = 1 if is_table else 255
+    if min(shape[1:]) >= LEAST_CNN:
+        physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
+        defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
+    several = labels[1].ndim == 2  # labels per record
     facts = Dataset(
-        *sizes, shape, tuple(classes), *constants, defaults, "your own", levels, is_table=is_table
+        *sizes, shape, tuple(classes), *constants, defaults, "your own", levels, multilabel=several
     )
-    tested = set(labels[1].tolist())
+    tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
     untested = tuple(name for label, name in enumerate(classes) if label not in tested)
     return Found(facts, name_of(source.path), untested=untested, **rest)
 

@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,13 @@ Mask = NDArray[np.bool_]
 Inputs = tuple[NDArray[np.float64], list[float], list[float]]
 
 
-def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+def read_table(
+    source: Source, table: pa.Table | None = None
+) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and which records were left out.
+
+    Args:
+        source: says how. table: at hand, in place of the file.
 
     Raises:
         InputError: with every fault found.
@@ -45,10 +50,14 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
             "--schema schema.yaml."
         )
-    refuse(list(_header_faults(column_names(path), schema)), f" Correct {path} or its schema.")
+    names = column_names(path) if table is None else table.column_names
+    refuse(list(_header_faults(names, schema)), f" Correct {path} or its schema.")
     # With --skip-bad no record may decide about the others, so each is judged by itself.
     strict = not source.skip_bad
-    cells, ragged = _cells(path, schema.declared, strict)
+    ragged: list[str] = []
+    if table is None:
+        table, ragged = _read(path, schema.declared, strict)
+    cells = _cells(path, schema.declared, table)
     target, classes = schema.label.column, schema.label.classes
     labels = _indices(cells[target], classes)
     bad = {f"no class of the schema in {target}": labels < 0}
@@ -66,6 +75,30 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     for suffix, rows in ("", good & ~tested), ("_test", good & tested):
         arrays |= {f"x{suffix}": x[rows], f"y{suffix}": labels[rows]}
     return arrays, skipped
+
+
+def read_inputs(
+    path: Path, columns: Sequence[Column]
+) -> tuple[NDArray[np.float64], list[str] | None]:
+    """Return the inputs of records without labels, and their column ``id`` if there is one.
+
+    Other columns are ignored. Raises InputError with every fault found.
+    """
+    names, wanted = column_names(path), [column.name for column in columns]
+    missing = [name for name in wanted if name not in names]
+    refuse(
+        [f"There is no column {name}, which the schema declares" for name in missing],
+        f" {path} has the columns {', '.join(names)}.",
+    )
+    kept = ["id"] if "id" in names else []
+    chosen = tuple(dict.fromkeys([*wanted, *kept]))
+    table, ragged = _read(path, chosen, strict=True)
+    cells = _cells(path, chosen, table)
+    bad: dict[str, Mask] = {}
+    inputs = [_inputs(column, cells[column.name], bad, strict=True)[0] for column in columns]
+    refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
+    ids = cells["id"].cast(pa.string()).to_pylist() if kept else None
+    return np.concatenate(inputs, -1), ids and [text or "" for text in ids]
 
 
 def column_names(path: Path) -> list[str]:
@@ -113,8 +146,20 @@ def _delimiter(path: Path) -> str:
         return max(",;\t", key=file.readline().count)
 
 
-def _cells(path: Path, names: tuple[str, ...], strict: bool) -> tuple[Cells, list[str]]:
-    """Return columns, those of a CSV as text, and what is wrong with its rows."""
+def table_of(frame: Any) -> pa.Table:
+    """Return a data frame of pandas or polars as a table. Raises InputError."""
+    try:
+        if isinstance(frame, pa.Table):
+            return frame
+        if hasattr(frame, "to_arrow"):
+            return frame.to_arrow()
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    except (AttributeError, TypeError, ValueError, pa.ArrowException) as failure:
+        raise _unreadable(type(frame).__name__, failure) from failure
+
+
+def _read(path: Path, names: tuple[str, ...], strict: bool) -> tuple[pa.Table, list[str]]:
+    """Return a file's table, the columns of a CSV as text, and what is wrong with its rows."""
     ragged: list[str] = []
 
     def note(row: Any) -> str:
@@ -138,6 +183,10 @@ def _cells(path: Path, names: tuple[str, ...], strict: bool) -> tuple[Cells, lis
             )
     except (OSError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
+    return table, ragged
+
+
+def _cells(path: Path, names: tuple[str, ...], table: pa.Table) -> Cells:
     refuse(
         [
             f"The column {name} holds {table[name].type}, no numbers or text"
@@ -146,10 +195,10 @@ def _cells(path: Path, names: tuple[str, ...], strict: bool) -> tuple[Cells, lis
         ],
         f" Write plain columns to {path}, or drop these by the schema.",
     )
-    return {name: _plain(table[name].combine_chunks()) for name in names}, ragged
+    return {name: _plain(table[name].combine_chunks()) for name in names}
 
 
-def _unreadable(path: Path, failure: Exception) -> InputError:
+def _unreadable(path: Path | str, failure: Exception) -> InputError:
     why = str(failure).strip().partition("\n")[0].rstrip(".")
     if "UTF8" in why:
         why = "it is not text in UTF-8: save it with that encoding"

@@ -115,7 +115,6 @@ class _Once(yaml.BaseLoader):
 
 def read_schema(file: Path) -> TableSchema:
     """Read a schema. Raises InputError with every fault found."""
-    given = None
     try:
         text = file.read_text(encoding="utf-8")
         lines = [line.partition("#")[0] for line in text.splitlines()]
@@ -123,17 +122,26 @@ def read_schema(file: Path) -> TableSchema:
             where = f"line{'s' * (len(left) > 1)} {', '.join(left)}"
             raise ValueError(f"replace {FILL_IN} by what the columns mean, in {where}")
         given = _Once(text).get_single_data()
-        return TableSchema.model_validate(given)
-    except ValidationError as failure:
-        faults = [
-            f"{_place(given, *e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
-            for e in failure.errors()
-        ]
     except OSError as failure:
         faults = [f"cannot be read ({failure.strerror or failure})"]
     except (yaml.YAMLError, RecursionError, ValueError) as failure:
         faults = [" ".join(str(failure).split())]
+    else:
+        return schema_of(given, f"--schema {file}")
     raise InputError([f"--schema {file}: {fault}." for fault in faults])
+
+
+def schema_of(given: Any, origin: str) -> TableSchema:
+    """Validate what a schema file holds. Raises InputError with every fault found."""
+    try:
+        return TableSchema.model_validate(given)
+    except ValidationError as failure:
+        raise InputError(
+            [
+                f"{origin}: {_place(given, *e['loc'])}: {e['msg'].removeprefix('Value error, ')}."
+                for e in failure.errors()
+            ]
+        ) from failure
 
 
 def _place(given: Any, *parts: int | str) -> str:

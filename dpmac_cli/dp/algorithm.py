@@ -10,7 +10,7 @@ from dpmac_cli.dp.geometry import GEOMETRIES, Ball, Geometry, Spread
 from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import RULE_SETTINGS, Hyperparameters, Optimizer
-from dpmac_cli.dp.rules import RULES, Rule, WithDecay
+from dpmac_cli.dp.rules import RULES, Rule
 
 #: The radius of a ball that clips nothing: a power of two, so scaling by it is exact.
 NO_CLIPPING = 2.0**40
@@ -52,7 +52,6 @@ def build_algorithm(
     hyper: Hyperparameters,
     *,
     private: bool = True,
-    decay: float = 0.0,
     rule: Rule | None = None,
 ) -> Algorithm:
     """Build the algorithm of a row of the table.
@@ -61,16 +60,14 @@ def build_algorithm(
         optimizer: the row.
         hyper: its numbers.
         private: False for a ball that clips nothing.
-        decay: lambda of the weight decay.
         rule: how the private mean moves theta, in place of the table's. It is given a block of
             theta, and of the moments, at a time, so it must treat each coordinate by itself.
     """
-    rule = rule or _with_settings(RULES[optimizer.rule], hyper)
     return Algorithm(
         geometry=_with_settings(GEOMETRIES[optimizer.geometry], hyper)
         if private
         else Ball(NO_CLIPPING),
-        rule=WithDecay(rule, decay) if decay else rule,
+        rule=rule or _with_settings(RULES[optimizer.rule], hyper),
         hyper=hyper,
         keeps_moments="beta1" in RULE_SETTINGS[optimizer.rule],
         tracks_noise="phi" in optimizer.extra and hyper.phi == "tracked",

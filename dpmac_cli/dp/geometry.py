@@ -7,7 +7,7 @@ coordinate by coordinate, so that a step can go through the vectors in blocks th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,10 +37,16 @@ class Spread:
     kappa: float | None = None
     share: float = 0.0
 
-    def part(self, block: slice) -> "Spread":
-        """Views of some coordinates."""
-        psi = None if self.psi is None else self.psi[block]
-        return replace(self, s=self.s[block], psi=psi)
+
+#: What is kept of every coordinate.
+Kept = TypeVar("Kept", Ellipsoid, Moments, Spread)
+
+
+def part_of(kept: Kept, block: slice) -> Kept:
+    """Return views of some coordinates of every vector; the numbers are the same."""
+    tensors = {name: x for name, x in vars(kept).items() if isinstance(x, Tensor)}
+    vectors: Any = {name: x[block] for name, x in tensors.items() if x.ndim > 0}
+    return replace(kept, **vectors)
 
 
 class Geometry(Protocol):
@@ -105,9 +111,7 @@ class AdaClip(Geometry):
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
         """Centre 0 and the scale of s^2 = sqrt(h1 h2)."""
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
-        region = Ellipsoid(
-            torch.zeros_like(like), torch.empty_like(like), torch.empty_like(like[0])
-        )
+        region = ellipsoid(torch.zeros_like(like), torch.ones_like(like))
         region.factor.copy_(_scale(s_squared, region))
         return region, Spread(s_squared, None, kappa=1.0)
 
@@ -175,18 +179,14 @@ GEOMETRIES: Mapping[str, type[Geometry]] = {"ball": Ball, "adaclip": AdaClip, "m
 
 
 def _variance(private: PrivateMean, spread: Spread) -> Tensor:
-    """The estimate that line 19 clamps, shape (d,)."""
-    if spread.psi is not None:
-        return _divided(spread.s - spread.psi, spread.kappa)
-    return private.without_noise(_divided(spread.s, spread.kappa))
+    """The estimate that line 19 clamps, shape (d,).
 
-
-def _divided(s: Tensor, kappa: float | None) -> Tensor:
-    """s / kappa, with 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0.
-
-    The same where beta1 is so small that both are lost in rounding.
+    0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0. The same where beta1 is so small
+    that both are lost in rounding.
     """
-    return torch.zeros_like(s) if kappa is None else s / kappa
+    s = spread.s if spread.psi is None else spread.s - spread.psi
+    estimate = torch.zeros_like(s) if spread.kappa is None else s / spread.kappa
+    return private.without_noise(estimate) if spread.psi is None else estimate
 
 
 def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:

@@ -43,12 +43,6 @@ class Ellipsoid:
         """b, shape (d,); or shape () and C for a ball of radius C."""
         return self.inverse.rsqrt().mul_(self.factor.sqrt())
 
-    def part(self, block: slice) -> "Ellipsoid":
-        """Views of some coordinates; of a ball, the ball."""
-        if self.is_ball:
-            return self
-        return Ellipsoid(self.centre[block], self.inverse[block], self.factor)
-
 
 def ellipsoid(centre: Tensor, scale: Tensor) -> Ellipsoid:
     """The ellipsoid of a centre m and a scale b, shape (d,) each."""

@@ -1,6 +1,6 @@
 """Running averages of the private mean: lines 12 to 14 of Algorithm 1."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,8 +17,7 @@ class Moments:
         v: average of g-tilde^2, shape (d,).
         noise: average of the noise variance in g-tilde with v's weights, shape (d,); None unless
             the rule asks for it.
-        step: t, of the private mean taken in last, or being taken in.
-        m_correction, v_correction: 1 - beta^t, which the averages are divided by.
+        step: t, counted from 1, of the private mean taken in last, or being taken in.
     """
 
     beta1: float
@@ -27,18 +26,6 @@ class Moments:
     v: Tensor
     noise: Tensor | None
     step: int = 0
-    m_correction: float = 1.0
-    v_correction: float = 1.0
-
-    def begin(self, step: int) -> None:
-        """Step t, counted from 1, begins."""
-        self.step = step
-        self.m_correction, self.v_correction = 1 - self.beta1**step, 1 - self.beta2**step
-
-    def part(self, block: slice) -> "Moments":
-        """Views of some coordinates."""
-        noise = None if self.noise is None else self.noise[block]
-        return replace(self, m=self.m[block], v=self.v[block], noise=noise)
 
     def update(self, private: PrivateMean) -> None:
         """Take in g-tilde_t, in place."""
@@ -50,13 +37,13 @@ class Moments:
 
     def m_hat(self) -> Tensor:
         """Bias-corrected m, line 14, shape (d,)."""
-        return self.m / self.m_correction
+        return self.m / (1 - self.beta1**self.step)
 
     def v_hat(self) -> Tensor:
         """Bias-corrected v, line 14, shape (d,)."""
-        return self.v / self.v_correction
+        return self.v / (1 - self.beta2**self.step)
 
     def noise_hat(self) -> Tensor:
         """The share of ``v_hat`` that is the mechanism's noise: phi-hat_t, exactly."""
         assert self.noise is not None, "the rule did not ask for the noise's average"  # noqa: S101
-        return self.noise / self.v_correction
+        return self.noise / (1 - self.beta2**self.step)

@@ -80,23 +80,5 @@ class AdamBC:
         theta.addcdiv_(moments.m_hat(), signal.sqrt_(), value=-eta)
 
 
-@dataclass(frozen=True)
-class WithDecay:
-    """Another rule, once theta has shrunk by eta lambda (Loshchilov and Hutter 2019).
-
-    Attributes:
-        rule: the other rule.
-        decay: lambda >= 0.
-    """
-
-    rule: Rule
-    decay: float
-
-    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
-        """Move theta, shape (d,)."""
-        theta.mul_(1 - eta * self.decay)
-        self.rule(theta, eta, private, moments)
-
-
 #: Rules by their names in the table.
 RULES: Mapping[str, Any] = {"sgd": sgd, "adam": Adam, "adam_bc": AdamBC}

@@ -36,7 +36,11 @@ class PublicBackbone(nn.Module):
     def __init__(self, backbone: Backbone, dataset: Dataset) -> None:
         super().__init__()
         kind = BACKBONES[backbone.kind]
-        self.network: nn.Module = globals()[kind.builder](kind.argument, kind.head)
+        self.network = (
+            of_torchvision(kind.network, kind.head)
+            if isinstance(kind.network, str)
+            else EfficientNetLite(*kind.network)
+        )
         own, public = (
             [torch.tensor(each).view(-1, 1, 1) for each in constants]
             for constants in ((dataset.mean, dataset.std), (kind.images.mean, kind.images.std))
@@ -73,11 +77,6 @@ def at_a_time(size: int) -> int:
     It divides the batches in which features are computed, so that all are of one size.
     """
     return 1 << max(0, (SIDES_AT_A_TIME // size).bit_length() - 1)
-
-
-def efficientnet_lite(scale: tuple[float, float], _: str) -> nn.Module:
-    """Return an EfficientNet-Lite, whose head is not built."""
-    return EfficientNetLite(*scale)
 
 
 def of_torchvision(name: str, head: str) -> nn.Module:
@@ -120,6 +119,6 @@ def _download(path: Path, url: str, sha256: str, flag: str) -> None:
         download_url_to_file(url, str(path), hash_prefix=sha256, progress=False)
     except (URLError, OSError, RuntimeError) as failure:  # RuntimeError: another checksum
         raise InputError(
-            f"{flag}: {url} cannot be downloaded ({failure}). On a machine with a network, save "
-            f"that file as {path}, or name your copy with --pretrained FILE."
+            f"{flag}: {url} cannot be downloaded ({failure}). Load it on a machine with a network, "
+            f"and copy it to {path}."
         ) from failure

@@ -36,7 +36,6 @@ def build_model(
     features: Features | None = None,
     trained: Trained | None = None,
     isolated: bool = False,
-    physical_batch: int | None = None,
 ) -> nn.Module:
     """Return a freshly initialised, validated network that maps images to logits.
 
@@ -48,7 +47,7 @@ def build_model(
         to_float32: convert parameters and buffers.
         features: fixed features that the network is put behind.
         trained: part of a network with public weights that is trained; None for other networks.
-        isolated, physical_batch: as in :func:`~dpmac_cli.models.validation.check_model`.
+        isolated: as in :func:`~dpmac_cli.models.validation.check_model`.
 
     Raises:
         InputError: there is no such factory.
@@ -65,12 +64,7 @@ def build_model(
             network = without_batch_norm(network)
         if to_float32:
             network = network.float()
-        check = partial(
-            check_model,
-            classes=len(dataset.classes),
-            isolated=isolated,
-            physical_batch=physical_batch,
-        )
+        check = partial(check_model, classes=len(dataset.classes), isolated=isolated)
         own = isinstance(model, BuiltIn)
         if features is not None:
             check(network, seen.shape, built_in=own)
@@ -90,7 +84,7 @@ def _behind(
     if (fault := features.fault(dataset.shape)) is not None:
         raise ModelError(f"Features of images: they {fault}")
     if not isinstance(features, Backbone):
-        return with_features(head, dataset.shape)
+        return with_features(head, dataset.shape, features.kind)
     backbone = PublicBackbone(features, dataset)
     network = (
         FrozenFeatures(backbone, head, torch.float16)
@@ -142,8 +136,7 @@ def built_by(model: UserModel, dataset: Dataset) -> str:
 
 def source_sum(model: UserModel) -> str:
     """Return SHA-256 of a built factory's source file, without its imports. Raises OSError."""
-    place = model.place
-    file = place if place.endswith(".py") else inspect.getfile(sys.modules[place])
+    file = inspect.getfile(sys.modules[_module_name(model.place)])
     return hashlib.sha256(Path(file).read_bytes() + f"\n{model.factory}".encode()).hexdigest()
 
 
@@ -192,7 +185,7 @@ def _imported(model: UserModel) -> ModuleType:
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:
-    """Replace every batch norm by a group norm at scale 1 and shift 0; return the model.
+    """Replace every batch norm by a group norm with its weight and bias; return the model.
 
     The number of groups is the largest divisor of the channels up to 32 that leaves at least two
     channels per group.
@@ -202,6 +195,7 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
             most = max(1, min(32, child.num_features // 2))
             groups = next(g for g in range(most, 0, -1) if child.num_features % g == 0)
             norm = nn.GroupNorm(groups, child.num_features, affine=child.affine)
+            norm.weight, norm.bias = child.weight, child.bias
             if not name:
                 return norm
             model.set_submodule(name, norm)

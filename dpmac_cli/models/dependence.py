@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from dpmac_cli.dp.clipping.direct import tensors_in
 
 #: Samples that are told apart, a plane each.
 SAMPLES = 4
@@ -24,7 +26,8 @@ POINTWISE = names("""
     _to_copy copy fill zero masked_fill clamp_min clamp_max hardswish hardsigmoid mish_backward
     hardtanh_backward leaky_relu_backward elu_backward softplus_backward hardswish_backward
     hardsigmoid_backward _prelu_kernel _prelu_kernel_backward log_sigmoid_forward
-    log_sigmoid_backward
+    log_sigmoid_backward native_dropout native_dropout_backward bernoulli uniform
+    normal_functional
 """)
 #: On all inputs along ``dim`` or the last dimensions of ``normalized_shape``; else on all of them.
 ALONG = names("""
@@ -43,13 +46,8 @@ BY_ROW = names("""
     nll_loss_forward nll_loss_backward pixel_shuffle pixel_unshuffle
 """)
 ROWS = names("input self grad_output grad_out mean rstd indices target")
-#: On a row of the first factor and a column of the second.
-PRODUCTS = {
-    "mm": ("self", "mat2"),
-    "bmm": ("self", "mat2"),
-    "addmm": ("mat1", "mat2"),
-    "baddbmm": ("batch1", "batch2"),
-}
+#: On a row of the first factor and a column of the second, which are the last two inputs.
+PRODUCTS = names("mm bmm addmm baddbmm")
 #: On the numbers that are moved there, by places that must come from no sample.
 MOVING = names("""
     cat stack index_select gather constant_pad_nd repeat flip roll index select_backward
@@ -58,7 +56,7 @@ MOVING = names("""
 PLACES = {"index", "indices"}
 FACTORIES = names("""
     zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full
-    new_empty_strided empty_strided
+    new_empty_strided empty_strided rand randn rand_like randn_like
 """)
 
 
@@ -134,8 +132,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
         elif told <= ROWS and (name in BY_ROW or named.get("training") is False):
             found = _row_by_row(given, outputs)
         elif name in PRODUCTS:
-            left, right = (self._of(named[factor]) for factor in PRODUCTS[name])
-            added = [self._of(named["self"])] if "self" not in PRODUCTS[name] else []
+            *added, left, right = (self._of(t) for t in tensors_in(list(named.values())))
             reached = [left.any(-2, keepdim=True), right.any(-3, keepdim=True), *added]
             found = [_union(reached)]
         elif name in MOVING and not told & PLACES:
@@ -169,11 +166,6 @@ def name_of(func: Any) -> str:
 
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument or a result."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:

@@ -4,45 +4,26 @@ Without squeeze-and-excitation and with ReLU6 (Liu 2020, tensorflow/tpu). Module
 the published files.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu6
 
 STEM, WIDTH = 32, 1280
-#: Constant of the batch norms.
-EPSILON = 1e-3
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Blocks of one width.
-
-    Attributes:
-        repeats: how many, at depth 1. kernel, stride: of the depthwise convolution of the first
-            block; the others have stride 1.
-        expansion: factor by which the channels are expanded within a block.
-        channels: that come out, at width 1.
-    """
-
-    repeats: int
-    kernel: int
-    stride: int
-    expansion: int
-    channels: int
-
-
+#: Stages of blocks of one width: how many blocks at depth 1; kernel and stride of the depthwise
+#: convolution of the first block, the others have stride 1; the factor by which the channels are
+#: expanded within a block; the channels that come out, at width 1.
 STAGES = (
-    Stage(1, 3, 1, 1, 16),
-    Stage(2, 3, 2, 6, 24),
-    Stage(2, 5, 2, 6, 40),
-    Stage(3, 3, 2, 6, 80),
-    Stage(3, 5, 1, 6, 112),
-    Stage(4, 5, 2, 6, 192),
-    Stage(1, 3, 1, 6, 320),
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
 )
+_norm = partial(nn.BatchNorm2d, eps=1e-3)
 
 
 class SameConv(nn.Conv2d):
@@ -62,15 +43,15 @@ class SameConv(nn.Conv2d):
 class Block(nn.Module):
     """Expand, convolve each channel alone, project; add the input where the shape allows it."""
 
-    def __init__(self, stage: Stage, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
-        inner = inputs * stage.expansion
-        self._expands = stage.expansion > 1
+        inner = inputs * expansion
+        self._expands = expansion > 1
         if self._expands:
-            self._expand_conv, self._bn0 = _convolution(inputs, inner, 1), _norm(inner)
-        self._depthwise_conv = _convolution(inner, inner, stage.kernel, stride, inner)
+            self._expand_conv, self._bn0 = SameConv(inputs, inner, 1, bias=False), _norm(inner)
+        self._depthwise_conv = SameConv(inner, inner, kernel, stride, groups=inner, bias=False)
         self._bn1 = _norm(inner)
-        self._project_conv, self._bn2 = _convolution(inner, outputs, 1), _norm(outputs)
+        self._project_conv, self._bn2 = SameConv(inner, outputs, 1, bias=False), _norm(outputs)
         self._adds = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,10 +71,16 @@ class EfficientNetLite(nn.Module):
 
     def __init__(self, width: float, depth: float) -> None:
         super().__init__()
-        self._conv_stem, self._bn0 = _convolution(3, STEM, 3, 2), _norm(STEM)
-        self._blocks = nn.Sequential(*_blocks(width, depth))
-        self._conv_head = _convolution(_rounded(STAGES[-1].channels * width), WIDTH, 1)
-        self._bn1 = _norm(WIDTH)
+        self._conv_stem, self._bn0 = SameConv(3, STEM, 3, 2, bias=False), _norm(STEM)
+        self._blocks, inputs = nn.Sequential(), STEM
+        for stage, (repeats, kernel, stride, expansion, channels) in enumerate(STAGES):
+            outputs = _rounded(channels * width)
+            fixed = stage in (0, len(STAGES) - 1)
+            for number in range(repeats if fixed else ceil(repeats * depth)):
+                step = stride if number == 0 else 1
+                self._blocks.append(Block(inputs, outputs, kernel, step, expansion))
+                inputs = outputs
+        self._conv_head, self._bn1 = SameConv(inputs, WIDTH, 1, bias=False), _norm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (images, 1280)."""
@@ -101,27 +88,7 @@ class EfficientNetLite(nn.Module):
         return relu6(self._bn1(self._conv_head(inner))).mean((2, 3))
 
 
-def _blocks(width: float, depth: float) -> Iterator[Block]:
-    inputs = STEM
-    for stage in STAGES:
-        outputs = _rounded(stage.channels * width)
-        fixed = stage in (STAGES[0], STAGES[-1])
-        for number in range(stage.repeats if fixed else ceil(stage.repeats * depth)):
-            yield Block(stage, inputs, outputs, stage.stride if number == 0 else 1)
-            inputs = outputs
-
-
 def _rounded(channels: float) -> int:
     """Return the multiple of 8 next to a number of channels, at least nine tenths of it."""
     nearest = max(8, int(channels + 4) // 8 * 8)
     return nearest + 8 if nearest < 0.9 * channels else nearest
-
-
-def _convolution(
-    inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1
-) -> SameConv:
-    return SameConv(inputs, outputs, kernel, stride, groups=groups, bias=False)
-
-
-def _norm(channels: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, eps=EPSILON)

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from dpmac_cli.errors import ModelError
 from dpmac_cli.models.scattering import CHANNELS, Scattering
@@ -75,7 +76,27 @@ class FrozenFeatures(WithHead):
         return logits
 
 
-def with_features(head: nn.Module, shape: tuple[int, int, int]) -> FrozenFeatures:
+class Mirrored(nn.Module):
+    """Features of images in opponent colours, averaged over each image and its mirror image."""
+
+    #: The sum of red, green and blue and two differences, by row, not yet of unit norm.
+    COLOURS = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the features of images; those without three channels keep their values."""
+        if x.shape[1] == len(self.COLOURS):
+            x = torch.einsum("oc,nchw->nohw", normalize(self.COLOURS.to(x)), x)
+        mean: Tensor = (self.network(x) + self.network(x.flip(3))) / 2
+        return mean
+
+
+def with_features(
+    head: nn.Module, shape: tuple[int, int, int], kind: str = "scatter"
+) -> FrozenFeatures:
     """Put a network behind the scattering of images, stored in float16 to save memory and disk.
 
     A norm of 27 groups is between them, as in Tramer and Boneh 2021, arXiv 2011.11660.
@@ -83,10 +104,13 @@ def with_features(head: nn.Module, shape: tuple[int, int, int]) -> FrozenFeature
     Args:
         head: takes the shape of :meth:`dpmac_cli.models.registry.Scattered.shape_of`.
         shape: (channels, height, width) of an image.
+        kind: a key of :data:`dpmac_cli.models.registry.FEATURES`.
     """
     channels, height, width = shape
     norm = nn.GroupNorm(27, channels * CHANNELS, affine=False)
-    return FrozenFeatures(nn.Sequential(Scattering(height, width), norm), head, torch.float16)
+    network: nn.Module = nn.Sequential(Scattering(height, width), norm)
+    network = Mirrored(network) if kind == "scatter-mirror" else network
+    return FrozenFeatures(network, head, torch.float16)
 
 
 class Before(nn.Module):
@@ -127,13 +151,16 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
     )
 
 
-@torch.no_grad()
-def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
-    """Return the name of the linear layer whose output is the logits; None if there is none.
+#: Samples on which calls are looked at.
+SEEN = 2
+#: A call of a linear layer: its name, input and output.
+Call = tuple[str, Tensor, Tensor]
 
-    It must be called once, on one row per sample, and share no parameter. A copy is run.
-    """
-    calls: list[tuple[str, Tensor, Tensor]] = []
+
+@torch.no_grad()
+def linear_calls(network: nn.Module, shape: tuple[int, ...]) -> tuple[list[Call], Tensor]:
+    """Return the calls of plain linear layers on made-up samples, and the logits; a copy is run."""
+    calls: list[Call] = []
 
     def note(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
         calls.append((name, given[0], out))
@@ -143,13 +170,21 @@ def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
         if type(module) is nn.Linear:
             module.register_forward_hook(partial(note, name))
     weight = next(network.parameters(), torch.empty(0))
-    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(weight)
-    logits = network(x)
+    x = torch.randn(SEEN, *shape, generator=torch.Generator().manual_seed(0)).to(weight)
+    return calls, network(x)
+
+
+def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
+    """Return the name of the linear layer whose output is the logits; None if there is none.
+
+    It must be called once, on one row per sample, and share no parameter.
+    """
+    calls, logits = linear_calls(network, shape)
     if not calls:
         return None
     head, given, out = calls[-1]
     once = [called for called, *_ in calls].count(head) == 1
-    fits = given.ndim == 2 and len(given) == len(x) and torch.equal(out, logits)
+    fits = given.ndim == 2 and len(given) == SEEN and torch.equal(out, logits)
     owners = [id(p) for _, p in network.named_parameters(remove_duplicate=False)]
     own = all(owners.count(id(p)) == 1 for p in network.get_submodule(head).parameters())
     return head if once and fits and own else None

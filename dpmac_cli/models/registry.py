@@ -63,6 +63,7 @@ MODELS: Mapping[str, NetworkKind] = catalogue(NetworkKind, HERE / "networks.toml
 #: Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
 FEATURES: Mapping[str, str] = {
     "scatter": "wavelet scattering of two octaves and eight angles, with group norm",
+    "scatter-mirror": "scattering of opponent colours, averaged over an image and its mirror image",
 }
 
 
@@ -134,7 +135,7 @@ class BackboneKind:
     Attributes:
         about: one line for help and reports.
         weights: of the network.
-        builder: function of dpmac_cli.models.backbones, called with ``argument``.
+        network: a name of torchvision, or width and depth of an EfficientNet-Lite.
         head: name of the layer that is left out, in the weights' file.
         width: features of an image.
         images: that it was trained on.
@@ -143,8 +144,7 @@ class BackboneKind:
 
     about: str
     weights: WeightsFile
-    builder: str
-    argument: str | tuple[float, float]
+    network: str | tuple[float, float]
     head: str
     width: int
     images: Prepared
@@ -205,7 +205,6 @@ class Trained:
 PARTS: Mapping[str, str] = {
     "all": "every parameter",
     "head": "the last linear layer, or the network behind a backbone",
-    "last-block": "the head and the last of the network's repeated blocks, with what follows it",
     "norm": "the head, and scales and shifts of all norms",
     "lora": "the head, and low-rank additions to the linear layers",
 }

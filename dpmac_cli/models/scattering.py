@@ -6,15 +6,10 @@ that are trained end to end privately (Tramer and Boneh 2021, arXiv 2011.11660).
 """
 
 import math
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
-
-Array = NDArray[Any]
 
 ANGLES, SCALE = 8, 4
 #: Features per channel: an average, 8 angles of 2 octaves, and 64 pairs of angles.
@@ -35,13 +30,13 @@ class Scattering(nn.Module):
         shape = (height + 2 * SCALE, width + 2 * SCALE)  # reflected at the borders
         tilts = [(ANGLES // 2 - 1 - k) * math.pi / ANGLES for k in range(ANGLES)]
         for octave in (0, 1):
-            bank = np.stack([_morlet(shape, octave, tilt) for tilt in tilts]) / 4**octave
+            bank = torch.stack([_morlet(shape, octave, tilt) for tilt in tilts]) / 4**octave
             # Each value is there twice, for a real and an imaginary part.
-            kept = {f"bank_{octave}": bank.repeat(2, -1)}
+            kept = {f"bank_{octave}": bank.repeat_interleave(2, -1)}
             for axis, size in enumerate(shape):
                 kept[f"average_{octave}_{axis}"] = _averaging(size, 2**octave)
             for name, values in kept.items():
-                self.register_buffer(name, torch.from_numpy(values).to(dtype), persistent=False)
+                self.register_buffer(name, values.to(dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features, shape (images, channels * 81, height / 4, width / 4).
@@ -79,42 +74,37 @@ class Scattering(nn.Module):
         return smooth
 
 
-def _averaging(size: int, factor: int) -> Array:
+def _averaging(size: int, factor: int) -> Tensor:
     """Return the matrix that smooths, along one axis, a signal of every ``factor``-th value.
 
     The signal holds frequencies up to half of its size. Shape (size / 4 - 2, size / factor).
     """
     deviation = 0.8 * SCALE / 2
-    spectrum = np.exp(-((deviation * _frequencies(size)) ** 2) / 2).reshape(-1, size).sum(0)
+    spectrum = torch.exp(-((deviation * _frequencies(size)) ** 2) / 2).reshape(-1, size).sum(0)
     half = size // factor // 2
-    kept = spectrum.take([*range(half), *range(size - half, size)])
-    smoothed = np.fft.ifft(np.fft.fft(np.eye(len(kept))) * kept).real.T
-    matrix: Array = smoothed[:: SCALE // factor][1:-1]
-    return matrix
+    kept = torch.cat([spectrum[:half], spectrum[size - half :]])
+    smoothed = torch.fft.ifft(torch.fft.fft(torch.eye(len(kept)).double()) * kept)
+    return torch.real(smoothed).T[:: SCALE // factor][1:-1]
 
 
-def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Array:
+def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Tensor:
     """Return the spectrum of a wave in a Gaussian envelope, minus as much of it for mean zero.
 
     The deviation is 0.8 * 2^octave pixels along the wave and twice that across.
     """
-    down, right = np.meshgrid(*map(_frequencies, shape), indexing="ij")
+    down, right = torch.meshgrid(*map(_frequencies, shape), indexing="ij")
     along = down * math.cos(tilt) + right * math.sin(tilt)
     across = -down * math.sin(tilt) + right * math.cos(tilt)
     deviation, copies = 0.8 * 2**octave, 2 * COPIES + 1
 
-    def gaussian(centre: float) -> Array:
+    def gaussian(centre: float) -> Tensor:
         exponent = -(deviation**2) * ((along - centre) ** 2 + (across * ANGLES / 4) ** 2) / 2
-        folded = np.exp(exponent).reshape(copies, shape[0], copies, shape[1])
-        wrapped: Array = folded.sum((0, 2))
-        return wrapped
+        return torch.exp(exponent).reshape(copies, shape[0], copies, shape[1]).sum((0, 2))
 
     wave, envelope = gaussian(0.75 * math.pi / 2**octave), gaussian(0.0)
-    morlet: Array = wave - wave[0, 0] / envelope[0, 0] * envelope
-    return morlet
+    return wave - wave[0, 0] / envelope[0, 0] * envelope
 
 
-def _frequencies(size: int) -> Array:
+def _frequencies(size: int) -> Tensor:
     """Return the frequencies of an axis, radians per pixel, and those that sampling folds."""
-    places: Array = np.arange(-COPIES * size, (COPIES + 1) * size)
-    return places * 2 * math.pi / size
+    return torch.arange(-COPIES * size, (COPIES + 1) * size).double() * 2 * math.pi / size

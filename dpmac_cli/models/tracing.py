@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.models import dependence as ops
@@ -28,12 +29,12 @@ LARGEST_BATCH = 1 << 20
 #: What gives a tensor another shape, of which the dimension of the samples is looked at.
 _RESHAPING = ops.FACTORIES | ops.names("""
     view _unsafe_view reshape permute transpose t expand unsqueeze squeeze select slice split
-    split_with_sizes unbind alias getitem sym_size repeat detach
+    split_with_sizes unbind alias getitem sym_size repeat detach as_strided
 """)
 #: What may be told the number of samples: it only gives tensors their shape.
 _SHAPING = ops.names("""
     view _unsafe_view reshape expand unflatten repeat sym_size mul zeros ones empty full new_zeros
-    new_ones new_empty new_full native_group_norm
+    new_ones new_empty new_full native_group_norm rand randn as_strided
 """)
 
 
@@ -148,19 +149,21 @@ def _check_node(node: torch.fx.Node) -> None:
     arguments: Any = node.args
     name = ops.name_of(target)
     given = [of.meta.get("val") for of in node.all_input_nodes]
-    outputs = ops.tensors_in(node.meta.get("val"))
+    outputs = tensors_in(node.meta.get("val"))
     counted = any(isinstance(value, torch.SymInt) for value in given)
     filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
     if filled or (counted and (name not in _SHAPING or (name == "mul" and outputs))):
         raise UnprovenError(f"{name} computes with the size of the batch.")
-    batched = [t for t in ops.tensors_in(given) if _batch_dim(t) is not None]
+    batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
     made = [(_batch_dim(out), out) for out in outputs]
+    if name == "as_strided" and not (batched and _same_places(batched[0], outputs[0])):
+        raise UnprovenError("as_strided moves numbers.")
     if not batched or not outputs:
         return
     if any(dim is None and 0 not in out.shape for dim, out in made):
         raise UnprovenError(f"{name} reduces over the samples of a batch.")
     place, known = _batch_dim(batched[0]), getattr(target, "tags", ())
-    if torch.Tag.pointwise in known or name in (ops.POINTWISE | _RESHAPING | ops.PRODUCTS.keys()):
+    if torch.Tag.pointwise in known or name in (ops.POINTWISE | _RESHAPING | ops.PRODUCTS):
         return
     named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
     dims = [dim % batched[0].ndim for dim in ops.dims_of(target, {**named, **node.kwargs})]
@@ -178,6 +181,13 @@ def _check_node(node: torch.fx.Node) -> None:
         raise UnprovenError(f"It is not known how {name} treats samples.")
     if along:
         raise UnprovenError(f"{name} works along the samples of a batch.")
+
+
+def _same_places(a: Tensor, b: Tensor) -> bool:
+    """Return whether a view of a traced tensor has each number in the place that it had."""
+    several = [dim for dim, size in enumerate(a.shape) if size != 1]
+    moved = any(a.stride(dim) != b.stride(dim) for dim in several)
+    return a.shape == b.shape and bool(a.storage_offset() == b.storage_offset()) and not moved
 
 
 def _batch_dim(tensor: Tensor) -> int | None:

@@ -1,9 +1,9 @@
-"""Model validation: reject networks in which one sample can change what another one computes.
+"""Model validation: no network is trained in which a sample can change what another one computes.
 
 Clipping bounds what a sample does to its own gradient. An operation that mixes samples lets it into
-the gradients of others and voids the guarantee. Known layers are rejected by name, others by trials
-on made-up batches. A trial can be passed by luck; :func:`independence` asks for a proof
-(:mod:`dpmac_cli.models.tracing`) and otherwise has each sample run alone.
+the gradients of others and voids the guarantee. :func:`check_model` rejects layers that are known
+to mix samples, and networks that keep something of what they have seen. :func:`independence` asks
+for a proof (:mod:`dpmac_cli.models.tracing`) and otherwise has each sample run alone.
 """
 
 import contextlib
@@ -14,21 +14,40 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpmac_cli.dp.clipping.layers import find_layers
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.direct import tensors_in
+from dpmac_cli.dp.clipping.forms import choose_form
+from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.recorder import record_uses
+from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import DpmacError, ModelError
-from dpmac_cli.models import trials
 from dpmac_cli.models.dependence import UnprovenError
-from dpmac_cli.models.state import first_opaque
+from dpmac_cli.models.state import first_change, first_opaque
 from dpmac_cli.models.tracing import check_hooks, check_independent, check_independent_forward
 from dpmac_cli.torch_errors import what_failed
 
-#: How a network is known to be independent across samples, from the surest to the least sure.
-Independence = Literal["built in", "isolated", "traced", "probed"]
+#: How a network is known to be independent across samples.
+Independence = Literal["built in", "isolated", "traced"]
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
 MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
+
+#: Layers whose random draws training deals with: they depend on no sample.
+DROPOUT = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+#: Why 32 bits are needed.
+ROUNDING = (
+    "In fewer than 32 bits, rounding moves the clipped sum by more than the noise is scaled for."
+)
+#: Samples of a trial.
+FEW = 5
 
 
 def check_model(
@@ -39,18 +58,18 @@ def check_model(
     frozen: bool = False,
     isolated: bool = False,
     built_in: bool = False,
-    physical_batch: int | None = None,
 ) -> None:
-    """Reject a model that mixes samples, keeps something of them, or cannot be trained.
+    """Reject a model that keeps something of samples, or cannot be trained.
+
+    It may mix samples in its own operations: see :func:`independence`.
 
     Args:
         model: maps (samples, *shape) to logits, (samples, classes). It is not changed.
         shape, classes: shape of one sample, number of classes.
         frozen: only the last layer, a linear one, is trained. The rest is checked in evaluation
             mode, in which it is run: batch norm is a public constant there.
-        isolated: each sample is run alone, so mixing does not matter.
-        built_in: the network is dpmac's own, for which a single trial is enough.
-        physical_batch: samples that are run at a time; if given, batches of many sizes are tried.
+        isolated: each sample is run alone, by a copy that keeps nothing.
+        built_in: the network is dpmac's own: only its output is checked.
 
     Raises:
         ModelError: naming the layer and the remedy.
@@ -58,28 +77,31 @@ def check_model(
     _check_layers(model, frozen)
     _check_values(model, frozen)
     try:
-        single = copy.deepcopy(model)
+        probe = copy.deepcopy(model)
     except (Exception, SystemExit) as failure:
         raise ModelError(
             f"The model cannot be copied: {what_failed(failure)} Copies are made to validate it. "
             "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
         ) from failure
     with _explained(shape):
-        probe = trials.prepared(copy.deepcopy(single), frozen).double()
-        scored = copy.deepcopy(probe).eval()
+        x = _made_up(FEW, shape)
         with torch.no_grad():
-            _check_output(probe, trials.made_up(1 if isolated else trials.FEW, shape), classes)
-            _check_output(scored, trials.made_up(trials.FEW, shape), classes, scored=True)
-        if not frozen and not built_in:
-            trials.check_precision(single, shape)
+            _check_output(probe.double().eval(), x, classes, scored=True)
+            _prepared(probe, frozen)
+            for samples in (x[:1],) if isolated else (x, x[:1]):
+                _check_output(probe, samples, classes)
+        if built_in:
+            return
+        if not frozen:
+            check_precision(model, shape)
     if isolated:
         return
+    _without_zeros(probe)
     remedy = " Or add --isolate, which runs the network on each sample alone."
     with _explained(shape, remedy):
-        batches = trials.batches(shape, physical_batch)
-        trials.check_forward(probe, shape, [next(batches)] if built_in else batches)
-        if not frozen and not built_in:
-            trials.check_backward(probe, shape, classes)
+        _check_forward(probe, shape)
+        if not frozen:
+            _check_backward(probe, shape, classes)
 
 
 def independence(
@@ -94,7 +116,7 @@ def independence(
     Returns:
         "traced" or "isolated", and in the latter case why, as a sentence.
     """
-    probe = trials.prepared(copy.deepcopy(frozen or model), frozen is not None)
+    probe = _prepared(copy.deepcopy(frozen or model), frozen is not None)
     try:
         if (opaque := first_opaque(frozen or model)) is not None:
             raise UnprovenError(f"Its {opaque} could keep something that cannot be looked at.")
@@ -103,7 +125,7 @@ def independence(
             for layer in find_layers(probe, torch.zeros(2, *shape)):
                 # Random draws in it could not be repeated.
                 inside = [] if layer.direct else list(layer.module.modules())[1:]
-                if any(isinstance(part, trials.DROPOUT) and part.p > 0 for part in inside):
+                if any(isinstance(part, DROPOUT) and part.p > 0 for part in inside):
                     name = layer.name or "The model"
                     raise UnprovenError(f"{name} holds parameters itself, and dropout layers too.")
             check_independent(probe, shape, classes)
@@ -161,7 +183,7 @@ def _check_values(model: nn.Module, frozen: bool) -> None:
         exact = value.is_floating_point() and value.itemsize >= 4
         if value.requires_grad and not exact and not frozen:
             raise ModelError(
-                f"The parameter {name} is {value.dtype}. {trials.ROUNDING} Convert the network "
+                f"The parameter {name} is {value.dtype}. {ROUNDING} Convert the network "
                 "in its factory (.float()), or add --to-float32."
             )
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
@@ -175,7 +197,7 @@ def _check_output(model: nn.Module, x: Tensor, classes: int, *, scored: bool = F
     logits: Any = model(x)
     if not isinstance(logits, Tensor):
         found = f"a {type(logits).__name__}"
-    elif logits.ndim != 2 or logits.shape[1] != classes:
+    elif logits.shape != (len(x), classes):
         found = f"{tuple(logits.shape)}"
     elif not logits.is_floating_point() and not scored:
         found = f"{logits.dtype} numbers"
@@ -188,3 +210,122 @@ def _check_output(model: nn.Module, x: Tensor, classes: int, *, scored: bool = F
         f"tensor of real logits, of shape (samples, {classes}): a column for each of the {classes} "
         "classes."
     )
+
+
+def _prepared(model: nn.Module, frozen: bool) -> nn.Module:
+    """Put a model into the mode in which it is run and make its dropout layers identities."""
+    model = model.train(not frozen)
+    for module in model.modules():
+        if type(module) in DROPOUT:
+            module.forward = lambda x: x  # still in training mode, which other code may look at
+    return model
+
+
+@torch.no_grad()
+def _without_zeros(model: nn.Module) -> None:
+    """Draw the parameters that are zero: they would hide what a model does before them."""
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        if p.is_floating_point() and not p.any():
+            p.data = torch.empty_like(p).normal_(std=0.1, generator=generator)
+
+
+def _made_up(samples: int, shape: tuple[int, ...]) -> Tensor:
+    """Return a batch of normal numbers, float64, shape (samples, *shape), the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def _same_draws() -> Iterator[None]:
+    """Seed torch's global generator, whose seed is secret in training; restore it afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@torch.no_grad()
+def _check_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Reject a model that changes itself, or that gives two outputs for the same batch.
+
+    The model is in float64 and :func:`_prepared`. Raises ModelError.
+    """
+    before, x = copy.deepcopy(model), _made_up(FEW, shape)
+    outputs: list[Tensor] = []
+    for _ in range(2):
+        with _same_draws():
+            outputs.append(model(x))
+        changed = first_change(before, model)
+        if changed is not None:
+            raise ModelError(
+                f"A forward pass changes {changed}: statistics of private data would be kept "
+                "without noise. Switch that off (for normalisation layers, "
+                "track_running_stats=False); keep nothing from one batch to the next."
+            )
+    first, again = outputs
+    if not torch.allclose(again, first, rtol=1e-6, atol=1e-9, equal_nan=True):
+        raise ModelError(
+            "The model gives another output for the same batch. Draw at random by torch alone, as "
+            "nn.Dropout, torch.rand and torch.bernoulli do: their seed is secret. If it keeps "
+            "something of what it has seen, that is of private records: keep nothing."
+        )
+
+
+@torch.enable_grad()
+def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+    """Reject a model whose recorded gradients are not all of its gradients.
+
+    It then uses a weight outside of its layer. The model is in float64 and :func:`_prepared`; its
+    parameters are moved. Raises ModelError.
+    """
+    x, y = _made_up(FEW, shape), torch.arange(FEW) % classes
+    layers = find_layers(model, x)
+    theta = flatten_parameters(layers)
+    total = torch.empty_like(theta)
+    ClippedSum(model, layers, len(x)).of(x, y, Metric(ball(1.0, theta)), total)
+    with _same_draws():
+        _, uses = record_uses(model, layers, x, y)
+    for layer, used in zip(layers, uses, strict=True):
+        part = total[layer.start : layer.stop]
+        choose_form(layer, used, ball=True).weighted_sum(x.new_ones(len(x)), None, part)
+    trained = [p.requires_grad_() for layer in layers for p in layer.parameters.values()]
+    with _same_draws():
+        loss = cross_entropy(model(x), y, reduction="sum")
+    parts = torch.autograd.grad(loss, trained, materialize_grads=True)
+    whole = torch.cat([part.flatten() for part in parts])
+    for layer in layers:
+        own = slice(layer.start, layer.stop)
+        off = float((total[own] - whole[own]).norm() / whole[own].norm().clamp(min=1e-12))
+        if off > 1e-6:
+            raise ModelError(
+                f"The gradient of layer {layer.name} from its calls is {off:.0%} off the whole: "
+                "its parameters are also used without calling it (for example F.linear(x, "
+                f"self.{layer.name}.weight)). Only call it."
+            )
+
+
+class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Rejects any operation whose result has fewer than 32 bits, as under autocast."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tensors_in(result):
+            if value.is_floating_point() and value.itemsize < 4:
+                raise ModelError(
+                    f"The model computes {func.overloadpacket.__name__} in {value.dtype}, as under "
+                    f"torch.autocast. {ROUNDING} Leave out autocast and casts to half."
+                )
+        return result
+
+
+@torch.enable_grad()
+def check_precision(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Reject a network with an operation below 32 bits on its device. Raises ModelError."""
+    x = _made_up(1, shape).float()
+    x = x.to(next(model.parameters(), x).device)
+    network = copy.deepcopy(model).train()
+    trained = [p for p in network.parameters() if p.requires_grad]
+    with torch.random.fork_rng(), _FullPrecision():  # type: ignore[no-untyped-call]
+        loss = cross_entropy(network(x), torch.zeros(1, dtype=torch.long, device=x.device))
+        if loss.requires_grad and trained:
+            torch.autograd.grad(loss, trained, allow_unused=True)

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from dpmac_cli.models.fine_tuning import LoraLinear
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
 #: Exceptions raised by reading a header that is not as dpmac writes it.
 BROKEN = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+#: Exceptions raised by reading what is no whole safetensors file.
+NOT_SAFE = (safetensors.SafetensorError, ValueError, KeyError)
 #: Entries that do not fit and are named; the rest are counted.
 NAMED = 8
-#: Endings of files that are pickles, keys under which these hold the weights, and what wrappers
-#: such as DistributedDataParallel put before every name.
-PICKLED, NESTED, PREFIXES = (".pth", ".pt"), ("state_dict", "model"), ("module.", "model.")
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
@@ -80,8 +79,7 @@ class PublicWeights:
         The layer ``head`` may start fresh, where the file has none of its shape, or the model may
         not have it. Raises ModelError if anything else does not fit.
         """
-        wanted, prefix = _held(model), f"{head}."
-        tensors = _without_prefix(self.tensors, wanted.keys())
+        wanted, tensors, prefix = _held(model), self.tensors, f"{head}."
         faults = {
             name: fault
             for name in sorted(wanted.keys() | tensors.keys())
@@ -121,16 +119,16 @@ def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:
 def read_weights(
     path: Path, flag: str = "--pretrained", sha256: str = "", remedy: str = ""
 ) -> PublicWeights:
-    """Read a file of public weights: safetensors, or a pickle that holds tensors alone.
+    """Read a safetensors file of public weights, or a pickle of tensors that is known.
 
     Args:
         path: of the file.
         flag: that the file belongs to, for messages.
-        sha256: the first digits that its checksum must have.
+        sha256: the first digits of the checksum of a known file, a pickle; "" for others.
         remedy: for a file that cannot be read, or has another checksum, as a sentence.
 
     Raises:
-        InputError: it cannot be read, is of another kind, or has another checksum.
+        InputError: it cannot be read, is no safetensors file, or has another checksum.
     """
     try:
         content = path.read_bytes()
@@ -143,11 +141,17 @@ def read_weights(
             f"{flag}: {path} is not the file that is known: its SHA-256 is {found}, not {sha256}. "
             f"{remedy}"
         )
-    header: dict[str, str] = {}
-    if path.suffix in PICKLED:
-        tensors = _unpickled(path, flag, content)
-    else:
-        tensors, header = _safe(path, flag, content)
+    if sha256:
+        known = torch.load(io.BytesIO(content), "cpu", weights_only=True)  # noqa: TID251  (published, SHA-256)
+        return PublicWeights(path, found, known, None)
+    try:
+        tensors, header = unpacked(content)
+    except NOT_SAFE as failure:
+        raise InputError(
+            f"{flag}: {path} is not a whole safetensors file. Convert what torch.save wrote, where "
+            "you trust it, in Python: safetensors.torch.save_file(torch.load("
+            f'"{path}", weights_only=True), "{path.with_suffix(".safetensors")}")'
+        ) from failure
     if CHECKPOINT_HEADER in header:
         raise InputError(
             f"{flag}: {path} is a private checkpoint, from which the noise of its run can be "
@@ -160,43 +164,9 @@ def read_weights(
     return PublicWeights(path, found, tensors, trained_on)
 
 
-def _safe(path: Path, flag: str, content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors and header of a safetensors file. Raises InputError."""
-    try:
-        tensors = safetensors.torch.load(content)
-    except (safetensors.SafetensorError, ValueError, KeyError) as failure:
-        raise InputError(
-            f"{flag}: {path} is not a whole safetensors file. A pickle of tensors must be named "
-            f"{' or '.join(PICKLED)}."
-        ) from failure
+def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors and header of a safetensors file. Raises :data:`NOT_SAFE`."""
+    tensors = safetensors.torch.load(content)
     size = int.from_bytes(content[:8], "little")
     header: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
     return tensors, header
-
-
-def _unpickled(path: Path, flag: str, content: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a pickle, by an unpickler that makes nothing else.
-
-    Raises InputError.
-    """
-    try:
-        file = io.BytesIO(content)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)  # noqa: TID251
-        while nested := next((loaded[k] for k in NESTED if isinstance(loaded.get(k), dict)), None):
-            loaded = nested
-        return {str(name): t.detach() for name, t in loaded.items() if isinstance(t, Tensor)}
-    except Exception as failure:  # whatever bytes that are no such pickle lead to
-        raise InputError(
-            f"{flag}: {path} is not a pickle of tensors by their names alone, and what else it "
-            "holds is not loaded, since that can run code. Where you trust it, convert it: "
-            'safetensors.torch.save_file(model.state_dict(), "weights.safetensors")'
-        ) from failure
-
-
-def _without_prefix(tensors: Mapping[str, Tensor], wanted: Set[str]) -> Mapping[str, Tensor]:
-    """Return tensors without what wrappers put before their names, if none fits as it is."""
-    for prefix in PREFIXES:
-        named = all(name.startswith(prefix) for name in tensors)
-        if tensors and named and not wanted & tensors.keys():
-            return _without_prefix({n.removeprefix(prefix): t for n, t in tensors.items()}, wanted)
-    return tensors

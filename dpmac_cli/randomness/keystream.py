@@ -13,8 +13,6 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 KEY_BYTES, AES_BLOCK = 32, 16
-#: Bytes that the cipher asks for and may not use, behind what is filled.
-SPARE = 2 * AES_BLOCK
 #: Blocks of key stream that a step has, as a power of two. No two steps share any.
 STEP_BITS = 64
 
@@ -69,40 +67,26 @@ class KeyStream:
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AES256(key)
-        self._zeros = memoryview(b"")
 
     def at(self, step: int) -> "Stretch":
         """Return the key stream of a step, from its first block."""
         counter = (step << STEP_BITS).to_bytes(AES_BLOCK, "big")
-        return Stretch(self, Cipher(self._cipher, CTR(counter)).encryptor())
-
-    def zeros(self, size: int) -> memoryview:
-        """Return zero bytes to encrypt."""
-        if len(self._zeros) < size:
-            self._zeros = memoryview(bytes(size))
-        return self._zeros[:size]
+        return Stretch(Cipher(self._cipher, CTR(counter)).encryptor())
 
 
 class Stretch(ISeedSequence):
     """Key stream of one step, no byte of which is handed out twice."""
 
-    def __init__(self, keys: KeyStream, cipher: Any) -> None:
-        self._keys, self._cipher = keys, cipher
-
-    def fill(self, out: NDArray[Any], count: int) -> None:
-        """Overwrite the first ``count`` numbers by the next bytes, in whole blocks.
-
-        ``out`` is contiguous, and :data:`SPARE` bytes longer; these are overwritten too.
-        """
-        size = -(-count * out.itemsize // AES_BLOCK) * AES_BLOCK
-        room = out.view(np.uint8).data[: size + AES_BLOCK]
-        self._cipher.update_into(self._keys.zeros(size), room)
+    def __init__(self, cipher: Any) -> None:
+        self._cipher = cipher
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
-        """Return the next words, as numpy asks the seed of a generator for them."""
-        out = np.empty(n_words + SPARE // np.dtype(dtype).itemsize, dtype)
-        self.fill(out, n_words)
-        return out[:n_words]
+        """Return the next words, of whole blocks, as numpy asks a seed of a generator for them."""
+        size = -(-n_words * np.dtype(dtype).itemsize // AES_BLOCK) * AES_BLOCK
+        out = np.empty(size + AES_BLOCK, np.uint8)  # the cipher asks for more room than it uses
+        self._cipher.update_into(bytes(size), out.data)
+        words: NDArray[Any] = out.view(dtype)[:n_words]
+        return words
 
     def generator(self) -> np.random.Generator:
         """Return numpy's SFC64, seeded by the next words."""

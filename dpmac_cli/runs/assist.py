@@ -13,19 +13,14 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs.environment import choose_device, environment
 from dpmac_cli.runs.folder import resume_command
-from dpmac_cli.runs.setup import Task, make_task, make_trainer, outcome
+from dpmac_cli.runs.setup import Task, make_task, make_trainer
+from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
 
 #: Fingerprints that must be the same at every rank.
 SHARED = ("data", "classes", "constants", "network", "pretrained")
-
-
-def check(plan: TrainPlan) -> None:
-    """Raise InputError for what several processes cannot do."""
-    if plan.audit.canaries:
-        raise InputError("--canaries audits a run of one process: leave it out.")
 
 
 def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:

@@ -17,7 +17,6 @@ from dpmac_cli.runs import folder
 
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95
-SCHEMA_VERSION = 1
 #: Largest bound to search for, and the precision of the search.
 MOST, PRECISION = 50.0, 1e-9
 
@@ -106,7 +105,7 @@ class Audit:
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of audit.json."""
-        return {"schema_version": SCHEMA_VERSION, "canaries": len(self.coins), **vars(self)}
+        return {"schema_version": 1, "canaries": len(self.coins), **vars(self)}
 
     def verdict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -130,7 +129,13 @@ def read_audit(run: Path) -> Audit:
     try:
         text = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as failure:
-        raise InputError(_no_audit(run)) from failure
+        why = (
+            f"{run} holds no {folder.AUDIT}: it is no audit run, or has not ended. Start one with "
+            f"dpmac train --canaries 1000, or go on: {folder.resume_command(run)}"
+        )
+        if not (run / folder.CONFIG).is_file():
+            why = f"{run} is not a run folder: it holds no {folder.CONFIG}. Name an audit run."
+        raise InputError(why) from failure
     except OSError as failure:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
     found = parse(Audit, text, file, "is not an audit as dpmac writes it", "Audit again.")
@@ -139,12 +144,3 @@ def read_audit(run: Path) -> Audit:
             f"{file} is damaged: it does not match its checksum in {folder.SUMS}. Audit again."
         )
     return found
-
-
-def _no_audit(run: Path) -> str:
-    if not (run / folder.CONFIG).is_file():
-        return f"{run} is not a run folder: it holds no {folder.CONFIG}. Name that of an audit run."
-    return (
-        f"{run} holds no {folder.AUDIT}: it is no audit run, or has not ended. Start one with "
-        f"dpmac train --canaries 1000, or go on: {folder.resume_command(run)}"
-    )

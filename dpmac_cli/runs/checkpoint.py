@@ -16,7 +16,7 @@ import safetensors.torch
 from torch import Tensor
 
 from dpmac_cli.errors import InputError
-from dpmac_cli.models.weights import CHECKPOINT_HEADER
+from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.storage import files
@@ -109,9 +109,8 @@ def _files(run: Path) -> list[Path]:
 
 
 def _load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-    with safetensors.safe_open(path, framework="pt") as opened:
-        sealed = json.loads((opened.metadata() or {})[CHECKPOINT_HEADER])
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    tensors, header = unpacked(path.read_bytes())
+    sealed = json.loads(header[CHECKPOINT_HEADER])
     if sealed["version"] != VERSION:
         raise ValueError(f"written by another version of dpmac, format {sealed['version']}")
     if sealed["sha256"] != digest(tensors, sealed["record"]):

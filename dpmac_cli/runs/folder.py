@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import shlex
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,22 +24,20 @@ METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
 CARD = "model-card.md"
 AUDIT = "audit.json"
-CURVES = "curves.svg"
 CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
 #: In the folder of checkpoints: steps that may have begun.
 LEDGER = "spent.json"
 #: Attempts at a run of a study before this one, should the ledger be lost.
 ATTEMPTS = ".attempts.json"
-PUBLISHED = (CONFIG, REPORT, METRICS, CARD, MODEL)
-SEALED = (*PUBLISHED, AUDIT, CURVES)
+#: Files of a run to publish, those for readers first.
+PUBLISHED = (MODEL, CARD, REPORT, METRICS, CONFIG)
+SEALED = (*PUBLISHED, AUDIT)
 #: The checksums of other files, as sha256sum writes and checks them. Only of files to publish.
 SUMS = "SHA256SUMS"
 
-#: Exceptions raised by reading a JSON record that is missing or damaged.
-BROKEN = (OSError, ValueError, KeyError, TypeError, RecursionError)
-#: How often a lock is tried for, and the seconds in between. Who lists runs holds it for a moment.
-TRIES, PATIENCE = 10, 0.02
+#: Exceptions raised by reading a record in JSON or YAML that is missing or damaged.
+BROKEN = (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
 
 
 def private_folder(run: Path) -> Path:
@@ -115,35 +113,19 @@ def locked(run: Path) -> Iterator[None]:
     with _writable(run):
         handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
     try:
-        if not _taken(handle, fcntl.LOCK_EX, TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as failure:
             raise InputError(
                 f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
                 "stop it."
-            )
+            ) from failure
         for place in (run, run / CHECKPOINTS):
             for part in place.glob(f".*{PART}"):
                 part.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)
-
-
-def _taken(handle: int, kind: int, tries: int = 1) -> bool:
-    for attempt in range(tries):
-        if attempt:
-            time.sleep(PATIENCE)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            return True
-    return False
-
-
-def in_use(run: Path) -> bool:
-    """Return whether a process holds a run's folder; False if that is unknown."""
-    # A run that starts while this holds the shared lock tries again.
-    with contextlib.suppress(OSError), (run / LOCK).open("rb") as file:
-        return not _taken(file.fileno(), fcntl.LOCK_SH)
-    return False
 
 
 def clear(run: Path) -> None:
@@ -185,6 +167,11 @@ def is_configured(folder: Path) -> bool:
         return False
 
 
+def settings(run: Path) -> dict[str, Any]:
+    """Return the contents of a run's config.yaml. Raises :data:`BROKEN`."""
+    return dict(yaml.safe_load((run / CONFIG).read_bytes()))
+
+
 def check_run_folder(run: Path, flag: str = "--resume") -> None:
     """Reject a folder that holds no run, or a run whose configuration was altered."""
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
@@ -200,8 +187,8 @@ def check_run_folder(run: Path, flag: str = "--resume") -> None:
 def resume_command(run: Path, flag: str = "--resume") -> str:
     """Return the command that resumes a run, with its user-supplied model, if it has one."""
     own = ""
-    with contextlib.suppress(*BROKEN, AttributeError, yaml.YAMLError):
-        model = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))["model"]
+    with contextlib.suppress(*BROKEN, AttributeError):
+        model = settings(run)["model"]
         if isinstance(parse_model(model), UserModel) and model.isprintable():
             own = f" --model {shlex.quote(model)}"
     return f"dpmac train {flag} {run}{own}"

@@ -90,10 +90,10 @@ def check_given(
     source, dataset, model = recorded["dataset"], given.get("dataset"), given.get("model")
     if source not in DATASETS:
         if dataset is None and not Path(source).exists():
-            raise InputError(
-                f"The run's data {source} is not where it was. Put it back, or name its new place "
-                "with --dataset."
-            )
+            remedy = "Put it back, or name its new place with --dataset."
+            if source.startswith("<"):
+                remedy = 'It was at hand in a program: give it as {"dataset": ...}.'
+            raise InputError(f"The run's data {source} is not where it was. {remedy}")
         moved |= {"dataset"} if dataset not in DATASETS else set()
     if isinstance(parse_model(recorded["model"]), UserModel):
         if model is None or not isinstance(parse_model(str(model)), UserModel):

@@ -7,11 +7,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import nn
 
-from dpmac_cli.accounting.samplers import NEIGHBOURS
-from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon
+from dpmac_cli.accounting.statements import NEIGHBOURS, NO_PRIVACY, format_epsilon
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
-
-TEMPLATE = "model_card.md.jinja"
 
 
 def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
@@ -24,7 +21,7 @@ def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {"fmt": format, "epsilon": format_epsilon, "as_code": _as_code}
-    return environment.get_template(TEMPLATE).render(
+    return environment.get_template("model_card.md.jinja").render(
         report,
         network=model,
         plain=_is_plain(model),

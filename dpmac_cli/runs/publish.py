@@ -20,7 +20,15 @@ from dpmac_cli.models import registry
 from dpmac_cli.models.backbones import PublicBackbone
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
 from dpmac_cli.models.features import FrozenFeatures
-from dpmac_cli.models.weights import CHECKPOINT_HEADER, MODEL_HEADER, _stored, adopt, published
+from dpmac_cli.models.weights import (
+    CHECKPOINT_HEADER,
+    MODEL_HEADER,
+    NOT_SAFE,
+    _stored,
+    adopt,
+    published,
+    unpacked,
+)
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.report_file import Facts, parse
 from dpmac_cli.storage import files
@@ -95,8 +103,8 @@ def load_model(
         raise ModelError(f"{file} was trained on {name}, which this version does not know.")
     reference, features = _network(file, facts, factory), _features(file, facts)
     misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
-    wanted, held = {"an image": f"{described.shape}"}, {"an image": f"{facts.shape}"}
-    held |= _forms(tensors)
+    wanted = {"an image": f"{described.shape}"}
+    held = {"an image": f"{facts.shape}", **_forms(tensors)}
     if isinstance(reference, registry.BuiltIn):
         with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
             shapes = build_network(reference.name, seen_by_network(described, features))
@@ -164,7 +172,7 @@ def _described(facts: Facts) -> Dataset:
     """Return the dataset that a model was trained on, as far as a network depends on it."""
     names = ("shape", "classes", "levels", "mean", "std")
     given = {name: getattr(facts, name) for name in names}
-    return replace(DATASETS["mnist"], **given, sha256=None, is_table=facts.levels == 1)
+    return replace(DATASETS["mnist"], **given, sha256=None)
 
 
 def _find(path: Path) -> Path:
@@ -188,7 +196,14 @@ def _find(path: Path) -> Path:
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], Facts]:
     """Return weights and facts of a model file; the facts also validated. Raises InputError."""
-    tensors, header = _open(file)
+    try:
+        tensors, header = unpacked(file.read_bytes())
+    except NOT_SAFE as failure:
+        raise InputError(
+            f"{file} is not a whole safetensors file: it is damaged, or of another kind. {WANTED}"
+        ) from failure
+    except OSError as failure:
+        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
     if CHECKPOINT_HEADER in header:
         raise InputError(
             f"{file} is a private checkpoint, from which the noise of its run can be computed. "
@@ -203,22 +218,6 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], Facts]:
         )
     _check_weights(file, tensors)
     return tensors, kept, facts
-
-
-def _open(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors and header of a safetensors file. Raises InputError."""
-    try:
-        with file.open("rb"):  # safetensors says of every file it may not open that it is missing
-            pass
-        with safetensors.safe_open(file, framework="pt") as opened:
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            return tensors, opened.metadata() or {}
-    except safetensors.SafetensorError as failure:
-        raise InputError(
-            f"{file} is not a whole safetensors file: it is damaged, or of another kind. {WANTED}"
-        ) from failure
-    except OSError as failure:
-        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
 
 
 def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Recount of a run: its epsilon computed again from its report."""
+"""Runs read back from their files: their events, and epsilon computed again. Loads no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,15 @@ from pathlib import Path
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.pricing import Row, best_of, price
+from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.config import question
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import ledger
-from dpmac_cli.runs.folder import REPORT, SUMS, vouched
+from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.report_file import read_report
 
 TOLERANCE = 1e-3
 #: Flags that make sense beside a run, which brings everything else.
-BESIDE_A_RUN = ("delta", "accountant", "runs")
+BESIDE_A_RUN = ("delta", "accountant")
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,13 @@ def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> 
         raise InputError(errors)
     report = read_report(path)
     events, own_delta = report.training_events(), report.delta or question.DEFAULT_DELTA
-    delta = typed.delta if "delta" in given else own_delta
+    delta = typed.get("delta", own_delta)
     rows = [
         replace(price(events, delta, accountant), dataset_size=report.train_size)
-        for accountant in question.accountants_for(events[-1].sampler, typed.accountant)
+        for accountant in question.accountants_for(typed.get("accountant"))
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
-    return Recount(list(best_of(rows, typed.runs)), stored, total_epsilon(events, own_delta))
+    return Recount(rows, stored, total_epsilon(events, own_delta))
 
 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
@@ -70,7 +69,11 @@ def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]
     nor ledger can be read.
     """
     found = ledger.read(run)
-    if found is not None and (run / SUMS).exists() and not vouched(run, REPORT):
+    if (
+        found is not None
+        and (run / folder.SUMS).exists()
+        and not folder.vouched(run, folder.REPORT)
+    ):
         # The report is damaged, or from before the run was resumed.
         return (*(found.abandoned if attempts else ()), *found.earlier, found.event)
     return read_report(run).training_events(attempts=attempts)

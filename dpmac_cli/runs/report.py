@@ -4,7 +4,6 @@ import math
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import NormalDist
@@ -13,13 +12,13 @@ from typing import Any, Literal
 
 from dpmac_cli.accounting import accountants as accounting
 from dpmac_cli.accounting import samplers, statements
-from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.plan import PublicFile, TrainPlan
-from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name
+from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name, metric_key
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
-from dpmac_cli.models.validation import Independence
+from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
+from dpmac_cli.runs.setup import Task
 from dpmac_cli.training.loop import Evaluated
 
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
@@ -32,68 +31,22 @@ TEXTS: Any = SimpleNamespace(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Outcome of a run: lines of metrics.jsonl, values and seconds of training at its end.
+def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
+    """Return the guarantee of a run, all parts counted but not the attempts that it replaces.
 
-    ``total_seconds`` count from when the run was last started. ``chunk`` is the physical batch.
-    """
-
-    state: State
-    history: Sequence[Mapping[str, Any]]
-    post_noise: Mapping[str, float]
-    seconds: float
-    total_seconds: float
-    device: str
-    chunk: int
-
-
-@dataclass(frozen=True)
-class Bill:
-    """Events of a run, one per part, and the randomness that they used.
-
-    ``planned`` is the last event as planned. ``seeded`` if any part used a chosen seed, ``secure``
-    if every part ran with --secure. Epsilon leaves out ``abandoned``, the events of attempts that
-    the run replaces in a study.
-    """
-
-    events: tuple[TrainingEvent, ...]
-    planned: TrainingEvent
-    seeded: bool
-    secure: bool = False
-    abandoned: tuple[TrainingEvent, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """Public facts of a network that the configuration does not hold.
-
-    Numbers of parameters and of trained ones, evidence that samples are independent, code that
-    constructs a user-supplied network, SHA-256 of the file of public weights.
-    """
-
-    parameters: int
-    trained: int
-    independence: Independence = "built in"
-    built_by: str | None = None
-    pretrained: str | None = None
-
-
-def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
-    """Return the guarantee of a run, all parts counted.
+    The event of ``spent`` is as planned.
 
     Null are ``noise_multiplier`` and ``sampling_rate`` where parts differ, and what a run without
     privacy does not have.
     """
-    epsilon = accounting.total_epsilon(bill.events, plan.delta)
-    planned = accounting.total_epsilon((*bill.events[:-1], bill.planned), plan.delta)
-    private = plan.private
-    sampling = samplers.SAMPLERS[plan.event.sampler]
-    promise = statements.statement(epsilon, plan.delta, bill.events)
-    seeds = TEXTS.seed_given if bill.seeded else TEXTS.seed_kept_nowhere
+    events, private = spent.events, plan.private
+    epsilon = accounting.total_epsilon(events, plan.delta)
+    planned = accounting.total_epsilon((*spent.earlier, spent.event), plan.delta)
+    promise = statements.statement(epsilon, plan.delta, events)
+    seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
     if plan.secure:
-        drawn = TEXTS.drawn_securely if bill.secure else TEXTS.drawn_both_ways
+        drawn = TEXTS.drawn_securely if spent.secure else TEXTS.drawn_both_ways
     if not private:
         seeds = drawn = TEXTS.no_secrets
     return {
@@ -101,23 +54,26 @@ def privacy(plan: TrainPlan, bill: Bill) -> dict[str, Any]:
         "epsilon": _finite(epsilon),
         "epsilon_planned": _finite(planned),
         "delta": plan.delta if private else None,
-        "noise_multiplier": statements.common(event.noise_multiplier for event in bill.events),
+        "noise_multiplier": statements.common(event.noise_multiplier for event in events),
         "sampler": plan.event.sampler,
-        "sampling_rate": statements.common(event.sampling_rate for event in bill.events),
-        "steps": sum(event.steps for event in bill.events),
-        "events": [vars(event) for event in bill.events],
-        "abandoned": [vars(event) for event in bill.abandoned],
-        "adjacency": sampling.adjacency if private else None,
-        "accountant": accounting.ACCOUNTANTS[sampling.accountants[0]] if private else None,
-        "statement": " ".join((TEXTS.seed_given, promise)) if private and bill.seeded else promise,
-        "seed_policy": {"given": bill.seeded, "statement": seeds},
-        "randomness": {"secure": bill.secure, "statement": drawn},
+        "sampling_rate": statements.common(event.sampling_rate for event in events),
+        "steps": sum(event.steps for event in events),
+        "events": [vars(event) for event in events],
+        "abandoned": [vars(event) for event in spent.abandoned],
+        "adjacency": samplers.ADJACENCY if private else None,
+        "accountant": accounting.ACCOUNTANTS[accounting.DEFAULT_ACCOUNTANT] if private else None,
+        "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
+        "seed_policy": {"given": spent.seeded, "statement": seeds},
+        "randomness": {"secure": spent.secure, "statement": drawn},
     }
 
 
-def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any]:
-    """Return the facts to publish with the weights, in the model file's header."""
-    facts, inferred, kind = plan.facts, plan.found.inferred, network.independence
+def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dict[str, Any]:
+    """Return the facts to publish with the weights, in the model file's header.
+
+    ``trained`` is the number of parameters that are trained.
+    """
+    facts, inferred, kind = plan.facts, plan.found.inferred, task.independence
     schema = plan.data.schema if isinstance(plan.data, Source) else None
     notes = [TEXTS.public] + [TEXTS.declared] * (schema is not None)
     notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
@@ -131,6 +87,7 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
             "test_size": facts.test_size,
             "sha256": facts.sha256,
             "own": plan.own_data,
+            "multilabel": facts.multilabel,
             "held_out": plan.found.held_out,
             "test_note": TEXTS.held_out if plan.found.held_out else None,
             "taken_from_records": list(inferred),
@@ -139,24 +96,24 @@ def public_facts(plan: TrainPlan, bill: Bill, network: Network) -> dict[str, Any
         },
         "model": {
             "name": plan.model.name,
-            "parameters": network.parameters,
+            "parameters": task.parameters,
             "fix_norm": plan.fix_norm,
             "to_float32": plan.to_float32,
-            "built_by": network.built_by,
+            "built_by": task.built_by or None,
             "independence": {"kind": kind, "statement": TEXTS.independence[kind]},
-            **_public_part(plan, network),
+            **_public_part(plan, task, trained),
         },
         "input": {
             "levels": facts.levels,
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
         "classes": list(facts.classes),
-        "privacy": privacy(plan, bill),
+        "privacy": privacy(plan, spent),
         "audit": audit if plan.audit.canaries else None,
     }
 
 
-def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
+def _public_part(plan: TrainPlan, task: Task, trained: int) -> dict[str, Any]:
     """Return the part of a network that was public before its training; nothing for most."""
     features, start = plan.features, plan.start
     said, file = [], None
@@ -169,43 +126,54 @@ def _public_part(plan: TrainPlan, network: Network) -> dict[str, Any]:
         said.append(TEXTS.pretrained.format(file=file))
     if plan.starts_public and plan.trained.part != "all":
         said.append(TEXTS.trained.format(part=PARTS[plan.trained.part]))
+    flags = ("features", "backbone", "backbone-size", "train", "lora-rank", "lora-alpha")
     part = {
-        "features": plan.recorded.get("features"),
-        "backbone": plan.recorded.get("backbone"),
-        "backbone_size": plan.recorded.get("backbone-size"),
+        **{flag.replace("-", "_"): plan.recorded.get(flag) for flag in flags},
         "backbone_flips": plan.recorded.get("backbone-flips", False),
         "pretrained": file,
-        "sha256": network.pretrained,
-        "train": plan.recorded.get("train"),
-        "lora_rank": plan.recorded.get("lora-rank"),
-        "lora_alpha": plan.recorded.get("lora-alpha"),
-        "trained_parameters": network.trained,
+        "sha256": task.fingerprints.get("pretrained"),
+        "trained_parameters": trained,
         "statement": " ".join(said),
     }
     return {"public_part": part} if said else {}
 
 
 def build_report(
-    plan: TrainPlan, facts: Mapping[str, Any], steps: int, outcome: Outcome
+    plan: TrainPlan,
+    facts: Mapping[str, Any],
+    *,
+    state: State,
+    steps: int,
+    history: Sequence[Mapping[str, Any]],
+    metrics: Mapping[str, Any],
+    post_noise: Mapping[str, float],
+    seconds: float,
+    total_seconds: float,
+    machine: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the whole report, as in docs/report.schema.json.
 
     Args:
         facts: of :func:`public_facts`.
         steps: number of steps that the published model was trained for.
+        history: lines of metrics.jsonl.
+        metrics: of the test records, as JSON values.
+        seconds: of training; ``total_seconds`` since the run was last started.
+        machine: facts of the machine, beside those of the operating system.
     """
-    last = outcome.history[-1]
-    best = max(outcome.history, key=lambda line: float(line["test_accuracy"]))
+    last = history[-1]
+    best = max(history, key=lambda line: float(line["test_accuracy"]))
     used = plan.method.settings if plan.private else plan.method.settings_without_clipping
-    speed = steps / outcome.seconds if outcome.seconds > 0 else 0.0
+    speed = steps / seconds if seconds > 0 else 0.0
     return {
         **facts,
-        "state": outcome.state,
+        "state": state,
         "test": {
             "accuracy": last["test_accuracy"],
             "accuracy_interval": sampling_error(last["test_accuracy"], last["test_samples"]),
             "loss": last["test_loss"],
             "samples": last["test_samples"],
+            **{name: value for name, value in metrics.items() if name != "accuracy"},
             "best_accuracy": best["test_accuracy"],
             "best_epoch": best["epoch"],
         },
@@ -216,19 +184,18 @@ def build_report(
             **{name: getattr(plan.hyper, name) for name in sorted(used)},
         },
         "recipe": {n: plan.recorded.get(flag_name(n), d) for n, d in RECIPE_DEFAULTS.items()},
-        "post_noise": dict(outcome.post_noise),
+        "post_noise": dict(post_noise),
         "timings": {
-            "training_seconds": round(outcome.seconds, 3),
-            "total_seconds": round(outcome.total_seconds, 3),
+            "training_seconds": round(seconds, 3),
+            "total_seconds": round(total_seconds, 3),
             "steps_per_second": round(speed, 2),
             "samples_per_second": round(speed * plan.batch_size, 1),
         },
         "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
         "machine": {
-            "device": outcome.device,
             "system": platform.system(),
             "processor": platform.machine(),
-            "physical_batch": outcome.chunk,
+            **machine,
         },
     }
 
@@ -250,6 +217,7 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
         "epsilon": _finite(epsilon),
         "delta": plan.delta if plan.private else None,
         "test_accuracy": evaluated.result.accuracy,
+        metric_key(plan.metric): _finite(evaluated.result.metric(plan.metric)),
         "test_loss": _finite(evaluated.result.loss),
         "test_samples": evaluated.result.samples,
         "seconds": round(evaluated.seconds, 3),

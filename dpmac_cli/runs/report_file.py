@@ -1,7 +1,7 @@
 """Pydantic models of the JSON files that dpmac reads back: reports, model headers, audits.
 
-They name the keys that are read. Other keys are ignored, and keys that files of earlier versions
-lack have defaults. Strict: numbers are finite, and no value is converted to another type.
+They name the keys that are read; other keys are ignored. Strict: numbers are finite, and no value
+is converted to another type.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -22,12 +23,11 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.config.settings import Probability
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 
 SCHEMA_VERSION = 1
-#: Number of faults to name in a message.
-NAMED = 3
 T = TypeVar("T")
 
 
@@ -44,8 +44,6 @@ def _at(*keys: str, **limits: Any) -> Any:
 
 Name = Annotated[str, AfterValidator(_printable)]
 Count = Annotated[int, Field(ge=1)]
-Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-Probability = Annotated[float, Field(gt=0, lt=1)]
 Noise = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
 STRICT = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
@@ -60,35 +58,35 @@ class Event(BaseModel):
 
     sampling_rate: float = Field(ge=1e-9, le=1)
     noise_multiplier: Noise
-    steps: Steps
-    sampler: Literal[tuple(SAMPLERS)] = "poisson"  # type: ignore[valid-type]
-    steps_per_epoch: Count = 1
+    steps: int = Field(ge=0, le=MOST_STEPS)
+    sampler: Literal[tuple(SAMPLERS)]  # type: ignore[valid-type]
+    steps_per_epoch: Count
+
+    @field_validator("sampler", mode="before")
+    @classmethod
+    def _check_sampler(cls, name: object) -> object:
+        if name in ("shuffle", "fixed-size"):
+            raise ValueError(
+                f"{name} sampling is no longer supported; use the version of dpmac that trained it"
+            )
+        return name
 
 
 class Report(BaseModel):
     """The keys of report.json that dpmac reads.
 
-    ``epsilon`` is None if it is infinite, ``delta`` if no noise was added, ``audit`` if there were
-    no canaries.
+    ``epsilon`` is None if it is infinite, ``delta`` if no noise was added.
     """
 
     model_config = STRICT
 
-    state: Name
-    optimizer: Name
     dataset: Name = _at("dataset", "name")
     train_size: Count = _at("dataset", "train_size")
     private: bool = _at("privacy", "private")
     epsilon: float | None = _at("privacy", "epsilon", ge=0)
     delta: Probability | None = _at("privacy", "delta")
-    adjacency: Name | None = _at("privacy", "adjacency")
-    seeded: bool = _at("privacy", "seed_policy", "given")
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
-    abandoned: tuple[Event, ...] = _at("privacy", "abandoned", default=())
-    accuracy: float = _at("test", "accuracy", ge=0, le=1)
-    steps: Steps = _at("hyperparameters", "steps")
-    training_seconds: float = _at("timings", "training_seconds", ge=0)
-    audit: object = None
+    abandoned: tuple[Event, ...] = _at("privacy", "abandoned")
 
     @model_validator(mode="after")
     def _check_noise(self) -> "Report":
@@ -107,18 +105,18 @@ class Facts(BaseModel):
     """The keys of a model file's header that dpmac reads.
 
     Images are prepared as ``(pixels / levels - mean) / std``, per channel. ``trained_part``,
-    ``features``, ``backbone`` and ``backbone_size`` are None in
-    networks without such a public part.
+    ``features``, ``backbone`` and ``backbone_size`` are None in networks without a public part.
     """
 
     model_config = STRICT
 
     checksum: str
     dataset: Name = _at("dataset", "name")
-    own: bool = _at("dataset", "own", default=False)
+    own: bool = _at("dataset", "own")
+    multilabel: bool = _at("dataset", "multilabel")
     model: Name = _at("model", "name")
-    fix_norm: bool = _at("model", "fix_norm", default=False)
-    to_float32: bool = _at("model", "to_float32", default=False)
+    fix_norm: bool = _at("model", "fix_norm")
+    to_float32: bool = _at("model", "to_float32")
     trained_part: Name | None = _at("model", "public_part", "train", default=None)
     features: Name | None = _at("model", "public_part", "features", default=None)
     backbone: Name | None = _at("model", "public_part", "backbone", default=None)
@@ -148,7 +146,7 @@ class _Versioned(BaseModel):
 def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
     """Return the JSON text of a file as ``kind``, a model above or a dataclass.
 
-    A message names the file, the complaint, faults in brackets, and the remedy.
+    A message names the file, the complaint, the first fault in brackets, and the remedy.
 
     Raises:
         InputError: a key is missing or has a value that dpmac does not write, or a newer version
@@ -159,12 +157,10 @@ def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: 
         if version <= SCHEMA_VERSION:
             return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as failure:
-        found = [f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in failure.errors()]
-        faults = [fault.removeprefix(": ").replace("Value error, ", "") for fault in found]
-        more = [f"{len(faults) - NAMED} more"] * (len(faults) > NAMED)
-        raise InputError(
-            f"{file} {complaint} ({'; '.join(faults[:NAMED] + more)}). {remedy}"
-        ) from failure
+        first = failure.errors()[0]
+        fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        fault = fault.replace("Value error, ", "")
+        raise InputError(f"{file} {complaint} ({fault}). {remedy}") from failure
     raise InputError(
         f"{file} was written by a newer dpmac (format {version}; this one knows "
         f"{SCHEMA_VERSION}). Upgrade dpmac."
@@ -177,11 +173,6 @@ def read_report(path: Path) -> Report:
     Raises:
         InputError: it is missing, cannot be read, or is not a report of this version.
     """
-    if path.suffix == ".safetensors":
-        raise InputError(
-            f"{path} is a model, which does not say what was done with the records. Name its run's "
-            f"folder, or the {folder.REPORT} in it."
-        )
     file = path / folder.REPORT if path.is_dir() else path
     try:
         text = file.read_bytes()

@@ -7,6 +7,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import data_settings, resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.schema import AtHand
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
@@ -28,7 +29,7 @@ class Scored:
 
 def score(
     path: Path | str,
-    dataset: str | None = None,
+    dataset: str | AtHand | None = None,
     data_dir: Path | str | None = None,
     device: str = "auto",
     factory: str | None = None,
@@ -37,7 +38,8 @@ def score(
 
     Args:
         path: a run folder or a model file.
-        dataset: a name, or the path of your own data; None for what it was trained on.
+        dataset: a name, the path of your own data, or records at hand; None for what it was
+            trained on.
         data_dir: where data sets lie; None for the environment's or the cache.
         device: as in ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
@@ -63,7 +65,7 @@ def score(
     return Scored(result, plan.dataset_name, list(plan.facts.classes), file)
 
 
-def _chosen(file: Path, facts: Facts, dataset: str | None) -> TrainPlan:
+def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan:
     """Return a plan with the data to score on. Raises InputError and ModelError."""
     beside = file.parent / CONFIG
     if facts.own and beside.is_file():

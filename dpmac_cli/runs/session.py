@@ -1,37 +1,31 @@
 """A run being trained: from its first step here to the files it ends with."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.schedule import epsilon_schedule
+from dpmac_cli.accounting.pricing import epsilon_schedule
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
-from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.runs import assist, audit, checkpoint, folder
 from dpmac_cli.runs.environment import device_name, environment
-from dpmac_cli.runs.ledger import Ledger
+from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.model_card import model_card
 from dpmac_cli.runs.publish import save_model
-from dpmac_cli.runs.report import (
-    Bill,
-    Network,
-    Outcome,
-    State,
-    build_report,
-    metrics_line,
-    public_facts,
-)
+from dpmac_cli.runs.report import State, build_report, metrics_line, public_facts
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.storage import files
+from dpmac_cli.storage.progress import Computing
 from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.loop import Evaluated, Progress, fit
+from dpmac_cli.training.metrics import all_metrics, as_values
 from dpmac_cli.training.trainer import Trainer
 
 
@@ -41,8 +35,7 @@ class Started:
 
     Attributes:
         parameters: numbers of trained parameters, d, and of all.
-        done: steps taken before. steps: that it will end at.
-        cut_short: whether --max-epsilon allows fewer steps than were asked for.
+        done: steps taken before. steps: that it will end at, as --max-epsilon allows.
         fresh_noise: why noise and batches are drawn with new keys; "" where they are not.
         notes: for the person who runs it.
     """
@@ -52,7 +45,6 @@ class Started:
     parameters: tuple[int, int]
     done: int
     steps: int
-    cut_short: bool
     fresh_noise: str = ""
     notes: tuple[str, ...] = ()
 
@@ -96,10 +88,7 @@ RunEvent = Computing | Started | Update | Reduced | Finished
 
 @dataclass(kw_only=True)
 class Session:
-    """A run that is being trained, after ``seconds`` of training at ``trainer.state.step``.
-
-    The file metrics.jsonl has ``shown`` lines of its ``history``.
-    """
+    """A run that is being trained, after ``seconds`` of training at ``trainer.state.step``."""
 
     plan: TrainPlan
     task: Task
@@ -108,30 +97,21 @@ class Session:
     ledger: Ledger
     ranks: Ranks | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
-    shown: int = 0
     seconds: float = 0.0
     fresh_noise: str = ""
     notes: tuple[str, ...] = ()
+    scored: Evaluation | None = None
 
     @property
     def steps(self) -> int:
         """Step that the run will end at."""
         return self.ledger.spent.end
 
-    def event(self, steps: int) -> TrainingEvent:
-        """Return the current event by the time the run has taken ``steps`` in all."""
-        return self.plan.event_of(steps - self.ledger.spent.base)
-
-    def bill(self) -> Bill:
-        """Return what has been done with the records, by this session and by those before."""
+    def spent(self) -> Spent:
+        """Return what has been done with the records, and as planned without --max-epsilon."""
         spent, charged = self.ledger.spent, self.ledger.charged(self.trainer.state.step)
-        return Bill(
-            events=(*spent.earlier, self.event(charged)),
-            planned=self.event(self.plan.steps),
-            seeded=spent.seeded,
-            secure=spent.secure,
-            abandoned=spent.abandoned,
-        )
+        planned = self.plan.event_of(self.plan.steps - spent.base)
+        return replace(spent, event=planned, begun=charged)
 
     def begin_files(self) -> None:
         """Write config.yaml and its checksum, the only one while training, and the metrics."""
@@ -161,10 +141,9 @@ class Session:
         yield Started(
             plan=self.plan,
             folder=self.where,
-            parameters=(self._network.trained, self._network.parameters),
+            parameters=(self.trainer.state.theta.numel(), self.task.parameters),
             done=self.trainer.state.step,
             steps=self.steps,
-            cut_short=self.steps < self.plan.steps,
             fresh_noise=self.fresh_noise,
             notes=self.notes,
         )
@@ -177,13 +156,13 @@ class Session:
             epoch = failure.step / self.plan.steps_per_epoch
             self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
             self.ledger.write(self.ledger.charged(failure.step))
-            self._show()
+            self._write_metrics()
             raise
         self.ledger.write(self.ledger.charged(self.trainer.state.step))
         if self.ranks is not None:
             self.ranks.dismiss()
         self.save()
-        yield self._publish(time.perf_counter() - began)
+        yield self.publish(time.perf_counter() - began)
 
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
@@ -205,8 +184,9 @@ class Session:
                 epsilon = None if schedule is None else schedule.at(event.step - spent.base)
                 if isinstance(event, Evaluated):
                     if event.last:  # as in the report: a run may end between the schedule's points
-                        epsilon = total_epsilon(self.bill().events, plan.delta)
+                        epsilon = total_epsilon(self.spent().events, plan.delta)
                     assert epsilon is not None  # noqa: S101  (the schedule was waited for)
+                    self.scored = event.result
                     self.history.append(metrics_line(event, epsilon, plan))
                 # A step that is yet to be scored would never be, if a run went on from after it.
                 scores = event.step % plan.steps_per_epoch == 0 or event.step == self.steps
@@ -220,54 +200,44 @@ class Session:
                     saved = time.perf_counter()
                     if reduced:  # nor may one from before serve, where chunks were larger
                         checkpoint.discard(self.where, but=kept)
-                self._show()
+                if scored:
+                    self._write_metrics()
                 if reduced:
                     chunk = trainer.state.chunk
                     yield Reduced(event.step, chunk)
                 planned = schedule.points[-1][1] if schedule else None
                 yield Update(event=event, epsilon=epsilon, planned=planned)
 
-    def _publish(self, total_seconds: float) -> Finished:
+    def publish(self, total_seconds: float) -> Finished:
         """Write the files that a run ends with, their checksums last."""
         plan, trainer, where, task = self.plan, self.trainer, self.where, self.task
         state: State = "finished" if self.steps == plan.steps else "budget-spent"
         if trainer.state.step < self.steps:
             state = "interrupted"
-        outcome = Outcome(
+        answers = (self.scored or trainer.evaluate()).answers  # a run may be resumed at its end
+        theta, chunk = trainer.state.theta, trainer.state.chunk
+        facts = public_facts(plan, self.spent(), task, theta.numel())
+        with trainer.published():
+            save_model(where / folder.MODEL, task.model, facts)
+        report = build_report(
+            plan,
+            facts,
             state=state,
+            steps=trainer.state.step,
             history=self.history,
+            metrics=as_values(answers, all_metrics(answers)),
             post_noise=trainer.public_values(),
             seconds=self.seconds,
             total_seconds=total_seconds,
-            device=device_name(trainer.state.theta.device),
-            chunk=trainer.state.chunk,
+            machine={"device": device_name(theta.device), "physical_batch": chunk},
         )
-        facts = public_facts(plan, self.bill(), self._network)
-        with trainer.published():
-            save_model(where / folder.MODEL, task.model, facts)
-        report = build_report(plan, facts, trainer.state.step, outcome)
         files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
         files.write_atomically(where / folder.REPORT, files.to_json(report).encode())
         if state != "interrupted":  # coins and all: only of a run that cannot be resumed
             self._write_audit(report)
         self._write_metrics()
-        if plan.plot:
-            from dpmac_cli.plots import draw_curves  # noqa: PLC0415  (loads matplotlib)
-
-            title = f"{plan.dataset_name}, {plan.optimizer}"
-            draw_curves(self.history, title, where / folder.CURVES)
         folder.seal(where)
         return Finished(report, where, state)
-
-    @property
-    def _network(self) -> Network:
-        return Network(
-            parameters=sum(p.numel() for p in self.task.model.parameters()),
-            trained=self.trainer.state.theta.numel(),
-            independence=self.task.independence,
-            built_by=self.task.built_by or None,
-            pretrained=self.task.fingerprints.get("pretrained"),
-        )
 
     def _write_audit(self, report: Mapping[str, Any]) -> None:
         if not self.trainer.hooks:
@@ -280,12 +250,5 @@ class Session:
         files.write_atomically(self.where / folder.AUDIT, text.encode())
 
     def _write_metrics(self) -> None:
-        text = "".join(map(files.to_line, self.history))
-        files.write_atomically(self.where / folder.METRICS, text.encode())
-        self.shown = len(self.history)
-
-    def _show(self) -> None:
-        """Add to metrics.jsonl the lines that are missing there."""
-        for line in self.history[self.shown :]:
-            files.append_line(self.where / folder.METRICS, line)
-            self.shown += 1
+        lines = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in self.history)
+        files.write_atomically(self.where / folder.METRICS, lines.encode())

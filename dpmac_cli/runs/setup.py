@@ -2,27 +2,31 @@
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import nn
 
 from dpmac_cli.config.plan import PublicFile, Secret, TrainPlan
 from dpmac_cli.data.dataset import Data, fingerprint
-from dpmac_cli.data.loaders import load_data
+from dpmac_cli.data.loaders import loading
 from dpmac_cli.data.schema import Source
 from dpmac_cli.dp.algorithm import build_algorithm
+from dpmac_cli.dp.losses import Loss, alone
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models.backbones import public_weights
-from dpmac_cli.models.build import build_model, built_by, seen_by_network, source_sum
-from dpmac_cli.models.feature_cache import Computing, featured
+from dpmac_cli.models.build import (
+    build_model,
+    built_by,
+    seen_by_network,
+    source_sum,
+    without_batch_norm,
+)
+from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
-from dpmac_cli.models.fine_tuning import cut_before_block
 from dpmac_cli.models.registry import BACKBONES, Backbone, Features, UserModel
-from dpmac_cli.models.trials import check_precision
-from dpmac_cli.models.validation import Independence, check_model, independence
+from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
 from dpmac_cli.models.weights import PublicWeights, read_weights
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
@@ -32,13 +36,12 @@ from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.publish import check_publishable
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.paths import cache_folder
+from dpmac_cli.storage.progress import Computing, outcome
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
-
-WHOLE = "All of the network is run in every step: torch.fx cannot split it before the last block."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,11 @@ class Task:
     notes: tuple[str, ...] = ()
     built_by: str = ""
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole network."""
+        return sum(p.numel() for p in self.model.parameters())
+
 
 def make_trainer(
     plan: TrainPlan,
@@ -76,6 +84,7 @@ def make_trainer(
     ranks: Ranks | None = None,
     model: nn.Module | None = None,
     rule: Rule | None = None,
+    loss: Loss | None = None,
 ) -> Trainer:
     """Build the trainer of a run, ready for its first step.
 
@@ -89,6 +98,8 @@ def make_trainer(
         ranks: the processes of the run.
         model: a network to train in place, instead of the one that the plan names.
         rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
+        loss: of one output, shape (1, classes), and its label, in place of the plan's. It is run on
+            each sample alone.
 
     Raises:
         InputError: data or device cannot be used, or the plan freezes a part of a network that it
@@ -106,9 +117,7 @@ def make_trainer(
     return Trainer(
         model=task.trained,
         data=task.data,
-        algorithm=build_algorithm(
-            plan.method, plan.hyper, private=plan.private, decay=plan.recipe.weight_decay, rule=rule
-        ),
+        algorithm=build_algorithm(plan.method, plan.hyper, private=plan.private, rule=rule),
         mechanism=_mechanism(plan),
         plan=Plan(
             steps=plan.steps if steps is None else steps,
@@ -116,12 +125,23 @@ def make_trainer(
             physical_batch=plan.physical_batch,
             private=plan.private,
             recipe=plan.recipe,
+            loss=None if loss is None else _checked(loss, plan, device),
             isolated=isolated,
         ),
         randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),
         hooks=[] if canaries is None else [canaries],
         ranks=ranks,
     )
+
+
+def _checked(loss: Loss, plan: TrainPlan, device: torch.device) -> Loss:
+    """Return a user-supplied loss, validated on made-up outputs and labels."""
+    classes = len(plan.facts.classes)
+    outputs = torch.randn(2 * classes, classes, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(2 * classes) % classes
+    if plan.facts.multilabel:
+        labels = torch.eye(classes, dtype=torch.uint8).repeat(2, 1)
+    return alone(loss, outputs.to(device), labels.to(device))
 
 
 def make_task(
@@ -135,8 +155,9 @@ def make_task(
 ) -> Generator[Computing, None, Task]:
     """Load the data and build the network of a run; report progress where that takes time.
 
-    Arguments and errors are those of :func:`make_trainer`. ``stop`` is asked between batches of
-    features; KeyboardInterrupt is raised if it returns True.
+    Whatever is wrong with the network is found before the first record is read. Arguments and
+    errors are those of :func:`make_trainer`. ``stop`` is asked between batches of features and of
+    images; KeyboardInterrupt is raised if it returns True.
     """
     shape, at_hand = plan.facts.shape, model is not None
     seen = seen_by_network(plan.facts, _features(plan))
@@ -147,29 +168,28 @@ def make_task(
     else:
         _check_at_hand(plan, model)
     fingerprints = _fingerprints(plan, data, at_hand=at_hand)
-    data = data or load_data(plan.data, plan.data_dir, device, facts=plan.facts)
-    if isinstance(plan.data, Source):
-        fingerprints["data"] = fingerprint(data.train, data.test)
     if plan.starts_public and not at_hand:
         weights, notes = _start(plan, model)
         fingerprints["pretrained"] = weights.sha256
     trained = model = model.to(device)
     parts = None if at_hand else _cut(plan, model)
-    if parts is None and plan.trained.part == "last-block":
-        notes = (*notes, WHOLE)
     kind, why = _independence(plan, model, parts, own=own)
     if device.type == "cuda" and not plan.head_only:  # autocast there is not seen on the CPU
         cached = isinstance(plan.features, Features) and parts is not None
         whole, given = (parts.head, seen.shape) if parts and cached else (model, shape)
         check_precision(whole, given)
+    if data is None:
+        data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts, stop=stop)
+    if isinstance(plan.data, Source):
+        fingerprints["data"] = fingerprint(data.train, data.test)
     if parts is not None:
         parts.isolated = not isinstance(plan.features, Features) and kind == "isolated"
-        settings = {"isolation": plan.isolation, **vars(plan.trained)}
+        settings = {"isolate": plan.isolate, **vars(plan.trained)}
         if isinstance(plan.features, Features):
             settings |= vars(plan.features)
         found = yield from featured(parts, data, settings, cache_folder(), stop)
         fingerprints["features"] = found.sha256
-        trained, data, notes = parts.head, found.data, (*notes, *found.notes)
+        trained, data = parts.head, found.data
     built = ""
     if isinstance(plan.model, UserModel) and not at_hand:
         built = built_by(plan.model, seen)
@@ -201,18 +221,7 @@ def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:
     """Split what is run once per record from what is trained; None where all is run every time."""
     if isinstance(model, FrozenFeatures):
         return model
-    if plan.trained.part == "last-block":
-        return cut_before_block(model, plan.facts.shape)
     return cut_before_head(model, plan.facts.shape) if plan.head_only else None
-
-
-def outcome(events: Generator[Any, None, Task]) -> Task:
-    """Return what :func:`make_task` makes, without its progress."""
-    while True:
-        try:
-            next(events)
-        except StopIteration as end:
-            return cast(Task, end.value)
 
 
 def keys_of(plan: TrainPlan, base: int = 0) -> Keys:
@@ -229,7 +238,7 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
         to_float32=plan.to_float32,
         features=_features(plan),
         trained=plan.trained if plan.starts_public else None,
-        **_trial(plan),
+        isolated=plan.isolate,
     )
     check_publishable(model)
     return model
@@ -247,13 +256,11 @@ def _check_at_hand(plan: TrainPlan, model: object) -> None:
             f"{getattr(model, '__name__', repr(model))} is no torch module. Give a network that is "
             "made, such as torch.nn.Linear(64, 10)."
         )
-    check_model(model, plan.facts.shape, len(plan.facts.classes), **_trial(plan))
-
-
-def _trial(plan: TrainPlan) -> dict[str, Any]:
-    """Return how networks are validated, as keywords of ``check_model``."""
-    batch = plan.physical_batch if plan.isolation == "never" else None
-    return {"isolated": plan.isolation == "always", "physical_batch": batch}
+    if plan.fix_norm:
+        without_batch_norm(model)
+    if plan.to_float32:
+        model.float()
+    check_model(model, plan.facts.shape, len(plan.facts.classes), isolated=plan.isolate)
 
 
 def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[str, str]:
@@ -278,12 +285,10 @@ def _features(plan: TrainPlan) -> Features | None:
 def _independence(
     plan: TrainPlan, model: nn.Module, parts: FrozenFeatures | None, *, own: bool
 ) -> tuple[Independence, tuple[str, ...]]:
-    if plan.isolation == "always":
+    if plan.isolate:
         return "isolated", ()
     if not own:
         return "built in", ()
-    if plan.isolation == "never":
-        return "probed", ()
     shape, classes = plan.facts.shape, len(plan.facts.classes)
     if isinstance(plan.features, Features):
         model, shape = model.get_submodule("head"), plan.features.shape_of(shape)
@@ -293,7 +298,7 @@ def _independence(
         return kind, ()
     return kind, (
         "The network is run on each sample alone, which is slower, because it could not be proven "
-        f"that it keeps samples apart. {why} To trust a trial instead: --no-isolate.",
+        f"that it keeps samples apart. {why}",
     )
 
 

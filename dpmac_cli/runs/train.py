@@ -13,14 +13,14 @@ from dpmac_cli.config.plan import NewFolder, Secret, TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.models.feature_cache import Computing
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.runs import assist, checkpoint, folder, ledger
+from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.environment import choose_device, differences, environment, repeatable
 from dpmac_cli.runs.inherited import Inherited, check_given, check_same, inherited
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
 from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
+from dpmac_cli.storage.progress import Computing
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import Ranks
 
@@ -161,10 +161,10 @@ def _session(
 ) -> Generator[Computing, None, Session]:
     device = choose_device(plan.device, ranks)
     plan = replace(plan, device=str(device))
-    if ranks is not None:
-        assist.check(plan)
+    if ranks is not None and plan.audit.canaries:
+        raise InputError("--canaries audits a run of one process: leave it out.")
     spent, saved = before.spent, before.saved
-    steps = spent.base + _affordable(plan, plan.steps - spent.base, spent.earlier)
+    steps = spent.base + affordable(plan, plan.steps - spent.base, spent.earlier)
     exact = saved is not None and not before.fresh_noise
     keys = keys_of(plan, spent.base)
     if saved is not None and exact:
@@ -199,7 +199,7 @@ def _session(
     )
 
 
-def _affordable(plan: TrainPlan, steps: int, earlier: Sequence[TrainingEvent]) -> int:
+def affordable(plan: TrainPlan, steps: int, earlier: Sequence[TrainingEvent]) -> int:
     """Return how many of ``steps`` --max-epsilon pays for, after what was done ``earlier``.
 
     Raises:
@@ -222,7 +222,7 @@ def _affordable(plan: TrainPlan, steps: int, earlier: Sequence[TrainingEvent]) -
 #: Settings that change nothing about what is computed: places, and what is shown and written.
 #: A dataset or model at another path is compared by its fingerprint.
 LOCAL = (
-    *("device", "data_dir", "dataset", "model", "checkpoint_every", "plot"),
+    *("device", "data_dir", "dataset", "model", "checkpoint_every"),
     *("json", "quiet", "debug"),
 )
 #: Settings that make another run, for which a fork is not enough.

@@ -1,9 +1,96 @@
-"""Files of the cache of features: which there are, and removal of those used longest ago."""
+"""Cache of what is computed once from private records: features, and decoded images.
 
+It is as private as the records: folder 0700, files 0600. A file is named by all that decides its
+contents, and has a checksum for each row. Those used longest ago are removed.
+"""
+
+import os
+from collections.abc import Callable, Generator
+from math import prod
 from pathlib import Path
+from typing import Any
 
-#: Endings of a whole file of features, and of one that is still computed.
-WHOLE, BEGUN = ".safetensors", ".begun"
+import numpy as np
+from filelock import FileLock, Timeout
+
+from dpmac_cli.errors import InputError
+from dpmac_cli.storage.files import PRIVATE_FOLDER, PRIVATE_MODE
+from dpmac_cli.storage.paths import cache_size
+from dpmac_cli.storage.progress import Computing
+from dpmac_cli.storage.rows import RowFile, begin
+
+#: Endings of a whole file, and of one that is still computed.
+WHOLE, BEGUN = ".rows", ".begun"
+#: Seconds between looks at whether another process is done.
+PATIENCE = 0.2
+
+
+def whole(path: Path) -> RowFile | None:
+    """Return the user's own file that is whole, marked as used now; None if there is none."""
+    try:
+        if path.stat().st_uid != os.geteuid():
+            return None
+        file = RowFile(path)
+        os.utime(path)
+    except (OSError, ValueError, KeyError):
+        return None
+    return file
+
+
+def kept_file(
+    path: Path,
+    rows: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    fill: Callable[[RowFile], Generator[Computing, None, dict[str, Any]]],
+    *,
+    what: str = "features",
+    stop: Callable[[], bool] = lambda: False,
+) -> Generator[Computing, None, RowFile]:
+    """Return a whole file, computed if it is missing. What a killed process computed is used.
+
+    Of several processes one computes; the others wait.
+
+    Args:
+        path: of the whole file.
+        rows, shape, dtype: of what is in it.
+        fill: writes the missing rows of a file, reports progress, and returns the notes to keep.
+        what: what the rows are, for messages.
+        stop: asked while another process computes; KeyboardInterrupt is raised if it returns True.
+
+    Raises:
+        InputError: the file cannot be kept.
+    """
+    folder, begun = path.parent, path.with_suffix(BEGUN)
+    try:
+        _make_private(folder)
+        # Only an flock ends with its process: a file system without one keeps nothing.
+        lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
+        while (file := whole(path)) is None:
+            try:
+                with lock.acquire(timeout=PATIENCE):
+                    if whole(path) is None:
+                        make_room(folder, cache_size() - rows * prod(shape) * dtype.itemsize, begun)
+                        partial = begin(begun, rows, shape, dtype)
+                        partial.finish(path, (yield from fill(partial)))
+            except Timeout:
+                if stop():
+                    raise KeyboardInterrupt from None
+                yield Computing(0, rows, folder, elsewhere=True, what=what)
+        make_room(folder, cache_size(), path)
+    except OSError as failure:
+        raise InputError(
+            f"The {what} cannot be kept in {folder} ({failure.strerror or failure}). Make room "
+            "there, or name another folder by DPMAC_CACHE_DIR."
+        ) from failure
+    return file
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError("the folder is another user's")
+    folder.chmod(PRIVATE_FOLDER)
 
 
 def kept_files(folder: Path) -> list[Path]:

@@ -29,25 +29,18 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
-    """Write a whole file, or leave the old one. Raises OSError, naming the file."""
-    with written_atomically(path, mode) as partial:
-        partial.write_bytes(content)
+    """Write a whole file, or leave the old one. Raises OSError, naming the file.
 
-
-@contextlib.contextmanager
-def written_atomically(path: Path, mode: int) -> Iterator[Path]:
-    """Yield a temporary file that replaces ``path`` at the end, or is removed after an error.
-
-    Until then only its owner can read it. Raises OSError, naming the file.
+    Until it is whole only its owner can read it.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         partial = Path(name)
         try:
-            os.close(handle)
-            yield partial
-            with partial.open("rb+") as file:
-                os.fsync(file.fileno())
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(handle)
             os.chmod(partial, mode)
             os.replace(partial, path)
             _sync_folder(path.parent)
@@ -70,29 +63,8 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-def to_line(record: Mapping[str, Any]) -> str:
-    """Return a record as one line of JSON."""
-    return json.dumps(record, allow_nan=False) + "\n"
-
-
-def append_line(path: Path, record: Mapping[str, Any], mode: int = PUBLIC_MODE) -> None:
-    """Append one line of JSON and sync it to the disk. Raises OSError, naming the file.
-
-    A line before it that was cut short by a kill is ended first.
-    """
-    line = to_line(record)
-    with naming(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
-        with os.fdopen(handle, "ab") as file:
-            size = file.tell()
-            cut = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            file.write((b"\n" if cut else b"") + line.encode())
-            file.flush()
-            os.fsync(handle)
-
-
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, without lines that are damaged or cut short."""
+    """Return the records of a file of JSON lines, without lines that are damaged."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Default folders for datasets and cached features. Imports nothing heavy."""
+"""Default folders for datasets and the cache. Imports nothing heavy."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ def data_folder(chosen: Path | None) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached features, below DPMAC_CACHE_DIR or else the user's cache."""
-    return _named("DPMAC_CACHE_DIR") / "features"
+    """Return the folder of the cache, below DPMAC_CACHE_DIR or else the user's cache."""
+    return _named("DPMAC_CACHE_DIR") / "rows"
 
 
 def cache_size() -> float:
-    """Return how many bytes of features are kept: DPMAC_CACHE_SIZE, in gigabytes, or 20 of them.
+    """Return how many bytes the cache may have: DPMAC_CACHE_SIZE, in gigabytes, or 20 of them.
 
     Raises:
         InputError: it is no number.

@@ -1,18 +1,21 @@
-"""Running a study: events, repeated attempts, requests to stop. Loads no torch.
+"""Running a study: jobs watched through the folders of their runs, and repeated attempts.
 
 Implementations: :mod:`~dpmac_cli.studies.local`, :mod:`~dpmac_cli.studies.ray_cluster` and
-:mod:`~dpmac_cli.studies.slurm`, chosen by :mod:`~dpmac_cli.studies.choice`.
+:mod:`~dpmac_cli.studies.slurm`, chosen by :mod:`~dpmac_cli.studies.choice`. Loads no torch.
 """
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from dpmac_cli.config.plan import TrainPlan
+from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
+from dpmac_cli.storage import files
 
 #: How often a run is started whose process dies.
 ATTEMPTS = 3
@@ -24,12 +27,12 @@ GRACE = 15.0
 
 @dataclass(frozen=True)
 class Moved:
-    """Progress of a run of the grid: steps taken, steps in all, accuracy once evaluated."""
+    """Progress of a run of the grid: steps taken, steps in all, metric once evaluated."""
 
     number: int
     step: int
     steps: int
-    accuracy: float | None
+    score: float | None
 
 
 @dataclass(frozen=True)
@@ -55,33 +58,87 @@ class Died:
 
 
 RunEvent = Moved | Ended
+#: Why a run failed, if it did, and its last step.
+Result = tuple[str | None, int]
 
 
-class Executor(Protocol):
-    """Starts runs and reports on them; :func:`carry_out` decides which, and how often."""
+class LostError(Exception):
+    """A job ended without a result."""
 
-    @property
-    def slots(self) -> int:
-        """Number of runs that may be under way at once."""
+
+class Executor(ABC):
+    """Runs as jobs, in other processes or on other machines.
+
+    :func:`carry_out` decides which are started, and how often.
+
+    Args:
+        plans: of all runs, each with its ``out``.
+        slots: runs at a time.
+    """
+
+    #: Seconds between looks at the jobs and the folders of their runs.
+    pause = 0.5
+
+    def __init__(self, plans: Sequence[TrainPlan], slots: int) -> None:
+        self.plans, self.slots = plans, slots
+        self._jobs: dict[int, Any] = {}
+        self._steps: dict[int, int] = {}
+
+    @abstractmethod
+    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
+        """Begin a job of :func:`~dpmac_cli.studies.local.train_job` for each of some runs."""
+
+    @abstractmethod
+    def _result(self, job: Any) -> Result | None:
+        """Return what a job has returned; None while it runs. Raises LostError with the reason."""
+
+    @abstractmethod
+    def _cancel(self, job: Any) -> None:
+        """Send a job a signal that asks it to stop, or take it out of the queue."""
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Start runs, at most as many as there are free slots."""
+        """Submit runs."""
+        jobs = self._submit([self.plans[number] for number in numbers])
+        self._jobs |= zip(numbers, jobs, strict=True)
 
     def poll(self) -> Iterator[RunEvent | Died]:
-        """Wait briefly and yield what happened. Each started run ends with one Ended or Died."""
+        """Look at every job, then wait. Each started run ends with one Ended or Died."""
+        for number, job in list(self._jobs.items()):
+            end: Ended | Died | None = None
+            step = 0
+            try:
+                if result := self._result(job):
+                    end, step = Ended(number, result[0]), result[1]
+            except LostError as lost:
+                end = Died(number, str(lost))
+            yield from self._progress(number, step)
+            if end:
+                del self._jobs[number]
+                yield end
+        time.sleep(self.pause if self._jobs else 0)
+
+    def _progress(self, number: int, step: int) -> Iterator[Moved]:
+        """Yield how far a run is by its folder, or by ``step`` where that is further."""
+        plan = self.plans[number]
+        lines = files.read_lines(plan.folder / folder.METRICS)
+        last = lines[-1] if lines else {"step": 0}
+        step = max(step, int(last["step"]))
+        if step != self._steps.get(number, 0):
+            self._steps[number] = step
+            yield Moved(number, step, plan.steps, last.get(metric_key(plan.metric)))
 
     def ask_to_stop(self) -> None:
-        """Ask every run to finish its step, save and end. Called at most once."""
+        """Ask every run to finish its step, save and end."""
+        for job in self._jobs.values():
+            self._cancel(job)
 
     def close(self) -> None:
-        """Stop what is still running and release processes."""
+        """End the jobs that are left."""
+        self.ask_to_stop()
 
 
 def carry_out(
-    executor: Executor,
-    plans: Sequence[TrainPlan],
-    numbers: Sequence[int],
-    stop: Callable[[], bool],
+    executor: Executor, numbers: Sequence[int], stop: Callable[[], bool]
 ) -> Iterator[RunEvent]:
     """Carry out some runs of a study and yield what happens to them.
 
@@ -90,8 +147,7 @@ def carry_out(
 
     Args:
         executor: trains the runs; closed at the end.
-        plans: of all runs of the study, each with its ``out``.
-        numbers: of the runs to carry out, as indices into ``configs``.
+        numbers: of the runs to carry out, as indices into its plans.
         stop: called between events; True lets every run finish its step, save and end.
     """
     waiting, attempts, asked = deque(numbers), Counter[int](), False
@@ -114,7 +170,7 @@ def carry_out(
                     yield event
                     continue
                 step, attempt = steps.pop(number), attempts[number]
-                ended = _judge(event, plans[number], step, attempt, stopped=asked)
+                ended = _judge(event, executor.plans[number], step, attempt, stopped=asked)
                 if ended.again:
                     waiting.appendleft(number)
                 yield ended
@@ -163,8 +219,3 @@ def _appears(plan: TrainPlan) -> bool:
         if plan.folder.is_dir():
             os.listdir(plan.folder)  # makes a network file system look again
     return True
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

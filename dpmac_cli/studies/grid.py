@@ -4,12 +4,11 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.given import EXCLUSIVE, faults_of_model, near, parse
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.resolve import resolve
@@ -21,7 +20,7 @@ from dpmac_cli.errors import InputError
 #: Settings of a run that a study chooses itself or does not support.
 NOT_IN_A_STUDY = (
     *("seed", "secure", "out", "force", "json", "quiet", "debug"),
-    *("max_epsilon", "plot", "canaries", "guesses"),
+    *("max_epsilon", "canaries", "guesses"),
 )
 #: Settings of a study other than the optimizers.
 STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
@@ -78,12 +77,6 @@ class Grid:
         """Settings of the first run, which share dataset and delta with the others."""
         return self.runs[0].plan
 
-    @property
-    def name(self) -> str:
-        """Name that depends on the runs alone, and not on where they are kept."""
-        names = "\n".join(sorted(run.folder.name for run in self.runs))
-        return f"{self.plan.dataset_name}-{_digest(names.encode())}"
-
 
 def row_name(labels: Labels) -> str:
     """Return the name of a row, such as "dp-macadam kappa paper"."""
@@ -112,6 +105,8 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     replaced = {name for group in EXCLUSIVE if typed.keys() & group for name in group}
     given = {name: values for name, values in given.items() if name not in replaced} | typed
     one = given.pop("optimizer", ["all"])  # as in the file of a single run
+    if len(given.get("metric", ())) > 1:
+        errors.append("--metric: a study is ranked by one. Its runs serve for another table too.")
     given["optimizer"] = _optimizers(given.pop("optimizers", one), errors)
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
     if errors:
@@ -194,7 +189,6 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         value = plan.target_epsilon if column == "epsilon" else plan.sigma
         cells.setdefault((shown, value), plan)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
-    errors |= dict.fromkeys(_mixed(cells.values()))
     if errors:
         raise InputError(tuple(errors))
     runs = []
@@ -205,16 +199,6 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
 
 
-def _mixed(plans: Iterable[TrainPlan]) -> Iterator[str]:
-    """Yield why epsilons cannot be compared in one table."""
-    names = sorted({plan.event.sampler for plan in plans if plan.private})
-    if len({SAMPLERS[name].adjacency for name in names}) > 1:
-        yield (
-            f"--sampler {','.join(names)}: these are priced under different adjacencies, so that "
-            "their epsilons cannot stand in one table. Make a study of each."
-        )
-
-
 def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
     """Yield settings of other optimizers."""
     used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
@@ -223,14 +207,11 @@ def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
 
 def address(plan: TrainPlan, seed: int) -> str:
     """Return the name of a run's folder, a function of settings and seed. Raises OSError."""
-    aside = ("device", "secure")  # the second is the same in every study
+    aside = ("device", "secure", "metric")  # the second is the same in every study
     settings = {name: value for name, value in plan.recorded.items() if name not in aside}
     if isinstance(plan.start, PublicFile):
         content = plan.start.path.read_bytes()
         settings["pretrained"] = hashlib.sha256(content).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
-    return f"{plan.dataset_name}-{plan.optimizer}-{_digest(text.encode())}"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{plan.dataset_name}-{plan.optimizer}-{digest}"

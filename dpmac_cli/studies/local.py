@@ -1,9 +1,12 @@
-"""Runs in processes on this machine; one that dies does not affect the others."""
+"""Training one run of a study, and a pool of processes here that each train one."""
 
 import contextlib
+import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,17 +16,80 @@ import torch.multiprocessing as processes
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.decoding import usable_cores
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
+from dpmac_cli.errors import DpmacError, explain_os_error
+from dpmac_cli.runs import train as run
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.studies.cluster import Cluster, LostError, Result, train_job
-from dpmac_cli.studies.executor import usable_cores
+from dpmac_cli.runs.ledger import attempts
+from dpmac_cli.runs.memory import keep_freed_memory
+from dpmac_cli.runs.session import RunEvent, Started, Update
+from dpmac_cli.studies.executor import Executor, LostError, Result
+from dpmac_cli.torch_errors import what_failed
 
+#: Signals that ask a job to stop: ray.cancel and scancel, the end of its time, and preemption.
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 #: Processes are forked from one that has loaded torch, and nothing else.
 CONTEXT = processes.get_context("forkserver")
 
 #: Data sets by what --dataset names.
 SharedData = Mapping[str | Source, Data]
+
+
+def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result:
+    """Train one run on as many threads, until it ends, a signal comes or its parent is gone.
+
+    Args:
+        data: on the run's device; None to load it.
+    """
+    parent = multiprocessing.parent_process()
+    asked = threading.Event()
+    for number in REQUESTS:
+        signal.signal(number, lambda *_: asked.set())
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+
+    def stop() -> bool:
+        return asked.is_set() or (parent is not None and not parent.is_alive())
+
+    return train_run(plan, data, stop)
+
+
+def train_run(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Result:
+    """Train a run, or resume it, and return why it failed, if it did, and its last step.
+
+    Args:
+        plan: with its ``out``.
+        data: on the run's device; None to load it.
+        stop: called after every step; True saves the run and ends it.
+    """
+    failure, step = None, 0
+    try:
+        for event in _events(plan, data, stop):
+            if isinstance(event, Started):
+                step = event.done
+            elif isinstance(event, Update):
+                step = event.event.step
+    except KeyboardInterrupt:  # asked to stop before its first step
+        pass
+    except DpmacError as problem:
+        failure = str(problem)
+    except OSError as problem:
+        failure = explain_os_error(problem)
+    except Exception as problem:  # noqa: BLE001  (the other runs continue, whatever it is)
+        failure = f"a bug in dpmac, {what_failed(problem)} dpmac train --debug shows all of it."
+    return failure, step
+
+
+def _events(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
+    """Train a run, resuming it where that is exact."""
+    if run.resumes_exactly(plan.folder, plan.device):
+        flags = {"device": plan.device, "model": plan.recorded["model"]}
+        return run.resume(plan.folder, flags, stop, data)
+    # A run that cannot be resumed here: the study is charged for what was done before.
+    before = attempts(plan.folder, plan.event) if plan.private else ()
+    return run.train(plan, stop, data, abandoned=before)
 
 
 def default_jobs(device: str) -> int:
@@ -39,8 +105,9 @@ def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
     for plan in plans:
         if plan.data not in shared:
             data = load_data(plan.data, plan.data_dir, torch.device("cpu"), facts=plan.facts)
-            for tensor in (*vars(data.train).values(), *vars(data.test).values()):
-                tensor.share_memory_()
+            for kept in (*vars(data.train).values(), *vars(data.test).values()):
+                if isinstance(kept, torch.Tensor) and kept.device.type == "cpu":
+                    kept.share_memory_()  # type: ignore[no-untyped-call]
             shared[plan.data] = data
     return shared
 
@@ -54,7 +121,7 @@ class _Worker:
     place: int
 
 
-class Pool(Cluster):
+class Pool(Executor):
     """Executor with up to ``jobs`` processes at a time on this machine, which share ``data``."""
 
     pause = 0.05
@@ -74,8 +141,9 @@ class Pool(Cluster):
         place = self._places.pop(0)
         mine, theirs = CONTEXT.Pipe()
         # What a process is forked from keeps the folder and the variables that it began with.
+        here = (os.getcwd(), dict(os.environ))
         arguments = (theirs, plan, self.data[plan.data], place, self._threads)
-        process = CONTEXT.Process(target=_at, args=(os.getcwd(), dict(os.environ), *arguments))
+        process = CONTEXT.Process(target=_work, args=(*here, *arguments))
         process.start()
         theirs.close()
         return _Worker(process, mine, place)
@@ -103,16 +171,19 @@ class Pool(Cluster):
             job.process.join()
 
 
-def _at(folder: str, variables: Mapping[str, str], *arguments: Any) -> None:
-    """Train one run where the command is: the main function of a process."""
+def _work(
+    folder: str,
+    variables: Mapping[str, str],
+    pipe: Connection,
+    plan: TrainPlan,
+    data: Data,
+    place: int,
+    threads: int,
+) -> None:
+    """Train one run where the command is, and send its result: the main function of a process."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    _work(*arguments)
-
-
-def _work(pipe: Connection, plan: TrainPlan, data: Data, place: int, threads: int) -> None:
-    """Train one run, and send its result."""
     device = choose_device(plan.device)
     if device.type == "cuda" and ":" not in plan.device:  # the processes share out the GPUs
         device = torch.device("cuda", place % torch.cuda.device_count())

@@ -9,7 +9,8 @@ from typing import Any
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.studies.cluster import Cluster, LostError, Result, train_job
+from dpmac_cli.studies.executor import Executor, LostError, Result
+from dpmac_cli.studies.local import train_job
 
 #: No usage statistics are sent. Read when ray is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -64,7 +65,7 @@ def _reach(where: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
 
 
-class Tasks(Cluster):
+class Tasks(Executor):
     """Executor of runs as tasks on the cluster that this process is connected to.
 
     Args:

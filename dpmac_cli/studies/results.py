@@ -8,20 +8,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
-import yaml
-
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.errors import InputError
+from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
-from dpmac_cli.runs.listing import Entry, find_runs
 from dpmac_cli.runs.recount import events_of
-from dpmac_cli.storage import files
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
 
 #: Settings that tell no run from another.
-ASIDE = ("device", "secure", "dataset")
+ASIDE = ("device", "secure", "dataset", "metric")
 #: Smaller differences are rounding errors, and leave a t-test without spread.
 LEAST_SPREAD = 1e-9
 #: Probability of calling a difference real that is not, over a whole column.
@@ -30,12 +26,11 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Score:
-    """A finished run: test accuracy (0 to 1), seconds of training, accuracy by step."""
+    """A finished run: metric of the test records (0 to 1; nan if undefined), training seconds."""
 
     seed: int
-    accuracy: float
+    value: float
     seconds: float
-    history: Mapping[int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +59,20 @@ class Cell:
         return row_name(self.labels)
 
     @property
-    def accuracies(self) -> dict[int, float]:
-        """Test accuracy by seed."""
-        return {score.seed: score.accuracy for score in self.scores}
+    def values(self) -> dict[int, float]:
+        """Metric of the test records by seed."""
+        return {score.seed: score.value for score in self.scores}
 
     @property
     def mean(self) -> float:
-        """Mean accuracy, 0 to 1; nan if no run finished."""
-        return fmean(self.accuracies.values()) if self.scores else math.nan
+        """Mean metric, 0 to 1; nan if no run finished, or it is not defined."""
+        return fmean(self.values.values()) if self.scores else math.nan
 
     @property
     def std(self) -> float | None:
-        """Sample standard deviation of the accuracies; None for fewer than two."""
-        return stdev(self.accuracies.values()) if len(self.scores) > 1 else None
+        """Sample standard deviation of the metric; None for fewer than two."""
+        defined = len(self.scores) > 1 and math.isfinite(self.mean)
+        return stdev(self.values.values()) if defined else None
 
     @property
     def seconds(self) -> float:
@@ -84,31 +80,18 @@ class Cell:
         return fmean(score.seconds for score in self.scores) if self.scores else math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Privacy cost of a study, and of other runs on data of the same name in its folder.
-
-    Attributes:
-        epsilon: of all runs of the study together, at its delta.
-        beside: number of the other runs.
-        beside_plain: number of those without privacy, for which no epsilon holds.
-        epsilon_beside: of the study and of the others together; ``inf`` where files cannot be
-            read, or the runs have no epsilon in common.
-    """
-
-    epsilon: float
-    beside: int
-    beside_plain: int
-    epsilon_beside: float
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """Results of a study, row by row. :mod:`~dpmac_cli.studies.tables` renders them."""
+    """Results of a study, row by row. :mod:`~dpmac_cli.studies.tables` renders them.
+
+    Attributes:
+        epsilon: of all runs of the grid together, and of all attempts at them; 0 if none is
+            private.
+    """
 
     grid: Grid
     cells: tuple[Cell, ...]
-    cost: Cost
+    epsilon: float
 
     @property
     def rows(self) -> list[tuple[str, list[Cell | None]]]:
@@ -134,12 +117,7 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = _judged([_cell(list(runs), failures) for _, runs in groups])
     events = tuple(_events(grid.runs))
-    epsilon = epsilon_beside = total_epsilon(events, grid.plan.delta)
-    beside = list(_beside(grid))
-    if others := [entry for entry in beside if entry.private is not False]:
-        epsilon_beside = _together(events, others, grid.plan.delta)
-    counts = {"beside": len(beside), "beside_plain": len(beside) - len(others)}
-    return Comparison(grid, cells, Cost(epsilon=epsilon, epsilon_beside=epsilon_beside, **counts))
+    return Comparison(grid, cells, total_epsilon(events, grid.plan.delta))
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
@@ -154,10 +132,10 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
             continue
         if plan.private and (did := events_of(run.folder)) != (plan.event,):
             epsilon = max(epsilon, total_epsilon(did, plan.delta))
-        lines = files.read_lines(run.folder / folder.METRICS)
-        history = {int(line["step"]): float(line["test_accuracy"]) for line in lines}
-        accuracy, seconds = report["test"]["accuracy"], report["timings"]["training_seconds"]
-        scores.append(Score(run.seed, float(accuracy), float(seconds), history))
+        key = metric_key(plan.metric).removeprefix("test_")
+        seconds = float(report["timings"]["training_seconds"])
+        value = report["test"].get(key)
+        scores.append(Score(run.seed, math.nan if value is None else float(value), seconds))
     return Cell(
         labels=first.labels,
         column=first.column,
@@ -181,12 +159,9 @@ def finished_report(run: Run) -> dict[str, Any] | None:
 def was_changed(run: Run) -> bool:
     """Return whether a run's folder has other settings, such as one trained by hand."""
     try:
-        kept = yaml.safe_load((run.folder / folder.CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        kept, asked = folder.settings(run.folder), run.plan.recorded
+    except folder.BROKEN:
         return False  # there is none, or it is damaged, which is handled elsewhere
-    if not isinstance(kept, dict):
-        return False
-    asked = run.plan.recorded
     both = (kept.keys() & asked.keys()) - set(ASIDE)  # an earlier version has fewer
     longer = folder.reported_steps(run.folder) > run.plan.steps
     return longer or any(kept[name] != asked[name] for name in both)
@@ -203,27 +178,6 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
             yield from attempts(run.folder, run.plan.event, whole=True)
 
 
-def _beside(grid: Grid) -> Iterator[Entry]:
-    """Yield other runs in the study's folder on data of the same name; damaged ones count."""
-    own = {run.folder.resolve() for run in grid.runs}
-    for entry in find_runs([grid.runs[0].folder.parent]):
-        same = entry.dataset in (None, grid.plan.dataset_name)
-        if same and entry.folder.resolve() not in own:
-            yield entry
-
-
-def _together(events: tuple[TrainingEvent, ...], others: Iterable[Entry], delta: float) -> float:
-    """Return epsilon of a study and other runs; ``inf`` if unreadable or without one in common."""
-    try:
-        for entry in others:
-            if entry.dataset is None:
-                return math.inf
-            events = (*events, *events_of(entry.folder, attempts=True))
-        return total_epsilon(events, delta)
-    except InputError:  # one cannot be read, or some were sampled under another adjacency
-        return math.inf
-
-
 def _judged(cells: Sequence[Cell]) -> tuple[Cell, ...]:
     """Give each cell its standing within its column."""
     columns: dict[float, list[Cell]] = {}
@@ -235,12 +189,12 @@ def _judged(cells: Sequence[Cell]) -> tuple[Cell, ...]:
 
 def standing_of(cells: Sequence[Cell]) -> list[str]:
     """Return "best", "tied" or "" for each cell of a column."""
-    known = [cell for cell in cells if len(cell.scores) > 1]
+    known = [cell for cell in cells if cell.std is not None]
     if len(known) < 2:
         return ["" for _ in cells]
     best = max(known, key=lambda cell: cell.mean)
     others = [cell for cell in known if cell is not best]
-    worse = holm([paired_p_value(best.accuracies, cell.accuracies) for cell in others])
+    worse = holm([paired_p_value(best.values, cell.values) for cell in others])
     tied = [cell for cell, rejected in zip(others, worse, strict=True) if not rejected]
     return [
         ("tied" if tied else "best") if cell is best else "tied" if cell in tied else ""
@@ -256,7 +210,7 @@ def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> floa
     if len(seeds) < 2:
         return 1.0
     differences = [one[seed] - other[seed] for seed in seeds]
-    if stdev(differences) < LEAST_SPREAD:  # accuracies are counts: equal differences are a chance
+    if stdev(differences) < LEAST_SPREAD:  # of counts: equal differences are a chance
         return 1.0
     result = ttest_rel([one[seed] for seed in seeds], [other[seed] for seed in seeds])
     return float(result.pvalue)

@@ -16,7 +16,8 @@ from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError
-from dpmac_cli.studies.cluster import Cluster, LostError, Result, train_job
+from dpmac_cli.studies.executor import Executor, LostError, Result
+from dpmac_cli.studies.local import train_job
 
 #: sbatch options that say which GPUs a job gets.
 GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
@@ -33,7 +34,7 @@ def check() -> None:
         )
 
 
-class Array(Cluster):
+class Array(Executor):
     """Executor whose runs are an array of jobs, which SLURM queues itself.
 
     Args:

@@ -2,16 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from statistics import fmean
 from typing import Any
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.storage.files import to_csv
-from dpmac_cli.studies.results import LEVEL, Cell, Comparison, Cost
+from dpmac_cli.studies.results import LEVEL, Cell, Comparison
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 3
 MISSING = "–"
 TEST = (
     "Bold (**): better than every other of its column by a paired t-test over seeds (two-sided, "
@@ -22,22 +21,24 @@ NO_TEST = (
     "real difference from chance."
 )
 
+OTHERS = (
+    "Other runs on the same records add to the privacy cost, also those that were deleted, or "
+    "replaced by dpmac train --force."
+)
+
 
 def as_values(comparison: Comparison) -> dict[str, Any]:
     """Return the content of compare.json: ``rows`` for programs, and the remarks on them."""
-    grid, cost = comparison.grid, comparison.cost
+    grid = comparison.grid
     return {
         "schema_version": SCHEMA_VERSION,
         "dataset": grid.plan.dataset,
         "delta": grid.plan.delta,
+        "metric": grid.plan.metric,
         "axes": list(grid.axes),
         "column": grid.column,
         "rows": [_row(cell) for cell in comparison.cells],
-        "epsilon_of_the_study": _finite(cost.epsilon),
-        "study": grid.name,
-        "runs_beside": cost.beside,
-        "runs_beside_without_privacy": cost.beside_plain,
-        "epsilon_with_runs_beside": _finite(cost.epsilon_beside),
+        "epsilon_of_the_study": _finite(comparison.epsilon),
         "remarks": remarks(comparison),
     }
 
@@ -50,7 +51,7 @@ def _row(cell: Cell) -> dict[str, Any]:
         "mean": _finite(cell.mean),
         "std": cell.std,
         "seeds": len(cell.scores),
-        "accuracies": {str(seed): value for seed, value in cell.accuracies.items()},
+        "values": {str(seed): _finite(value) for seed, value in cell.values.items()},
         "failures": {str(seed): why for seed, why in cell.failures.items()},
         "standing": cell.standing,
         "training_seconds": _finite(cell.seconds),
@@ -64,7 +65,7 @@ def _finite(value: float) -> float | None:
 def as_csv(comparison: Comparison) -> str:
     """Return one line per cell."""
     rows = [_row(cell) for cell in comparison.cells]
-    return to_csv([name for name in rows[0] if name not in ("accuracies", "failures")], rows)
+    return to_csv([name for name in rows[0] if name not in ("values", "failures")], rows)
 
 
 def as_markdown(comparison: Comparison) -> str:
@@ -76,7 +77,7 @@ def as_markdown(comparison: Comparison) -> str:
     for name, cells in comparison.rows:
         seconds = [cell.seconds for cell in cells if cell and cell.scores]
         time = str(timedelta(seconds=round(fmean(seconds)))) if seconds else MISSING
-        rows.append([name.replace("|", "\\|"), *map(_accuracy, cells), time])
+        rows.append([name.replace("|", "\\|"), *map(_mean, cells), time])
     head = ["", *(f"{comparison.grid.column} {column:g}" for column in columns), "a run takes"]
     widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
     lines = [
@@ -86,9 +87,9 @@ def as_markdown(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n\n" + "\n\n".join(remarks(comparison)) + "\n"
 
 
-def _accuracy(cell: Cell | None) -> str:
+def _mean(cell: Cell | None) -> str:
     """Return mean and spread in percent, bold if best, with a tilde if tied."""
-    if cell is None or not cell.scores:
+    if cell is None or math.isnan(cell.mean):
         return MISSING
     spread = "" if cell.std is None else f" ± {100 * cell.std:.2f}"
     text = f"{100 * cell.mean:.2f}{spread}"
@@ -106,10 +107,9 @@ def remarks(comparison: Comparison) -> list[str]:
 
 def warnings(comparison: Comparison) -> list[str]:
     """Return what the epsilons of a table cover, and what publishing its winner costs."""
-    cost, cells = comparison.cost, comparison.cells
-    beside = list(_beside(cost))
-    if not math.isfinite(cost.epsilon) or cost.epsilon == 0:
-        return beside
+    epsilon, cells = comparison.epsilon, comparison.cells
+    if not math.isfinite(epsilon) or epsilon == 0:
+        return []
     said = [
         "Runs are drawn with the seeds named, to be repeatable: their epsilons hold only against "
         "those who do not know the seeds. Train what is to be published without one."
@@ -117,40 +117,17 @@ def warnings(comparison: Comparison) -> list[str]:
     open_ends = sum(len(cell.failures) for cell in cells)
     runs = open_ends + sum(len(cell.scores) for cell in cells)
     counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
-    if runs > 1 or cost.epsilon > cells[0].epsilon:
+    if runs > 1 or epsilon > cells[0].epsilon:
         said.append(
-            "An epsilon above is the price of one run fixed in advance. "
+            "An epsilon above is the privacy cost of one run fixed in advance. "
             f"The {runs} runs{counted} are on the same records: publishing what was learnt from "
-            f"all of them, such as which is best, costs epsilon {format_epsilon(cost.epsilon)} at "
+            f"all of them, such as which is best, costs epsilon {format_epsilon(epsilon)} at "
             f"delta {comparison.grid.plan.delta:g} in all. That covers attempts at these runs "
-            "that were begun again from scratch, but no deleted runs, nor runs replaced by dpmac "
-            "train --force."
+            "that were begun again from scratch."
         )
-    said += beside
-    alone = len(cells) == 1 and not beside
-    if not alone:
+    if len(cells) > 1:
         said.append(
             "That is for runs drawn independently. Runs of the same seed share batches and noise: "
             "from two of their models the noise can be subtracted, so publish no two of them."
         )
-    return said
-
-
-def _beside(cost: Cost) -> Iterator[str]:
-    """Yield what is to be said of other runs on the same records."""
-    if not cost.beside:
-        return
-    runs, costs = ("runs", "cost") if cost.beside > 1 else ("run", "costs")
-    said = (
-        f"Its folder holds {cost.beside} more {runs} on data of the same name, which {costs} "
-        "privacy, too"
-    )
-    if cost.beside_plain:
-        yield f"{said}, {cost.beside_plain} of them without any: no epsilon holds for all."
-    elif math.isfinite(cost.epsilon_beside):
-        yield f"{said}: epsilon {format_epsilon(cost.epsilon_beside)} in all, with the study's."
-    else:
-        yield (
-            f"{said}: how much cannot be worked out, for files cannot be read, or they were "
-            "sampled under another adjacency."
-        )
+    return [*said, OTHERS]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.clipping.spikes import Spikes
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.keystream import Keys, generator
@@ -91,34 +90,40 @@ class Canaries:
         self._met = canaries[self.coins.cpu().numpy()[canaries]]
         return drawn[drawn < self._first]
 
-    def spikes(self, step: int, region: Ellipsoid, centre_norm: Tensor) -> Spikes:
-        """Return their gradients in a step, given ||m/b||."""
+    def heights(self, step: int, region: Ellipsoid, centre_norm: Tensor) -> Tensor:
+        """Return R of their gradients R e_j in a step, float64, shape (K,), given ||m/b||."""
         heads = generator(self._key, step).integers(0, 2, len(self.scores))
         signs = torch.from_numpy(2.0 * heads - 1).to(self.scores.device)
-        _, b = Spikes(self._coordinates, signs).where(region)
-        return Spikes(self._coordinates, signs * b * (self._reach + centre_norm))
+        return signs * _place(region, self._coordinates)[1] * (self._reach + centre_norm)
+
+    def squared_norms(self, heights: Tensor, region: Ellipsoid, centre_norm: Tensor) -> Tensor:
+        """Return ((R - m_j)^2 - m_j^2) / b_j^2 + ||m/b||^2, given ||m/b||; shape (K,)."""
+        m, b = _place(region, self._coordinates)
+        return ((heights - m).square() - m.square()) / b.square() + centre_norm.square()
 
     def add(self, step: int, clipped: Tensor, clipped_sum: ClippedSum, metric: Metric) -> Tensor:
         """Add the clipped, centred gradients of the canaries that were drawn."""
-        region = metric.region
-        spikes = self.spikes(step, region, clipped_sum.centre_norm(metric))
-        c = clipped_sum.weights(spikes, metric)
-        m, b = spikes.where(region)
-        self._added = c * (spikes.heights - m) / b
+        region, centre_norm = metric.region, clipped_sum.centre_norm(metric)
+        heights = self.heights(step, region, centre_norm)
+        c = clipped_sum.weights(self.squared_norms(heights, region, centre_norm))
+        m, b = _place(region, self._coordinates)
+        self._added = c * (heights - m) / b
         if len(self._met) == 0:
             return clipped
         # In float64: the margin of the clipping is for the rounding of the other samples' sum.
         total, which = clipped.double(), torch.from_numpy(self._met).to(clipped.device)
-        spikes.some(which).add_to(total, c[which], region)
+        total.index_add_(0, self._coordinates[which], (c * heights)[which])
+        if not region.is_ball:
+            total.addcmul_(region.centre.double(), -c[which].sum())
         return total
 
     def hear(self, private: PrivateMean, region: Ellipsoid, block: slice) -> None:
         """Note the whitened noisy sum at the coordinates that lie in a block."""
         ends = torch.tensor([block.start, block.stop], device=self._coordinates.device)
         low, high = torch.searchsorted(self._coordinates, ends).tolist()
-        there = Spikes(self._coordinates[low:high] - block.start, self._seen[low:high])
-        m, b = there.where(region)
-        value = private.value[there.coordinates].double()
+        there = self._coordinates[low:high] - block.start
+        m, b = _place(region, there)
+        value = private.value[there].double()
         self._seen[low:high] = (value - m) / b * self._batch
 
     def end(self) -> None:
@@ -132,3 +137,10 @@ class Canaries:
         evidence = (x * a - a.square() / 2) / sigma.square()
         out = torch.full_like(evidence, math.log1p(-q))
         self.scores += torch.logaddexp(out, evidence + math.log(q))
+
+
+def _place(region: Ellipsoid, coordinates: Tensor) -> tuple[Tensor, Tensor]:
+    """Return m_j and b_j, float64, shape of ``coordinates``, or () for a ball."""
+    j = ... if region.is_ball else coordinates
+    factor = region.factor.double()
+    return region.centre[j].double(), (factor / region.inverse[j].double()).sqrt()

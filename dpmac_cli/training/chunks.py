@@ -11,6 +11,7 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
@@ -42,12 +43,15 @@ class ChunkedSum:
         self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
     ) -> None:
         self._data, self._recipe, self._layers = data, plan.recipe, layers
-        views, isolated = plan.recipe.views, None
+        views, isolated, kind = plan.recipe.views, None, plan.recipe.loss
+        loss = plan.loss or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
         self.chunk = first_chunk(plan.physical_batch, batch)
-        shape = tuple(data.standardised(data.train.images[:0]).shape[1:])
+        shape = tuple(data.train.images.shape[1:])
         if plan.isolated:
             found = split_by_module(model)
-            isolated = Isolated(model, found, shape if views == 1 else (views, *shape), views)
+            given = shape if views == 1 else (views, *shape)
+            label = data.train.labels.new_zeros(data.train.labels.shape[1:])
+            isolated = Isolated(model, found, given, views, loss, label)
             self.chunk = min(self.chunk, isolated.most)
         else:
             found = find_layers(model, data.gain.new_zeros(2, *shape))
@@ -58,7 +62,7 @@ class ChunkedSum:
                 f"The parameters are {self.theta.dtype}, and a network that runs on each sample "
                 f"alone has those of its input, {data.gain.dtype}. Add --to-float32."
             )
-        self.clipped_sum = ClippedSum(model, found, self.chunk, views, batch, isolated)
+        self.clipped_sum = ClippedSum(model, found, self.chunk, views, batch, isolated, loss)
         self._sum = torch.empty_like(self.theta)
 
     def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:
@@ -78,11 +82,13 @@ class ChunkedSum:
             RunError: memory ran out with a single sample.
         """
         part, total, begin = self._sum, None, 0
+        some = drawn[: _evenly(len(drawn), chunk)]
         while begin < len(drawn):
-            left = len(drawn) - begin
-            end = begin + -(-left // -(-left // chunk))  # as even as possible
-            if not self._sum_chunk(drawn[begin:end], step, metric):
+            end = begin + len(some)
+            ahead = drawn[end : end + _evenly(len(drawn) - end, chunk)]
+            if not self._sum_chunk(some, ahead, step, metric):
                 chunk = _halved(chunk)
+                some = drawn[begin : begin + _evenly(len(drawn) - begin, chunk)]
                 continue
             if begin == 0 and end >= len(drawn):
                 return part, chunk
@@ -91,15 +97,19 @@ class ChunkedSum:
                 total = torch.zeros_like(part, dtype=torch.float64)
             for block in blocks(len(part), part.device):  # else torch makes a float64 copy of it
                 total[block].add_(part[block])
-            begin = end
+            begin, some = end, ahead
         return part.zero_() if total is None else total, chunk
 
-    def _sum_chunk(self, drawn: Batch, step: int, metric: Metric) -> bool:
-        """Write a chunk's sum; return False if memory ran out, and nothing has happened."""
+    def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric) -> bool:
+        """Write a chunk's sum; return False if memory ran out, and nothing has happened.
+
+        Meanwhile the records of the next chunk, ``ahead``, are read, if there is one.
+        """
         try:
-            rows = torch.from_numpy(drawn).to(self.theta.device, non_blocking=True)
-            x = self._inputs(self._data.train.images[rows], drawn, step)
-            self.clipped_sum.of(x, self._data.train.labels[rows], metric, self._sum)
+            images, labels = self._data.train.at(drawn)
+            if len(ahead):
+                self._data.train.read_ahead(ahead)
+            self.clipped_sum.of(self._inputs(images, drawn, step), labels, metric, self._sum)
         except (RuntimeError, MemoryError) as failure:
             if not out_of_memory(failure):
                 raise
@@ -128,6 +138,11 @@ def first_chunk(physical_batch: int, batch: float) -> int:
         if physical_batch < batch
         else max(physical_batch, ceil(batch + 6 * batch**0.5))
     )
+
+
+def _evenly(left: int, chunk: int) -> int:
+    """Return the size of the next of the fewest chunks for ``left`` records, of even sizes."""
+    return -(-left // max(1, -(-left // chunk)))
 
 
 def _halved(chunk: int) -> int:

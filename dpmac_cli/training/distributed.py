@@ -64,14 +64,7 @@ class Ranks:
         """Return this rank's part of a draw, which rank 0 has. Raises DismissedError for None."""
         if self.size == 1 and drawn is not None:
             return drawn
-        count = torch.tensor([NO_MORE if drawn is None else len(drawn)])
-        self.broadcast(count)
-        if int(count) == NO_MORE:
-            raise DismissedError
-        rows = torch.empty(int(count), dtype=torch.int64)
-        if drawn is not None:
-            rows.copy_(torch.from_numpy(drawn))
-        self.broadcast(rows)
+        rows = self._told(None if drawn is None else torch.from_numpy(drawn), torch.int64)
         mine: Batch = rows[self.rank :: self.size].numpy()
         return mine
 
@@ -129,14 +122,8 @@ class Ranks:
 
     def brief(self, said: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return what rank 0 says, as JSON values; the others pass None."""
-        text = b"" if said is None else json.dumps(said).encode()
-        length = torch.tensor([len(text)])
-        self.broadcast(length)
-        letters = torch.zeros(int(length), dtype=torch.uint8)
-        if said is not None:
-            letters.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        self.broadcast(letters)
-        heard: dict[str, Any] = json.loads(bytes(letters.tolist()))
+        text = None if said is None else torch.tensor(list(json.dumps(said).encode()))
+        heard: dict[str, Any] = json.loads(bytes(self._told(text, torch.uint8).tolist()))
         return heard
 
     def dismiss(self) -> None:
@@ -152,6 +139,16 @@ class Ranks:
         if self.leads:
             with contextlib.suppress(RuntimeError):
                 self._store.wait([f"left {rank}" for rank in range(1, self.size)], FAREWELL)
+
+    def _told(self, said: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return rank 0's vector, whatever its length. Raises DismissedError if it has none."""
+        count = torch.tensor([NO_MORE if said is None else len(said)])
+        self.broadcast(count)
+        if int(count) == NO_MORE:
+            raise DismissedError
+        heard = torch.empty(int(count), dtype=dtype) if said is None else said.to(dtype)
+        self.broadcast(heard)
+        return heard
 
     def _meet(self, operation: Any, tensor: Tensor, *rest: Any) -> None:
         """Perform a collective operation; nothing if this is the only process.

@@ -1,78 +1,150 @@
 """Evaluation of a model on a test split."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import one_hot
 
-from dpmac_cli.data.dataset import EVALUATION_BATCH, Data, Split
+from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.torch_errors import code_of_network
+from dpmac_cli.training.metrics import Answers, metric
+
+#: Records that are scored at a time, and most numbers in their images.
+RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """Scores of a model on every sample of a split.
+    """Outputs of a model for every sample of a split, and the scores derived from them.
+
+    A sample whose output holds NaN is wrong.
 
     Attributes:
-        loss: mean cross entropy.
-        counts: by true class and predicted class, int64, shape (classes, classes + 1); the last
-            column is of samples whose output holds NaN, which is wrong.
+        loss: mean cross entropy, of several labels that of each, whatever was trained by.
+        logits: outputs on the CPU, shape (samples, classes).
+        labels: int64, shape (samples,); or with several labels a sample uint8, shape (samples,
+            labels), and one logit per label.
     """
 
     loss: float
-    counts: Tensor
+    logits: Tensor
+    labels: Tensor
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Samples by true class and predicted class, int64, shape (classes, classes + 1).
+
+        The last column is of samples whose output holds NaN.
+        """
+        classes = self.logits.shape[1]
+        guesses = self.logits.argmax(1).masked_fill_(self._lost, classes)
+        cells = (classes + 1) * self.labels + guesses
+        return torch.bincount(cells, minlength=classes * (classes + 1)).view(classes, classes + 1)
 
     @property
     def confusion(self) -> Tensor:
-        """Counts by true and predicted class, shape (classes, classes)."""
-        return self.counts[:, :-1]
+        """Counts by true and predicted class, (classes, classes); of each label, (labels, 2, 2)."""
+        if not self.multilabel:
+            return self.counts[:, :-1]
+        cells = 2 * self.labels.long() + torch.from_numpy(self.answers.guess)
+        return torch.stack([(cells == n).sum(0) for n in range(4)], 1).view(-1, 2, 2)
 
     @property
-    def unanswered(self) -> Tensor:
-        """Counts by true class of samples for which no class is predicted, shape (classes,)."""
-        return self.counts[:, -1]
+    def unanswered(self) -> int:
+        """Number of samples whose output holds NaN."""
+        return int(self._lost.sum())
+
+    @property
+    def multilabel(self) -> bool:
+        """Whether a sample has any number of labels, in place of one class."""
+        return self.labels.ndim > 1
 
     @property
     def samples(self) -> int:
         """Number of samples scored."""
-        return int(self.counts.sum())
+        return len(self.labels)
 
     @property
     def accuracy(self) -> float:
-        """Fraction classified correctly, 0 to 1."""
+        """Fraction of samples, or of labels, classified correctly, 0 to 1."""
+        if self.multilabel:
+            return self.metric("accuracy")
         return int(self.counts.diagonal().sum()) / self.samples
 
     @property
     def per_class(self) -> list[float]:
-        """Accuracy within each true class, 0 to 1; nan for a class without samples."""
-        right: list[float] = (self.counts.diagonal().double() / self.counts.sum(1)).tolist()
+        """Accuracy within each true class, or positives of a label, 0 to 1; nan without samples."""
+        counts = self.confusion[:, 1] if self.multilabel else self.counts
+        found = counts[:, 1] if self.multilabel else counts.diagonal()
+        right: list[float] = (found.double() / counts.sum(1)).tolist()
         return right
+
+    def metric(self, name: str) -> float:
+        """Return a metric by its name, 0 to 1; nan where it is not defined."""
+        if name not in self._known:
+            of_all = name != "accuracy" or self.multilabel
+            self._known[name] = metric(name, self.answers) if of_all else self.accuracy
+        return self._known[name]
+
+    @cached_property
+    def _known(self) -> dict[str, float]:
+        return {}
+
+    @property
+    def answers(self) -> Answers:
+        """Labels and predictions of the samples as arrays, for metrics."""
+        exclusive, classes = not self.multilabel, self.logits.shape[1]
+        truth = (one_hot(self.labels, classes) if exclusive else self.labels).bool()
+        if exclusive:
+            guess = one_hot(self.logits.argmax(1), classes).bool() & ~self._lost[:, None]
+        else:
+            guess = (self.logits > 0) ^ (self._lost[:, None] & ((self.logits > 0) == truth))
+        scores = probabilities(self.logits, exclusive=exclusive)
+        scores = torch.where(self._lost[:, None], 2 - 3 * truth.float(), scores)
+        return Answers(truth.numpy(), guess.numpy(), scores.numpy(), exclusive)
+
+    @property
+    def _lost(self) -> Tensor:
+        return self.logits.isnan().any(1)
+
+
+def probabilities(logits: Tensor, *, exclusive: bool = True) -> Tensor:
+    """Return probabilities of classes, or of labels, float32; NaN where an output holds NaN."""
+    finite = logits.nan_to_num(0.0)  # of infinity the largest number, whose softmax is no NaN
+    found = finite.softmax(1) if exclusive else finite.sigmoid()
+    return found.float().masked_fill_(logits.isnan().any(1, keepdim=True), torch.nan)
+
+
+def places(records: int, shape: tuple[int, ...]) -> Iterator[slice]:
+    """Yield the places of records of some shape that are scored at a time."""
+    size = max(1, min(RECORDS, NUMBERS // prod(shape)))
+    return (slice(begin, begin + size) for begin in range(0, records, size))
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, data: Data, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits and labels of every sample of a split, one batch at a time."""
+def outputs(model: nn.Module, inputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the logits of each batch of standardised images."""
     training = model.training
     model.eval()
-    for begin in range(0, len(split), EVALUATION_BATCH):
-        part = slice(begin, begin + EVALUATION_BATCH)
-        x = data.standardised(split.images[part])
+    for x in inputs:
         with code_of_network(x):
             logits = model(x)
-        yield logits, split.labels[part]
+        yield logits
     model.train(training)
 
 
 def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
     """Score every sample of a split."""
-    loss, counts = 0.0, torch.zeros(())
-    for logits, labels in _logits(model, data, split):
-        loss += cross_entropy(logits, labels, reduction="sum").item()
-        classes = logits.shape[1]
-        guesses = logits.argmax(1).masked_fill_(logits.isnan().any(1), classes)
-        cells = (classes + 1) * labels + guesses
-        found = torch.bincount(cells, minlength=classes * (classes + 1))
-        counts = counts.to(found) + found.view(classes, classes + 1)
-    return Evaluation(loss / len(split), counts.cpu())
+    batches = list(places(len(split), split.images.shape[1:]))
+    inputs = (data.standardised(split.at(some)[0]) for some in batches)
+    standard = build_loss("bce" if split.labels.ndim > 1 else "cross-entropy")
+    loss, found = 0.0, list[Tensor]()
+    for some, logits in zip(batches, outputs(model, inputs), strict=True):
+        loss += standard(logits, split.labels[some]).sum().item()
+        found.append(logits.cpu())
+    return Evaluation(loss / len(split), torch.cat(found), split.labels.cpu())

@@ -1,4 +1,4 @@
-"""Training plan, learning rate schedules, weight decay, averaging and augmentation.
+"""Training plan, losses, learning rate schedules, weight decay, averaging and augmentation.
 
 None of it costs privacy: schedules and weight decay move the weights after the noise, averages are
 of weights that are published anyway, and augmented views of a record are of that record alone.
@@ -6,12 +6,25 @@ Loads no torch.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 #: Courses of the learning rate after the warm-up.
 SCHEDULES = ("constant", "cosine", "linear")
+#: Losses by name: see :func:`~dpmac_cli.dp.losses.build_loss`.
+LOSSES = ("cross-entropy", "focal", "bce")
 #: Ways to augment an image.
 AUGMENTS = ("crop+flip", "crop", "flip")
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """Loss of a sample: see :func:`~dpmac_cli.dp.losses.build_loss`."""
+
+    name: str = "cross-entropy"  # of LOSSES, or of a function that a program gives
+    smoothing: float = 0.0  # of labels
+    weights: tuple[float, ...] = ()  # factors of the losses of each class; none for ones
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,7 @@ class Recipe:
     ema: float = 0.0  # decay of the weights' average that is published; 0 for the last weights
     views: int = 1  # K, of each image in each step
     augment: str = "none"  # how views are drawn, a name of AUGMENTS; "none" for images as they are
+    loss: LossKind = field(default_factory=LossKind)
 
     @property
     def augmented(self) -> bool:
@@ -57,4 +71,5 @@ class Plan:
     physical_batch: int  # samples worked on at a time; noise is added once per step all the same
     private: bool = True  # False trains without clipping and noise, as a baseline
     recipe: Recipe = field(default_factory=Recipe)
+    loss: Callable[[Any, Any], Any] | None = None  # a program's own, in place of the recipe's
     isolated: bool = False  # run the network on each sample alone, so that it cannot mix samples

@@ -13,7 +13,7 @@ from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.geometry import pinned_shares
+from dpmac_cli.dp.geometry import part_of, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.errors import DivergedError, ModelError
 from dpmac_cli.randomness.noise import SeededNormals
@@ -86,6 +86,7 @@ class Trainer:
 
     def step(self) -> None:
         """Take one step of Algorithm 1. An empty batch is a step like any other: noise alone."""
+        self.model.train()  # as it was validated: a program may have left it in evaluation mode
         batch = self._draw()
         clipped = self._clip_and_sum(batch)
         noise = self._begin()
@@ -119,13 +120,13 @@ class Trainer:
         """Advance everything that is no vector to step t; return the noise of that step."""
         state, source = self.state, self.randomness.noise
         state.step += 1
-        state.moments.begin(state.step)
+        state.moments.step = state.step
         self.algorithm.geometry.begin(state.step, state.spread)
         return None if source is None else source.at(state.step)
 
     def _release(self, clipped: Tensor, block: slice, noise: SeededNormals | None) -> PrivateMean:
         """Return the private mean of some coordinates, from the rank with the noise: 9 to 11."""
-        region = self.state.region.part(block)
+        region = part_of(self.state.region, block)
         if noise is not None:
             private = self.mechanism.release(clipped[block], region, noise)
         else:
@@ -138,9 +139,13 @@ class Trainer:
     def _update(self, private: PrivateMean, block: slice) -> Tensor:
         """Update some coordinates, lines 12 to 20; return their part of the sum in line 20."""
         state, algorithm = self.state, self.algorithm
-        region, moments = state.region.part(block), state.moments.part(block)
-        spread = None if state.spread is None else state.spread.part(block)
-        algorithm.rule(state.theta[block], self._rate(), private, moments)  # lines 12 to 15
+        region, moments = part_of(state.region, block), part_of(state.moments, block)
+        spread = None if state.spread is None else part_of(state.spread, block)
+        theta, recipe = state.theta[block], self.plan.recipe
+        eta = algorithm.hyper.lr * recipe.rate(state.step, self.plan.steps)
+        if recipe.weight_decay:
+            theta.mul_(1 - eta * recipe.weight_decay)
+        algorithm.rule(theta, eta, private, moments)  # lines 12 to 15
         return algorithm.geometry.estimate(private, moments, region, spread)  # lines 16 to 20
 
     def _end(self, sums: list[Tensor]) -> None:
@@ -154,11 +159,6 @@ class Trainer:
             hook.end()
         if state.step % self.plan.steps_per_epoch == 0:
             self._ranks.agree([state.theta, state.region.centre, state.region.inverse])
-
-    def _rate(self) -> float:
-        """eta of the current step."""
-        share = self.plan.recipe.rate(self.state.step, self.plan.steps)
-        return self.algorithm.hyper.lr * share
 
     @contextmanager
     def published(self) -> Iterator[nn.Module]:

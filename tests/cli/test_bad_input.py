@@ -115,8 +115,8 @@ def files(tmp_path: Path) -> Path:
     facts = {
         "schema_version": 1,
         "classes": list(DATASETS["digits"].classes),
-        "dataset": {"name": "digits"},
-        "model": {"name": "mlp-small"},
+        "dataset": {"name": "digits", "own": False, "multilabel": False},
+        "model": {"name": "mlp-small", "fix_norm": False, "to_float32": False},
         "input": {"shape": [1, 8, 8], "levels": 16, "mean": [0.305], "std": [0.376]},
     }
     save_model(

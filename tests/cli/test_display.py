@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.functional import one_hot
 
 from dpmac_cli.cli import compare_display
 from dpmac_cli.cli.console import Expendable
@@ -33,7 +34,6 @@ def bar(width: int) -> tuple[Display, Console]:
             parameters=(582_346, 582_346),
             done=0,
             steps=STEPS,
-            cut_short=False,
         )
     )
     return display, console
@@ -74,16 +74,23 @@ def test_a_weak_guarantee_is_remarked_on_once(planned: float | None, times: int)
 @pytest.mark.parametrize(
     ("counts", "remarks"),
     [
-        ([[0, 4, 0], [0, 6, 0]], 1),  # one class is answered, the most frequent
-        ([[4, 0, 0], [4, 2, 0]], 1),
-        ([[1, 3, 0], [0, 6, 0]], 0),
-        ([[0, 0, 0], [0, 6, 0]], 0),  # there is no other class to tell it from
+        ([[0, 4], [0, 6]], 1),  # one class is answered, the most frequent
+        ([[4, 0], [4, 2]], 1),
+        ([[1, 3], [0, 6]], 0),
+        ([[0, 0], [0, 6]], 0),  # there is no other class to tell it from
     ],
 )
 def test_a_model_that_has_learned_nothing_is_remarked_on(
     counts: list[list[int]], remarks: int
 ) -> None:
-    found = [*swamped(Evaluation(1.0, torch.tensor(counts)))]
+    labels, guesses = (
+        torch.tensor(counts)
+        .nonzero()
+        .repeat_interleave(torch.tensor([n for row in counts for n in row if n]), 0)
+        .T
+    )
+    logits = one_hot(guesses, 2).float()
+    found = [*swamped(Evaluation(1.0, logits, labels))]
     assert len(found) == remarks
     assert all("frequent class alone has 6" in remark for remark in found)
 
@@ -122,18 +129,15 @@ def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_live_runs_keep_to_a_line_each(width: int) -> None:
+def test_the_bar_of_a_study_keeps_to_one_line(width: int) -> None:
     flags = {"dataset": "digits", "optimizers": "all", "kappa": "paper,tracked", "sigma": "1,2"}
     grid = plan(flags, None, Path("runs"))
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
     display = compare_display.Display(console, grid, range(len(grid.runs)))
     for number in (0, 5, 30):
         display.show(Moved(number, 58_799, 58_800, 0.98765))
-    lines = console.render_lines(display._bars.get_renderable())
-    shown = ["".join(segment.text for segment in line) for line in lines]
+    lines = console.render_lines(display._bar.get_renderable())
+    (shown,) = ["".join(segment.text for segment in line) for line in lines]
     display.close()
-    assert len(shown) == 4
-    assert all(len(line) <= width for line in shown)
-    assert f"0/{len(grid.runs)} runs" in shown[0]
-    assert all("58799/58800" in line and "98.7" in line for line in shown[1:])
-    assert "dp-sgd  sigma 1" in shown[1]
+    assert len(shown) <= width
+    assert f"0/{len(grid.runs)} runs" in shown

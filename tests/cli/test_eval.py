@@ -76,9 +76,49 @@ def test_a_table_for_people(run: Path) -> None:
     assert result.exit_code == 0
     assert "rows: true class, columns: predicted" in result.stdout
     assert f"accuracy {body['accuracy']:.2%}, loss {body['loss']:.4f}, 360 samples" in result.stdout
-    rows = [line for line in result.stdout.splitlines() if line.count("│") == 13]
+    rows = [line for line in result.stdout.splitlines() if line.count("│") == 14]
     assert [int(cell) for cell in rows[3].split("│")[2:12]] == body["confusion"][3]
-    assert f"{body['per_class']['3']:.2%}" in rows[3]
+    assert [cell.strip() for cell in rows[3].split("│")[12:14]] == [
+        f"{body['sensitivity'][3]:.2%}",
+        f"{body['specificity'][3]:.2%}",
+    ]
+    cells = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.count("│") == 4]
+    table = {name.strip(): (value.strip(), ends.strip()) for name, value, ends in cells}
+    low, high = body["intervals"]["auroc"]
+    assert table["AUROC"] == (f"{body['auroc']:.2%}", f"{low:.2%} to {high:.2%}")
+    assert table.keys() == {
+        *("accuracy", "balanced accuracy", "AUROC", "average precision", "F1"),
+        "calibration error",
+    }
+
+
+def test_metrics_are_those_of_the_report_and_have_intervals(run: Path) -> None:
+    body = evaluation(run)
+    test = json.loads((run / "report.json").read_text())["test"]
+    for name in ("balanced_accuracy", "auroc", "average_precision", "f1", "calibration_error"):
+        assert body[name] == pytest.approx(test[name])
+        low, high = body["intervals"][name]
+        assert 0 <= low < body[name] < high <= 1
+    assert body["sensitivity"] == pytest.approx(list(body["per_class"].values()))
+    assert evaluation(run)["intervals"] == body["intervals"]
+
+
+def test_curves_are_drawn(run: Path, tmp_path: Path) -> None:
+    for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        file = tmp_path / f"curves{suffix}"
+        assert evaluate(run, "--plot", file).exit_code == 0
+        first = file.read_bytes()
+        assert first.startswith(begin)
+        evaluate(run, "--plot", file)
+        assert file.read_bytes() == first
+
+
+def test_settings_of_the_evaluation_are_checked_together(run: Path, tmp_path: Path) -> None:
+    result = evaluate(run, "--plot", tmp_path / "no" / "curves.gif")
+    assert result.exit_code == 2
+    assert "ending in one of .png, .svg, .pdf." in result.stderr
+    audit = evaluate(run, "--audit", "--plot", "a.png", "--dataset", "digits")
+    assert (audit.exit_code, audit.stderr.count("leave out")) == (2, 2)
 
 
 def test_the_card_is_named_where_there_is_one(run: Path, tmp_path: Path) -> None:

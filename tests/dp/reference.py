@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum, clip_limit, clip_weights
-from dpmac_cli.dp.clipping.forms import PerSampleGradients
+from dpmac_cli.dp.clipping.forms import ByLayer, PerSampleGradients
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
 from dpmac_cli.dp.mechanism import Ellipsoid
@@ -17,7 +17,8 @@ from dpmac_cli.dp.mechanism import Ellipsoid
 
 def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tensor:
     """Gradients of the cross-entropy by vmap over the whole model, float64, (samples, d)."""
-    names = [_join(layer.name, key) for layer in layers for key in layer.parameters]
+    named = {id(p): name for name, p in model.named_parameters()}
+    names = [named[id(p)] for layer in layers for p in layer.parameters.values()]
     values = {name: p.detach().double() for name, p in model.named_parameters()}
     theta = {name: values.pop(name) for name in names}
 
@@ -28,10 +29,6 @@ def per_sample_gradients(model: nn.Module, layers: list[Layer], x: Tensor, y: Te
     with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
         gradients: dict[str, Tensor] = vmap(grad(loss), (None, 0, 0))(theta, _double(x), y)
     return torch.cat([gradients[name].flatten(1) for name in names], 1)
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
 
 
 def _double(x: Tensor) -> Tensor:
@@ -64,8 +61,7 @@ class Subject:
 
     def norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
         """||(g_i - m)/b|| as computed, shape (samples,)."""
-        _, forms = self.clipped_sum._per_sample(x, y, region.is_ball)
-        return self.clipped_sum._squared_norms(forms, Metric(region)).value.clamp(min=0).sqrt()
+        return self.squared_norms(x, y, region).value.clamp(min=0).sqrt()
 
     def exact_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """g_i by the oracle, the mean over a sample's views, float64, (samples, d)."""
@@ -74,14 +70,18 @@ class Subject:
         by_view = [per_sample_gradients(self.model, self.layers, v, y) for v in x.unbind(1)]
         return torch.stack(by_view).mean(0)
 
+    def gradients(self, x: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:
+        """The layers, each with its per-sample gradients as the program stores them."""
+        return self.clipped_sum._per_sample(x, y, ball)[1]
+
     def forms(self, x: Tensor, y: Tensor, *, ball: bool = True) -> list[PerSampleGradients]:
         """The layers' per-sample gradients as the program stores them."""
-        return self.clipped_sum._per_sample(x, y, ball)[1]
+        return [form for _, form in self.gradients(x, y, ball=ball)]
 
     def squared_norms(self, x: Tensor, y: Tensor, region: Ellipsoid) -> SquaredNorms:
         """The norms that the program clips by."""
         return self.clipped_sum._squared_norms(
-            self.forms(x, y, ball=region.is_ball), Metric(region)
+            self.gradients(x, y, ball=region.is_ball), Metric(region)
         )
 
     def weights(self, x: Tensor, y: Tensor, region: Ellipsoid) -> Tensor:
@@ -96,11 +96,11 @@ class Subject:
         """
         gradients = torch.zeros(len(x), len(self.theta), dtype=torch.float64)
         everyone = torch.ones(len(x), dtype=torch.bool)
-        forms = [form.select(everyone) for form in self.forms(x, y)]
+        forms = [(layer, form.select(everyone)) for layer, form in self.gradients(x, y)]
         for row, g in enumerate(gradients):
             one = torch.zeros(len(x), dtype=torch.float64)
             one[row] = 1
-            for layer, form in zip(self.layers, forms, strict=True):
+            for layer, form in forms:
                 form.weighted_sum(one, everyone, g[layer.start : layer.stop])
         return gradients
 
@@ -110,9 +110,10 @@ def prepare(
     capacity: int = 1024,
     views: int = 1,
     batch: float | None = None,
+    example: Tensor | None = None,
 ) -> Subject:
     """A model as the engine prepares it, for chunks up to ``capacity``."""
-    layers = find_layers(model)
+    layers = find_layers(model, example)
     theta = flatten_parameters(layers)
     clipped_sum = ClippedSum(model, layers, capacity, views, batch)
     return Subject(model, layers, theta, clipped_sum, clip_limit(max(capacity, batch or 0)), views)

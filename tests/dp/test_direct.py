@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (its usual name)
 from torch.nn.utils.parametrizations import weight_norm
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
@@ -50,6 +51,12 @@ def in_place(m: Any, x: Tensor) -> Tensor:
     return y.mul_(m.p)
 
 
+def assigned(m: Any, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:] = m.p
+    return x + y
+
+
 #: Ways to read a parameter that give each row a copy: its shape, and what is done.
 KNOWN: dict[str, tuple[tuple[int, ...], Forward]] = {
     "class-token": ((1, 1, WIDTH), token),
@@ -67,17 +74,30 @@ KNOWN: dict[str, tuple[tuple[int, ...], Forward]] = {
     "half-of-the-tokens": ((1, 1, WIDTH), lambda m, x: x[:, :2] - m.p),
     "in-place": ((WIDTH,), in_place),
     "detached-too": ((WIDTH,), lambda m, x: x * m.p + m.p.detach() * m.p.data.sum()),
+    "view": ((WIDTH * TOKENS,), lambda m, x: x * m.p.view(1, TOKENS, WIDTH)),
+    "with-new-dimensions": ((TOKENS,), lambda m, x: m.p[:, None] * x),
+    "slice": ((1, TOKENS + 2, WIDTH), lambda m, x: x + m.p[:, :TOKENS]),
+    "through-functions": ((WIDTH,), lambda m, x: x * m.p.exp() + F.softmax(m.p, 0)),
+    "of-two": ((WIDTH,), lambda m, x: x * (m.p + m.p)),
+    "in-a-list": ((1, 1, WIDTH), lambda m, x: x + torch.cat([m.p, m.p]).sum(0)),
+    "known-and-computed": ((WIDTH,), lambda m, x: x * m.p + m.p.square()),
+    "expanded-from-a-vector": ((WIDTH,), lambda m, x: x * m.p.expand(len(x), TOKENS, WIDTH)),
+    "einops-style-token": (
+        (1, 1, WIDTH),
+        lambda m, x: x + m.p.reshape(WIDTH)[None].expand(len(x), WIDTH)[:, None],
+    ),
     "asked-about": ((WIDTH,), lambda m, x: (x + m.p.to(x.dtype)) / m.p.shape[0] / m.p.numel()),
 }
 
 #: Ways that are not known, or that rows share.
 UNKNOWN: dict[str, tuple[tuple[int, ...], Forward]] = {
-    "through-a-function": ((WIDTH,), lambda m, x: x * m.p.exp()),
-    "product": ((WIDTH, WIDTH), lambda m, x: x @ m.p),
-    "of-two": ((WIDTH,), lambda m, x: x * (m.p + m.p)),
-    "known-and-not": ((WIDTH,), lambda m, x: x * m.p + m.p.square()),
-    "indexed": ((TOKENS + 1, WIDTH), lambda m, x: x + m.p[:TOKENS]),
-    "in-a-list": ((1, 1, WIDTH), lambda m, x: x + torch.cat([m.p, m.p]).sum(0)),
+    "product": ((WIDTH,), lambda m, x: x * (x @ m.p)[..., None]),
+    "with-another": ((WIDTH,), lambda m, x: x * (m.p + m.last.bias.sum())),
+    "known-and-not": ((WIDTH,), lambda m, x: x * m.p + torch.where(x > 0, m.p, x)),
+    "repeated-positions": ((1, 1, WIDTH), lambda m, x: x + m.p.repeat(len(x), TOKENS, 1)),
+    "assigned": ((WIDTH,), assigned),
+    "in-pieces": ((2 * WIDTH,), lambda m, x: x * m.p.chunk(2)[0]),
+    "of-other-rows": ((1, WIDTH), lambda m, x: x + m.p.expand(TOKENS, WIDTH)),
     "never": ((WIDTH,), lambda m, x: x),
 }
 
@@ -180,12 +200,12 @@ def test_computed_weights_stay_with_their_module() -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("how", ["known-and-not", "through-a-function", "in-a-list"])
+@pytest.mark.parametrize("how", ["known-and-not", "product", "assigned"])
 def test_another_use_than_on_the_example_is_an_error(how: str) -> None:
     """Its gradient would lack a part."""
-    shape, other = UNKNOWN[how]
+    _, other = UNKNOWN[how]
     odd: list[bool] = []
-    model = Reading(shape, lambda m, x: x * m.p + (other(m, x) if odd else 0)).double()
+    model = Reading((WIDTH,), lambda m, x: x * m.p + (other(m, x) if odd else 0)).double()
     layers = find_layers(model, example())
     assert layers[0].direct
     flatten_parameters(layers)
@@ -241,4 +261,4 @@ def test_without_gradients_nothing_is_copied() -> None:
     _, uses = record_uses(model, layers, x, y)
     assert [len(used) for used in uses] == [1, 1, 1]
     assert uses[0][0].inputs == ()
-    assert uses[0][0].delta.shape == x.shape
+    assert uses[0][0].delta.shape == (len(x), WIDTH)

@@ -52,7 +52,7 @@ def advance(
     spread: Spread | None,
 ) -> None:
     """What the engine does with a private mean, in one block."""
-    moments.begin(moments.step + 1)
+    moments.step += 1
     moments.update(private)
     geometry.begin(moments.step, spread)
     root_sum = geometry.estimate(private, moments, region, spread)
@@ -278,7 +278,7 @@ def test_estimate_reads_its_arguments_and_changes_none_but_region_and_spread(kin
         moments, regions = fresh_moments(like), []
         region, spread = geometry.start(like)
         for private in some_private_means(3, 0.1, 0.01, like):
-            moments.begin(moments.step + 1)
+            moments.step += 1
             moments.update(private)
             read = (private.value, private.scale, moments.m, moments.v)
             before = [x.clone() for x in read]

@@ -311,8 +311,8 @@ def test_views_of_one_sample_may_be_mixed() -> None:
 
 def test_recorded_layers_are_held_in_the_cheapest_form() -> None:
     subject = alone("lora")
-    _, forms = subject.isolated(*subject.batch(), ball=True)
-    assert [type(form) for form in forms] == [Instantiated, OuterProducts]
+    _, gradients = subject.isolated(*subject.batch(), ball=True)
+    assert [type(form) for _, form in gradients] == [Instantiated, OuterProducts]
 
 
 # Networks that mix samples, by what they compute or by what they keep.

@@ -24,7 +24,6 @@ from dpmac_cli.dp.clipping.clipped_sum import (
 from dpmac_cli.dp.clipping.forms import (
     InPieces,
     Instantiated,
-    Parts,
     PerSampleGradients,
 )
 from dpmac_cli.dp.clipping.layer_rules import Use
@@ -438,7 +437,17 @@ def test_norms_and_sums_match_the_oracle(name: str, kind: str, dtype: torch.dtyp
     net = NETS[name]
     x, y = net.batch()
     x = x.to(dtype) if x.is_floating_point() else x
-    assert_matches_oracle(prepare(net.build().to(dtype)), x, y, kind)
+    assert_matches_oracle(prepare(net.build().to(dtype), example=x[:2]), x, y, kind)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", NETS)
+def test_norms_and_sums_match_the_oracle_without_an_example(name: str) -> None:
+    """What an example tells apart is one layer, by vmap."""
+    net = NETS[name]
+    x, y = net.batch()
+    x = x.double() if x.is_floating_point() else x
+    assert_matches_oracle(prepare(net.build().double()), x, y, "ellipsoid")
 
 
 def views_of(net: Net, views: int) -> tuple[Tensor, Tensor]:
@@ -459,7 +468,9 @@ def assert_viewed_matches_oracle(name: str, kind: str, views: int) -> None:
     net = {**NETS, **AGAIN}[name]
     x, y = views_of(net, views)
     x = x.double() if x.is_floating_point() else x
-    assert_matches_oracle(prepare(net.build().double(), views=views), x, y, kind)
+    rows = x.flatten(0, 1) if views > 1 else x
+    subject = prepare(net.build().double(), views=views, example=rows[:2])
+    assert_matches_oracle(subject, x, y, kind)
 
 
 @pytest.mark.privacy
@@ -476,8 +487,9 @@ def test_pairs_of_positions_match_the_oracle(
     monkeypatch.setattr("dpmac_cli.dp.clipping.forms.HELD", 0)
     monkeypatch.setattr(Sizes, "pairs", 0)
     net = {**NETS, **AGAIN}[name]
-    [form, *_] = prepare(net.build(), views=views).forms(*views_of(net, views))
-    assert isinstance(form, OuterProducts | PositionProducts | Parts)
+    subject = prepare(net.build(), views=views, example=net.batch()[0][:2])
+    [form, *_] = subject.forms(*views_of(net, views))
+    assert isinstance(form, OuterProducts | PositionProducts)
     assert_viewed_matches_oracle(name, kind, views)
 
 
@@ -761,8 +773,8 @@ def test_pieces_add_up_to_the_whole(
     [number, *_] = (n for n, f in enumerate(subject.forms(x, y)) if isinstance(f, InPieces))
     for kind in KINDS:
         assert_matches_oracle(subject, x, y, kind)
-    form, odd = subject.forms(x, y)[number], torch.arange(SAMPLES) % 2 == 1
-    metric = Metric(ball(1.0, subject.theta)).of(subject.layers[number])
+    (layer, form), odd = subject.gradients(x, y)[number], torch.arange(SAMPLES) % 2 == 1
+    metric = Metric(ball(1.0, subject.theta)).of(layer)
     chosen, everyone = form.select(odd).squared_norms(metric), form.squared_norms(metric)
     torch.testing.assert_close(chosen.value, everyone.value[odd])
 
@@ -990,9 +1002,8 @@ class Noisy(nn.Module):
 
 @pytest.mark.privacy
 def test_randomness_inside_a_replayed_layer_is_refused() -> None:
-    with pytest.raises(ModelError, match="The network failed") as raised:
+    with pytest.raises(ModelError, match=r"holds parameters and draws at random"):
         add_anything(Noisy())
-    assert "random" in str(raised.value.__cause__)
 
 
 @pytest.mark.privacy

@@ -18,7 +18,7 @@ from torch.nn.functional import unfold
 from dpmac_cli.dp.clipping import clipped_sum as clipping
 from dpmac_cli.dp.clipping import forms, products
 from dpmac_cli.dp.clipping.clipped_sum import REACH, ClippedSum, clip_limit
-from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients, choose_form
+from dpmac_cli.dp.clipping.forms import ByLayer, Instantiated, PerSampleGradients, choose_form
 from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
@@ -487,16 +487,14 @@ class Given:
         self.limit = clip_limit(max(capacity, batch))
         self.chunk = capacity
 
-    def _per_sample(
-        self, rows: Tensor, y: Tensor, ball: bool
-    ) -> tuple[Tensor, list[PerSampleGradients]]:
+    def _per_sample(self, rows: Tensor, y: Tensor, ball: bool) -> tuple[Tensor, ByLayer]:
         use = Use((self.use.inputs[0][rows],), self.use.delta[rows])
-        return torch.zeros(len(rows)), [make_form(self.layer, (use,))]
+        return torch.zeros(len(rows)), [(self.layer, make_form(self.layer, (use,)))]
 
     def reach(self, region: Ellipsoid) -> float:
         """The largest c_i R_i of the first samples."""
         rows = torch.arange(min(32, len(self.use.delta)))
-        form = self._per_sample(rows, rows, region.is_ball)[1][0]
+        form = self._per_sample(rows, rows, region.is_ball)[1][0][1]
         found = squared(form, region, self.layer)
         return float((clipping.clip_weights(found, self.limit)[0] * found.reach.sqrt()).max())
 

@@ -20,6 +20,7 @@ from dpmac_cli.dp.clipping.layers import Layer, find_layers
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms, sum_rounded_up
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
+from dpmac_cli.dp.geometry import part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
 from dpmac_cli.randomness.noise import Normals
 from tests.helpers import Batches, in_chunks_of, make_trainer
@@ -99,9 +100,8 @@ class Case:
 
     def float32_norms(self) -> SquaredNorms:
         """Norms as the layers give them, nothing done again."""
-        metric = Metric(self.region)
-        forms = self.subject.forms(self.x, self.y, ball=self.region.is_ball)
-        return total_squared_norms(forms, [metric.of(layer) for layer in self.subject.layers])
+        gradients = self.subject.gradients(self.x, self.y, ball=self.region.is_ball)
+        return total_squared_norms(gradients, Metric(self.region))
 
 
 @pytest.mark.privacy
@@ -211,7 +211,7 @@ def test_the_slack_of_what_is_written_out_is_a_bound() -> None:
     layer = case.subject.layers[0]
     plain = form.squared_norms(Metric(case.region).of(layer))
     part = slice(layer.start, layer.stop)
-    region = case.region.part(part)
+    region = part_of(case.region, part)
     gradients = case.subject.stored_gradients(case.x, case.y)[:, part]
     exact = whiten(gradients, region).square().sum(1)
     assert ((plain.value - exact).abs() <= plain.slack).all()

@@ -1,89 +1,106 @@
-"""Self-attention as two Linear layers: what enters and leaves its projections."""
+"""Self-attention whose projections are called as Linear layers, so that their uses are recorded.
 
-from collections.abc import Sequence
+Everything between them is torch's, run once: its dropout draws as it would without recording.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
-from dpmac_cli.dp.clipping.layer_rules import Use
-from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import matmul
+from dpmac_cli.errors import ModelError
 
-#: What a call may be given by name, with the values that leave attention as it is.
-PLAIN = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
-#: What it may be given whatever the value: whether weights are returned, and how.
+#: What a call may be given by name beside values that leave attention as it is.
 FREE = {"need_weights", "average_attn_weights"}
-#: The parameters that the rule computes gradients by.
-KNOWN = {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
 
 
-def projections(layer: Layer, uses: Sequence[Use]) -> list[tuple[Layer, list[Use]]] | None:
-    """Return the input and the output projection of self-attention as layers with uses.
-
-    Attention is computed again, for all rows at once, to find the gradients by queries, keys and
-    values. A projection without a trainable parameter is left out.
-
-    Returns:
-        None where the layer is no nn.MultiheadAttention, or its calls are not plain self-attention.
-    """
-    module: Any = layer.module
-    if (
-        type(module) is not nn.MultiheadAttention
-        or not layer.parameters.keys() <= KNOWN
-        or module._forward_hooks
-        or not all(_is_self_attention(module, use) for use in uses)
-    ):
-        return None
-    inner, outer = zip(*(_by_projection(module, use) for use in uses), strict=True)
-    width, begin = module.embed_dim, layer.start
-    found = []
-    for prefix, outputs, of in (("in_proj_", 3 * width, inner), ("out_proj.", width, outer)):
-        held = {
-            name.removeprefix(prefix): p
-            for name, p in layer.parameters.items()
-            if name.startswith(prefix)
-        }
-        stop = begin + sum(p.numel() for p in held.values())
-        if held:
-            shapes = nn.Linear(width, outputs, device="meta")
-            found.append((Layer(f"{layer.name}.{prefix}", shapes, held, begin, stop), list(of)))
-        begin = stop
+def projections(module: Any) -> dict[str, nn.Linear]:
+    """Return Linear layers that hold the parameters of attention's two projections."""
+    found = {}
+    inner, outer = (module.in_proj_weight, module.in_proj_bias), module.out_proj
+    for name, (weight, bias) in (("in_proj", inner), ("out_proj", (outer.weight, outer.bias))):
+        found[name] = nn.Linear(weight.shape[1], len(weight), device="meta")
+        found[name].weight, found[name].bias = weight, bias
     return found
 
 
-def _is_self_attention(module: Any, use: Use) -> bool:
-    """Return whether a use is self-attention whose output for a sample is its first tensor."""
-    named = {name: value for name, value in use.call.named.items() if name not in FREE}
-    read = {(x.data_ptr(), x.shape, x.stride()) for x in use.inputs}
+@contextmanager
+def self_attentions(model: nn.Module) -> Iterator[set[int]]:
+    """Collect the ids of attention layers all of whose calls are plain self-attention."""
+    plain, others = set[int](), set[int]()
+
+    def look(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        (plain if _is_plain(inputs, named) else others).add(id(module))
+
+    known = filter(_is_known, model.modules())
+    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in known]
+    try:
+        yield plain
+    finally:
+        plain -= others
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def calling_projections(calls: Iterable[tuple[str, nn.Module, nn.Module | None]]) -> Iterator[None]:
+    """Have attention call the modules of its projections: each a name, a module and attention."""
+    called: dict[nn.Module, dict[str, nn.Module]] = {}
+    try:
+        for name, linear, attention in calls:
+            if attention is not None:
+                of, _, which = name.rpartition(".")
+                by_name = called.setdefault(attention, dict(projections(attention)))
+                by_name[which] = linear
+                attention.forward = partial(_self_attention, of, attention, by_name)
+        yield
+    finally:
+        for attention in called:
+            del attention.forward
+
+
+def _is_known(module: Any) -> bool:
+    """Return whether attention is torch's own, of samples in front, with plain parameters."""
     return (
-        len(read) == 1
-        and use.call.output == 0
-        and use.call.positional == (Tensor,) * 3
-        and all(name in PLAIN and value == PLAIN[name] for name, value in named.items())
-        and use.inputs[0].ndim == 3
+        type(module) is nn.MultiheadAttention
+        and "forward" not in vars(module)
         and module.batch_first
         and module._qkv_same_embed_dim
         and module.bias_k is None
         and not module.add_zero_attn
-        and (module.dropout == 0 or not module.training)
+        and {name for name, _ in module.named_parameters()}
+        <= {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
     )
 
 
-def _by_projection(module: Any, use: Use) -> tuple[Use, Use]:
-    """Return what the input projection and the output projection read, and gradients by outputs."""
-    x, delta = use.inputs[0], use.delta
-    rows, positions, width = x.shape
-    projected = matmul(x.reshape(-1, width), module.in_proj_weight.T)
-    if module.in_proj_bias is not None:
-        projected += module.in_proj_bias
-    by_context = matmul(delta.reshape(-1, width), module.out_proj.weight)
-    with torch.enable_grad():
-        projected = projected.view(rows, positions, -1).requires_grad_()
-        heads = projected.view(rows, positions, 3, module.num_heads, -1).permute(2, 0, 3, 1, 4)
-        queries, keys, values = heads.unbind(0)
-        context = scaled_dot_product_attention(queries, keys, values)
-        context = context.transpose(1, 2).reshape(rows, positions, width)
-        [by_projected] = torch.autograd.grad(context, projected, by_context.view_as(context))
-    return Use((x,), by_projected), Use((context.detach(),), delta)
+def _is_plain(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """Return whether a call attends from each position of a tensor to all of them."""
+    plain = all(v is None or v is False for name, v in named.items() if name not in FREE)
+    return plain and len(inputs) == 3 and len({*map(id, inputs)}) == 1 and inputs[0].ndim == 3
+
+
+def _self_attention(
+    name: str, module: Any, calls: Mapping[str, nn.Module], *inputs: Any, **named: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return what ``nn.MultiheadAttention.forward`` does for plain self-attention."""
+    if not _is_plain(inputs, named):
+        raise ModelError(
+            f"The layer {name} was called in this step in another way than on made-up samples, "
+            f"which its gradients would lack. Call it as self.{name}(x, x, x), without a mask."
+        )
+    x, p = inputs[0], module.dropout if module.training else 0.0
+    heads = calls["in_proj"](x).unflatten(2, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    queries, keys, values = heads.unbind(0)
+    weights = None
+    if named.get("need_weights", True):
+        weights = dropout(softmax(queries @ keys.mT / module.head_dim**0.5, -1), p)
+        context = weights @ values
+        if named.get("average_attn_weights", True):
+            weights = weights.mean(1)
+    else:
+        context = scaled_dot_product_attention(queries, keys, values, dropout_p=p)
+    out: Tensor = calls["out_proj"](context.transpose(1, 2).flatten(2))
+    return out, weights

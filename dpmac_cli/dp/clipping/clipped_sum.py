@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.forms import PerSampleGradients, total_squared_norms
+from dpmac_cli.dp.clipping.forms import ByLayer, total_squared_norms
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
 from dpmac_cli.dp.clipping.recorder import recorded_gradients
-from dpmac_cli.dp.clipping.spikes import Spikes
+from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
 
 #: Samples that a step may add up before the margin for rounding grows.
@@ -36,7 +36,7 @@ LEAST_WEIGHT = 1e-30
 
 #: Computes per-sample losses, shape (samples,), and every layer's per-sample gradients, in the
 #: forms for a ball or an ellipsoid.
-PerSample = Callable[[Tensor, Tensor, bool], tuple[Tensor, list[PerSampleGradients]]]
+PerSample = Callable[[Tensor, Tensor, bool], tuple[Tensor, ByLayer]]
 
 
 class ClippedSum:
@@ -48,6 +48,7 @@ class ClippedSum:
             ``per_sample`` was given.
         capacity: the largest number of samples in a call of :meth:`of`; public.
         views: augmented views of each sample, public. Their mean gradient is clipped once.
+        loss: of each sample, that does not mix them.
         batch: B, the expected number of samples in a step; by default one chunk.
         per_sample: :class:`~dpmac_cli.dp.clipping.isolation.Isolated`; by default
             :func:`~dpmac_cli.dp.clipping.recorder.recorded_gradients`.
@@ -61,8 +62,11 @@ class ClippedSum:
         views: int = 1,
         batch: float | None = None,
         per_sample: PerSample | None = None,
+        loss: Loss = plain,
     ) -> None:
-        self._per_sample = per_sample or partial(recorded_gradients, model, layers, views=views)
+        self._per_sample = per_sample or partial(
+            recorded_gradients, model, layers, views=views, loss=loss
+        )
         self._layers, self._views = layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
@@ -74,7 +78,7 @@ class ClippedSum:
 
         Args:
             x: at least one input, shape (samples, ...), or (samples, views, ...) if several views.
-            y: labels, shape (samples,).
+            y: labels, shape (samples,) or (samples, labels).
             metric: of the ellipsoid to clip to.
             out: shape (d,).
 
@@ -91,42 +95,6 @@ class ClippedSum:
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
         exact = c * squared.reach.sqrt() > REACH
-        self._centred_sum(gradients, c, valid, exact, metric, out)
-
-    def weights(self, spikes: Spikes, metric: Metric) -> Tensor:
-        """Return c_i of gradients along one coordinate each, float64, shape (spikes,)."""
-        squared = spikes.squared_norms(metric.region, metric.centre_norm(self._layers))
-        return clip_weights(squared, self._limit)[0]
-
-    def centre_norm(self, metric: Metric) -> Tensor:
-        """Return ||m/b||, float64, shape ()."""
-        return metric.centre_norm(self._layers)
-
-    def _squared_norms(self, gradients: list[PerSampleGradients], metric: Metric) -> SquaredNorms:
-        squared = total_squared_norms(gradients, [metric.of(layer) for layer in self._layers])
-        # Rows that are not clipped even with the slack need no better norm.
-        clipped = squared.value + squared.slack > self._limit**2
-        rows = clipped & (squared.slack > SLACK_SHARE * squared.value)
-        if bool(rows.any()):
-            metric = Metric(metric.region, torch.float64)
-            exact = total_squared_norms(
-                [form.select(rows) for form in gradients],
-                [metric.of(layer) for layer in self._layers],
-            )
-            squared.value[rows] = exact.value
-            squared.slack[rows] = exact.slack
-        return squared
-
-    def _centred_sum(
-        self,
-        gradients: list[PerSampleGradients],
-        c: Tensor,
-        valid: Tensor,
-        exact: Tensor,
-        metric: Metric,
-        out: Tensor,
-    ) -> None:
-        """Write the sum of c_i (g_i - m) over the valid samples into ``out``."""
         # On CUDA, asking would wait for the device.
         kept = None if not valid.is_cuda and bool(valid.all()) else valid
         region, total, result = metric.region, c.sum(), out
@@ -136,13 +104,34 @@ class ClippedSum:
                 result = torch.empty_like(out, dtype=torch.float64)
         c = c.to(result.dtype)
         apart = exact if result is out and bool(exact.any()) else None
-        for layer, form in zip(self._layers, gradients, strict=True):
+        for layer, form in gradients:
             chosen = form if result is out else form.select(slice(None))
             chosen.weighted_sum(c, kept, result[layer.start : layer.stop], apart)
         if not region.is_ball:
             result.addcmul_(region.centre.to(result.dtype), -total.to(result.dtype))
         if result is not out:
             out.copy_(result)
+
+    def weights(self, squares: Tensor) -> Tensor:
+        """Return c_i for squared norms without rounding, float64, shape (samples,)."""
+        nothing = torch.zeros_like(squares)
+        return clip_weights(SquaredNorms(squares, nothing, nothing), self._limit)[0]
+
+    def centre_norm(self, metric: Metric) -> Tensor:
+        """Return ||m/b||, float64, shape ()."""
+        return metric.centre_norm(self._layers)
+
+    def _squared_norms(self, gradients: ByLayer, metric: Metric) -> SquaredNorms:
+        squared = total_squared_norms(gradients, metric)
+        # Rows that are not clipped even with the slack need no better norm.
+        clipped = squared.value + squared.slack > self._limit**2
+        rows = clipped & (squared.slack > SLACK_SHARE * squared.value)
+        if bool(rows.any()):
+            chosen = [(layer, form.select(rows)) for layer, form in gradients]
+            exact = total_squared_norms(chosen, Metric(metric.region, torch.float64))
+            squared.value[rows] = exact.value
+            squared.slack[rows] = exact.slack
+        return squared
 
 
 def clip_limit(samples: float) -> float:

@@ -5,42 +5,49 @@ gradients by the copies are its per-sample gradients, whatever else the network 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 #: Functions of two tensors that broadcast both.
 ELEMENTWISE = frozenset(
-    function
-    for name in ("add", "mul", "sub", "div")
-    for function in (getattr(torch, name), getattr(Tensor, name), getattr(Tensor, f"{name}_"))
-) | frozenset(
-    getattr(Tensor, f"__{side}{name}__")
-    for name in ("add", "mul", "sub", "truediv")
-    for side in ("", "r", "i")
+    getattr(owner, form.format(name))
+    for name in ("add", "mul", "sub", "div", "truediv")
+    for owner, forms in ((torch, "{}"), (Tensor, "{} {}_ __{}__ __r{}__ __i{}__"))
+    for form in forms.split()
+    if hasattr(owner, form.format(name))
 )
-#: Functions that repeat a tensor for every row, without changing it otherwise.
-EXPANDING = frozenset(
-    {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat}
-)
+#: Functions that repeat a tensor along dimensions.
+EXPANDING = frozenset({Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat})
 #: Functions whose result has no gradient by the parameter. ``data`` is a property, which torch's
 #: stubs declare as a Tensor.
 DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+
+#: Maps gradients by rows' copies of what was read to gradients by the parameter, (rows, *shape).
+PullBack: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Copies(TorchFunctionMode):
     """Gives each of some parameters as many copies as a batch has rows, while it is active.
 
+    What is computed from one parameter alone, as a slice or a reshaped one, is copied like it.
+
     Attributes:
-        by_parameter: the copies that each was given, by its id.
+        by_parameter: the copies that each was given, by its id, each with the function that maps
+            gradients by copies to those by the parameter, (rows, *shape).
         refused: ids of those that were read in a way that is not known.
     """
 
     def __init__(self, parameters: Iterator[nn.Parameter], rows: int) -> None:
         super().__init__()
-        self.by_parameter: dict[int, list[Tensor]] = {id(p): [] for p in parameters}
+        # What stands for a tensor that a network reads, and the parameter that it is computed from.
+        self._read = {id(p): (p.detach().requires_grad_(), p) for p in parameters}
+        self._leaves = {key: leaf for key, (leaf, _) in self._read.items()}
+        self.by_parameter: dict[int, list[tuple[Tensor, PullBack]]] = {i: [] for i in self._read}
         self.refused: set[int] = set()
         self._rows = rows
 
@@ -53,40 +60,70 @@ class Copies(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch; replace a parameter among its arguments by copies."""
         named = dict(kwargs or {})
-        read = [x for x in _tensors((*args, *named.values())) if id(x) in self.by_parameter]
-        if not read or not torch.is_grad_enabled():
+        if func is Tensor.expand_as:
+            func, args = Tensor.expand, (args[0], args[1].shape)
+        given = tensors_in((args, named))
+        read = [x for x in given if id(x) in self._read]
+        if not read or not torch.is_grad_enabled() or func in DETACHING:
             return func(*args, **named)
         if len(read) == 1 and func in ELEMENTWISE and len(args) == 2:
             copies = self._broadcast(read[0], *args)
             if copies is not None:
                 return func(*[copies if x is read[0] else x for x in args], **named)
-        result = func(*args, **named)
-        if len(read) == 1 and func in EXPANDING and args[0] is read[0]:
-            if self._is_copied(read[0], result.shape) and result.shape[1:] == read[0].shape[1:]:
-                return self._keep(read[0], result)
-        elif func in DETACHING or not any(x is not read[0] for x in _tensors((result,))):
-            return result
-        self.refused.update(map(id, read))
+        of = {id(parameter): parameter for _, parameter in (self._read[id(x)] for x in read)}
+        if len(of) == 1 and len(read) == len(given):
+            args, named = tree_map(lambda x: self._read.get(id(x), (x,))[0], (args, named))
+            return self._computed(func, args, func(*args, **named), *of.values())
+        self.refused.update(of)
+        return func(*args, **named)
+
+    def _computed(
+        self, func: Callable[..., Any], args: Any, result: Any, parameter: nn.Parameter
+    ) -> Any:
+        """Return what a function made of one parameter alone, or rows' copies of that."""
+        if not isinstance(result, Tensor) or result._version > 0:
+            if result is None or tensors_in(result):
+                self.refused.add(id(parameter))
+        elif func in EXPANDING and result.requires_grad:
+            once = result.shape[1:] == args[0].shape[args[0].ndim == result.ndim :]
+            if self._is_copied(args[0], result.shape) and (once or func is not Tensor.repeat):
+                return self._keep(args[0], parameter, result)
+            self.refused.add(id(parameter))  # as many dimensions as rows, in the next batch
+        elif result.requires_grad:
+            self._read[id(result)] = result, parameter
         return result
 
-    def _broadcast(self, parameter: Tensor, *operands: Any) -> Tensor | None:
+    def _broadcast(self, read: Tensor, *operands: Any) -> Tensor | None:
         """Return copies in the shape that two operands broadcast to; None if rows would share."""
         if not all(isinstance(x, Tensor) for x in operands):
             return None
         shape = torch.broadcast_shapes(*(x.shape for x in operands))  # type: ignore[no-untyped-call]
-        if not self._is_copied(parameter, shape):
+        if not self._is_copied(read, shape):
             return None
-        return self._keep(parameter, parameter.detach().expand(shape))
+        source, parameter = self._read[id(read)]
+        return self._keep(source, parameter, source.detach().expand(shape))
 
-    def _is_copied(self, parameter: Tensor, shape: torch.Size) -> bool:
-        """Return whether a shape has rows for those of the batch, and the parameter has none."""
-        without = parameter.ndim < len(shape) or parameter.shape[:1] == (1,)
+    def _is_copied(self, read: Tensor, shape: torch.Size) -> bool:
+        """Return whether a shape has rows for those of the batch, and what is read has none."""
+        without = read.ndim < len(shape) or read.shape[:1] == (1,)
         return len(shape) > 0 and shape[0] == self._rows and without
 
-    def _keep(self, parameter: Tensor, copies: Tensor) -> Tensor:
+    def _keep(self, source: Tensor, parameter: nn.Parameter, copies: Tensor) -> Tensor:
         started = copies.detach().requires_grad_()
-        self.by_parameter[id(parameter)].append(started)
+        back = partial(_pull_back, source, self._leaves[id(parameter)])
+        self.by_parameter[id(parameter)].append((started, back))
         return started
+
+
+def _pull_back(source: Tensor, leaf: Tensor, by_copies: Tensor) -> Tensor:
+    """Return gradients by a parameter, (rows, *shape), from those by copies of ``source``."""
+    shape = (1,) * (by_copies.ndim - source.ndim) + source.shape
+    rows = len(by_copies)
+    by_row = by_copies.sum_to_size(rows, *shape[1:]).reshape(rows, *source.shape)
+    if source is leaf:
+        return by_row
+    [found] = torch.autograd.grad(source, leaf, by_row, retain_graph=True, is_grads_batched=True)
+    return found
 
 
 def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
@@ -115,12 +152,6 @@ def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
     return known
 
 
-def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yield the tensors among some values, and in lists, tuples and mappings of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(tuple(value))
-        elif isinstance(value, dict):
-            yield from _tensors(tuple(value.values()))
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of an argument or a result."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

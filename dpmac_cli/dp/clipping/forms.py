@@ -13,18 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.attention import projections
 from dpmac_cli.dp.clipping.layer_rules import Use, instantiate, instantiated
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import (
     ROW,
     LayerMetric,
+    Metric,
     SquaredNorms,
     concatenated,
     kept,
     roundoff,
-    row_squares,
-    row_sums,
 )
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.products import DEVICE_PIECE, PositionProducts, sizes
@@ -59,12 +57,13 @@ class PerSampleGradients(Protocol):
         """Return some samples by a mask, or all by ``slice(None)``, in float64."""
 
 
-def total_squared_norms(
-    gradients: Sequence[PerSampleGradients], metrics: Sequence[LayerMetric]
-) -> SquaredNorms:
+#: Layers, each with its gradients for each sample of a chunk.
+ByLayer = Sequence[tuple[Layer, PerSampleGradients]]
+
+
+def total_squared_norms(gradients: ByLayer, metric: Metric) -> SquaredNorms:
     """Return ||(g_i - m)/b||^2 over several layers, each with its part of the metric."""
-    pairs = zip(gradients, metrics, strict=True)
-    return reduce(add, [form.squared_norms(metric) for form, metric in pairs])
+    return reduce(add, [form.squared_norms(metric.of(layer)) for layer, form in gradients])
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ class Instantiated:
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly; nothing cancels."""
         step = max(1, _piece(self.g) // max(1, self.g.shape[1]))
-        found = [self._squares(g, metric) for g in torch.split(self.g, step)]
-        value = (found[0] if len(found) == 1 else torch.cat(found)).div_(metric.factor)
+        value = torch.cat([metric.squares(g) for g in torch.split(self.g, step)])
+        value.div_(metric.factor)
         slack = roundoff(ROW, self.g.dtype) * value
         return SquaredNorms(value, slack, torch.zeros_like(value))
 
@@ -86,12 +85,6 @@ class Instantiated:
     ) -> None:
         """Compute one matrix-vector product."""
         torch.mv(kept(self.g, valid).T, c, out=out)
-
-    @staticmethod
-    def _squares(g: Tensor, metric: LayerMetric) -> Tensor:
-        if metric.centre is None:
-            return row_squares(g).mul_(metric.inverse)
-        return row_sums((g - metric.centre).square_().mul_(metric.inverse))
 
     def select(self, rows: Tensor | slice) -> "Instantiated":
         """Return some samples, in float64."""
@@ -143,29 +136,6 @@ class InPieces:
             begin += step
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Gradients of a layer as those of several, side by side."""
-
-    forms: tuple[PerSampleGradients, ...]
-    slices: tuple[slice, ...]  # of the layer's parameters, by form
-
-    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Add up the norms of the parts."""
-        return total_squared_norms(self.forms, [metric.part(part) for part in self.slices])
-
-    def weighted_sum(
-        self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
-    ) -> None:
-        """Compute the sums of the parts."""
-        for form, part in zip(self.forms, self.slices, strict=True):
-            form.weighted_sum(c, valid, out[part], exact)
-
-    def select(self, rows: Tensor | slice) -> "Parts":
-        """Return some samples, in float64."""
-        return Parts(tuple(form.select(rows) for form in self.forms), self.slices)
-
-
 def choose_form(
     layer: Layer, uses: Sequence[Use], views: int = 1, *, ball: bool
 ) -> PerSampleGradients:
@@ -177,11 +147,6 @@ def choose_form(
         views: rows per sample in each use, next to each other; its gradient is their sum.
         ball: True if norms are taken in a ball.
     """
-    if (parts := projections(layer, uses)) is not None:
-        return Parts(
-            tuple(choose_form(*part, views, ball=ball) for part in parts),
-            tuple(slice(of.start - layer.start, of.stop - layer.start) for of, _ in parts),
-        )
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start
     found = sizes(layer, uses, views)
@@ -196,19 +161,8 @@ def choose_form(
     elif not small and not isinstance(layer.module, nn.Conv2d):
         # Gradients of other convolutions are too expensive to compute twice.
         return InPieces(layer, tuple(uses), views)
-    return Instantiated(_held(layer, uses, views))
-
-
-def _held(layer: Layer, uses: Sequence[Use], views: int) -> Tensor:
-    """Instantiate gradients of a few samples at a time; return all, (samples, d_layer)."""
-    delta, size = uses[0].delta, layer.stop - layer.start
-    samples, step = len(delta) // views, max(2, _piece(delta) // 4 // size)
-    if step >= samples:
-        return instantiate(layer, uses, views)
-    g = delta.new_empty(samples, size)
-    for _ in instantiated(layer, uses, views, step, out=g):
-        pass
-    return g
+    # A few samples at a time, whose gradients stay in a cache while they are written.
+    return Instantiated(instantiate(layer, uses, views, max(2, _piece(delta) // 4 // size)))
 
 
 def _piece(like: Tensor) -> int:

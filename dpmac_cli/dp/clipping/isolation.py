@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.forms import Instantiated, PerSampleGradients, choose_form
+from dpmac_cli.dp.clipping.forms import ByLayer, Instantiated, choose_form
 from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
+from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 
@@ -40,6 +40,8 @@ class Isolated:
         layers: :func:`~dpmac_cli.dp.clipping.layers.split_by_module` of the model.
         shape: of a sample: (...), or (views, ...) if there are several augmented views.
         views: augmented views of each sample, public. They may be mixed with each other.
+        loss: of each row, that does not mix them.
+        label: of a sample, an example that is not private.
 
     Attributes:
         vmapped: True if vmap runs the chunks, False for a loop.
@@ -52,8 +54,15 @@ class Isolated:
     """
 
     def __init__(
-        self, model: nn.Module, layers: list[Layer], shape: tuple[int, ...], views: int = 1
+        self,
+        model: nn.Module,
+        layers: list[Layer],
+        shape: tuple[int, ...],
+        views: int = 1,
+        loss: Loss = plain,
+        label: Tensor = torch.tensor(0),  # noqa: B008  (never changes)
     ) -> None:
+        self._loss_of = loss
         self._model, self._layers, self._views = model, layers, views
         self._names = {  # of each layer's parameters in the model
             layer.name: [f"{layer.name}.{key}".strip(".") for key in layer.parameters]
@@ -64,7 +73,7 @@ class Isolated:
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(0)
             x = torch.randn(2, *shape, dtype=torch.float64).to(next(model.parameters()).device)
-            y = torch.zeros(2, dtype=torch.long, device=x.device)
+            y = label.to(x.device).expand(2, *label.shape)
             with code_of_network(x):
                 probe = copy.deepcopy(model).double()
                 for p in probe.parameters():  # zeros would hide uses of other weights
@@ -76,24 +85,25 @@ class Isolated:
         size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
         self.most = max(1, WRITTEN_OUT // max(1, size))
 
-    def __call__(self, x: Tensor, y: Tensor, ball: bool) -> tuple[Tensor, list[PerSampleGradients]]:
+    def __call__(self, x: Tensor, y: Tensor, ball: bool) -> tuple[Tensor, ByLayer]:
         """Return losses and per-sample gradients of a chunk, as ``recorded_gradients`` does."""
         if not self.vmapped:
             losses, g = self._looped(self._model, x, y)
-            return losses, [Instantiated(g[:, la.start : la.stop]) for la in self._layers]
+            return losses, [(la, Instantiated(g[:, la.start : la.stop])) for la in self._layers]
         loose = [name for name in self._names if name not in self.recorded]
         losses, uses, written = self._vmapped(self._model, x, y, loose)
-        return losses, [
+        forms = [
             choose_form(layer, uses[layer.name], self._views, ball=ball)
             if layer.name in uses
             else Instantiated(written[layer.name])
             for layer in self._layers
         ]
+        return losses, list(zip(self._layers, forms, strict=True))
 
     def _loss(self, network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of one sample, the mean over its views."""
         rows = x if self._views > 1 else x.unsqueeze(0)
-        return cross_entropy(network(rows), y.expand(len(rows)))
+        return self._loss_of(network(rows), y.expand(len(rows), *y.shape)).mean()
 
     def _looped(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and gradients, (samples, d), each by a copy of the model and a new seed."""
@@ -142,7 +152,7 @@ class Isolated:
             left[:] = taps
             loss = self._loss(lambda rows: functional_call(alone, trained, (rows,)), x, y)
             if len(calls) != len(taps or calls):
-                raise ModelError("The network does not use the same layers in every run.")
+                raise ModelError("Some samples skip a layer. Use torch.where(condition, a, b).")
             return loss, (loss, inputs)
 
         for name in self.recorded:

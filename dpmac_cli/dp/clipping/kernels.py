@@ -35,7 +35,7 @@ class Kernel:
 
     def distance(self, g: Tensor, name: str) -> Tensor:
         """Return the squared norm of g - m over one parameter, float64, shape (samples,)."""
-        return self._squares(g, self._parts[name])
+        return self.metric.squares(g, self._parts[name], out=g)
 
     def reach(self, delta: Tensor, squares: Tensor) -> Tensor:
         """Return R_i^2, or more: float64, shape (samples,).
@@ -108,9 +108,10 @@ class Kernel:
             float64, shape (samples,) each.
         """
         samples, outputs, inputs = g.shape
+        flat = g.view(samples, -1)
         weights = slice(part.start * inputs, part.stop * inputs)
         if self._through is None:
-            value = self._squares(g.view(samples, -1), weights)
+            value = self.metric.squares(flat, weights, out=flat)
             return value, value
         direction, moves = self._through.direction[part], self._through.moves[part]
         scale = self._through.scale[part]
@@ -118,10 +119,8 @@ class Kernel:
         by_gain = torch.zeros(samples, dtype=torch.float64, device=g.device)
         if "gain" in self._parts:
             gains = self._parts["gain"]
-            by_gain = self._squares(
-                along.to(g.dtype, copy=True),
-                slice(gains.start + part.start, gains.start + part.stop),
-            )
+            chosen = slice(gains.start + part.start, gains.start + part.stop)
+            by_gain = self.metric.squares(along.to(g.dtype), chosen)
         if self.metric.centre is None:
             rows = row_squares(g.view(-1, inputs)).view(samples, outputs)
             scales = scale.double().square() * self.metric.inverse
@@ -129,13 +128,5 @@ class Kernel:
             return before - along.square_() @ (scales * moves), before
         g.addcmul_(direction, along.to(g.dtype).mul_(moves).unsqueeze(2), value=-1)
         g.mul_(scale.unsqueeze(1))
-        value = self._squares(g.view(samples, -1), weights).add_(by_gain)
+        value = self.metric.squares(flat, weights, out=flat).add_(by_gain)
         return value, value
-
-    def _squares(self, g: Tensor, part: slice) -> Tensor:
-        """Return the squared norm of g - m over some coordinates; may overwrite g."""
-        metric = self.metric
-        if metric.centre is None:
-            return row_squares(g).mul_(metric.inverse)
-        squares = g.sub_(metric.centre[part]).square_()
-        return row_sums(squares.mul_(metric.inverse[part]))

@@ -15,6 +15,7 @@ from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.matmul import SumsOfOuterProducts
 from dpmac_cli.dp.clipping.modules import ConstantNorm, Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position, kernel_gradient
+from dpmac_cli.errors import ModelError
 
 #: Inputs per output of a convolution, and positions of an image, up to which products of patches
 #: are faster than a grouped convolution.
@@ -48,7 +49,7 @@ class Call:
 class Use:
     """Inputs and output gradients of one use of a layer in a forward pass.
 
-    A parameter that rows have copies of has no inputs; delta are the gradients by the copies.
+    A parameter that rows have copies of has no inputs; delta are its gradients, row by row.
     """
 
     inputs: tuple[Tensor, ...]  # each (samples * views, ...)
@@ -60,9 +61,18 @@ class Use:
         return Use(tuple(x[rows] for x in self.inputs), self.delta[rows], self.call)
 
 
-def instantiate(layer: Layer, uses: Sequence[Use], views: int = 1) -> Tensor:
-    """Return gradients summed over uses and views, in theta's order, (samples, d_layer)."""
-    return next(instantiated(layer, uses, views, len(uses[0].delta) // views))
+def instantiate(
+    layer: Layer, uses: Sequence[Use], views: int = 1, samples: int | None = None
+) -> Tensor:
+    """Return gradients summed over uses and views, in theta's order, (samples, d_layer).
+
+    They are instantiated for so many samples at a time, by default for all.
+    """
+    delta = uses[0].delta
+    g = delta.new_empty(len(delta) // views, layer.stop - layer.start)
+    for _ in instantiated(layer, uses, views, samples or len(g), out=g):
+        pass
+    return g
 
 
 def instantiated(
@@ -98,34 +108,22 @@ def _write(
 ) -> None:
     """Write the gradients of one use to ``out``, shape (samples, d_layer)."""
     if layer.direct:
-        out.copy_(_by_copies(layer, use.delta, views))
+        out.copy_(use.delta.reshape(len(out), views, -1).sum(1))
         return
     rule = RULES.get(type(layer.module)) if is_plain(layer, use) else None
     gradients = rule(layer, use.inputs[0], use.delta, views) if rule else None
     if gradients is None:
         gradients = _by_vmap(layer, use, views)
     elif through is not None:
-        gradients = {**gradients, **through(computed(gradients["weight"]))}
+        weight = gradients["weight"]
+        by_kernel = weight if isinstance(weight, Tensor) else weight.computed()
+        gradients = {**gradients, **through(by_kernel)}
     for name, slot in layer.slices.items():
         found, to = gradients[name], out[:, slot]
         if isinstance(found, SumsOfOuterProducts):
             found.write(to.view(len(out), found.delta.shape[2], -1))
         else:
             to.copy_(found.reshape(len(out), -1))
-
-
-def computed(gradient: Tensor | SumsOfOuterProducts) -> Tensor:
-    """Return a gradient that may have to be computed."""
-    return gradient.computed() if isinstance(gradient, SumsOfOuterProducts) else gradient
-
-
-def _by_copies(layer: Layer, delta: Tensor, views: int) -> Tensor:
-    """Sum gradients by each row's copy of a parameter over what it was broadcast to."""
-    [parameter] = layer.parameters.values()
-    shape = (1,) * (delta.ndim - parameter.ndim) + parameter.shape
-    over = tuple(i for i, size in enumerate(shape) if i > 0 and size == 1)
-    by_row = delta.sum(over) if over else delta
-    return by_row.reshape(len(delta) // views, views, -1).sum(1)
 
 
 def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
@@ -142,8 +140,17 @@ def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
         return gradients
 
     inputs = tuple(_by_sample(rows, views) for rows in use.inputs)
-    with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
-        gradients: Gradients = vmap(one)(inputs, _by_sample(use.delta, views))
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+            gradients: Gradients = vmap(one)(inputs, _by_sample(use.delta, views))
+    except RuntimeError as failure:
+        if "random" not in str(failure):
+            raise
+        raise ModelError(
+            f"The layer {layer.name or 'of the model itself'} ({type(layer.module).__name__}) "
+            "holds parameters and draws at random in one forward, which cannot be repeated for its "
+            "per-sample gradients. Construct it with dropout=0, and put nn.Dropout around it."
+        ) from None
     return gradients
 
 
@@ -158,40 +165,31 @@ def _linear(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
 
 
 def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
-    weight = _kernel_gradients(layer.module, a, delta, views)
-    return None if weight is None else {"weight": weight, "bias": _over_positions(delta, views)}
-
-
-def _kernel_gradients(
-    conv: Any, a: Tensor, delta: Tensor, views: int
-) -> Tensor | SumsOfOuterProducts | None:
     """Gradients by the kernel that a convolution used, (samples, out, in, height, width).
 
     By one matrix product per sample, or a grouped convolution over views; None if neither fits.
     """
+    conv: Any = layer.module
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
         return None
-    samples = len(a) // views
+    samples, bias = len(a) // views, _over_positions(delta, views)
     outputs, *kernel = conv.weight.shape
     few = math.prod(kernel) <= FEW_INPUTS or math.prod(delta.shape[2:]) <= FEW_POSITIONS
     if conv.groups == 1 and few:
         by_position = gradients_by_position(conv, delta, views)
-        return SumsOfOuterProducts(by_position, inputs_by_position(conv, a, views))
+        products = SumsOfOuterProducts(by_position, inputs_by_position(conv, a, views))
+        return {"weight": products, "bias": bias}
     a, g = (_before_samples(rows, views) for rows in (a, delta))
     shape, groups = (samples * outputs, *kernel), samples * conv.groups
-    return kernel_gradient(conv, a, g, shape, groups).reshape(samples, outputs, *kernel)
+    weight = kernel_gradient(conv, a, g, shape, groups).reshape(samples, outputs, *kernel)
+    return {"weight": weight, "bias": bias}
 
 
-def _group_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
+def _channel_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     norm: Any = layer.module
-    product = delta * group_norm(a, norm.num_groups, eps=norm.eps)
-    return {"weight": _over_positions(product, views), "bias": _over_positions(delta, views)}
-
-
-def _constant_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
-    norm: Any = layer.module
-    product = delta * norm.normalised(a)
-    return {"weight": _over_positions(product, views), "bias": _over_positions(delta, views)}
+    constant = isinstance(norm, ConstantNorm)
+    normal = norm.normalised(a) if constant else group_norm(a, norm.num_groups, eps=norm.eps)
+    return {"weight": _over_positions(delta * normal, views), "bias": _over_positions(delta, views)}
 
 
 def _layer_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
@@ -220,8 +218,8 @@ RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
     StandardisedConv2d: _conv2d,  # by W-hat
-    nn.GroupNorm: _group_norm,
-    ConstantNorm: _constant_norm,
+    nn.GroupNorm: _channel_norm,
+    ConstantNorm: _channel_norm,
     nn.LayerNorm: _layer_norm,
     nn.Embedding: _embedding,
 }

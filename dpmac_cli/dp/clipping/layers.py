@@ -1,23 +1,20 @@
 """Layers of a model, and the slices of theta, the flat vector of all parameters, that they fill."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 from torch.nn.utils.parametrize import is_parametrized
 
+from dpmac_cli.dp.clipping.attention import projections, self_attentions
 from dpmac_cli.dp.clipping.direct import copied_parameters
 from dpmac_cli.errors import ModelError
 
 #: Coordinates that a CPU works on at a time. With fewer, starting the operations costs more than
 #: the cache saves (measured from 2^15 to 2^20 coordinates).
 BLOCK = 400_000
-
-
-#: Name, module, parameters by name, and whether the layer is a parameter of the module's own.
-_Owner = tuple[str, nn.Module, Iterable[tuple[str, nn.Parameter]], bool]
 
 
 @dataclass(frozen=True)
@@ -31,9 +28,10 @@ class Layer:
     name: str  # of the module, or of the parameter, in the model
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # by name within the module, in theta's order
-    start: int
-    stop: int
+    start: int = 0
+    stop: int = 0
     direct: bool = False  # one parameter, without the modules inside the module
+    attention: nn.Module | None = None  # of which the module is a projection
 
     @property
     def slices(self) -> dict[str, slice]:
@@ -61,8 +59,8 @@ def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
     Args:
         model: the model.
         example: made-up inputs of two samples or more, which tell the parameters that the forward
-            of a module reads itself and that can be layers of their own. By default, such a
-            parameter makes one layer of its module and of all that are inside it.
+            of a module reads itself and that can be layers of their own, as projections of
+            self-attention can. By default, they make one layer of all that are in their module.
 
     Raises:
         ModelError: a parameter is shared by two modules, or nothing is trainable.
@@ -72,11 +70,12 @@ def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
     if shared:
         raise ModelError(
             f"The parameter {shared[0]} is shared with another layer, and clipping layer by layer "
-            "needs each to be in one. Give each layer a parameter of its own, or call one layer "
-            "several times."
+            "needs each to be in one. Give each a parameter of its own: "
+            f"{shared[0]} = nn.Parameter({shared[0]}.detach().clone()). Or call one layer twice."
         )
-    alone = set() if example is None else copied_parameters(model, example)
-    return _side_by_side(_owners(model, "", alone))
+    with self_attentions(model) as attentions:
+        alone = set() if example is None else copied_parameters(model, example)
+    return _side_by_side(_owners(model, "", alone | attentions))
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:
@@ -92,40 +91,48 @@ def split_by_module(model: nn.Module) -> list[Layer]:
         name, _, key = path.rpartition(".")
         owned.setdefault(name, []).append((key, p))
     return _side_by_side(
-        (name, model.get_submodule(name), own, False) for name, own in owned.items()
+        Layer(name, model.get_submodule(name), dict(own)) for name, own in owned.items()
     )
 
 
-def _side_by_side(owners: Iterable[_Owner]) -> list[Layer]:
+def _side_by_side(owners: Iterable[Layer]) -> list[Layer]:
     """Give the trainable parameters of each owner a slice of theta."""
     layers: list[Layer] = []
     start = 0
-    for name, module, held, direct in owners:
-        parameters = {key: p for key, p in held if p.requires_grad}
+    for owner in owners:
+        parameters = {key: p for key, p in owner.parameters.items() if p.requires_grad}
         stop = start + sum(p.numel() for p in parameters.values())
         if parameters:
-            layers.append(Layer(name, module, parameters, start, stop, direct))
+            layers.append(replace(owner, parameters=parameters, start=start, stop=stop))
             start = stop
     if not layers:
-        raise ModelError("The model has no trainable parameter.")
+        raise ModelError(
+            "The model has no trainable parameter. Train all of them: model.requires_grad_(True)."
+        )
     return layers
 
 
-def _owners(module: nn.Module, name: str, alone: set[int]) -> Iterator[_Owner]:
+def _owners(module: nn.Module, name: str, apart: set[int]) -> Iterator[Layer]:
     """Modules that hold parameters themselves, without the modules inside them.
 
-    Parameters in ``alone`` do not make an owner of their module, if none of its others does.
+    Parameters in ``apart`` do not make an owner of their module, if none of its others does;
+    attention in it is its projections.
     """
+    prefix = f"{name}." if name else ""
+    if id(module) in apart:
+        for key, linear in projections(module).items():
+            own = dict(linear.named_parameters())
+            yield Layer(prefix + key, linear, own, attention=module)
+        return
     held = dict(module.named_parameters(recurse=False))
     own = {key: p for key, p in held.items() if p.requires_grad}
-    if held and (is_parametrized(module) or not all(id(p) in alone for p in own.values())):
-        yield name, module, module.named_parameters(), False
+    if held and (is_parametrized(module) or not all(id(p) in apart for p in own.values())):
+        yield Layer(name, module, dict(module.named_parameters()))
         return
-    prefix = f"{name}." if name else ""
     for key, p in own.items():
-        yield prefix + key, module, [(key, p)], True
+        yield Layer(prefix + key, module, {key: p}, direct=True)
     for key, child in module.named_children():
-        yield from _owners(child, prefix + key, alone)
+        yield from _owners(child, prefix + key, apart)
 
 
 def flatten_parameters(layers: list[Layer]) -> Tensor:

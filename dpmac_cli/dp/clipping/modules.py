@@ -50,17 +50,19 @@ class ConstantNorm(nn.Module):
 
     Args:
         norm: the batch norm, whose parameters and statistics it takes over.
+        name: of the layer, for errors.
 
     Raises:
         ModelError: it keeps no statistics.
     """
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, norm: Any, name: str) -> None:
         super().__init__()
         if norm.running_mean is None:
             raise ModelError(
-                "A batch norm without running statistics mixes the samples of every batch. Use "
-                "nn.GroupNorm(groups, channels) instead, or have that done by --fix-norm."
+                f"The layer {name}, a batch norm without running statistics, mixes the samples of "
+                f"every batch. Use nn.GroupNorm(groups, {norm.num_features}) instead, or have that "
+                "done by --fix-norm."
             )
         self._parameters |= norm._parameters
         self._buffers |= norm._buffers

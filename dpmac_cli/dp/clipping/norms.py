@@ -52,13 +52,18 @@ class LayerMetric:
     largest: Tensor  # the largest A, ()
     factor: Tensor  # float64, ()
 
-    def part(self, part: slice) -> "LayerMetric":
-        """Return the metric of some of the layer's coordinates."""
-        if self.centre is None or self.centre_inverse is None:
-            return self
-        inverse, centre, product = self.inverse[part], self.centre[part], self.centre_inverse[part]
-        s3 = sum_rounded_up(centre * product)
-        return LayerMetric(inverse, product, centre, s3, inverse.max(), self.factor)
+    def squares(self, g: Tensor, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
+        """Return the squared norms by A of g - m over some coordinates, float64, (samples,).
+
+        Args:
+            g: shape (samples, coordinates).
+            part: the coordinates.
+            out: what may be overwritten, shape of g.
+        """
+        if self.centre is None:
+            return row_squares(g).mul_(self.inverse)
+        squares = torch.sub(g, self.centre[part], out=out).square_()
+        return row_sums(squares.mul_(self.inverse[part]))
 
 
 class Metric:
@@ -98,11 +103,9 @@ class Metric:
             return LayerMetric(self._inverse, None, None, zero, self._inverse, factor)
         inverse, centre, times = self._inverse[part], self._centre[part], self._centre_inverse[part]
         s3, largest = [], []
-        product = torch.empty(0, dtype=centre.dtype, device=centre.device)
         for block in blocks(len(centre), centre.device):
             torch.mul(centre[block], inverse[block], out=times[block])
-            product = torch.mul(centre[block], times[block], out=product.resize_(0))
-            s3.append(sum_rounded_up(product))
+            s3.append(sum_rounded_up(centre[block] * times[block]))
             largest.append(inverse[block].max())
         total, top = torch.stack(s3).sum(), torch.stack(largest).max()
         return LayerMetric(inverse, times, centre, total, top, factor)

@@ -20,20 +20,11 @@ def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
         return a.reshape(samples, -1, module.in_features)
     (to_y, to_x), (dy, dx), (height, width) = module.stride, module.dilation, module.kernel_size
     below, beside = module.padding
-    image = pad(a, (beside, beside, below, below)) if below or beside else a.contiguous()
-    channels, *room = image.shape[1:]
-    outputs = [
-        (size - reach * (taps - 1) - 1) // stride + 1
-        for size, reach, taps, stride in zip(
-            room, module.dilation, module.kernel_size, module.stride, strict=True
-        )
-    ]
-    row, plane, y, x = image.stride()
-    patches = image.as_strided(
-        (samples, channels, height, width, views, *outputs),
-        (views * row, plane, dy * y, dx * x, row, to_y * y, to_x * x),
-    )
-    return patches.reshape(samples, channels * height * width, -1).mT
+    image = pad(a, (beside, beside, below, below)) if below or beside else a
+    rows = image.unfold(2, dy * (height - 1) + 1, to_y)[..., ::dy]
+    patches = rows.unfold(3, dx * (width - 1) + 1, to_x)[..., ::dx]
+    by_view = torch.unflatten(patches, 0, (samples, views)).permute(0, 2, 5, 6, 1, 3, 4)
+    return by_view.reshape(samples, a.shape[1] * height * width, -1).mT
 
 
 def gradients_by_position(module: Any, delta: Tensor, views: int = 1) -> Tensor:
@@ -70,19 +61,16 @@ def means_by_position(conv: Any, a: Tensor) -> Tensor:
     return sums / len(conv.weight[0].flatten())
 
 
-def gram_by_position(module: Any, a: Tensor) -> Tensor:
-    """Return inner products of the inputs of any two positions, float64, (rows, T, T).
+def gram_by_position(conv: Any, a: Tensor) -> Tensor:
+    """Return inner products of the patches of any two positions, float64, (rows, T, T).
 
-    Those of patches are sums, over the taps of the kernel, of products of two pixels: each pair of
-    pixels is multiplied once, not once per tap.
+    They are sums, over the taps of the kernel, of products of two pixels: each pair of pixels is
+    multiplied once, not once per tap.
     """
-    if isinstance(module, nn.Linear):
-        rows = inputs_by_position(module, a).double()
-        return rows @ rows.mT
     flat = a.double().flatten(2)
     height, width = a.shape[2:]
     pairs = (flat.mT @ flat).view(len(a), height, width, height, width)
-    ys, xs = (_taps(module, axis, size) for axis, size in enumerate((height, width)))
+    ys, xs = (_taps(conv, axis, size) for axis, size in enumerate((height, width)))
     out = pairs.new_zeros(len(a), ys[0][2], xs[0][2], ys[0][2], xs[0][2])
     for to_y, from_y, _ in ys:
         for to_x, from_x, _ in xs:

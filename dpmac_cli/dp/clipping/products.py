@@ -184,7 +184,7 @@ class PositionProducts:
         delta = _side_by_side(
             [gradients_by_position(module, use.delta, self.views) for use in uses]
         )
-        if len(uses) * self.views == 1:
+        if len(uses) * self.views == 1 and isinstance(module, nn.Conv2d):
             gram = gram_by_position(module, uses[0].inputs[0])
         else:
             a = self._factors(uses)[1].double()
@@ -241,20 +241,17 @@ class PositionProducts:
 
     def _add_up(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
         """Write the sum of c_i G_i; products of at most :data:`ADDED` samples."""
-        layer, sizes = self.layer, self.sizes
+        layer = self.layer
         by_row = c.to(self.uses[0].delta.dtype).repeat_interleave(self.views)
         finite = None if valid is None else valid.repeat_interleave(self.views)
-        step, standardised = ADDED * self.views, isinstance(layer.module, StandardisedConv2d)
-        several, written = len(self.uses) > 1 or len(by_row) > step, None
-        if not several and not standardised:
-            written = out[layer.slices["weight"]].view(sizes.outputs, sizes.inputs)
+        step = ADDED * self.views
+        several = len(self.uses) > 1 or len(by_row) > step
         total: dict[str, Tensor] = {}
         for use in self.uses:
             for begin in range(0, len(by_row), step):
                 rows = slice(begin, begin + step)
                 some = None if finite is None else finite[rows]
-                by_product = self._product(use.part(rows), by_row[rows], some, written)
-                for name, part in by_product.items():
+                for name, part in self._product(use.part(rows), by_row[rows], some).items():
                     if name in total:
                         total[name] += part
                     else:
@@ -263,16 +260,10 @@ class PositionProducts:
             kernel = total["weight"].unsqueeze(0)
             total |= Standardisation.of(layer.module, kernel.dtype)(kernel)
         for name, slot in layer.slices.items():
-            if total[name] is not written:
-                out[slot] = total[name].flatten()
+            out[slot] = total[name].flatten()
 
-    def _product(
-        self, use: Use, c: Tensor, finite: Tensor | None, out: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Return the sums over rows and positions of c delta a^T, (O, K), and of c delta.
-
-        The first may be written to ``out``.
-        """
+    def _product(self, use: Use, c: Tensor, finite: Tensor | None) -> dict[str, Tensor]:
+        """Return the sums over rows and positions of c delta a^T, (O, K), and of c delta."""
         module: Any = self.layer.module
         a, delta = kept(use.inputs[0], finite), kept(use.delta, finite)
         delta = delta * c.view(-1, *[1] * (delta.ndim - 1))
@@ -281,7 +272,7 @@ class PositionProducts:
             weight = kernel_gradient(module, a, delta, module.weight.shape)
             return {"weight": weight.flatten(1), "bias": delta.sum((0, 2, 3))}
         delta = gradients_by_position(module, delta).flatten(0, 1)
-        weight = matmul(delta.T, inputs_by_position(module, a).flatten(0, 1), out=out)
+        weight = matmul(delta.T, inputs_by_position(module, a).flatten(0, 1))
         return {"weight": weight, "bias": delta.sum(0)}
 
 

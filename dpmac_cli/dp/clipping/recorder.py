@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.functional import cross_entropy
 
-from dpmac_cli.dp.clipping.direct import Copies
-from dpmac_cli.dp.clipping.forms import PerSampleGradients, choose_form
+from dpmac_cli.dp.clipping.attention import calling_projections
+from dpmac_cli.dp.clipping.direct import Copies, PullBack
+from dpmac_cli.dp.clipping.forms import ByLayer, choose_form
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
+from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 
 
@@ -25,32 +26,45 @@ class _Record:
     inputs: tuple[Tensor, ...]
     versions: tuple[int, ...]
     edge: GradientEdge
+    pull_back: PullBack = Tensor.detach  # of a gradient by copies
 
 
 def recorded_gradients(
-    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, ball: bool, views: int = 1
-) -> tuple[Tensor, list[PerSampleGradients]]:
+    model: nn.Module,
+    layers: list[Layer],
+    x: Tensor,
+    y: Tensor,
+    ball: bool,
+    views: int = 1,
+    loss: Loss = plain,
+) -> tuple[Tensor, ByLayer]:
     """Run a model on a whole chunk; return losses and every layer's per-sample gradients.
 
     Args:
         model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
         layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
         x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
-        y: labels, shape (samples,).
+        y: labels, shape (samples,) or (samples, labels).
         ball: True if norms are taken in a ball.
         views: augmented views of each sample, public. Its loss is the mean over them.
+        loss: of each sample, that does not mix them.
 
     Raises:
         ModelError: the model did not use a layer, or not row by row, or changed a layer's input in
             place.
     """
-    losses, uses = record_uses(model, layers, x, y, views)
+    losses, uses = record_uses(model, layers, x, y, views, loss)
     pairs = zip(layers, uses, strict=True)
-    return losses, [choose_form(layer, used, views, ball=ball) for layer, used in pairs]
+    return losses, [(layer, choose_form(layer, used, views, ball=ball)) for layer, used in pairs]
 
 
 def record_uses(
-    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1
+    model: nn.Module,
+    layers: list[Layer],
+    x: Tensor,
+    y: Tensor,
+    views: int = 1,
+    loss: Loss = plain,
 ) -> tuple[Tensor, list[list[Use]]]:
     """Return losses, shape (samples,), and each layer's uses; see :func:`recorded_gradients`."""
     rows = x if views == 1 else x.flatten(0, 1)
@@ -62,9 +76,10 @@ def record_uses(
     ]
     direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
     copies = Copies(iter(direct), len(rows))
+    calls = ((layer.name, layer.module, layer.attention) for layer in layers)
     try:
-        with torch.enable_grad(), copies if direct else nullcontext():
-            by_view = cross_entropy(model(rows), y.repeat_interleave(views), reduction="none")
+        with torch.enable_grad(), calling_projections(calls), copies if direct else nullcontext():
+            by_view = loss(model(rows), y.repeat_interleave(views, 0))
             losses = by_view.view(-1, views).mean(1)
             total = losses.sum()
             # Layers that torch.utils.checkpoint runs again in the backward pass are not uses.
@@ -90,10 +105,13 @@ def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
     if parameter in copies.refused:
         raise ModelError(
             f"The parameter {layer.name} was not only broadcast over the samples in this step, as "
-            "it was on made-up samples. Put it into a module of its own."
+            "it was on made-up samples: its gradient would lack a part. Read it in the same way in "
+            f"every step, as in x + self.{layer.name}."
         )
-    edges = map(get_gradient_edge, copies.by_parameter[parameter])
-    return [_Record(Call(), (), (), edge) for edge in edges]
+    return [
+        _Record(Call(), (), (), get_gradient_edge(started), pull_back)
+        for started, pull_back in copies.by_parameter[parameter]
+    ]
 
 
 def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
@@ -111,7 +129,8 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
             raise ModelError(
                 f"The layer {name} must be given tensors by place, with one row per sample, and "
                 f"otherwise only plain values; it got {', '.join(odd) or 'others'}. Keep a "
-                "mask as a buffer, in a module around this one that makes the call itself."
+                "mask as a buffer, self.register_buffer('mask', mask), in a module around this one "
+                "that makes the call itself."
             )
         started = [_start(name, output, several, len(tensors[0])) for output in outputs]
         if several:  # one may be computed from another: views tell their later uses apart
@@ -148,15 +167,16 @@ def _start(name: str, output: Any, several: bool, samples: int) -> Any:
     if not isinstance(output, Tensor):
         raise ModelError(
             f"The layer {name} must map tensors to one tensor, or to a tuple of them; it gave "
-            f"a {type(output).__name__}{' in a tuple' if several else ''}."
+            f"a {type(output).__name__}{' in a tuple' if several else ''}. Return a tensor, or "
+            "tuple(tensors), from its forward; of recurrent layers, call nn.LSTMCell in a loop."
         )
     if not output.is_floating_point():
         return output
     if output.ndim == 0 or len(output) != samples:
         raise ModelError(
             f"The layer {name} gives a tensor whose first dimension is not the samples, one "
-            "row each, as nn.GRU does with its last state. This is not supported; use other "
-            "layers instead."
+            "row each, as nn.GRU does with its last state. This is not supported; call nn.GRUCell "
+            "in a loop instead: h = self.cell(x[:, t], h)."
         )
     if output.requires_grad:
         return output
@@ -172,7 +192,7 @@ def _checked_uses(
             f"The input of layer {layer.name} was changed in place after the layer read it. "
             "Use the out-of-place operation (x = x + y instead of x += y)."
         )
-    uses = [Use(record.inputs, delta, record.call) for record, delta in found if delta is not None]
+    uses = [Use(r.inputs, r.pull_back(delta), r.call) for r, delta in found if delta is not None]
     if not uses:
         raise ModelError(
             f"The layer {layer.name} has trainable parameters, but no call of it took part in the "
@@ -183,6 +203,8 @@ def _checked_uses(
     if rows != {batch}:
         raise ModelError(
             f"The layer {layer.name} sees {sorted(rows)} rows in a batch of {batch}: its first "
-            "dimension must be the samples, one row each. Keep other dimensions behind it."
+            "dimension must be the samples, one row each. Keep other dimensions behind it: "
+            f"self.{layer.name}(x), not self.{layer.name}(x.flatten(0, 1)); for attention, "
+            "batch_first=True."
         )
     return uses

@@ -1,13 +1,18 @@
-"""dpmac schema: a draft of a table's schema."""
+"""dpmac schema and dpmac cache: a draft of a table's schema; what is kept of records."""
 
 from pathlib import Path
 
+from rich.filesize import decimal
+from rich.text import Text
+
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import DEBUG, argument, option, with_options
+from dpmac_cli.cli.options import DEBUG, argument, option, switch, with_options
 from dpmac_cli.config.given import near
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import InputError
+from dpmac_cli.storage.cache import kept_files, make_room
+from dpmac_cli.storage.paths import cache_folder, cache_size
 
 
 @with_options(
@@ -32,3 +37,15 @@ def schema(file: Path, label: str | None, drop: str | None) -> None:
     if unknown:
         raise InputError(unknown)
     console.print_result(draft(file, kinds, label, dropped))
+
+
+@with_options(switch("clear", "Remove all of them.", "Cache"), DEBUG)
+@explained
+def cache(clear: bool) -> None:
+    """Print how much is kept and where, or remove it."""
+    folder, limit = cache_folder(), cache_size()
+    removed = make_room(folder, -1) if clear else []
+    sizes = [file.stat().st_size for file in kept_files(folder)]
+    total, most = decimal(sum(sizes)), decimal(int(limit))
+    said = f"{folder}: {len(sizes)} files, {total} of {most}; {len(removed)} removed"
+    console.stdout().print(Text(said))

@@ -1,0 +1,193 @@
+"""Decode image files into a file of rows, by processes of their own. Loads no torch.
+
+Threads of one process gain half as much: what Pillow does around decoding holds Python's lock.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.data.splits import refuse
+from dpmac_cli.errors import RunError
+from dpmac_cli.storage.progress import Computing
+from dpmac_cli.storage.rows import RowFile
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Seen = TypeVar("Seen")
+
+#: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
+DEEP = ("PNG", "PPM")
+CHANGED = "changed while the run began"
+#: Images for which no other process is begun.
+FEW = 128
+#: Seconds between reports of progress.
+PATIENCE = 0.2
+
+
+class ImageFile(NamedTuple):
+    """An image file as it was found."""
+
+    path: str
+    label: int
+    size: int  # bytes
+    changed: int  # nanoseconds, of the last change to contents or name
+
+    @classmethod
+    def found(cls, path: str, label: int, facts: os.stat_result) -> "ImageFile":
+        """Describe a file; nothing that writes to it can leave ``st_ctime`` as it is."""
+        return cls(path, label, facts.st_size, facts.st_ctime_ns)
+
+
+def decoded(
+    rows: RowFile, images: Sequence[ImageFile], stop: Callable[[], bool]
+) -> Generator[Computing, None, dict[str, str]]:
+    """Decode the images that are missing from a file.
+
+    Args:
+        rows: of the decoded images, one for each.
+        images: in the order of the rows.
+        stop: asked meanwhile; KeyboardInterrupt is raised if it returns True.
+
+    Returns:
+        What is wrong with those that could not be decoded, by row.
+
+    Raises:
+        InputError: files changed meanwhile.
+    """
+    job = [(row, images[row]) for row in rows.missing().tolist()]
+    yield _progress(rows)
+    if len(job) <= FEW:  # not worth a process
+        faults = decode_into(rows, job)
+    else:
+        faults = yield from _by_processes(rows, job, stop)
+    changed = [f"{images[row].path} {CHANGED}" for row in sorted(faults) if faults[row] == CHANGED]
+    refuse(changed, " Run the command again when nothing writes to it any more.")
+    yield _progress(rows)
+    return {str(row): fault for row, fault in sorted(faults.items())}
+
+
+def _progress(rows: RowFile) -> Computing:
+    done = len(rows) - len(rows.missing())
+    return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.nbytes)
+
+
+Job = list[tuple[int, ImageFile]]
+
+
+def _by_processes(
+    rows: RowFile, job: Job, stop: Callable[[], bool]
+) -> Generator[Computing, None, dict[int, str]]:
+    """Decode images by one process per core; return what is wrong with some, by row."""
+    command, count = [sys.executable, "-m", __name__, str(rows.path)], usable_cores()
+    faults = dict[int, str]()
+    with ExitStack() as stack:
+        answers = [stack.enter_context(TemporaryFile("w+")) for _ in range(count)]
+        workers = [
+            subprocess.Popen(  # noqa: S603  (this very module)
+                command,
+                stdin=subprocess.PIPE,
+                stdout=answer,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for this process to answer
+            )
+            for answer in answers
+        ]
+        for worker in workers:
+            stack.callback(worker.wait)
+            stack.callback(worker.kill)
+        for number, worker in enumerate(workers):
+            with suppress(BrokenPipeError), cast(IO[str], worker.stdin) as given:
+                json.dump(job[number::count], given)
+        while any(worker.poll() is None for worker in workers):
+            if stop():
+                raise KeyboardInterrupt
+            time.sleep(PATIENCE)
+            yield _progress(rows)
+        for worker, answer in zip(workers, answers, strict=True):
+            if worker.returncode:
+                raise RunError(
+                    f"A process that decodes images ended with code {worker.returncode}. If "
+                    "memory ran out, free some. Run the command again: what is decoded is kept."
+                )
+            answer.seek(0)
+            faults |= json.load(answer)
+    return faults
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def decode_into(rows: RowFile, job: Job) -> dict[int, str]:
+    """Decode images into their rows; return what is wrong with the others.
+
+    Raises OSError where a row cannot be written.
+    """
+    faults = {}
+    for row, image in job:
+        found = looked_at(image.path, lambda opened: decode(opened, rows.shape))
+        if isinstance(found, str):
+            faults[row] = found
+        elif ImageFile.found(image.path, image.label, os.stat(image.path)) != image:
+            faults[row] = CHANGED
+        else:
+            rows.write(row, found)
+    return faults
+
+
+def decode(opened: "Image", shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Return an image as (channels, height, width), resized where it has another size."""
+    from PIL import Image  # noqa: PLC0415  (only pictures need it)
+
+    channels, height, width = shape
+    if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
+        opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
+    mode = "L" if channels == 1 else "RGB"
+    image = opened if opened.mode == mode else opened.convert(mode)
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
+    return pixels.transpose(2, 0, 1)
+
+
+def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
+    """Open an image and return what is seen in it, or why that cannot be."""
+    from PIL import Image  # noqa: PLC0415  (only pictures need it)
+
+    try:
+        with Image.open(path) as image:
+            if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+                fault = "has 32 bits a pixel, which no public range goes with"
+                return f"{fault} (save it with 8 or 16 bits)"
+            return look(image)
+    except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
+        return f"cannot be read as an image ({failure})"
+
+
+def main() -> None:
+    """Decode the images that standard input names, and print what is wrong with some, by row."""
+    rows, parent = RowFile(Path(sys.argv[1]), writable=True), os.getppid()
+    faults = dict[int, str]()
+    for row, image in json.load(sys.stdin):
+        if os.getppid() != parent:  # which was killed
+            return
+        faults |= decode_into(rows, [(row, ImageFile(*image))])
+    json.dump([*faults.items()], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Per-sample losses: maps from outputs and labels of a batch to one loss per sample.
+
+A loss that mixed samples would let one into the gradients of others, so those that come from a
+program run on each sample alone.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from dpmac_cli.errors import ModelError
+from dpmac_cli.torch_errors import what_failed
+
+#: Of outputs, shape (samples, classes), and labels, shape (samples,) or, with several labels per
+#: sample, (samples, labels). Returns shape (samples,).
+Loss = Callable[[Tensor, Tensor], Tensor]
+#: Exponent of the focal loss: its authors' choice.
+FOCUS = 2.0
+
+plain: Loss = partial(cross_entropy, reduction="none")
+
+
+def build_loss(
+    name: str,
+    smoothing: float = 0.0,
+    weights: Sequence[float] = (),
+    device: torch.device | None = None,
+) -> Loss:
+    """Return a loss by name.
+
+    Args:
+        name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); or "bce", the mean over
+            several labels of their binary cross entropies.
+        smoothing: of labels (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
+        weights: public factors of the losses of each class, or of the positives of each label.
+    """
+    factors = torch.tensor(weights, dtype=torch.float64, device=device) if weights else None
+    return partial(FUNCTIONS[name], smoothing=smoothing, factors=factors)
+
+
+def _cross_entropy(
+    outputs: Tensor, labels: Tensor, smoothing: float, factors: Tensor | None
+) -> Tensor:
+    weight = None if factors is None else factors.to(outputs.dtype)
+    return cross_entropy(outputs, labels, weight, label_smoothing=smoothing, reduction="none")
+
+
+def _focal(outputs: Tensor, labels: Tensor, smoothing: float, factors: Tensor | None) -> Tensor:
+    missing = 1 - torch.exp(-plain(outputs, labels))
+    return missing**FOCUS * _cross_entropy(outputs, labels, smoothing, factors)
+
+
+def _binary(outputs: Tensor, labels: Tensor, smoothing: float, factors: Tensor | None) -> Tensor:
+    targets = labels.to(outputs.dtype) * (1 - smoothing) + smoothing / 2
+    weight = None if factors is None else factors.to(outputs.dtype)
+    return binary_cross_entropy_with_logits(
+        outputs, targets, reduction="none", pos_weight=weight
+    ).mean(1)
+
+
+FUNCTIONS = {"cross-entropy": _cross_entropy, "focal": _focal, "bce": _binary}
+
+
+def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
+    """Return a user-supplied loss that is run on each sample alone, by vmap or in a loop.
+
+    What it keeps in globals or closures from one call to the next cannot be isolated.
+
+    Args:
+        loss: is given one output, shape (1, classes), and its label.
+        outputs, labels: examples, to validate it on; not private.
+
+    Raises:
+        ModelError: it fails, or gives anything but one finite number per sample, or another one
+            for the same sample.
+    """
+
+    def single(output: Tensor, label: Tensor) -> Tensor:
+        return loss(output.unsqueeze(0), label.unsqueeze(0)).reshape(())
+
+    def looped(outputs: Tensor, labels: Tensor) -> Tensor:
+        return torch.stack([single(*pair) for pair in zip(outputs, labels, strict=True)])
+
+    try:
+        found, again = looped(outputs, labels), looped(outputs, labels)
+    except Exception as failure:
+        raise ModelError(
+            f"The loss failed on one sample, an output of shape {(1, *outputs.shape[1:])} and a "
+            f"label of shape {(1, *labels.shape[1:])}: {what_failed(failure)} Return a tensor of "
+            "one loss: cross_entropy(output, target, reduction='none')."
+        ) from failure
+    if not (found.is_floating_point() and bool(found.isfinite().all()) and found.equal(again)):
+        raise ModelError(
+            "The loss must be one finite real number per sample, the same for the same sample. "
+            "Keep nothing from call to call, and draw nothing at random."
+        )
+    mapped = vmap(single)
+    try:
+        return mapped if torch.allclose(mapped(outputs, labels), found) else looped
+    except (RuntimeError, TypeError, ValueError):  # vmap has no rule for some operations
+        return looped

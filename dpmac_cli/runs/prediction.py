@@ -1,0 +1,249 @@
+"""Predictions of a published model for new records, which need no labels."""
+
+import csv
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpmac_cli.data.array_file import _channels_first, _resized, read_npz
+from dpmac_cli.data.dataset import standardisation
+from dpmac_cli.data.decoding import decode, looked_at, usable_cores
+from dpmac_cli.data.image_folder import GREY, SUFFIXES
+from dpmac_cli.data.schema import TABLES
+from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.table_schema import TableSchema
+from dpmac_cli.errors import InputError
+from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.folder import CONFIG
+from dpmac_cli.runs.publish import load_model, read_facts
+from dpmac_cli.runs.report_file import Facts
+from dpmac_cli.storage.files import PRIVATE_MODE, write_atomically
+from dpmac_cli.storage.progress import LISTENER, Computing
+from dpmac_cli.training.evaluation import outputs, places, probabilities
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Probabilities of the classes of new records.
+
+    Attributes:
+        probabilities: float32, shape (records, classes); NaN where the network's output holds NaN.
+        classes: names, in the order of the columns.
+        records: a name for each: of its file, below the folder of images, or its row, from 0.
+        ids: values of a table's column ``id``; None without one.
+        multilabel: whether a record has any number of labels, in place of one class.
+    """
+
+    probabilities: NDArray[np.float32]
+    classes: tuple[str, ...]
+    records: Sequence[str] | range
+    ids: Sequence[str] | None = None
+    multilabel: bool = False
+
+    @property
+    def unanswered(self) -> int:
+        """Number of records for which the network's output holds NaN."""
+        return int(np.isnan(self.probabilities).any(1).sum())
+
+    @property
+    def predicted(self) -> list[str]:
+        """Names of the most probable classes; "" where the output holds NaN.
+
+        With several labels per record, those above one half, joined by ";".
+        """
+        if self.multilabel:
+            return [
+                ";".join(k for k, p in zip(self.classes, row, strict=True) if p > 0.5)
+                for row in self.probabilities
+            ]
+        known = np.where(np.isnan(self.probabilities).any(1), -1, self.probabilities.argmax(1))
+        return [(*self.classes, "")[k] for k in known.tolist()]
+
+    def write(self, path: Path) -> None:
+        """Write a .csv, or a .parquet, that its owner alone can read. Raises OSError."""
+        columns: dict[str, Sequence[Any]] = {} if self.ids is None else {"id": self.ids}
+        columns["predicted"] = self.predicted
+        columns |= {f"p_{k}": p for k, p in zip(self.classes, self.probabilities.T, strict=True)}
+        if isinstance(self.records, range):
+            columns = {"row": self.records, **columns}
+        else:  # names that are not UTF-8 are escaped
+            names = [os.fsencode(n).decode(errors="backslashreplace") for n in self.records]
+            columns = {"file": names, **columns}
+        content = _as_parquet(columns) if path.suffix == ".parquet" else _as_csv(columns)
+        write_atomically(path, content, PRIVATE_MODE)
+
+
+def _as_parquet(columns: Mapping[str, Any]) -> bytes:
+    import pyarrow as pa  # noqa: PLC0415  (an extra)
+    from pyarrow import parquet  # noqa: PLC0415  (an extra)
+
+    parquet.write_table(pa.table(columns), written := pa.BufferOutputStream())
+    return bytes(written.getvalue())
+
+
+def _as_csv(columns: Mapping[str, Any]) -> bytes:
+    writer = csv.writer(written := io.StringIO(), lineterminator="\n")
+    writer.writerow(columns)
+    for row in zip(*columns.values(), strict=True):
+        writer.writerow("" if value != value else value for value in row)  # noqa: PLR0124  (NaN)
+    return written.getvalue().encode()
+
+
+#: Names of records, how to read some of them, as the network's inputs before they are
+#: standardised, and their ids.
+_Records = tuple[Sequence[str] | range, Callable[[slice], NDArray[Any]], Sequence[str] | None]
+
+
+def predict(
+    run: Path | str,
+    data: Path | str | NDArray[Any],
+    device: str = "auto",
+    factory: str | None = None,
+) -> Predictions:
+    """Predict the classes of new records.
+
+    Args:
+        run: a run folder or a model file.
+        data: a folder of images, an .npz with an array x, or a table, of the kind that the model
+            was trained on; or the array x itself.
+        device: as in ``--device``.
+        factory: ``FILE.py:FACTORY`` of a user-supplied model.
+
+    Raises:
+        InputError: a file is missing or damaged, or records are not like those of the training.
+        ModelError: the model cannot be built.
+    """
+    where, faults, found = choose_device(device), list[str](), list[Tensor]()
+    file, facts = read_facts(Path(run))
+    released = load_model(file, device=where, factory=factory)
+    names, at, ids = _records(data, file, facts, released.facts["dataset"].get("schema"), faults)
+    if not len(names):
+        raise InputError(f"{data} holds no records.")
+    gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
+    batches = (torch.from_numpy(at(some)).to(where) for some in places(len(names), facts.shape))
+    inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
+    for logits in outputs(released.model, inputs):
+        found.append(probabilities(logits, exclusive=not facts.multilabel).cpu())
+        done = sum(map(len, found))
+        LISTENER.get()(Computing(done, len(names), file, what="predictions"))
+    refuse(faults, " Correct or remove them.")
+    return Predictions(torch.cat(found).numpy(), facts.classes, names, ids, facts.multilabel)
+
+
+def _records(
+    data: Path | str | NDArray[Any],
+    file: Path,
+    facts: Facts,
+    schema: Mapping[str, Any] | None,
+    faults: list[str],
+) -> _Records:
+    """Return new records; faults of images join ``faults`` when they are decoded."""
+    settings: Mapping[str, Any] = {}
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        settings = dict(yaml.safe_load((file.parent / CONFIG).read_text(encoding="utf-8")))
+    if isinstance(data, np.ndarray):
+        path, kind = Path("the array"), ".npz"
+    else:
+        path = Path(data)
+        kind = "folder" if path.is_dir() else path.suffix
+        if not path.exists():
+            raise InputError(f"{path} does not exist.")
+    wanted = "images: name a folder of images or an .npz"
+    if schema is not None:
+        wanted = f"a table: name one ({', '.join(TABLES)})"
+    elif facts.levels == 1:
+        wanted = "rows of numbers: name an .npz"
+    fits = {"folder": facts.levels > 1, ".npz": schema is None}
+    if not fits.get(kind, schema is not None and kind in TABLES):
+        raise InputError(f"{path} does not fit {file}, which was trained on {wanted}.")
+    if kind == "folder":
+        return _images(path, facts, settings, faults)
+    ids = None
+    if schema is not None:
+        from dpmac_cli.data.table_file import read_inputs  # noqa: PLC0415  (loads an extra)
+
+        x, ids = read_inputs(path, TableSchema.model_validate(schema).columns)
+    else:
+        x = data if isinstance(data, np.ndarray) else read_npz(path, ("x",))["x"]
+    try:
+        at = _rows(x, facts) if facts.levels == 1 else _arrays(x, facts, settings)
+    except ValueError as fault:
+        raise InputError(f"{path}: {fault}, not {x.dtype} of shape {x.shape}.") from fault
+    return range(len(x)), at, ids
+
+
+def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[str]) -> _Records:
+    below = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    names = sorted(str(name) for name in below if not any(p[0] == "." for p in name.parts))
+    strange = [name for name in names if not name.lower().endswith(SUFFIXES)]
+    refuse([f"{root / name} is not an image" for name in strange], " Remove such files.")
+    channels, height, width = facts.shape
+
+    def look(opened: "Image") -> NDArray[np.uint8] | str:
+        if "image-size" not in settings and opened.size != (width, height):
+            found = f"{opened.height}x{opened.width}"
+            return f"has {found} pixels, and the model takes {height}x{width}"
+        grey = opened.mode.partition(";")[0] in GREY
+        if channels == 1 and not grey and "channels" not in settings:
+            return "has colours, and the model takes grey images"
+        return decode(opened, facts.shape)
+
+    def at(some: slice) -> NDArray[np.uint8]:
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            seen = list(pool.map(lambda name: looked_at(str(root / name), look), names[some]))
+        pairs = zip(names[some], seen, strict=True)
+        faults.extend(f"{root / name} {fault}" for name, fault in pairs if isinstance(fault, str))
+        blank = np.zeros(facts.shape, np.uint8)
+        return np.stack([blank if isinstance(image, str) else image for image in seen])
+
+    return names, at, None
+
+
+def _rows(x: NDArray[Any], facts: Facts) -> Callable[[slice], NDArray[Any]]:
+    numbers = x.ndim in (2, 3, 4) and x.dtype.kind in ("fiu" if x.ndim == 2 else "f")
+    if not numbers or _channels_first(x[:1]).shape[1:] != facts.shape:
+        sides = "channels: {}, height: {}, width: {}".format(*facts.shape)
+        table = facts.shape[1:] == (1, 1)
+        raise ValueError(
+            f"x must be rows of {facts.shape[0]} numbers" if table else f"x must be floats, {sides}"
+        )
+    if not np.isfinite(x).all():
+        raise ValueError("x must be finite")
+    # Middle and half of each range.
+    mean, std = (np.array(ends).reshape(-1, 1, 1) for ends in (facts.mean, facts.std))
+
+    def at(some: slice) -> NDArray[Any]:
+        clipped: NDArray[Any] = np.clip(_channels_first(x[some]), mean - std, mean + std)
+        return clipped.astype(np.float32)
+
+    return at
+
+
+def _arrays(
+    x: NDArray[Any], facts: Facts, settings: Mapping[str, Any]
+) -> Callable[[slice], NDArray[Any]]:
+    shape = _channels_first(x[:1]).shape[1:] if x.ndim in (3, 4) else ()
+    resizes = "image-size" in settings and shape[:1] == facts.shape[:1]
+    if x.dtype != np.uint8 or not (resizes or shape == facts.shape):
+        sides = "channels: {}, height: {}, width: {}".format(*facts.shape)
+        raise ValueError(f"x must be images as uint8, with {sides}")
+
+    def at(some: slice) -> NDArray[Any]:
+        images = _channels_first(x[some])
+        return images.copy() if shape == facts.shape else _resized(images, facts.shape[1])
+
+    return at

@@ -1,0 +1,201 @@
+"""Private training of an existing network, step by step, in a Python program."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.config.plan import Secret
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.schema import AtHand
+from dpmac_cli.dp.losses import Loss
+from dpmac_cli.dp.rules import Rule
+from dpmac_cli.errors import BudgetError
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.environment import choose_device
+from dpmac_cli.runs.ledger import Ledger, Spent
+from dpmac_cli.runs.report import metrics_line
+from dpmac_cli.runs.session import Finished, Session
+from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
+from dpmac_cli.runs.train import affordable
+from dpmac_cli.storage.progress import outcome
+from dpmac_cli.torch_errors import explained
+from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.training.schedules import LossKind
+
+
+class PrivateTraining:
+    """A network in private training; :func:`make_private` makes it.
+
+    Iterating takes the steps that are left, and gives the number of each, from 1. Batches, losses
+    and gradients are of private records: nothing here gives them out.
+
+    Attributes:
+        model: the network, trained in place. Every step puts it into training mode.
+        plan: what is done to the records, with ``sigma`` and ``delta``.
+        notes: what is legal, but probably not what was meant.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: str | Path | AtHand,
+        settings: dict[str, Any],
+        loss: Loss | None = None,
+        rule: Rule | None = None,
+    ) -> None:
+        name = f"{type(model).__module__}:{type(model).__qualname__}"
+        resolved = resolve(settings, dataset=data, model=name)
+        device = choose_device(resolved.plan.device)
+        plan = replace(resolved.plan, device=str(device))
+        if loss is not None:  # the report names it
+            called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
+            recorded = {**plan.recorded, "loss": called}
+            recipe = replace(plan.recipe, loss=LossKind(called))
+            plan = replace(plan, recipe=recipe, recorded=recorded)
+        self.plan = plan
+        steps, keys = affordable(plan, plan.steps, ()), keys_of(plan)
+        self._task = outcome(make_task(plan, device, keys, model=model))
+        self._trainer = make_trainer(
+            plan, steps=steps, device=device, keys=keys, task=self._task, loss=loss, rule=rule
+        )
+        self._begun, self._steps, self._seconds = 0, steps, 0.0
+        self.model, self.notes = model, (*resolved.notes, *self._task.notes)
+
+    def __len__(self) -> int:
+        """Return the steps of the whole training."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[int]:
+        """Take the steps that are left. Raises what :meth:`step` does."""
+        while self._trainer.state.step < self._steps:
+            yield self.step()
+
+    def step(self) -> int:
+        """Draw a batch, clip, add noise and move the weights; return the number of the step.
+
+        Raises:
+            BudgetError: all steps that the privacy budget covers have begun.
+            DivergedError: once in an epoch, if a weight is no longer finite.
+            ModelError: the network changed a buffer, or cannot be clipped on these records.
+            RunError: memory ran out with a single sample, or the device failed.
+        """
+        trainer = self._trainer
+        if self._begun >= self._steps:
+            raise BudgetError(
+                f"All {self._steps} steps have been taken, and epsilon is {self.epsilon:.4g}. To "
+                "train longer, ask make_private for more epochs from the start."
+            )
+        self._begun, began = self._begun + 1, time.perf_counter()
+        with explained():
+            trainer.step()
+            if trainer.state.step % self.plan.steps_per_epoch == 0:
+                trainer.check_finite()
+        self._seconds += time.perf_counter() - began
+        return trainer.state.step
+
+    @property
+    def epsilon(self) -> float:
+        """Privacy cost of all steps that have begun, at the plan's delta."""
+        return total_epsilon((self.plan.event_of(self._begun),), self.plan.delta)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, before warm-up and schedule; set it to change it.
+
+        It costs no privacy as long as it depends on public values, test scores among them.
+        """
+        return self._trainer.algorithm.hyper.lr
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        # Checked, and recorded for the report, as any setting.
+        plan, lr = self.plan, resolve(dataset="mnist", lr=rate).plan.hyper.lr
+        self.plan = replace(
+            plan, hyper=replace(plan.hyper, lr=lr), recorded={**plan.recorded, "lr": lr}
+        )
+        algorithm = self._trainer.algorithm
+        self._trainer.algorithm = replace(algorithm, hyper=replace(algorithm.hyper, lr=lr))
+
+    def standardise(self, x: Tensor) -> Tensor:
+        """Return records, as they are in the dataset, as the network takes them."""
+        return self._task.data.standardised(x.to(self._trainer.state.theta.device))
+
+    def evaluate(self) -> Evaluation:
+        """Score the network, or the average of its weights with ``ema``, on the test records."""
+        return self._trainer.evaluate()
+
+    @torch.no_grad()
+    def publish(self, out: str | Path, *, force: bool = False) -> Finished:
+        """Write the model, its report and its card to a run folder, as ``train`` does.
+
+        Args:
+            out: a folder that is new or empty. force: replace a run that is there.
+
+        Raises:
+            DivergedError: a weight is no longer finite.
+            InputError: the folder cannot be used.
+            ModelError: the network has changed a buffer or a frozen weight.
+        """
+        trainer, where, plan = self._trainer, Path(out), self.plan
+        folder.check_chosen_folder(where, force)
+        trainer.check_finite()
+        trainer.check_untrained()
+        seeded, step = not isinstance(plan.seed, Secret), trainer.state.step
+        spent = Spent((), plan.event_of(self._steps), 0, self._begun, seeded, plan.secure)
+        epoch = step / plan.steps_per_epoch
+        scored = Evaluated(
+            step, epoch, self._seconds, self.evaluate(), last=True, public=trainer.public_values()
+        )
+        session = Session(
+            plan=replace(plan, out=where),
+            task=self._task,
+            trainer=trainer,
+            where=folder.make_folder(where),
+            ledger=Ledger(where, spent),
+            history=[metrics_line(scored, self.epsilon, plan)],
+            scored=scored.result,
+            seconds=self._seconds,
+        )
+        with folder.locked(where):
+            folder.clear(where)
+            session.begin_files()
+            return session.publish(self._seconds)
+
+
+def make_private(
+    model: nn.Module,
+    data: str | Path | AtHand,
+    *,
+    loss: str | Loss | None = None,
+    rule: Rule | None = None,
+    **settings: Any,
+) -> PrivateTraining:
+    """Prepare an existing network for private training in your own loop.
+
+    Args:
+        model: maps (samples, channels, height, width) to logits (samples, classes). It is trained
+            in place: its parameters become views of one vector.
+        data: the name or path of a dataset, or records at hand.
+        loss: its name, or a function ``loss(output, target)`` of tensors of one sample, shape
+            (1, classes) and (1,), that returns its loss. It is run on each sample alone, and must
+            keep and print nothing of what it sees, which is private.
+        rule: moves the weights by the private mean, in place of the optimizer's; see
+            :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
+        settings: those of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
+            optimizer="dp-macadam"``.
+
+    Raises:
+        InputError: settings, data or device cannot be used; with every fault found.
+        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
+        ModelError: the network mixes samples, or cannot be clipped.
+    """
+    if loss is None or isinstance(loss, str):
+        return PrivateTraining(model, data, {**settings, "loss": loss}, rule=rule)
+    return PrivateTraining(model, data, settings, loss, rule)

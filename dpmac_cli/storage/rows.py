@@ -1,0 +1,165 @@
+"""Rows of one shape in a private file, each with its checksum.
+
+Rows are read one by one, not mapped, so that resident memory does not grow with the file. Layout: a
+header of one JSON line, filled up with spaces; the rows; the SHA-256 of each, zeros for one that is
+not written yet; and notes as JSON, once the file is whole.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpmac_cli.errors import InputError
+from dpmac_cli.storage.files import PRIVATE_MODE, naming
+
+HEADER, CHECKSUM = 4096, 32
+VERSION = 1
+
+
+class DamagedError(InputError):
+    """A row is not what was written."""
+
+
+class RowFile:
+    """An open file of rows. Several processes may write to one, each other rows.
+
+    Args:
+        path: of the file.
+        writable: whether rows will be written.
+
+    Attributes:
+        shape: of a row. dtype: of its values.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is no file of rows.
+    """
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        weakref.finalize(self, os.close, self._handle)
+        head = json.loads(os.pread(self._handle, HEADER, 0))
+        if (head["version"], head["name"]) != (VERSION, path.stem):
+            raise ValueError(f"{path} is not what its name says")
+        self.shape, self.dtype = tuple(head["shape"]), np.dtype(head["dtype"])
+        self._rows: int = head["rows"]
+        self._size: int = prod(self.shape) * self.dtype.itemsize
+        self.checksums = self._read_checksums()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __reduce__(self) -> tuple[type["RowFile"], tuple[Path]]:
+        return RowFile, (self.path,)  # another process opens it by itself
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self._rows * self._size
+
+    def _read_checksums(self) -> NDArray[np.uint8]:
+        """Return the checksums on the disk, shape (rows, 32)."""
+        content = os.pread(self._handle, self._rows * CHECKSUM, HEADER + self.nbytes)
+        return np.frombuffer(content, np.uint8).reshape(self._rows, CHECKSUM)
+
+    def missing(self) -> NDArray[np.int64]:
+        """Return the rows that are not written yet, by this process or another."""
+        return np.flatnonzero(~self._read_checksums().any(1))
+
+    def write(self, row: int, values: NDArray[Any]) -> None:
+        """Write a row and then its checksum. Raises OSError, naming the file."""
+        content = np.ascontiguousarray(values, self.dtype)
+        checksum = hashlib.sha256(content.data).digest()
+        with naming(self.path):
+            os.pwrite(self._handle, content.data, HEADER + row * self._size)
+            os.pwrite(self._handle, checksum, HEADER + self.nbytes + row * CHECKSUM)
+
+    def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return rows in the order that they are asked for, shape (rows, ...).
+
+        Raises:
+            DamagedError: a row is not what was written. The file is removed.
+        """
+        found = np.empty((len(rows), *self.shape), self.dtype)
+        for place, row in zip(found, rows.tolist(), strict=True):
+            os.preadv(self._handle, [place], HEADER + row * self._size)
+            if hashlib.sha256(place.data).digest() != self.checksums[row].tobytes():
+                self.path.unlink(missing_ok=True)
+                raise DamagedError(
+                    f"{self.path} is damaged in row {row}, and has been removed. Run the command "
+                    "again: what it kept is computed again."
+                )
+        return found
+
+    def notes(self) -> Any:
+        """Return the notes that the file was finished with."""
+        end = HEADER + self.nbytes + self._rows * CHECKSUM
+        return json.loads(os.pread(self._handle, os.fstat(self._handle).st_size - end, end))
+
+    def finish(self, path: Path, notes: Mapping[str, Any]) -> None:
+        """Add notes, sync the file to the disk and rename it. Raises OSError, naming the file."""
+        with naming(self.path):
+            end = HEADER + self.nbytes + self._rows * CHECKSUM
+            os.pwrite(self._handle, json.dumps(notes).encode(), end)
+            os.fsync(self._handle)
+            os.replace(self.path, path)
+
+
+def begin(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> RowFile:
+    """Open a file that was begun, or reserve the space of a new one that its owner alone can read.
+
+    Raises:
+        OSError: naming the file; where space is missing, saying how much.
+    """
+    head = {"version": VERSION, "name": path.stem, "rows": rows, "shape": shape, "dtype": dtype.str}
+    header = json.dumps(head).encode().ljust(HEADER)
+    size = HEADER + rows * (prod(shape) * dtype.itemsize + CHECKSUM)
+    with naming(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
+        try:
+            if os.fstat(handle).st_size != size or os.pread(handle, HEADER, 0) != header:
+                lacking = size - os.fstat(handle).st_size - shutil.disk_usage(path.parent).free
+                if lacking > 0:
+                    path.unlink()
+                    need = f"{size / 1e9:.1f} GB are needed, {max(lacking / 1e9, 0.1):.1f} GB more"
+                    raise OSError(errno.ENOSPC, f"{need} than there is room for")
+                os.truncate(handle, 0)  # another layout, or a new file
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, size)
+                os.truncate(handle, size)
+                os.pwrite(handle, header, 0)
+        finally:
+            os.close(handle)
+    return RowFile(path, writable=True)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a file, in an order of their own."""
+
+    file: RowFile
+    rows: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, places: NDArray[np.int64] | slice = slice(None)) -> NDArray[Any]:
+        """Return some of the rows, or all. Raises DamagedError."""
+        return self.file.read(self.rows[places])
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of shape, dtype and checksums."""
+        head = f"{self.file.dtype}{(len(self), *self.file.shape)}".encode()
+        return hashlib.sha256(head + self.file.checksums[self.rows].tobytes()).hexdigest()

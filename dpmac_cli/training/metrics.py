@@ -1,0 +1,202 @@
+"""Metrics of a classifier on test records, and bootstrap intervals of them.
+
+Macro averages leave out classes for which a metric is not defined. A metric that is not defined for
+any, such as the AUROC of a test set with a single class, is nan.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+#: Equal-width bins of the calibration error.
+BINS = 15
+#: Least and most resamples of a bootstrap by default, and most numbers that they hold together.
+RESAMPLES, NUMBERS = (100, 1000), 200_000_000
+#: Most weights of records in memory at a time.
+AT_A_TIME = 4_000_000
+#: Functions of scikit-learn, by the metric that they compute of one column.
+RANKINGS = {"auroc": "roc_auc_score", "average-precision": "average_precision_score"}
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Labels and predictions of test records, one column per class, or per label of multi-label.
+
+    Attributes:
+        truth: bool, shape (records, columns). guess: what is predicted, likewise.
+        scores: probabilities, float32, likewise. Of a record whose output holds NaN they are worse
+            than any other: below 0 where ``truth`` is true, and above 1 where it is not.
+        exclusive: whether each record has one class, in place of any number of labels.
+    """
+
+    truth: NDArray[np.bool_]
+    guess: NDArray[np.bool_]
+    scores: NDArray[np.float32]
+    exclusive: bool
+
+    @property
+    def ranked(self) -> list[int]:
+        """Columns with positives and negatives; of two classes the last alone."""
+        both = np.flatnonzero(self.truth.any(0) & ~self.truth.all(0)).tolist()
+        return both[-1:] if self.exclusive and self.truth.shape[1] == 2 else both
+
+    @property
+    def judged(self) -> tuple[Floats, NDArray[np.bool_]]:
+        """Confidence in the predicted class, and whether it is right, shape (records, 1).
+
+        Of multi-label the probability and the truth of every label, shape (records, labels).
+        """
+        if not self.exclusive:
+            return self.scores.clip(0, 1), self.truth
+        right = np.logical_or.reduce(self.truth & self.guess, 1, keepdims=True)
+        return self.scores.max(1, keepdims=True).clip(0, 1), right
+
+
+def metric(name: str, answers: Answers) -> float:
+    """Return a metric by its name, 0 to 1."""
+    if name not in RANKINGS:
+        return _counted(answers, _once(answers))[name].item()
+    from sklearn import metrics  # noqa: PLC0415  (a second to import)
+
+    of_column = getattr(metrics, RANKINGS[name])
+    values = [of_column(answers.truth[:, k], answers.scores[:, k]) for k in answers.ranked]
+    return float(_mean(np.array(values)))
+
+
+def all_metrics(answers: Answers) -> dict[str, float]:
+    """Return accuracy, balanced accuracy, F1, calibration error, AUROC and average precision."""
+    counted = {name: value.item() for name, value in _counted(answers, _once(answers)).items()}
+    return counted | {name: metric(name, answers) for name in RANKINGS}
+
+
+def sensitivity_and_specificity(answers: Answers) -> list[list[float]]:
+    """Return both of each column; nan without positives, or without negatives."""
+    rates = _rates(len(answers.truth), *_sums(answers, _once(answers)))
+    return [rate[:, 0].tolist() for rate in rates]
+
+
+def as_values(answers: Answers, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Return :func:`all_metrics`, and rates of each class, as JSON has them: null if undefined."""
+    sensitivity, specificity = sensitivity_and_specificity(answers)
+    return {
+        **{name.replace("-", "_"): shown(value) for name, value in metrics.items()},
+        "sensitivity": [*map(shown, sensitivity)],
+        "specificity": [*map(shown, specificity)],
+    }
+
+
+def shown(value: float) -> float | None:
+    """Return a number as JSON has it."""
+    return value if np.isfinite(value) else None
+
+
+def intervals(
+    answers: Answers, metrics: Mapping[str, float], resamples: int | None = None
+) -> dict[str, tuple[float, float]]:
+    """Return a 95% interval of each metric, by bootstrap over records with a fixed seed.
+
+    By default there are 1,000 resamples, and fewer of large test sets.
+    Ends are percentiles of the metric on resamples, less its mean bias on them: a resample has
+    records twice, which flatters an average precision and worsens a calibration error.
+    """
+    records = len(answers.truth)
+    resamples = resamples or int(np.clip(NUMBERS // answers.truth.size, *RESAMPLES))
+    generator, drawn = np.random.default_rng(0), list[dict[str, Floats]]()
+    while resamples > 0:
+        count = min(resamples, max(1, AT_A_TIME // records))
+        resamples -= count
+        picked = generator.integers(records, size=(count, records), dtype=np.int32)
+        cells = picked * count + np.arange(count)[:, None]
+        times = np.bincount(cells.ravel(), minlength=records * count)
+        weights = times.reshape(records, count).astype(np.float32)
+        drawn.append(_counted(answers, weights) | _ranked(answers, weights))
+    return {
+        name: _interval(value, np.concatenate([some[name] for some in drawn]))
+        for name, value in metrics.items()
+    }
+
+
+def _interval(value: float, found: Floats) -> tuple[float, float]:
+    defined = found[~np.isnan(found)]
+    if np.isnan(value) or not len(defined):
+        return np.nan, np.nan
+    low, high = np.percentile(defined, [2.5, 97.5]) - defined.mean() + value
+    return max(0.0, float(low)), min(1.0, float(high))
+
+
+def _once(answers: Answers) -> Floats:
+    return np.ones((len(answers.truth), 1), np.float32)
+
+
+def _sums(answers: Answers, weights: Floats) -> list[Floats]:
+    """Return weights of hits, positives and predictions, each of shape (columns, sets).
+
+    Args:
+        weights: of the records, shape (records, sets of weights).
+    """
+    truth, guess = answers.truth, answers.guess
+    parts = (truth & guess, truth, guess)
+    return [(part.T.astype(np.float32) @ weights).astype(float) for part in parts]
+
+
+def _rates(records: int, hits: Floats, true: Floats, guessed: Floats) -> tuple[Floats, Floats]:
+    with np.errstate(invalid="ignore"):
+        return hits / true, (records - true - guessed + hits) / (records - true)
+
+
+def _counted(answers: Answers, weights: Floats) -> dict[str, Floats]:
+    """Return metrics of predictions and confidences, each of shape (sets,)."""
+    records = len(weights)
+    hits, true, guessed = sums = _sums(answers, weights)
+    sensitivity, specificity = _rates(records, *sums)
+    with np.errstate(invalid="ignore"):
+        f1 = 2 * hits / (true + guessed)
+    if answers.exclusive:
+        right, balanced = hits.sum(0) / records, sensitivity
+    else:
+        right = (1 - (true + guessed - 2 * hits) / records).mean(0)
+        balanced = (sensitivity + specificity) / 2
+    confidence, hit = answers.judged
+    place = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+    place += BINS * np.arange(records)[:, None]
+    gaps = np.bincount(place.ravel(), (hit - confidence.astype(float)).ravel(), BINS * records)
+    return {
+        "accuracy": right,
+        "balanced-accuracy": _mean(balanced),
+        "f1": _mean(f1),
+        "calibration-error": np.abs(gaps.reshape(records, BINS).T @ weights).sum(0) / hit.size,
+    }
+
+
+def _ranked(answers: Answers, weights: Floats) -> dict[str, Floats]:
+    """Return metrics of rankings, each of shape (sets,): as scikit-learn's, for many weights."""
+    values = np.full((len(RANKINGS), max(1, len(answers.ranked)), weights.shape[1]), np.nan)
+    for place, k in enumerate(answers.ranked):
+        order = np.argsort(-answers.scores[:, k], kind="stable")
+        truth, scores, chosen = answers.truth[order, k], answers.scores[order, k], weights[order]
+        ties = np.cumsum(np.diff(scores, prepend=scores[:1]) != 0)  # number of each record's score
+        which, begin = np.unique(ties[truth], return_index=True)  # of those of positives
+        first, last = np.searchsorted(ties, which), np.searchsorted(ties, which, "right") - 1
+        seen = np.cumsum(chosen, 0)
+        found = np.add.reduceat(chosen[truth], begin, axis=0)
+        hits = np.cumsum(found, 0)
+        missed = seen[last] - seen[first] + chosen[first] - found
+        negatives = seen[-1] - hits[-1]
+        below = negatives - (seen[last] - hits) + missed / 2
+        with np.errstate(invalid="ignore"):
+            values[0, place] = (found * below).sum(0) / (hits[-1] * negatives)
+            values[1, place] = (found * hits / np.maximum(seen[last], 1)).sum(0) / hits[-1]
+    return dict(zip(RANKINGS, map(_mean, values), strict=True))
+
+
+def _mean(values: Floats) -> Floats:
+    """Return means over the first axis of all that is not nan; nan where nothing is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        means: Floats = np.asarray(np.nanmean(values, 0))
+        return means

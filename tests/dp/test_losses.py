@@ -1,0 +1,142 @@
+"""Per-sample losses: their gradients, and that a sample's is its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy, cross_entropy, log_softmax, nll_loss, softmax
+
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.isolation import Isolated
+from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.losses import Loss, alone, build_loss
+from dpmac_cli.dp.mechanism import ball
+from dpmac_cli.errors import ModelError
+
+SAMPLES, CLASSES = 7, 3
+CPU = torch.device("cpu")
+WEIGHTS = (0.5, 2.0, 3.0)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
+
+
+def records(*, several: bool) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(SAMPLES, 5, dtype=torch.float64)
+    y = torch.randint(2, (SAMPLES, CLASSES), dtype=torch.uint8)
+    return x, y if several else torch.arange(SAMPLES) % CLASSES
+
+
+def focal(output: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    p = softmax(output, 1).gather(1, y[:, None])[:, 0]
+    return -weights[y] * (1 - p) ** 2 * p.log()
+
+
+def smoothed(output: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    logs = log_softmax(output, 1)
+    true, others = nll_loss(logs, y, weights, reduction="none"), -(logs * weights).sum(1)
+    return 0.9 * true + 0.1 * others / CLASSES
+
+
+def binary(output: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    factors = torch.where(y.bool(), weights, torch.ones_like(weights))
+    return (factors * binary_cross_entropy(output.sigmoid(), y.double(), reduction="none")).mean(1)
+
+
+CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "cross-entropy": (
+        ("cross-entropy", 0.0, ()),
+        lambda o, y, w: cross_entropy(o, y, reduction="none"),
+    ),
+    "weighted": (
+        ("cross-entropy", 0.0, WEIGHTS),
+        lambda o, y, w: w[y] * cross_entropy(o, y, reduction="none"),
+    ),
+    "smoothed": (("cross-entropy", 0.1, WEIGHTS), smoothed),
+    "focal": (("focal", 0.0, WEIGHTS), focal),
+    "bce": (("bce", 0.0, WEIGHTS), binary),
+}
+
+
+def gradients(loss: Loss, *, several: bool, isolated: bool) -> Tensor:
+    """The sum of all gradients, by a ball that clips none."""
+    model, (x, y) = network(), records(several=several)
+    runs = None
+    if isolated:
+        layers = split_by_module(model)
+        runs = Isolated(model, layers, (5,), loss=loss, label=y[0].new_zeros(y.shape[1:]))
+    else:
+        layers = find_layers(model, x)
+    theta = flatten_parameters(layers)
+    out = torch.empty_like(theta)
+    ClippedSum(model, layers, SAMPLES, per_sample=runs, loss=loss).of(
+        x, y, Metric(ball(1e4, theta)), out
+    )
+    return out
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_autograd(name: str, isolated: bool) -> None:
+    given, reference = CASES[name]
+    several = name == "bce"
+    kind, smoothing, factors = given
+    loss = build_loss(kind, smoothing, factors, CPU)
+    weights = torch.tensor(factors or [1.0] * CLASSES, dtype=torch.float64)
+    model, (x, y) = network(), records(several=several)
+    torch.autograd.backward(reference(model(x), y, weights).sum())
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    found = gradients(loss, several=several, isolated=isolated)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_loss_that_would_mix_samples_sees_one_at_a_time(isolated: bool) -> None:
+    def mixing(output: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(output - output.mean(0, keepdim=True) * 0.5, y)
+
+    x, y = records(several=False)
+    loss = alone(mixing, network()(x).detach(), y)
+    model = network()
+    rows = [slice(i, i + 1) for i in range(len(x))]
+    total = torch.stack([mixing(model(x[row]), y[row]) for row in rows]).sum()
+    torch.autograd.backward(total)
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    found = gradients(loss, several=False, isolated=isolated)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_a_loss_that_vmap_cannot_run_is_run_in_a_loop() -> None:
+    def branching(output: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(output, y) * (2.0 if output.sum().item() > 0 else 1.0)
+
+    output = torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(6) % CLASSES
+    factor = torch.where(output.sum(1) > 0, 2.0, 1.0)
+    expected = factor * cross_entropy(output, y, reduction="none")
+    torch.testing.assert_close(alone(branching, output, y)(output, y), expected)
+
+
+def test_losses_that_are_none_are_refused() -> None:
+    output, y = torch.randn(6, CLASSES), torch.arange(6) % CLASSES
+    kept: list[float] = []
+
+    def counting(output: Tensor, y: Tensor) -> Tensor:
+        kept.append(1.0)
+        return cross_entropy(output, y) * len(kept)
+
+    for bad in (
+        counting,
+        lambda o, y: cross_entropy(o, y) + torch.rand(()),
+        lambda o, y: cross_entropy(o, y) / 0,
+        lambda o, y: y,
+    ):
+        with pytest.raises(ModelError, match="one finite real number per sample"):
+            alone(bad, output, y)
+    with pytest.raises(ModelError, match=r"The loss failed on one sample.*\(1, 3\).*reduction"):
+        alone(lambda o, y: o, output, y)

@@ -1,0 +1,172 @@
+"""Private training of an existing network in a Python program."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli import (
+    ArrayData,
+    BudgetError,
+    InputError,
+    ModelError,
+    make_private,
+    resolve,
+    total_epsilon,
+)
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from tests.digits_runs import train_digits, weights
+
+SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "seed": 1, "device": "cpu"}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loop_costs_what_it_took_and_no_step_more(optimizer: str, tmp_path: Path) -> None:
+    private = make_private(network(), "digits", optimizer=optimizer, **SETTINGS)
+    assert (len(private), private.epsilon) == (4, 0.0)
+    before = private.evaluate().loss
+    for step in private:
+        event = resolve(SETTINGS, dataset="digits").plan.event_of(step)
+        assert private.epsilon == total_epsilon((event,), private.plan.delta)
+    assert step == 4
+    assert private.evaluate().loss != before
+    kept = [p.clone() for p in private.model.parameters()]
+    with pytest.raises(BudgetError, match="All 4 steps have been taken"):
+        private.step()
+    assert all(map(torch.equal, kept, private.model.parameters()))
+    report = private.publish(tmp_path / "out").report
+    assert report["privacy"]["epsilon"] == private.epsilon
+    assert report["optimizer"] == optimizer
+    assert report["model"]["name"].endswith(":Sequential")
+    for name, tensor in weights(tmp_path / "out").items():
+        assert torch.equal(tensor, private.model.state_dict()[name])
+
+
+SAME = """
+import torch
+
+def make(shape, classes):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10)
+    return torch.nn.Sequential(torch.nn.Flatten(), *layers)
+"""
+
+
+def test_the_loop_is_the_same_run_as_the_command(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SAME)
+    train_digits(model=f"{tmp_path}/net.py:make", out=tmp_path / "run", **SETTINGS)
+    private = make_private(network(), "digits", **SETTINGS)
+    list(private)
+    ours = private.model.state_dict()
+    for name, tensor in weights(tmp_path / "run").items():
+        assert torch.equal(tensor, ours[name])
+
+
+def test_a_loop_that_stops_early_publishes_what_it_spent(tmp_path: Path) -> None:
+    private = make_private(network(), "digits", **SETTINGS)
+    list(islice(private, 2))
+    report = private.publish(tmp_path / "out").report
+    assert report["hyperparameters"]["steps"] == 2
+    [event] = report["privacy"]["events"]
+    assert event["steps"] == 2
+    with pytest.raises(InputError, match="already holds a run"):
+        private.publish(tmp_path / "out")
+    private.step()
+    again = private.publish(tmp_path / "out", force=True).report
+    assert again["privacy"]["epsilon"] > report["privacy"]["epsilon"]
+
+
+def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    private = make_private(network(), "digits", **SETTINGS)
+    private.step()
+    once = private.epsilon
+    monkeypatch.setattr(private._trainer, "step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        private.step()
+    assert private.epsilon > once
+
+
+def test_the_budget_is_kept() -> None:
+    private = make_private(network(), "digits", epsilon=1.0, epochs=2, batch_size=128, seed=1)
+    assert len(list(private)) == 24
+    assert private.epsilon <= 1.0
+    cut = make_private(network(), "digits", **{**SETTINGS, "steps": 400}, max_epsilon=0.5)
+    assert len(cut) < 400
+
+
+class MixesInEvaluation(nn.Module):
+    """Keeps samples apart in training mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.flatten(1))
+        return out if self.training else out - out.mean(0)
+
+
+def test_a_step_runs_in_the_mode_that_was_validated() -> None:
+    results = []
+    for leave_it in (nn.Module.train, nn.Module.eval):
+        torch.manual_seed(0)
+        private = make_private(MixesInEvaluation(), "digits", **SETTINGS)
+        for _ in range(2):
+            leave_it(private.model)
+            private.step()
+        results.append(private.model.layer.weight.clone())  # type: ignore[union-attr,operator]
+    assert torch.equal(*results)
+
+
+def test_a_schedule_of_ones_own_is_reported(tmp_path: Path) -> None:
+    private = make_private(network(), "digits", lr=0.1, optimizer="dp-sgd", **SETTINGS)
+    private.step()
+    before = [p.clone() for p in private.model.parameters()]
+    private.lr = 1e-10
+    private.step()
+    assert all(map(torch.allclose, before, private.model.parameters()))
+    assert private.publish(tmp_path / "out").report["hyperparameters"]["lr"] == 1e-10
+    assert "lr: 1.0e-10" in (tmp_path / "out/config.yaml").read_text()
+    with pytest.raises(InputError, match="--lr must be"):
+        private.lr = -1.0
+
+
+def test_what_cannot_be_private_is_refused() -> None:
+    with pytest.raises(ModelError, match="mixes the samples"):
+        make_private(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)), "digits")
+    with pytest.raises(ModelError, match="no torch module"):
+        make_private(nn.Linear, "digits")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="Here it is called sigma"):
+        make_private(network(), "digits", noise_multiplier=1)
+
+
+def test_batch_norms_become_group_norms_in_place() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)).double()
+    private = make_private(net, "digits", fix_norm=True, to_float32=True, **SETTINGS)
+    private.step()
+    assert isinstance(net[1], nn.GroupNorm)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
+def test_records_at_hand_in_a_loop(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 300)
+    data = ArrayData(rng.random((300, 5)) + y[:, None], y, low=0, high=2, classes=["no", "yes"])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(5, 2))
+    private = make_private(net, data, epsilon=8, epochs=20, lr=0.1)
+    list(private)
+    assert private.evaluate().accuracy > 0.9
+    x = private.standardise(torch.full((1, 5, 1, 1), 1.0))
+    assert x.abs().max() == 0  # the middle of the range
+    private.publish(tmp_path / "out")
+    assert json.loads((tmp_path / "out/report.json").read_text())["dataset"]["name"] == "arrays"
