@@ -237,7 +237,7 @@ def test_a_process_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mistake", "said"),
     [
         (("--sigma", "0.3", "--max-epsilon", "0.0001"), "max-epsilon"),
-        (("--model", "net.py:Net"), "mixes samples"),
+        (("--model", "net.py:Net"), "BatchNorm"),
         (("--out", "taken"), "taken"),
         (("--batch-size", "1000"), "batch-size"),
     ],
@@ -250,10 +250,8 @@ def test_what_is_cheap_is_checked_before_an_image_is_decoded(
     Path("taken").mkdir()
     Path("taken/thesis.txt").write_text("")
     Path("net.py").write_text(
-        "from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n"
-        "        super().__init__()\n        self.f = nn.Linear(64, 2)\n"
-        "    def forward(self, x):\n"
-        "        x = x.flatten(1)\n        return self.f(x - x.mean(0))\n"
+        "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 2))\n"
     )
     plain = ("train", "--dataset", "photos", "--steps", "4", "--device", "cpu")
     result = dpmac(*plain, *mistake)
