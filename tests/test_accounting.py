@@ -92,7 +92,7 @@ def test_cifar_epsilons_of_the_paper(sigma: float, ours: float, paper: float) ->
     assert epsilon <= paper
 
 
-@pytest.mark.parametrize(("sampler", "price"), [("poisson", 0.785), ("balls-in-bins", 11.480)])
+@pytest.mark.parametrize(("sampler", "price"), [("poisson", 0.785), ("random-allocation", 0.7314)])
 def test_what_the_samplers_cost(sampler: str, price: float) -> None:
     """MNIST, sigma 1, five epochs; by PLD when no accountant is named."""
     event = mnist(sampler)
@@ -115,9 +115,9 @@ def test_rdp_supports_the_events_of_every_sampler(sampler: str) -> None:
         TrainingEvent(MNIST_RATE, 1.0, 1175),
         TrainingEvent(DIGITS_RATE, 1.5, 12),
         TrainingEvent(1.0, 3.0, 5),
-        digits("balls-in-bins"),
+        TrainingEvent(1.0, 1.5, 5, "random-allocation", 1),
     ],
-    ids=["mnist", "digits", "all", "balls-in-bins"],
+    ids=["mnist", "digits", "all", "epochs-of-one-step"],
 )
 def test_price_equals_the_library_accountant_on_the_event(event: TrainingEvent) -> None:
     accountant = pld_privacy_accountant.PLDAccountant(
@@ -131,7 +131,7 @@ def test_different_runs_cost_together_what_the_library_accountant_says() -> None
     events = (
         TrainingEvent(DIGITS_RATE, 1.5, 12),
         TrainingEvent(0.2, 3.0, 5),
-        digits("balls-in-bins", 4.0, 13),
+        TrainingEvent(1.0, 4.0, 2, "random-allocation", 1),
     )
     accountant = pld_privacy_accountant.PLDAccountant(value_discretization_interval=accounting.FINE)
     for event in events:
@@ -174,17 +174,39 @@ def test_one_sampled_step_costs_what_the_closed_form_says(rate: float, sigma: fl
     assert epsilon <= exact * 1.003 + 1e-3
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize("sampler", ONCE_AN_EPOCH)
-@pytest.mark.parametrize(("sigma", "steps"), [(1.5, 60), (1.5, 1), (4.0, 13), (0.5, 12)])
-def test_an_epoch_costs_one_gaussian_whatever_the_batch(
+@pytest.mark.parametrize(("sigma", "steps"), [(1.5, 60), (1.5, 1), (4.0, 13), (0.7, 12)])
+def test_an_epoch_begun_costs_a_whole_one_whatever_the_rate(
     sampler: str, sigma: float, steps: int
 ) -> None:
     epochs = -(-steps // 12)
-    exact = gaussian_epsilon(sigma / math.sqrt(epochs), DELTA)
+    on_all = gaussian_epsilon(sigma / math.sqrt(epochs), DELTA)
+    whole = total_epsilon((TrainingEvent(1 / 12, sigma, epochs * 12, sampler, 12),), DELTA)
+    assert 0 < whole < 0.97 * on_all
     for rate in (DIGITS_RATE, 1 / 12):
         epsilon = total_epsilon((TrainingEvent(rate, sigma, steps, sampler, 12),), DELTA)
-        assert exact <= epsilon * (1 + 1e-9)
-        assert epsilon <= exact * 1.003 + 1e-3
+        assert epsilon == whole
+    one = total_epsilon((TrainingEvent(1.0, sigma, epochs, sampler, 1),), DELTA)
+    assert on_all <= one * (1 + 1e-9)
+    assert one <= on_all * 1.003 + 1e-3
+
+
+@pytest.mark.privacy
+def test_what_runs_of_other_epochs_cost_is_added_up() -> None:
+    """Epochs of one kind are not priced as those of another."""
+    long, short = mnist("random-allocation"), digits("random-allocation", 1.0)
+    parts = [total_epsilon((event,), DELTA) for event in (long, short)]
+    together = total_epsilon((long, short), DELTA)
+    assert max(parts) < together < sum(parts)
+    assert together == pytest.approx(total_epsilon((short, long), DELTA), rel=1e-9)
+    halves = (mnist("random-allocation", steps=470), mnist("random-allocation", steps=705))
+    assert total_epsilon(halves, DELTA) == total_epsilon((long,), DELTA)
+
+
+def test_an_earlier_name_of_a_sampler_is_read() -> None:
+    old = TrainingEvent(0.1, 1.0, 10, "balls-in-bins", 10)
+    assert old == TrainingEvent(0.1, 1.0, 10, "random-allocation", 10)
 
 
 #: No order above it is the best one in the tests below.
@@ -228,7 +250,7 @@ def test_rdp_costs_what_its_definition_says(event: TrainingEvent) -> None:
     [
         mnist("poisson"),
         mnist("poisson", 0.4, 100),
-        mnist("balls-in-bins"),
+        mnist("random-allocation"),
         TrainingEvent(0.5, 3.0, 40),
         TrainingEvent(1.0, 0.3, 2),
     ],
@@ -336,7 +358,7 @@ def test_no_rate_is_priced_below_the_least() -> None:
 
 
 def test_who_deals_by_epochs_is_not_amplified() -> None:
-    assert set(ONCE_AN_EPOCH) == {"balls-in-bins"}
+    assert set(ONCE_AN_EPOCH) == {"random-allocation"}
     assert {TrainingEvent(0.1, 1.0, 1, sampler).rate for sampler in ONCE_AN_EPOCH} == {1.0}
 
 
@@ -395,9 +417,10 @@ def test_every_branch_pays_for_the_epochs_that_it_began(sampler: str) -> None:
     two = total_epsilon((digits(sampler, steps=24),), DELTA)
     assert half.compositions == 1
     assert total_epsilon((half, half), DELTA) == two > total_epsilon((half,), DELTA)
-    # And the same where a branch has other batches, of which an epoch takes a different number.
+    # And so where a branch has other batches, of which an epoch takes a different number.
     other = TrainingEvent(0.5, 1.5, 1, sampler, 2)
-    assert total_epsilon((half, other), DELTA) == pytest.approx(two, rel=1e-6)
+    alone = total_epsilon((other,), DELTA)
+    assert total_epsilon((half, other), DELTA) > max(alone, total_epsilon((half,), DELTA))
 
 
 @pytest.mark.parametrize("steps", [9, 11, 100])
@@ -597,7 +620,10 @@ def test_statement_says_what_was_promised_and_what_was_not() -> None:
     ("sampler", "parts"),
     [
         ("poisson", ("Leaving out or adding any one", "add-or-remove-one", "Poisson-sampled")),
-        ("balls-in-bins", ("Leaving out or adding any one", "add-or-remove-one", "balls-in-bins")),
+        (
+            "random-allocation",
+            ("Leaving out or adding any one", "add-or-remove-one", "randomly allocated"),
+        ),
     ],
 )
 def test_statement_names_the_samplers_adjacency(sampler: str, parts: tuple[str, str, str]) -> None:
@@ -614,7 +640,7 @@ def test_pricing_and_settings_load_no_torch() -> None:
         "import sys, dpmac_cli.accounting.calibration, dpmac_cli.config.resolve\n"
         "import dpmac_cli.runs.folder\n"
         "assert not {'torch', 'dp_accounting', 'scipy'} & set(sys.modules)\n"
-        "event = dpmac_cli.accounting.events.TrainingEvent(0.1, 1.0, 1, 'balls-in-bins')\n"
+        "event = dpmac_cli.accounting.events.TrainingEvent(0.1, 1.0, 1, 'random-allocation')\n"
         "dpmac_cli.accounting.accountants.total_epsilon((event,), 1e-5)\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -70,7 +70,7 @@ VALUES: Mapping[str, Any] = {
     "h1": 1e-8,
     "h2": 1e-3,
     "kappa": "tracked",
-    "sampler": "balls-in-bins",
+    "sampler": "random-allocation",
     "phi": "tracked",
     "canaries": 100,
     "guesses": 30,

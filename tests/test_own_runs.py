@@ -409,7 +409,7 @@ def test_batches_of_most_records_are_remarked_on() -> None:
     assert notes_on("wine.npz", batch_size=str(size // 2 - 1)) == ()
     whole = str(size)
     assert notes_on("wine.npz", batch_size=whole, no_dp=True) == ()
-    assert notes_on("wine.npz", batch_size=whole, sampler="balls-in-bins") == ()
+    assert notes_on("wine.npz", batch_size=whole, sampler="random-allocation") == ()
 
 
 def test_defaults_by_rule() -> None:

@@ -559,7 +559,7 @@ def test_fewer_steps_than_were_taken_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"optimizer": "dp-sgd"}, {"sampler": "balls-in-bins"}, {"epsilon": "3"}, {"no_dp": True}],
+    [{"optimizer": "dp-sgd"}, {"sampler": "random-allocation"}, {"epsilon": "3"}, {"no_dp": True}],
     ids=lambda change: next(iter(change)),
 )
 def test_what_makes_another_run_cannot_be_changed(change: Mapping[str, Any]) -> None:

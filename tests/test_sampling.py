@@ -109,7 +109,7 @@ BINS = math.ceil(N / BATCH)
 @each_way
 def bins(request: pytest.FixtureRequest) -> NDArray[np.int64]:
     """The batch of each record in each epoch, shape (EPOCHS, N)."""
-    return dealt(sampler_of("balls-in-bins", N, BATCH, request.param), N, BATCH, EPOCHS)
+    return dealt(sampler_of("random-allocation", N, BATCH, request.param), N, BATCH, EPOCHS)
 
 
 @pytest.mark.privacy
@@ -297,6 +297,6 @@ def test_a_run_samples_at_the_rate_that_is_priced(sampler: str, flags: dict[str,
         case "poisson":
             assert abs(np.mean(sizes) - 100) < 4 * (100 * (1 - 100 / 1437) / 300) ** 0.5
             assert len(set(sizes)) > 10
-        case "balls-in-bins":
+        case "random-allocation":
             assert [sum(sizes[i : i + 15]) for i in range(0, 300, 15)] == [1437] * 20
             assert len(set(sizes)) > 10

@@ -45,7 +45,7 @@ RUNS: Mapping[str, dict[str, Any]] = {
     "baseline": {"no_dp": True},
     "budget spent": {"max_epsilon": "0.08"},
     "audit": {"canaries": 1000},
-    "bins": {"sampler": "balls-in-bins"},
+    "bins": {"sampler": "random-allocation"},
     "recipe": {"augmentations": 2, "ema": 0.9, "lr_schedule": "cosine", "warmup_steps": 1},
     "features": {"features": "scatter"},
     "no price": {"delta": "1e-300", "steps": 1},

@@ -113,8 +113,13 @@ def _compose(parts: tuple[TrainingEvent, ...], width: float) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _part(event: TrainingEvent, width: float) -> Any:
-    one = _sampled_gaussian(event.rate, event.noise_multiplier, width)
-    return _repeated(one, event.steps)
+    if event.sampling.once_an_epoch:
+        from dpmac_cli.accounting.allocation import allocated_gaussian  # noqa: PLC0415  (numpy)
+
+        one = allocated_gaussian(event.steps_per_epoch, event.noise_multiplier, width)
+    else:
+        one = _sampled_gaussian(event.rate, event.noise_multiplier, width)
+    return _repeated(one, event.compositions)
 
 
 def _width(parts: Sequence[TrainingEvent], widest: float = FINE) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpmac_cli.accounting.samplers import SAMPLERS, Sampling
+from dpmac_cli.accounting.samplers import ALIASES, SAMPLERS, Sampling
 from dpmac_cli.errors import InputError
 
 #: Smaller rates are priced as this one, which costs more: the arithmetic of privacy losses fails.
@@ -20,7 +20,7 @@ class TrainingEvent:
         sampling_rate: q = B/n, in (0, 1].
         noise_multiplier: sigma, standard deviation of the noise over the clipping norm, >= 0.
         steps: T, how many steps saw data (an empty batch counts), >= 0.
-        sampler: a key of :data:`SAMPLERS`.
+        sampler: a key of :data:`SAMPLERS`; an earlier name is replaced by it.
         steps_per_epoch: ceil(n/B); matters where a record is in one batch of each epoch.
 
     Raises:
@@ -36,6 +36,7 @@ class TrainingEvent:
     def __post_init__(self) -> None:
         if self.steps < 0:
             raise InputError(f"steps must be at least 0, not {self.steps}.")
+        object.__setattr__(self, "sampler", ALIASES.get(self.sampler, self.sampler))
 
     @property
     def sampling(self) -> Sampling:
@@ -44,7 +45,7 @@ class TrainingEvent:
 
     @property
     def compositions(self) -> int:
-        """Number of mechanisms on all records: steps, or epochs begun."""
+        """Number of mechanisms that are priced alike: steps, or epochs begun."""
         if self.sampling.once_an_epoch:
             return math.ceil(self.steps / self.steps_per_epoch)
         return self.steps
@@ -55,7 +56,10 @@ class TrainingEvent:
         return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
 
     def dp_event(self) -> Any:
-        """Return the event in the terms of dp-accounting, for any accountant of that library."""
+        """Return the event in the terms of dp-accounting, for any accountant of that library.
+
+        It has no term for random allocation: an epoch counts as one mechanism on all records.
+        """
         import dp_accounting  # noqa: PLC0415  (a second to load)
 
         one: Any = dp_accounting.GaussianDpEvent(self.noise_multiplier)
@@ -67,9 +71,11 @@ class TrainingEvent:
 def merged(
     events: Iterable[TrainingEvent], unit: str = "compositions"
 ) -> tuple[TrainingEvent, ...]:
-    """Add up the compositions (or steps) of equal mechanisms; each sum becomes an event's steps."""
+    """Add up the steps of equal mechanisms, or their compositions, which are then whole epochs."""
     counts: dict[TrainingEvent, int] = {}
     for event in events:
-        kind = replace(event, steps=0, steps_per_epoch=1)
-        counts[kind] = counts.get(kind, 0) + getattr(event, unit)
+        once = event.sampling.once_an_epoch
+        kind = replace(event, steps=0, steps_per_epoch=event.steps_per_epoch if once else 1)
+        of_epochs = kind.steps_per_epoch if unit == "compositions" else 1
+        counts[kind] = counts.get(kind, 0) + getattr(event, unit) * of_epochs
     return tuple(replace(kind, steps=count) for kind, count in counts.items() if count)

@@ -14,8 +14,8 @@ class Sampling:
     Attributes:
         summary: one line for help.
         done: what its steps are called.
-        once_an_epoch: whether a record is in one batch of each epoch, which is then priced as one
-            Gaussian mechanism without amplification.
+        once_an_epoch: whether a record is in exactly one batch of each epoch. An epoch that has
+            begun is then priced as a whole.
     """
 
     summary: str
@@ -28,9 +28,12 @@ SAMPLERS: Mapping[str, Sampling] = {
         summary="each record is in each step independently with probability B/n",
         done="Poisson-sampled",
     ),
-    "balls-in-bins": Sampling(
+    "random-allocation": Sampling(
         summary="each record goes to one of an epoch's batches, independently",
-        done="balls-in-bins",
+        done="randomly allocated",
         once_an_epoch=True,
     ),
 }
+
+#: Earlier names, which are still read.
+ALIASES: Mapping[str, str] = {"balls-in-bins": "random-allocation"}

@@ -104,7 +104,7 @@ class KeyedSampler:
         """Return the records of step t."""
         if self._name == "poisson":
             return self._choices(step).independently(self._rate)
-        if self._name != "balls-in-bins":
+        if self._name != "random-allocation":
             raise ValueError(f"there is no sampler {self._name}")
         epoch, place = divmod(step - 1 - self._base, self._steps)
         if epoch != self._epoch:

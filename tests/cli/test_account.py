@@ -267,7 +267,7 @@ INVERSES = [
 
 @pytest.mark.long
 @pytest.mark.privacy
-@pytest.mark.parametrize("method", ["poisson", "balls-in-bins --accountant rdp"])
+@pytest.mark.parametrize("method", ["poisson", "random-allocation --accountant rdp"])
 @pytest.mark.parametrize("inverse", INVERSES, ids=lambda inverse: inverse.solve)
 def test_an_answer_that_is_copied_stays_within_the_target(inverse: Inverse, method: str) -> None:
     line = f"--dataset-size 40 --sampler {method} {inverse.line}"
@@ -546,7 +546,7 @@ WRONG: Mapping[str, Change] = {
     "more noise": lambda privacy: privacy["events"][0].update(noise_multiplier=60.0),
     "no noise": lambda privacy: privacy["events"][0].update(noise_multiplier=0),
     "smaller batches": lambda privacy: privacy["events"][0].update(sampling_rate=0.01),
-    "another sampler": lambda privacy: privacy["events"][0].update(sampler="balls-in-bins"),
+    "another sampler": lambda privacy: privacy["events"][0].update(sampler="random-allocation"),
     "a branch less": lambda privacy: privacy["events"].pop(),
     "another delta": lambda privacy: privacy.update(delta=1e-9),
     "no figure": lambda privacy: privacy.update(epsilon=None),

@@ -125,8 +125,8 @@ REFUSED = [
     (("--canaries", "many"), "--canaries: 'many' is not a whole number"),
     (("--canaries", "50", "--no-dp"), "without a claim there is nothing to audit"),
     (
-        ("--canaries", "50", "--sampler", "balls-in-bins"),
-        "only poisson sampling can be audited, not balls-in-bins",
+        ("--canaries", "50", "--sampler", "random-allocation"),
+        "only poisson sampling can be audited, not random-allocation",
     ),
     (("--canaries", "50", "--guesses", "51"), "--guesses (51) must not be above --canaries (50)"),
     (("--canaries", "50", "--guesses", "0"), "--guesses must be at least 1"),

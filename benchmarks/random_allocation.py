@@ -1,0 +1,93 @@
+"""Price random allocation by ours, by its authors' package and by simulation, beside Poisson.
+
+    pip install PLD_accounting numba
+    python benchmarks/random_allocation.py 4000000 docs/data/random_allocation.jsonl
+
+The first argument is the number of simulated runs: it takes about 30 s of two cores a million.
+"""
+
+import json
+import math
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PLD_accounting import gaussian_allocation_epsilon_configurable
+from PLD_accounting.types import AllocationSchemeConfig, BoundType, PrivacyParams
+from scipy.optimize import brentq
+
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+
+DELTA = 1e-5
+#: (sigma, steps of an epoch, epochs)
+CASES = [(1.0, 235, 5), (0.7, 235, 5), (0.5, 235, 5), (0.8, 98, 5), (2.54, 7, 20)]
+AT_ONCE = 10_000
+
+
+def losses(sigma: float, steps: int, epochs: int, seed: int) -> np.ndarray:
+    """Simulate privacy losses of runs with the record; shape (AT_ONCE,)."""
+    draws = np.random.default_rng(seed)
+    total = np.zeros(AT_ONCE)
+    for _ in range(epochs):
+        normal = draws.standard_normal((steps, AT_ONCE), dtype=np.float32)
+        normal[0] += 1 / sigma
+        ratios = np.exp(normal / sigma - 0.5 / sigma**2)
+        total += np.log(ratios.mean(0, dtype=np.float64))
+    return total
+
+
+def simulated(sigma: float, steps: int, epochs: int, runs: int) -> tuple[float, float]:
+    """Return the 95% confidence interval of epsilon."""
+    with ThreadPoolExecutor(2) as pool:
+        parts = pool.map(lambda seed: losses(sigma, steps, epochs, seed), range(runs // AT_ONCE))
+        found = np.concatenate(list(parts))
+
+    def bound(epsilon: float, sign: float) -> float:
+        each = np.maximum(0.0, -np.expm1(epsilon - found))
+        return float(each.mean() + sign * 1.96 * each.std() / math.sqrt(found.size) - DELTA)
+
+    ends = (brentq(bound, 1e-3, found.max(), args=(sign,)) for sign in (-1.0, 1.0))
+    low, high = ends
+    return low, high
+
+
+def package(sigma: float, steps: int, epochs: int, kind: BoundType) -> float:
+    """Return the bound of the package by Feldman and Shenfeld."""
+    return gaussian_allocation_epsilon_configurable(
+        params=PrivacyParams(sigma=sigma, num_steps=steps, num_epochs=epochs, delta=DELTA),
+        config=AllocationSchemeConfig(loss_discretization=2e-3, tail_truncation=1e-10),
+        bound_type=kind,
+    )
+
+
+def main(runs: int, out: Path) -> None:
+    with out.open("w") as file:
+        for sigma, steps, epochs in CASES:
+            start = time.perf_counter()
+            event = TrainingEvent(1 / steps, sigma, steps * epochs, "random-allocation", steps)
+            ours = total_epsilon((event,), DELTA)
+            seconds = time.perf_counter() - start
+            poisson = total_epsilon((TrainingEvent(1 / steps, sigma, steps * epochs),), DELTA)
+            start = time.perf_counter()
+            upper = package(sigma, steps, epochs, BoundType.DOMINATES)
+            lower = package(sigma, steps, epochs, BoundType.IS_DOMINATED)
+            row = {
+                "sigma": sigma,
+                "steps": steps,
+                "epochs": epochs,
+                "ours": ours,
+                "seconds": seconds,
+                "poisson": poisson,
+                "package": [lower, upper],
+                "package_seconds": time.perf_counter() - start,
+                "simulated": simulated(sigma, steps, epochs, runs),
+            }
+            print(json.dumps(row), file=file, flush=True)
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

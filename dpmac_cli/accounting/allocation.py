@@ -1,0 +1,193 @@
+"""Privacy loss of random allocation: each record is in one of an epoch's t steps, drawn evenly.
+
+With ``Z_i = exp(g_i/sigma - 1/(2 sigma^2))`` for independent normal ``g_i``, the dominating pair of
+an epoch is Q, under which the likelihood ratio is ``R = (Z_1 + ... + Z_t)/t``, and P with
+``dP = R dQ`` (Chua et al. 2024, arXiv 2412.16802; for steps that depend on earlier ones, too:
+docs/privacy.md). So
+
+    delta(epsilon) = E_Q (R - e^epsilon)+    and, the other way round,    E_Q (1 - e^epsilon R)+.
+
+Both are convex in every ``Z_i``. Whatever spreads it and keeps its mean therefore gives an upper
+bound: here each value is split between its two neighbours on an even grid, an error of second order
+in the grid's width. The sum's distribution is then one power of a Fourier transform.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+#: Points of the grid at most; its width in standard deviations of Z, and where that is too fine.
+POINTS = 2**22
+WIDTH, WIDEST = 0.005, 0.2
+#: At smaller sigma no such grid resolves the tail of Z, and nothing is amplified.
+LEAST_NOISE = 0.4
+#: Least probability that Z, in the step with the record, is beyond the grid: its loss is infinite.
+BEYOND = 1e-14
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Likelihood ratio of an epoch, spread over an even grid.
+
+    Attributes:
+        at: ratios, increasing; shape (points,).
+        without, given: probabilities of each under Q and P; shape (points,).
+        lost_without, lost_given: bounds of the probabilities that are on no point.
+    """
+
+    at: Floats
+    without: Floats
+    given: Floats
+    lost_without: float
+    lost_given: float
+
+    def deltas(self, epsilons: Floats) -> tuple[Floats, Floats]:
+        """Return upper bounds of delta at each epsilon: P against Q, and Q against P."""
+        factors = np.exp(epsilons)
+        above = np.searchsorted(self.at, factors, side="right")
+        remove = _from(self.given)[above] - factors * _from(self.without)[above]
+        below = np.searchsorted(self.at, 1 / factors)
+        add = _until(self.without)[below] - factors * _until(self.given)[below]
+        return remove + self.lost_given, add + self.lost_without
+
+
+def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any:
+    """Return a privacy loss distribution that dominates an epoch of random allocation.
+
+    Args:
+        steps: t, of an epoch.
+        noise_multiplier: sigma > 0; below :data:`LEAST_NOISE` nothing is amplified.
+        width: of the grid of losses, by Connect-the-Dots: an upper bound for every width.
+
+    Returns:
+        An object of dp-accounting. It is never worse than t = 1, the mechanism on all records.
+    """
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution  # noqa: PLC0415  (a second)
+
+    if steps == 1 or noise_multiplier < LEAST_NOISE:
+        return privacy_loss_distribution.from_gaussian_mechanism(
+            noise_multiplier, value_discretization_interval=width
+        )
+    ratios = likelihood_ratios(steps, noise_multiplier)
+    largest = 10 / noise_multiplier + 0.5 / noise_multiplier**2  # 10 standard deviations off
+    most = math.ceil(largest / width)
+    epsilons = width * np.arange(-most, most + 1)
+    plain = _gaussian_deltas(noise_multiplier, epsilons)
+    parts = (
+        _convex(np.exp(epsilons), np.minimum(plain, bound)) for bound in ratios.deltas(epsilons)
+    )
+    return privacy_loss_distribution.PrivacyLossDistribution(
+        *(
+            pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(width, -most, most, deltas)
+            for deltas in parts
+        )
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def likelihood_ratios(steps: int, noise_multiplier: float) -> Ratios:
+    """Return the likelihood ratio of an epoch of t = ``steps`` >= 2, at sigma >= LEAST_NOISE."""
+    from scipy import fft, stats  # noqa: PLC0415  (half a second to load)
+
+    sigma, t = noise_multiplier, steps
+    spread = math.sqrt(math.expm1(1 / sigma**2))
+    cap = min(
+        math.exp(stats.norm.isf(BEYOND) / sigma + 0.5 / sigma**2), WIDEST * spread * POINTS / 2
+    )
+    # Room for two of the largest values: that a third is needed is next to impossible.
+    room = 2 * (cap + t)
+    width = max(WIDTH * spread, room / POINTS)
+    masses, lost_without, lost_given = _split_lognormal(sigma, width, math.ceil(cap / width))
+    size = fft.next_fast_len(math.ceil(room / width), real=True)
+    without = np.maximum(0.0, fft.irfft(fft.rfft(masses, size) ** t, size))
+    at = (width / t) * np.arange(size)
+    given = at * without
+    wrapped = _wrapped(masses, width, t, size)
+    lost_given = min(1.0, lost_given + (t - 1) * lost_without + wrapped)
+    lost_without = min(1.0, t * lost_without + wrapped)
+    # What the transform's rounding errors may have taken away is charged like what is lost.
+    lost_given = max(lost_given, 1 - given.sum())
+    lost_without = max(lost_without, 1 - without.sum())
+    return Ratios(at, without, given, lost_without, lost_given)
+
+
+def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, float, float]:
+    """Split Z between the ends of the cells of a grid, so that each cell keeps its mean.
+
+    Returns:
+        Probabilities of ``0, width, ..., cells * width``, and those that Z is beyond, where the
+        step is without the record and where it has it.
+    """
+    from scipy import stats  # noqa: PLC0415  (half a second to load)
+
+    normal = sigma * (np.log(width * np.arange(1, cells + 1)) + 0.5 / sigma**2)
+
+    def between(bounds: Floats) -> Floats:
+        lower = np.diff(stats.norm.cdf(bounds), prepend=0.0)
+        upper = -np.diff(stats.norm.sf(bounds), prepend=1.0)  # exact where the other is not
+        return np.where(bounds < 0, lower, upper)
+
+    mass, moment = (
+        between(normal),
+        between(normal - 1 / sigma),
+    )  # the moment is Z's mean, 1, as well
+    rising = np.clip(moment / width - np.arange(cells) * mass, 0.0, mass)
+    masses = np.append(mass - rising, 0.0)
+    masses[1:] += rising
+    beyond = normal[-1]
+    return masses, float(stats.norm.sf(beyond)), float(stats.norm.sf(beyond - 1 / sigma))
+
+
+def _wrapped(masses: Floats, width: float, t: int, size: int) -> float:
+    """Return Chernoff's bound of the probability, under P or Q, that the sum leaves the grid."""
+    values = width * np.arange(masses.size)
+    best = 0.0
+    for rate in np.geomspace(1e-3, 1e3, 40) / values[-1]:
+        if rate * values[-1] > 600:  # it would overflow
+            break
+        growing = masses * np.exp(rate * values)
+        each = math.log(growing.sum())
+        without = t * each
+        given = math.log((growing * values).sum()) + (t - 1) * each
+        best = min(best, max(without, given) - rate * width * size)
+    return math.exp(best)
+
+
+def _gaussian_deltas(sigma: float, epsilons: Floats) -> Floats:
+    """Return delta of one Gaussian mechanism (Balle and Wang 2018, Theorem 8)."""
+    from scipy import stats  # noqa: PLC0415  (half a second to load)
+
+    more, less = 0.5 / sigma - epsilons * sigma, -0.5 / sigma - epsilons * sigma
+    deltas: Floats = stats.norm.cdf(more) - np.exp(epsilons + stats.norm.logcdf(less))
+    return deltas
+
+
+def _convex(factors: Floats, deltas: Floats) -> Floats:
+    """Return the largest convex function of e^epsilon below ``deltas``; delta is below it, too."""
+    at, values = factors.tolist(), deltas.tolist()
+    corners: list[int] = []
+    for new in range(len(at)):
+        while len(corners) > 1:
+            first, last = corners[-2:]
+            rise, run = values[last] - values[first], at[last] - at[first]
+            if rise * (at[new] - at[first]) < (values[new] - values[first]) * run:
+                break
+            corners.pop()
+        corners.append(new)
+    return np.interp(factors, factors[corners], deltas[corners])
+
+
+def _from(masses: Floats) -> Floats:
+    """Return the sums from each index on; shape (points + 1,)."""
+    return np.append(np.cumsum(masses[::-1])[::-1], 0.0)
+
+
+def _until(masses: Floats) -> Floats:
+    """Return the sums before each index; shape (points + 1,)."""
+    return np.append(0.0, np.cumsum(masses))
