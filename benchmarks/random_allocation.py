@@ -64,6 +64,7 @@ def package(sigma: float, steps: int, epochs: int, kind: BoundType) -> float:
 
 
 def main(runs: int, out: Path) -> None:
+    """Price the cases and write a line of JSON for each."""
     with out.open("w") as file:
         for sigma, steps, epochs in CASES:
             start = time.perf_counter()

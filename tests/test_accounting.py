@@ -198,6 +198,7 @@ def test_what_runs_of_other_epochs_cost_is_added_up() -> None:
     long, short = mnist("random-allocation"), digits("random-allocation", 1.0)
     parts = [total_epsilon((event,), DELTA) for event in (long, short)]
     together = total_epsilon((long, short), DELTA)
+    assert parts[1] > 3 * parts[0]
     assert max(parts) < together < sum(parts)
     assert together == pytest.approx(total_epsilon((short, long), DELTA), rel=1e-9)
     halves = (mnist("random-allocation", steps=470), mnist("random-allocation", steps=705))

@@ -8,6 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import integrate, stats
 
+from dpmac_cli.accounting import allocation
 from dpmac_cli.accounting.allocation import LEAST_NOISE, allocated_gaussian, likelihood_ratios
 
 Floats = NDArray[np.float64]
@@ -116,6 +117,19 @@ def test_an_epoch_costs_at_most_one_mechanism_on_all_records(sigma: float, steps
     for epsilon in (0.0, 0.5, 2.0, 10.0):
         allowed = plain.get_delta_for_epsilon(epsilon) * (1 + 1e-6) + 1e-12
         assert 0 < epoch.get_delta_for_epsilon(epsilon) <= allowed
+
+
+@pytest.mark.privacy
+def test_what_is_beyond_the_grid_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a short grid, too: then much is beyond it, and the bound is worse, not better."""
+    epsilons = np.array([0.5, 2.0, 4.0])
+    fine = likelihood_ratios(10, 0.7).deltas(epsilons)
+    monkeypatch.setattr(allocation, "BEYOND", 1e-3)
+    short = likelihood_ratios.__wrapped__(10, 0.7)
+    assert 1e-3 < short.lost_given < 2e-3
+    for bound, true in zip(short.deltas(epsilons), fine, strict=True):
+        assert np.all(bound > 0.999 * true)
+        assert bound[-1] > 10 * true[-1]
 
 
 @pytest.mark.privacy
