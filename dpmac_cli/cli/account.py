@@ -29,7 +29,7 @@ COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement"
 
 @with_options(
     argument("run", "A run folder or report to price again.", "RUN"),
-    *(text_option(n, of, several=n in question.SEVERAL) for n, of in question.FLAGS.items()),
+    *(text_option(name, flag) for name, flag in question.FLAGS.items()),
     JSON,
     switch("csv", "Print CSV.", OUTPUT),
     DEBUG,

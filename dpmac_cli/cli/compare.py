@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ STUDY = "Study"
         "KEY=VALUE,...",
     ),
     switch("dry_run", "Show runs, their privacy cost and steps; train nothing.", STUDY),
-    *(text_option(name, SETTINGS[name], several=name != "metric") for name in STUDIED),
+    *(text_option(name, replace(SETTINGS[name], several=name != "metric")) for name in STUDIED),
     option("out", f"Folder of the study. [default: {DEFAULT_OUT}]", OUTPUT, "PATH"),
     switch("json", "Print compare.json.", OUTPUT),
     switch("quiet", "Print nothing but errors.", OUTPUT),

@@ -21,19 +21,16 @@ if TYPE_CHECKING:
     from dpmac_cli.training.distributed import Ranks
 
 
-def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
-    """Return the flag of a setting, or of ``several`` values with commas between.
-
-    Values stay text: one parser checks flags and YAML alike.
-    """
+def text_option(name: str, setting: Setting) -> inspect.Parameter:
+    """Return the flag of a setting. Values stay text: one parser checks flags and YAML alike."""
     if setting.kind is bool:
         return switch(name, setting.help, setting.panel)
     default = setting.otherwise if setting.default is None else setting.default
     text = setting.help + (f" One of {setting.known}." if setting.choices else "")
     text += "" if default == "" else f" [default: {default}]"
     metavar = "NAME" if setting.choices else setting.kind.__name__.upper()
-    metavar += ",..." if several else ""
-    names = one_of(setting.choices, several=several) if setting.choices else None
+    metavar += ",..." if setting.several else ""
+    names = one_of(setting.choices, several=setting.several) if setting.choices else None
     return option(name, text, setting.panel, metavar, names)
 
 

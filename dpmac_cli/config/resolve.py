@@ -259,7 +259,7 @@ def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:
         for name, setting in SETTINGS.items()
         if setting.recorded
         and values[name] is not None
-        and (name not in OMITTED or values[name] != setting.default)
+        and (name not in OMITTED or values[name] != DEFAULTS[name])
         and (isinstance(data, Source) or setting.panel != DATA)
     }
     if not isinstance(registry.parse_model(values["model"]), registry.UserModel):
