@@ -103,6 +103,7 @@ class Setting:
         besides: what may be given besides the choices: a test, and what it is in words.
         pattern: of other text, and what it stands for in words.
         recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
+        metavar: stands for the value in the help; empty where the type or the choices do.
     """
 
     help: str
@@ -116,6 +117,7 @@ class Setting:
     besides: tuple[Callable[[str], bool], str] | None = None
     pattern: tuple[str, str] | None = None
     recorded: bool = True
+    metavar: str = ""
 
     @property
     def kind(self) -> type:
@@ -163,19 +165,26 @@ class Setting:
         return value
 
 
-def read_table(file: str, details: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Setting]:
-    """Return the settings of a TOML file beside this one, by name.
+def settings_in(
+    groups: Mapping[str, Mapping[str, Any]], details: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Setting]:
+    """Return the settings of a TOML file by name.
 
     Args:
-        file: with a table for each group of settings, and in it one for each setting.
+        groups: a table for each group of settings, and in it one for each setting.
         details: more fields of some settings, by name.
     """
-    groups = tomllib.loads(Path(__file__).with_name(file).read_text("utf-8"))
     return {
         name: Setting(panel=panel, **entry, **details.get(name, {}))
         for panel, entries in groups.items()
         for name, entry in entries.items()
     }
+
+
+def read_table(file: str, details: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Setting]:
+    """Return the settings of a file beside this one; see :func:`settings_in`."""
+    text = Path(__file__).with_name(file).read_text("utf-8")
+    return settings_in(tomllib.loads(text), details)
 
 
 def flag_name(name: str) -> str:
