@@ -29,11 +29,8 @@ from dpmac_cli.studies.executor import Ended, Moved, RunEvent, carry_out
 from dpmac_cli.studies.grid import STUDIED, Grid, Run, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 
-#: Files of a comparison in its folder, beside the folder of its runs.
-RUNS, JSON, CSV, MARKDOWN = "runs", "compare.json", "compare.csv", "compare.md"
-#: Folder for what jobs on a cluster print and are told; only its owner can read it.
-JOBS = "jobs"
-DEFAULT_OUT = Path("runs") / "compare"
+#: Folders of a study: its runs; what jobs on a cluster print and are told, for its owner alone.
+RUNS, JOBS = "runs", "jobs"
 
 
 @with_options(
@@ -44,10 +41,9 @@ DEFAULT_OUT = Path("runs") / "compare"
 @explained
 def compare(**flags: Any) -> None:
     """Run the command; ``flags`` are the studied settings and the options above."""
-    out: Path = parse({"out": flags.pop("out")}).get("out", DEFAULT_OUT)
+    out: Path = parse({"out": flags.pop("out")})["out"]
     file = flags.pop("config")
-    executor = flags.pop("executor") or "local"
-    choice = Choice(executor, *(flags.pop(name) for name in ("jobs", "cluster", "slurm")))
+    choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
     errors = list(choice.faults())
     if dry_run and as_json:
@@ -129,7 +125,8 @@ def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[
     """Write the table in all its forms; return its JSON, and its text with the files' names."""
     comparison = collect(grid, failures)
     document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
-    texts = {JSON: document, CSV: tables.as_csv(comparison), MARKDOWN: text}
+    csv = tables.as_csv(comparison)
+    texts = {"compare.json": document, "compare.csv": csv, "compare.md": text}
     folder.unseal(out)
     for name, content in texts.items():
         files.write_atomically(out / name, content.encode())

@@ -1,7 +1,6 @@
-"""dpmac eval and dpmac predict: scores of a trained model, its audit, and classes of new records."""
+"""dpmac eval and dpmac predict: scores of a trained model, its audit, classes of new records."""
 
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import argument, with_options
+from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import DETAILS
 from dpmac_cli.errors import MISFIT, InputError
@@ -22,7 +22,6 @@ from dpmac_cli.storage.files import to_json
 if TYPE_CHECKING:
     from dpmac_cli.runs.scoring import Scored
 
-DEFAULT_OUT = Path("predictions.csv")
 PICTURES = (".png", ".svg", ".pdf")
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
@@ -45,7 +44,7 @@ def evaluate(
     dataset: str | None,
     model: str | None,
     data_dir: str | None,
-    device: str | None,
+    device: str,
     plot: Path | None,
     audit: bool,
     json: bool,
@@ -67,7 +66,7 @@ def evaluate(
     from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
     with console.kept_clear(json):
-        scored = score(run, dataset, given.get("data_dir"), device or "auto", model)
+        scored = score(run, dataset, given.get("data_dir"), device, model)
     _show(scored, plot, json)
 
 
@@ -81,18 +80,17 @@ def predict(
     run: Path,
     data: Path,
     model: str | None,
-    device: str | None,
-    out: Path | None,
+    device: str,
+    out: Path,
     force: bool,
     quiet: bool,
 ) -> None:
     """Load a model, predict and write a file."""
-    out = out or DEFAULT_OUT
     errors = []
     if out.suffix not in (".csv", ".parquet"):
         errors.append(f"--out {out} must end in .csv or .parquet.")
-    elif out.suffix == ".parquet" and find_spec("pyarrow") is None:
-        errors.append("A .parquet is written by pyarrow: pip install 'dpmac[tables]'")
+    elif out.suffix == ".parquet":
+        errors += fault_of_package("pyarrow", "tables", f"--out {out}")
     if not out.parent.is_dir():
         errors.append(f"The folder {out.parent} of --out does not exist.")
     if out.exists() and not (force and out.is_file()):
@@ -103,7 +101,7 @@ def predict(
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)
 
-        found = predict(run, data, device or "auto", model)
+        found = predict(run, data, device, model)
     found.write(out)
     if lost := found.unanswered:
         console.print_notes([f"for {lost:,} records the output is not a number: no class"])

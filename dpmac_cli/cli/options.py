@@ -15,26 +15,29 @@ from dpmac_cli.config.settings import SETTINGS, Setting, flag_name, settings_in
 COMMANDS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))
 #: Groups of options, in the order of the help. Those of a command alone come first.
 PANELS = list(dict.fromkeys(setting.panel for setting in SETTINGS.values()))
-_parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None)
+_parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
-def option(name: str, setting: Setting, kind: type = str) -> inspect.Parameter:
+def option(
+    name: str, setting: Setting, *, kind: type = str, default: Any = None
+) -> inspect.Parameter:
     """Return a parameter that becomes an option; typer parses its value as ``kind``.
 
     Values of settings stay text: one parser checks flags and YAML alike.
     """
-    default = setting.otherwise if setting.default is None else setting.default
+    otherwise = setting.otherwise if setting.default is None else setting.default
     text = setting.help + (f" One of {setting.known}." if setting.choices else "")
     shown: Any = partial(typer.Option, f"--{flag_name(name)}", rich_help_panel=setting.panel)
     if setting.kind is bool:
         return _parameter(name, annotation=Annotated[bool, shown(help=setting.help)], default=False)
     metavar = "NAME" if setting.choices else setting.kind.__name__.upper()
-    option = shown(
-        help=text + ("" if default == "" else f" [default: {default}]"),
+    info = shown(
+        help=text + ("" if otherwise == "" else f" [default: {otherwise}]"),
+        show_default=False,
         metavar=setting.metavar or f"{metavar}{',...' * setting.several}",
         autocompletion=_completer(setting) if setting.choices else None,
     )
-    return _parameter(name, annotation=Annotated[kind | None, option])
+    return _parameter(name, annotation=Annotated[kind | None, info], default=default)
 
 
 def _completer(setting: Setting) -> Callable[[str], list[str]]:
@@ -70,13 +73,14 @@ def with_options(
         details: more fields of its own options, by name.
         settings: to take as well, as text.
     """
-    entry = COMMANDS[command]
+    entry, settings = COMMANDS[command], settings or {}
     own = settings_in(entry["options"], details or {})
-    shared = {**(settings or {}), **{name: SETTINGS[name] for name in entry["settings"]}}
-    options = [(of.panel, option(name, of, of.kind)) for name, of in own.items()]
-    options += [(of.panel, option(name, of)) for name, of in shared.items()]
-    options.sort(key=lambda found: PANELS.index(found[0]) if found[0] in PANELS else -1)
-    parameters = [*arguments, *(parameter for _, parameter in options)]
+    shared = {name: SETTINGS[name] for name in entry["settings"]}
+    found = [(of, option(name, of, kind=of.kind, default=of.default)) for name, of in own.items()]
+    found += [(of, option(name, of, default=of.default)) for name, of in shared.items()]
+    found += [(of, option(name, of)) for name, of in settings.items()]
+    found.sort(key=lambda pair: PANELS.index(pair[0].panel) if pair[0].panel in PANELS else -1)
+    parameters = [*arguments, *(parameter for _, parameter in found)]
 
     def sign(function: Callable[..., None]) -> Callable[..., None]:
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -92,16 +92,12 @@ def _check_alone(
     file: Path | None, resumed: Path | None, forked: Path | None, flags: dict[str, Any]
 ) -> None:
     """Reject flags that contradict ``--resume`` or ``--fork``. Raises InputError."""
-    errors = []
     if resumed and forked:
-        errors.append("--resume and --fork contradict each other: give one.")
-    elif resumed:
-        errors = [
-            f"--resume continues in the run's own folder with its own settings: leave out --{name}."
-            for name, given in {**flags, "config": file}.items()
-            if name in ("config", "out", "force") and given
-        ]
-    elif file:
-        errors.append("--fork takes its settings from the run: leave out --config, and give flags.")
-    if errors:
+        raise InputError("--resume and --fork contradict each other: give one.")
+    what, fixed = "--fork takes its settings from the run", ["config"]
+    if resumed:
+        what = "--resume continues in the run's own folder with its own settings"
+        fixed = ["config", "out", "force"]
+    given = {**flags, "config": file}
+    if errors := [f"{what}: leave out --{name}." for name in fixed if given[name]]:
         raise InputError(errors)

@@ -34,26 +34,10 @@ INCOMPATIBLE = {
     ("features", "pretrained"): "public weights are for networks that take images",
     ("backbone", "features"): "a network takes one or the other",
 }
-#: Names of these settings in torch, Opacus and TensorFlow Privacy, and other common names.
-_OTHERS = {
-    "sigma": "noise-multiplier noise",
-    "epsilon": "target-epsilon eps",
-    "delta": "target-delta",
-    "lr": "learning-rate",
-    "clip-norm": "max-grad-norm l2-norm-clip clipping-norm",
-    "batch-size": "expected-batch-size",
-    "physical-batch": "max-physical-batch-size",
-    "epochs": "num-epochs",
-    "dataset": "data",
-    "model": "network architecture",
-    "device": "gpu",
-    "out": "output",
-    "optimizers": "optimizer",  # of a comparison
-    "optimizer": "optimizers",
-    "seeds": "seed",
-    "seed": "seeds random-seed",
-    "secure": "secure-mode",
-}
+#: Names of settings in torch, Opacus and TensorFlow Privacy, and other common names. A comparison
+#: has several optimizers and seeds, a run has one of each.
+OTHER_NAMES = {other: flag_name(name) for name, of in SETTINGS.items() for other in of.also}
+OTHER_NAMES |= {"optimizer": "optimizers", "seed": "seeds"}
 #: Why Apple's GPUs are refused.
 NO_MPS = " It has no float64, in which gradients that float32 would round too much are clipped."
 #: Types that values are given as, by a shell or a program, beside records at hand.
@@ -62,7 +46,6 @@ AS_DATASET = (
     " Give text or numbers, and as dataset a name, a path, or records at hand: ArrayData(x, y), "
     "from_torch(dataset) or from_dataframe(frame, schema)."
 )
-OTHER_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class Setting:
         pattern: of other text, and what it stands for in words.
         recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
         metavar: stands for the value in the help; empty where the type or the choices do.
+        also: names of it in other libraries; who types one is told this one.
     """
 
     help: str
@@ -118,6 +119,7 @@ class Setting:
     pattern: tuple[str, str] | None = None
     recorded: bool = True
     metavar: str = ""
+    also: Sequence[str] = ()
 
     @property
     def kind(self) -> type:
