@@ -40,8 +40,7 @@ OTHER_NAMES = {other: flag_name(name) for name, of in SETTINGS.items() for other
 OTHER_NAMES |= {"optimizer": "optimizers", "seed": "seeds"}
 #: Why Apple's GPUs are refused.
 NO_MPS = " It has no float64, in which gradients that float32 would round too much are clipped."
-#: Types that values are given as, by a shell or a program, beside records at hand.
-TYPES = (str, Real, Path)
+#: What to give instead of a value of another type.
 AS_DATASET = (
     " Give text or numbers, and as dataset a name, a path, or records at hand: ArrayData(x, y), "
     "from_torch(dataset) or from_dataframe(frame, schema)."
@@ -57,23 +56,18 @@ class Given:
 
 
 def typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, Given]:
-    """Return the flags that were given; unknown names join ``errors``."""
-    errors.extend(
-        f"There is no setting '{name}'.{near_setting(name, SETTINGS)}"
-        for name in flags.keys() - SETTINGS
-    )
-    given = {
-        name: Given(value, f"--{flag_name(name)}")
-        for name, value in flags.items()
-        if name in SETTINGS and value is not None and value is not False
-    }
-    odd = [
-        name
-        for name, entry in given.items()
-        if not isinstance(entry.value, (*TYPES, AtHand) if name == "dataset" else TYPES)
-    ]
-    for name in odd:
-        errors.append(f"{name} cannot be a {type(given.pop(name).value).__name__}.{AS_DATASET}")
+    """Return the flags that were given; what is no setting, or no value, joins ``errors``."""
+    given: dict[str, Given] = {}
+    for name, value in flags.items():
+        kinds = (str, Real, Path, AtHand) if name == "dataset" else (str, Real, Path)
+        if name not in SETTINGS:
+            errors.append(f"There is no setting '{name}'.{near_setting(name, SETTINGS)}")
+        elif value is None or value is False:
+            continue
+        elif isinstance(value, kinds):
+            given[name] = Given(value, f"--{flag_name(name)}")
+        else:
+            errors.append(f"{name} cannot be a {type(value).__name__}.{AS_DATASET}")
     return given
 
 

@@ -37,7 +37,6 @@ OWN_DATA = (
 )
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
-INTERVAL = (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
 DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
 #: What settings.toml cannot say of a setting: names that are known elsewhere, and patterns.
 DETAILS: Mapping[str, Mapping[str, Any]] = {
@@ -61,7 +60,9 @@ DETAILS: Mapping[str, Mapping[str, Any]] = {
         "pattern": (rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5")
     },
     "device": {"pattern": DEVICE},
-    "checkpoint_every": {"pattern": INTERVAL},
+    "checkpoint_every": {
+        "pattern": (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
+    },
 }
 #: Types of values by the names that the TOML files have for them, and their limits, as pydantic
 #: names those.
@@ -85,7 +86,7 @@ TYPES: Mapping[str, tuple[type, dict[str, Any]]] = {
 }
 LIMITS_IN_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 #: Groups of settings in the help.
-DATA, OPTIMIZER, RECIPE, OUTPUT = "Your own data", "Optimizer", "Recipe", "Output"
+DATA, OPTIMIZER, RECIPE = "Your own data", "Optimizer", "Recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
