@@ -15,10 +15,9 @@ from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import DEBUG, JSON, argument, switch, with_options
-from dpmac_cli.cli.train import text_option
+from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config import question
-from dpmac_cli.config.settings import OUTPUT, flag_name
+from dpmac_cli.config.settings import flag_name
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.runs.recount import Recount, recount
 from dpmac_cli.storage.files import to_csv, to_json
@@ -28,11 +27,9 @@ COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement"
 
 
 @with_options(
-    argument("run", "A run folder or report to price again.", "RUN"),
-    *(text_option(n, of, several=n in question.SEVERAL) for n, of in question.FLAGS.items()),
-    JSON,
-    switch("csv", "Print CSV.", OUTPUT),
-    DEBUG,
+    "account",
+    argument("run", "A run folder or report to price again.", required=False),
+    settings=question.FLAGS,
 )
 @explained
 def account(run: Path | None, **given: Any) -> None:

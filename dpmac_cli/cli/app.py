@@ -1,14 +1,13 @@
 """List of the commands."""
 
-import tomllib
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from dpmac_cli import __version__
-from dpmac_cli.cli import account, compare, evaluate, own_data, predict, train
+from dpmac_cli.cli import account, compare, evaluate, own_data, train
+from dpmac_cli.cli.options import COMMANDS
 from dpmac_cli.config.given import OTHER_NAMES
 
 
@@ -32,17 +31,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-_HELP = tomllib.loads(Path(__file__).with_name("help.toml").read_text("utf-8"))
 for _name, _function in (
     ("train", train.train),
     ("account", account.account),
     ("compare", compare.compare),
     ("eval", evaluate.evaluate),
-    ("predict", predict.predict),
+    ("predict", evaluate.predict),
     ("schema", own_data.schema),
     ("cache", own_data.cache),
 ):
-    app.command(_name, cls=Command, help=_HELP[_name])(_function)
+    app.command(_name, cls=Command, help=COMMANDS[_name]["help"])(_function)
 
 
 def _version(value: bool) -> None:

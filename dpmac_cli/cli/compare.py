@@ -1,88 +1,47 @@
 """dpmac compare: many runs, and the table of what came out."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.compare_display import Display, print_plan
 from dpmac_cli.cli.failures import explained, stop, stop_request
-from dpmac_cli.cli.options import DEBUG, one_of, option, path_option, switch, with_options
-from dpmac_cli.cli.train import text_option
+from dpmac_cli.cli.options import with_options
 from dpmac_cli.config.given import parse
-from dpmac_cli.config.settings import OUTPUT, SETTINGS
+from dpmac_cli.config.settings import METRICS, SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
-from dpmac_cli.studies.choice import EXECUTORS, Choice, opened
-from dpmac_cli.studies.executor import Ended, carry_out
-from dpmac_cli.studies.grid import DEFAULT_SEEDS, STUDIED, Grid, Run, plan
+from dpmac_cli.studies.choice import Choice, opened
+from dpmac_cli.studies.executor import Ended, Moved, RunEvent, carry_out
+from dpmac_cli.studies.grid import STUDIED, Grid, Run, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 
-#: Files of a comparison in its folder, beside the folder of its runs.
-RUNS, JSON, CSV, MARKDOWN = "runs", "compare.json", "compare.csv", "compare.md"
-#: Folder for what jobs on a cluster print and are told; only its owner can read it.
-JOBS = "jobs"
-DEFAULT_OUT = Path("runs") / "compare"
-#: Group of options in the help.
-STUDY = "Study"
+#: Folders of a study: its runs; what jobs on a cluster print and are told, for its owner alone.
+RUNS, JOBS = "runs", "jobs"
 
 
 @with_options(
-    path_option("config", "YAML with the same names; flags win.", STUDY),
-    option(
-        "optimizers",
-        "Which, or all. [default: all]",
-        STUDY,
-        "NAME,...",
-        one_of(("all", *OPTIMIZERS), several=True),
-    ),
-    option(
-        "seeds",
-        f"How many (5), or which (3,7,8; one alone: 3,). [default: {DEFAULT_SEEDS}]",
-        STUDY,
-        "INT,...",
-    ),
-    option("jobs", "Runs at a time. [default: one per core or GPU]", STUDY, "INT", kind=int | None),
-    option(
-        "executor",
-        f"Who carries them out: {', '.join(EXECUTORS)}. Clusters need --out, data and the "
-        "folder that this is typed in on storage that all machines share. [default: local]",
-        STUDY,
-        "NAME",
-        one_of(EXECUTORS),
-        default="local",
-    ),
-    option(
-        "cluster",
-        "Address of the Ray cluster. [default: RAY_ADDRESS, or one on this machine]",
-        STUDY,
-        "STR",
-    ),
-    option(
-        "slurm",
-        "sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job.",
-        STUDY,
-        "KEY=VALUE,...",
-    ),
-    switch("dry_run", "Show runs, their privacy cost and steps; train nothing.", STUDY),
-    *(text_option(name, SETTINGS[name], several=name != "metric") for name in STUDIED),
-    option("out", f"Folder of the study. [default: {DEFAULT_OUT}]", OUTPUT, "PATH"),
-    switch("json", "Print compare.json.", OUTPUT),
-    switch("quiet", "Print nothing but errors.", OUTPUT),
-    DEBUG,
+    "compare",
+    details={"optimizers": {"choices": ("all", *OPTIMIZERS)}},
+    settings={name: replace(SETTINGS[name], several=name != "metric") for name in STUDIED},
 )
 @explained
 def compare(**flags: Any) -> None:
     """Run the command; ``flags`` are the studied settings and the options above."""
-    out: Path = parse({"out": flags.pop("out")}).get("out", DEFAULT_OUT)
+    out: Path = parse({"out": flags.pop("out")})["out"]
     file = flags.pop("config")
     choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
@@ -166,7 +125,8 @@ def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[
     """Write the table in all its forms; return its JSON, and its text with the files' names."""
     comparison = collect(grid, failures)
     document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
-    texts = {JSON: document, CSV: tables.as_csv(comparison), MARKDOWN: text}
+    csv = tables.as_csv(comparison)
+    texts = {"compare.json": document, "compare.csv": csv, "compare.md": text}
     folder.unseal(out)
     for name, content in texts.items():
         files.write_atomically(out / name, content.encode())
@@ -182,3 +142,65 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
     for why, (first, *others) in by_reason.items():
         more = f" and {len(others)} more" if others else ""
         yield f"{first.folder.name} (seed {first.seed}){more}: {why}"
+
+
+class Display:
+    """One line per finished run; below them, on a terminal, a bar of the study's steps."""
+
+    def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
+        self._screen, self._grid = screen, grid
+        self._left = {n: grid.runs[n].plan.steps for n in missing}
+        self._scores: dict[int, str] = {}
+        self._ended = 0
+        columns = TextColumn("{task.fields[text]}"), BarColumn(), TimeRemainingColumn(compact=True)
+        self._bar = console.bar(*columns, console=screen)
+        found = len(grid.runs) - len(missing)
+        screen.print(f"{len(grid.runs)} runs{f', {found} of them found finished' * bool(found)}")
+        self._steps = self._bar.add_task("", total=max(1, sum(self._left.values())), text="")
+        self._bar.start()
+
+    def show(self, event: RunEvent) -> None:
+        """Move the bar, and print a line when a run ends."""
+        if isinstance(event, Moved):
+            left = event.steps - event.step
+            self._bar.advance(self._steps, self._left[event.number] - left)
+            self._left[event.number] = left
+            if event.score is not None:
+                metric = METRICS[self._grid.plan.metric]
+                self._scores[event.number] = f"  test {metric} {event.score:.2%}"
+        else:
+            self._end(event)
+        self._bar.update(self._steps, text=f"{self._ended}/{len(self._left)} runs")
+
+    def _end(self, event: Ended) -> None:
+        number, done = event.number, self._left[event.number] == 0
+        run = self._grid.runs[number]
+        name = f"{row_name(run.labels)}  sigma {run.plan.sigma:.4g}  seed {run.seed}"
+        self._ended += not event.again and (event.failure is not None or done)
+        if event.again:
+            line = Text(f"{name}: {event.failure}; going on with it", style=console.ATTENTION)
+            self._screen.print(line)
+        elif event.failure:
+            self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
+        elif done:
+            count = f"{self._ended}/{len(self._left)}"
+            self._screen.print(Text(f"{count}  {name}{self._scores.get(number, '')}"))
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+
+def print_plan(out: Console, grid: Grid) -> None:
+    """Print the runs of a study, the privacy cost of each, and their steps."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", grid.column, "epsilon", "steps", "seeds"):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
+        cost, steps = "no privacy", f"{run.plan.steps:,}"
+        if run.plan.private:
+            cost = format_epsilon(total_epsilon((run.plan.event,), run.plan.delta))
+        table.add_row(row_name(run.labels), f"{run.column:g}", cost, steps, str(len(grid.seeds)))
+    out.print(table)
+    count = len(grid.runs)
+    out.print(f"{count} run{'s' if count > 1 else ''}; finished ones are not run again")

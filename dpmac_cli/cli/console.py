@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.text import Text
 from rich.theme import Theme
 
@@ -115,27 +115,33 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
+def bar(*columns: ProgressColumn, console: Console, **more: Any) -> Progress:
+    """Return a bar that leaves nothing behind, and is seen only on a terminal."""
+    off = console.quiet or not console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=off, **more)
+
+
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
     """Show on a terminal's stderr what is decoded or computed, and ``first`` before anything is."""
-    console = _console(sys.stderr)
-    shown = console.is_terminal and not quiet and os.environ.get("RANK", "0") == "0"
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    bar = Progress(*columns, console=console, transient=True, disable=not shown)
-    task = bar.add_task(first, total=None)
+    console = _console(sys.stderr)
+    console.quiet = quiet or os.environ.get("RANK", "0") != "0"
+    progress = bar(*columns, console=console)
+    task = progress.add_task(first, total=None)
     if first:
-        bar.start()
+        progress.start()
 
     def show(event: Computing) -> None:
-        bar.update(task, description=event.what, total=event.records, completed=event.done)
-        (bar.start if event.done < event.records else bar.stop)()
+        progress.update(task, description=event.what, total=event.records, completed=event.done)
+        (progress.start if event.done < event.records else progress.stop)()
 
     token = LISTENER.set(show)
     try:
         yield
     finally:
         LISTENER.reset(token)
-        bar.stop()
+        progress.stop()
 
 
 def print_result(text: str) -> None:

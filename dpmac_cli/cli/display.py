@@ -1,17 +1,17 @@
 """Display of training runs and evaluations."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from dpmac_cli.accounting import statements
-from dpmac_cli.cli.console import ATTENTION
+from dpmac_cli.cli.console import ATTENTION, bar
 from dpmac_cli.cli.failures import stop
 from dpmac_cli.config.settings import METRICS
 from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, explain_os_error
@@ -49,53 +49,45 @@ class Display:
             TextColumn("{task.fields[accuracy]}", style="bold"),
             TimeRemainingColumn(compact=True),
         ]
-        off = console.quiet or not console.is_terminal
-        self._bar = Progress(*columns, console=console, transient=True, expand=True, disable=off)
+        self._bar = bar(*columns, console=console, expand=True)
 
     def show(self, event: RunEvent) -> None:
-        """Move the bar, and print what has happened above it, if it is worth a line."""
-        if isinstance(event, (Started, Finished)):
-            self.close()
-        for line in self._lines(event):
-            self.console.print(line)
+        """Print what is worth a line, and move the bar below it."""
         match event:
             case Computing():
-                if not self._bar.tasks:
-                    self._begin(event.what, event.records, 0)
-                speed = f"{self._bar.tasks[0].speed or 0:,.0f} images/s"
-                self._bar.update(self._task, completed=event.done, epsilon=speed)
+                self._compute(event)
             case Started():
+                self.close()
                 self._plan = event.plan
+                self._print(_heading(event))
                 self._begin("epoch", event.steps, event.done)
             case Update():
                 self._move(event)
-
-    def _lines(self, event: RunEvent) -> Iterator[Text]:
-        planned = (event.planned or 0.0) if isinstance(event, Update) else 0.0
-        if WEAK < planned < math.inf and not self._warned:
-            self._warned = True
-            yield Text(f"note: epsilon will be {format_epsilon(planned)}. {ABOVE}", ATTENTION)
-        match event:
-            case Computing():
-                before, self._computing = self._computing, _computing(event)
-                if self._computing != before:
-                    yield Text(self._computing, style="dim")
-            case Started():
-                yield from _heading(event)
-            case Update(event=loop.Evaluated() as evaluated):
-                self._scored = evaluated.result
-                yield _evaluated(evaluated, event.epsilon, self._plan.metric)
             case Reduced():
-                yield Text(
+                self.console.print(
                     f"memory ran out in step {event.step}: continuing with {event.chunk} samples "
                     "at a time",
                     style=ATTENTION,
                 )
             case Finished():
+                self.close()
                 if self._scored is not None:
                     remarks = (*doubts(self._scored), *swamped(self._scored))
-                    yield from (Text(f"note: {remark}", "red") for remark in remarks)
-                yield from _summary(event, self._plan.metric)
+                    self._print(Text(f"note: {remark}", "red") for remark in remarks)
+                self._print(_summary(event, self._plan.metric))
+
+    def _print(self, lines: Iterable[Text]) -> None:
+        for line in lines:
+            self.console.print(line)
+
+    def _compute(self, event: Computing) -> None:
+        before, self._computing = self._computing, _computing(event)
+        if self._computing != before:
+            self.console.print(Text(self._computing, style="dim"))
+        if not self._bar.tasks:
+            self._begin(event.what, event.records, 0)
+        speed = f"{self._bar.tasks[0].speed or 0:,.0f} images/s"
+        self._bar.update(self._task, completed=event.done, epsilon=speed)
 
     def _begin(self, what: str, total: int, done: int) -> None:
         for task in self._bar.task_ids:
@@ -104,6 +96,11 @@ class Display:
         self._bar.start()
 
     def _move(self, event: Update) -> None:
+        """Move the bar; print a line where there is an evaluation, and a note on a weak epsilon."""
+        if WEAK < (event.planned or 0.0) < math.inf and not self._warned:
+            self._warned = True
+            note = f"note: epsilon will be {format_epsilon(event.planned)}. {ABOVE}"
+            self.console.print(Text(note, ATTENTION))
         step = event.event.step
         # An upper bound: between points of the schedule, the next point's epsilon is shown.
         spent = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
@@ -114,7 +111,9 @@ class Display:
             epsilon=spent if self._plan.private else "no privacy",
         )
         if isinstance(event.event, loop.Evaluated):
-            value = percent(event.event.result.metric(self._plan.metric))
+            self._scored = event.event.result
+            self.console.print(_evaluated(event.event, event.epsilon, self._plan.metric))
+            value = percent(self._scored.metric(self._plan.metric))
             self._bar.update(self._task, accuracy=f"test {value}")
 
     def stopping(self) -> None:

@@ -1,27 +1,19 @@
-"""dpmac eval: metrics of a trained model on test records, or its audit."""
+"""dpmac eval and dpmac predict: scores of a trained model, its audit, classes of new records."""
 
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import (
-    DEBUG,
-    JSON,
-    argument,
-    one_of,
-    option,
-    path_option,
-    switch,
-    with_options,
-)
+from dpmac_cli.cli.options import argument, with_options
+from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.given import parse
-from dpmac_cli.config.settings import OWN_DATA
-from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.config.settings import DETAILS
 from dpmac_cli.errors import MISFIT, InputError
 from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.runs.folder import CARD
@@ -30,11 +22,7 @@ from dpmac_cli.storage.files import to_json
 if TYPE_CHECKING:
     from dpmac_cli.runs.scoring import Scored
 
-WHAT = (
-    f"What to score on: {', '.join(DATASETS)}; or {OWN_DATA[1]}. [default: what it was trained on]"
-)
 PICTURES = (".png", ".svg", ".pdf")
-OWN_MODEL = "Where a network of your own is. What a model file names is never imported."
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
     "more."
@@ -46,15 +34,9 @@ BROKEN = (
 
 
 @with_options(
-    argument("run", "A run folder, or a model.safetensors.", "RUN", kind=Path, default=...),
-    option("dataset", WHAT, "Task", "NAME|PATH", one_of(DATASETS)),
-    option("model", OWN_MODEL, "Task", "FILE.py:FACTORY"),
-    option("data_dir", "Where data sets lie (or DPMAC_DATA_DIR).", "Run", "PATH"),
-    option("device", "auto, cpu, cuda or cuda:N. [default: auto]", "Run", "STR", default="auto"),
-    path_option("plot", "Draw ROC and calibration (.png, .svg or .pdf).", "Output", metavar="FILE"),
-    switch("audit", "Of a run with --canaries: what the attack proves, what it claims.", "Task"),
-    JSON,
-    DEBUG,
+    "eval",
+    argument("run", "A run folder, or a model.safetensors."),
+    details={"dataset": DETAILS["dataset"]},
 )
 @explained
 def evaluate(
@@ -86,6 +68,45 @@ def evaluate(
     with console.kept_clear(json):
         scored = score(run, dataset, given.get("data_dir"), device, model)
     _show(scored, plot, json)
+
+
+@with_options(
+    "predict",
+    argument("run", "A run folder, or a model.safetensors."),
+    argument("data", "Images, an .npz or a table."),
+)
+@explained
+def predict(
+    run: Path,
+    data: Path,
+    model: str | None,
+    device: str,
+    out: Path,
+    force: bool,
+    quiet: bool,
+) -> None:
+    """Load a model, predict and write a file."""
+    errors = []
+    if out.suffix not in (".csv", ".parquet"):
+        errors.append(f"--out {out} must end in .csv or .parquet.")
+    elif out.suffix == ".parquet":
+        errors += fault_of_package("pyarrow", "tables", f"--out {out}")
+    if not out.parent.is_dir():
+        errors.append(f"The folder {out.parent} of --out does not exist.")
+    if out.exists() and not (force and out.is_file()):
+        errors.append(f"{out} exists. Add --force to replace it, or name another --out.")
+    if errors:
+        raise InputError(errors)
+    parse({"device": device})
+    with console.waiting(quiet, "loading"), console.kept_clear(json=True):
+        from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)
+
+        found = predict(run, data, device, model)
+    found.write(out)
+    if lost := found.unanswered:
+        console.print_notes([f"for {lost:,} records the output is not a number: no class"])
+    if not quiet:
+        console.stdout().print(Text(f"{out}: predictions for {len(found.records):,} records"))
 
 
 def _show(scored: "Scored", plot: Path | None, json: bool) -> None:

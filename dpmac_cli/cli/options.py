@@ -1,76 +1,90 @@
 """Options of commands as data, from which typer makes flags, help and completion."""
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpmac_cli.config.settings import flag_name
+from dpmac_cli.config.settings import SETTINGS, Setting, flag_name, settings_in
 
-Completer = Callable[[str], list[str]]
-_parameter = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+#: Help and options of each command.
+COMMANDS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))
+#: Groups of options, in the order of the help. Those of a command alone come first.
+PANELS = list(dict.fromkeys(setting.panel for setting in SETTINGS.values()))
+_parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
-def one_of(names: Iterable[str], *, several: bool = False) -> Completer:
-    """Return a completer for a name, or for ``several`` with commas between them."""
-    known = tuple(names)
+def option(
+    name: str, setting: Setting, *, kind: type = str, default: Any = None
+) -> inspect.Parameter:
+    """Return a parameter that becomes an option; typer parses its value as ``kind``.
+
+    Values of settings stay text: one parser checks flags and YAML alike.
+    """
+    otherwise = setting.otherwise if setting.default is None else setting.default
+    text = setting.help + (f" One of {setting.known}." if setting.choices else "")
+    shown: Any = partial(typer.Option, f"--{flag_name(name)}", rich_help_panel=setting.panel)
+    if setting.kind is bool:
+        return _parameter(name, annotation=Annotated[bool, shown(help=setting.help)], default=False)
+    metavar = "NAME" if setting.choices else setting.kind.__name__.upper()
+    info = shown(
+        help=text + ("" if otherwise == "" else f" [default: {otherwise}]"),
+        show_default=False,
+        metavar=setting.metavar or f"{metavar}{',...' * setting.several}",
+        autocompletion=_completer(setting) if setting.choices else None,
+    )
+    return _parameter(name, annotation=Annotated[kind | None, info], default=default)
+
+
+def _completer(setting: Setting) -> Callable[[str], list[str]]:
+    """Return a completer for a choice, or for several with commas between them."""
 
     def complete(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",") if several else ("", "", incomplete)
-        return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
+        before, comma, last = "", "", incomplete
+        if setting.several:
+            before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in setting.choices if name.startswith(last)]
 
     return complete
 
 
-def option(
-    name: str,
-    text: str,
-    panel: str | None = None,
-    metavar: str | None = None,
-    names: Completer | None = None,
-    *,
-    kind: Any = str | None,
-    default: Any = None,
-) -> inspect.Parameter:
-    """Return a parameter that becomes an option; ``names`` completes its value."""
-    shown = typer.Option(
-        f"--{flag_name(name)}",
-        help=text,
-        rich_help_panel=panel,
-        metavar=metavar,
-        show_default=False,
-        autocompletion=names,
-    )
-    return _parameter(name, annotation=Annotated[kind, shown], default=default)
-
-
-def argument(
-    name: str, text: str, metavar: str, *, kind: Any = Path | None, default: Any = None
-) -> inspect.Parameter:
-    """Return a parameter that becomes a positional argument; see :func:`option`."""
-    shown = typer.Argument(metavar=metavar, help=text)
+def argument(name: str, text: str, *, required: bool = True) -> inspect.Parameter:
+    """Return a parameter that becomes a positional argument, a path."""
+    shown = typer.Argument(metavar=name.upper(), help=text)
+    kind, default = (Path, ...) if required else (Path | None, None)
     return _parameter(name, annotation=Annotated[kind, shown], default=default)
 
 
 def with_options(
-    *parameters: inspect.Parameter,
+    command: str,
+    *arguments: inspect.Parameter,
+    details: Mapping[str, Mapping[str, Any]] | None = None,
+    settings: Mapping[str, Setting] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes ``**kwargs`` its parameters, as typer reads them."""
+    """Give a function the parameters of a command, as typer reads them.
 
-    def sign(command: Callable[..., None]) -> Callable[..., None]:
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
-        return command
+    Args:
+        command: a name of :data:`COMMANDS`.
+        arguments: before its options.
+        details: more fields of its own options, by name.
+        settings: to take as well, as text.
+    """
+    entry, settings = COMMANDS[command], settings or {}
+    own = settings_in(entry["options"], details or {})
+    shared = {name: SETTINGS[name] for name in entry["settings"]}
+    found = [(of, option(name, of, kind=of.kind, default=of.default)) for name, of in own.items()]
+    found += [(of, option(name, of, default=of.default)) for name, of in shared.items()]
+    found += [(of, option(name, of)) for name, of in settings.items()]
+    found.sort(key=lambda pair: PANELS.index(pair[0].panel) if pair[0].panel in PANELS else -1)
+    parameters = [*arguments, *(parameter for _, parameter in found)]
+
+    def sign(function: Callable[..., None]) -> Callable[..., None]:
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {p.name: p.annotation for p in parameters}
+        return function
 
     return sign
-
-
-#: Returns a parameter that becomes an option whose value is a path.
-path_option = functools.partial(option, kind=Path | None, metavar="PATH")
-#: Returns a parameter that becomes an option without a value, off by default.
-switch = functools.partial(option, kind=bool, default=False)
-JSON = switch("json", "Print JSON.", "Output")
-DEBUG = switch("debug", "Show tracebacks.", "Output")

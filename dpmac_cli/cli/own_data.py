@@ -7,7 +7,7 @@ from rich.text import Text
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import DEBUG, argument, option, switch, with_options
+from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.given import near
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import InputError
@@ -15,12 +15,7 @@ from dpmac_cli.storage.cache import kept_files, make_room
 from dpmac_cli.storage.paths import cache_folder, cache_size
 
 
-@with_options(
-    argument("file", "Table in CSV or Parquet.", "FILE", kind=Path, default=...),
-    option("label", "Column to predict."),
-    option("drop", "Columns that are not used, with commas between them."),
-    DEBUG,
-)
+@with_options("schema", argument("file", "Table in CSV or Parquet."))
 @explained
 def schema(file: Path, label: str | None, drop: str | None) -> None:
     """Print the draft."""
@@ -39,7 +34,7 @@ def schema(file: Path, label: str | None, drop: str | None) -> None:
     console.print_result(draft(file, kinds, label, dropped))
 
 
-@with_options(switch("clear", "Remove all of them.", "Cache"), DEBUG)
+@with_options("cache")
 @explained
 def cache(clear: bool) -> None:
     """Print how much is kept and where, or remove it."""

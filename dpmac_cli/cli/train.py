@@ -1,17 +1,16 @@
 """dpmac train: a new run, or one that is resumed or forked."""
 
 import contextlib
-import inspect
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained, stop, stop_request
-from dpmac_cli.cli.options import one_of, option, path_option, switch, with_options
+from dpmac_cli.cli.options import with_options
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import SETTINGS, Setting
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
 from dpmac_cli.runs.memory import keep_freed_memory
@@ -21,34 +20,7 @@ if TYPE_CHECKING:
     from dpmac_cli.training.distributed import Ranks
 
 
-def text_option(name: str, setting: Setting, *, several: bool = False) -> inspect.Parameter:
-    """Return the flag of a setting, or of ``several`` values with commas between.
-
-    Values stay text: one parser checks flags and YAML alike.
-    """
-    if setting.kind is bool:
-        return switch(name, setting.help, setting.panel)
-    default = setting.otherwise if setting.default is None else setting.default
-    text = setting.help + (f" One of {setting.known}." if setting.choices else "")
-    text += "" if default == "" else f" [default: {default}]"
-    metavar = "NAME" if setting.choices else setting.kind.__name__.upper()
-    metavar += ",..." if several else ""
-    names = one_of(setting.choices, several=several) if setting.choices else None
-    return option(name, text, setting.panel, metavar, names)
-
-
-@with_options(
-    path_option("config", "YAML with the same names; flags win.", "Task"),
-    path_option(
-        "resume", "Resume the run in this folder as it is; add --model if it is your own.", "Task"
-    ),
-    path_option(
-        "fork",
-        "Train on from the run in this folder with other settings, in a new folder --out.",
-        "Task",
-    ),
-    *(text_option(name, setting) for name, setting in SETTINGS.items()),
-)
+@with_options("train", settings=SETTINGS)
 @explained
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are settings, ``config``, ``resume`` and ``fork``."""
@@ -120,16 +92,12 @@ def _check_alone(
     file: Path | None, resumed: Path | None, forked: Path | None, flags: dict[str, Any]
 ) -> None:
     """Reject flags that contradict ``--resume`` or ``--fork``. Raises InputError."""
-    errors = []
     if resumed and forked:
-        errors.append("--resume and --fork contradict each other: give one.")
-    elif resumed:
-        errors = [
-            f"--resume continues in the run's own folder with its own settings: leave out --{name}."
-            for name, given in {**flags, "config": file}.items()
-            if name in ("config", "out", "force") and given
-        ]
-    elif file:
-        errors.append("--fork takes its settings from the run: leave out --config, and give flags.")
-    if errors:
+        raise InputError("--resume and --fork contradict each other: give one.")
+    what, fixed = "--fork takes its settings from the run", ["config"]
+    if resumed:
+        what = "--resume continues in the run's own folder with its own settings"
+        fixed = ["config", "out", "force"]
+    given = {**flags, "config": file}
+    if errors := [f"{what}: leave out --{name}." for name in fixed if given[name]]:
         raise InputError(errors)

@@ -16,9 +16,7 @@ from dpmac_cli.config.settings import (
     OWN_MODEL,
     SETTINGS,
     Setting,
-    Settings,
     flag_name,
-    settings_of,
 )
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.errors import InputError
@@ -36,35 +34,17 @@ INCOMPATIBLE = {
     ("features", "pretrained"): "public weights are for networks that take images",
     ("backbone", "features"): "a network takes one or the other",
 }
-#: Names of these settings in torch, Opacus and TensorFlow Privacy, and other common names.
-_OTHERS = {
-    "sigma": "noise-multiplier noise",
-    "epsilon": "target-epsilon eps",
-    "delta": "target-delta",
-    "lr": "learning-rate",
-    "clip-norm": "max-grad-norm l2-norm-clip clipping-norm",
-    "batch-size": "expected-batch-size",
-    "physical-batch": "max-physical-batch-size",
-    "epochs": "num-epochs",
-    "dataset": "data",
-    "model": "network architecture",
-    "device": "gpu",
-    "out": "output",
-    "optimizers": "optimizer",  # of a comparison
-    "optimizer": "optimizers",
-    "seeds": "seed",
-    "seed": "seeds random-seed",
-    "secure": "secure-mode",
-}
+#: Names of settings in torch, Opacus and TensorFlow Privacy, and other common names. A comparison
+#: has several optimizers and seeds, a run has one of each.
+OTHER_NAMES = {other: flag_name(name) for name, of in SETTINGS.items() for other in of.also}
+OTHER_NAMES |= {"optimizer": "optimizers", "seed": "seeds"}
 #: Why Apple's GPUs are refused.
 NO_MPS = " It has no float64, in which gradients that float32 would round too much are clipped."
-#: Types that values are given as, by a shell or a program.
-TYPES = (str, Real, Path, AtHand)
+#: What to give instead of a value of another type.
 AS_DATASET = (
     " Give text or numbers, and as dataset a name, a path, or records at hand: ArrayData(x, y), "
     "from_torch(dataset) or from_dataframe(frame, schema)."
 )
-OTHER_NAMES = {other: ours for ours, others in _OTHERS.items() for other in others.split()}
 
 
 @dataclass(frozen=True)
@@ -76,19 +56,18 @@ class Given:
 
 
 def typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, Given]:
-    """Return the flags that were given; unknown names join ``errors``."""
-    errors.extend(
-        f"There is no setting '{name}'.{near_setting(name, SETTINGS)}"
-        for name in flags.keys() - SETTINGS
-    )
-    given = {
-        name: Given(value, f"--{flag_name(name)}")
-        for name, value in flags.items()
-        if name in SETTINGS and value is not None and value is not False
-    }
-    odd = [name for name, entry in given.items() if not isinstance(entry.value, TYPES)]
-    for name in odd:
-        errors.append(f"{name} cannot be a {type(given.pop(name).value).__name__}.{AS_DATASET}")
+    """Return the flags that were given; what is no setting, or no value, joins ``errors``."""
+    given: dict[str, Given] = {}
+    for name, value in flags.items():
+        kinds = (str, Real, Path, AtHand) if name == "dataset" else (str, Real, Path)
+        if name not in SETTINGS:
+            errors.append(f"There is no setting '{name}'.{near_setting(name, SETTINGS)}")
+        elif value is None or value is False:
+            continue
+        elif isinstance(value, kinds):
+            given[name] = Given(value, f"--{flag_name(name)}")
+        else:
+            errors.append(f"{name} cannot be a {type(value).__name__}.{AS_DATASET}")
     return given
 
 
@@ -113,25 +92,22 @@ def combined(
 
 
 def validated(
-    given: Mapping[str, Given], errors: list[str], kind: Any = Settings
+    given: Mapping[str, Given], errors: list[str], known: Mapping[str, Setting] = SETTINGS
 ) -> dict[str, Any]:
     """Return the settings that are valid; what is wrong with the others joins ``errors``."""
-    values: dict[str, Any] = {
-        name: entry.value if isinstance(entry.value, bool | AtHand) else str(entry.value)
-        for name, entry in given.items()
-    }
-    try:
-        valid = vars(kind(**values))
-    except ValidationError as failure:
-        faults = [(str(fault["loc"][0]), fault) for fault in failure.errors()]
-    else:
-        return {name: value for name, value in valid.items() if value is not None}
-    faults.sort(key=lambda named: [*given].index(named[0]))
-    errors.extend(
-        dict.fromkeys(_message(n, settings_of(kind)[n], given[n].origin, f) for n, f in faults)
-    )
-    rest = {name: entry for name, entry in given.items() if name not in dict(faults)}
-    return validated(rest, errors, kind)
+    values: dict[str, Any] = {}
+    for name, entry in given.items():
+        value = entry.value
+        if isinstance(value, AtHand):
+            values[name] = value
+            continue
+        try:
+            text = value if isinstance(value, bool) else str(value)
+            values[name] = known[name].adapter.validate_python(text)
+        except ValidationError as failure:
+            said = [_message(name, known[name], entry.origin, f) for f in failure.errors()]
+            errors.extend(dict.fromkeys(said))
+    return values
 
 
 def parse(flags: Mapping[str, Any]) -> dict[str, Any]:

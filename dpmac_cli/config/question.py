@@ -3,78 +3,53 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, Field
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dpmac_cli.accounting import calibration
-from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.checks import delta_note
 from dpmac_cli.config.given import Given, validated
-from dpmac_cli.config.settings import (
-    PER_DATASET,
-    Checked,
-    Count,
-    Noise,
-    Positive,
-    Probability,
-    checked_dataclass,
-    setting,
-    settings_of,
-)
+from dpmac_cli.config.settings import read_table
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, InputError
 
-DEFAULT_DATASET, DEFAULT_DELTA = "mnist", 1e-5
 #: Flags that each answer is worked out from, and those that must be left out for it.
 NEEDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sigma": (("epsilon",), ("sigma",)),
     "steps": (("sigma", "epsilon"), ("epochs", "steps")),
     "batch-size": (("sigma", "epsilon"), ("batch-size",)),
 }
-ANY_NOISE = f"at least 0 and at most {SIGMA_MAX:g} (0 for no noise, or at least {SIGMA_MIN:g})"
-Several = BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
-Sigma = Noise | Annotated[float, Field(ge=0, le=0)]
-Length = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-_training, _question, _method = (partial(setting, p) for p in ("Training", "Question", "Method"))
+FLAGS = read_table(
+    "account.toml",
+    {
+        "dataset": {"choices": tuple(DATASETS)},
+        "solve": {"choices": tuple(NEEDS)},
+        "sampler": {"choices": tuple(SAMPLERS)},
+        "accountant": {"choices": (*ACCOUNTANTS, "all")},
+    },
+)
+DEFAULTS = {name: flag.default for name, flag in FLAGS.items()}
 
 
-@checked_dataclass()
-class Question(Checked):
-    """Flags of ``dpmac account``; a tuple where several values are allowed.
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Flags of ``dpmac account``, with their defaults; None is what is to be worked out."""
 
-    Of a question that :func:`ask` has completed, None is what is to be worked out.
-    """
-
-    dataset: str | None = _training("Data set.", DEFAULT_DATASET, choices=tuple(DATASETS))
-    dataset_size: Count | None = _training("n, for data we never see.")
-    batch_size: Count | None = _training("Expected batch B.", otherwise=PER_DATASET)
-    epochs: Annotated[tuple[Length, ...], Several] | None = _training(
-        "Passes of ceil(n/B) steps.", otherwise=PER_DATASET
-    )
-    steps: Annotated[tuple[Length, ...], Several] | None = _training("Steps, instead of epochs.")
-    sigma: Annotated[tuple[Sigma, ...], Several] | None = _training(
-        "Noise multiplier.", bounds=ANY_NOISE
-    )
-    epsilon: Annotated[tuple[Positive, ...], Several] | None = _question(
-        "The budget: work out a setting for it."
-    )
-    solve: str | None = _question(
-        "What to work out for --epsilon.",
-        otherwise="sigma, or steps if --sigma is given",
-        choices=tuple(NEEDS),
-    )
-    delta: Probability | None = _question("Delta of (epsilon, delta).", DEFAULT_DELTA)
-    sampler: str | None = _method("How batches are drawn.", "poisson", choices=tuple(SAMPLERS))
-    accountant: str | None = _method(
-        "How it is priced.", DEFAULT_ACCOUNTANT, choices=(*ACCOUNTANTS, "all")
-    )
+    dataset_size: int
+    batch_size: int | None = None
+    epochs: tuple[int, ...] | None = None
+    steps: tuple[int, ...] | None = None
+    sigma: tuple[float, ...] | None = None
+    epsilon: tuple[float, ...] | None = None
+    solve: str | None = None
+    delta: float
+    sampler: str
+    accountant: str
 
     @property
     def lengths(self) -> list[tuple[str, int]]:
@@ -83,15 +58,10 @@ class Question(Checked):
         return [(unit, count) for unit, counts in units.items() for count in counts or ()]
 
 
-FLAGS = settings_of(Question)
-#: Flags that take several values, with commas between.
-SEVERAL = ("epochs", "steps", "sigma", "epsilon")
-
-
 def parse(given: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
     """Return the flags that are valid; what is wrong with the others joins ``errors``."""
     typed = {name.replace("-", "_"): Given(text, f"--{name}") for name, text in given.items()}
-    return validated(typed, errors, Question)
+    return validated(typed, errors, FLAGS)
 
 
 def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
@@ -110,7 +80,13 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
     if solve is None and "epsilon" in given:
         solve = "steps" if "sigma" in given else "sigma"
     errors += _faults_of_solving(given, solve)
-    facts = DATASETS.get(given.get("dataset", "" if "dataset-size" in given else DEFAULT_DATASET))
+    errors += [
+        f"--sigma must be 0 for no noise, or at least {SIGMA_MIN:g}, not {sigma:g}."
+        for sigma in typed.get("sigma", ())
+        if 0 < sigma < SIGMA_MIN
+    ]
+    default = "" if "dataset-size" in given else DEFAULTS["dataset"]
+    facts = DATASETS.get(given.get("dataset", default))
     if facts is not None:
         typed["dataset_size"] = facts.train_size
         if solve != "batch-size":
@@ -121,7 +97,9 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
         errors += _misfits(typed["dataset_size"], typed["batch_size"], typed.get("epochs", ()))
     if errors:
         raise InputError(errors)
-    return Question(**{**typed, "solve": solve})
+    asked = {**DEFAULTS, **typed, "solve": solve}
+    del asked["dataset"]
+    return Question(**asked)
 
 
 def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
@@ -166,9 +144,9 @@ def _misfits(size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
             )
 
 
-def accountants_for(wanted: str | None) -> tuple[str, ...]:
+def accountants_for(wanted: str) -> tuple[str, ...]:
     """Return the accountants that answer, given the one that is wanted, or "all"."""
-    return tuple(ACCOUNTANTS) if wanted == "all" else (wanted or DEFAULT_ACCOUNTANT,)
+    return tuple(ACCOUNTANTS) if wanted == "all" else (wanted,)
 
 
 def answer(question: Question) -> Iterator[Row]:
@@ -196,14 +174,13 @@ def _solved(
     question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
 ) -> Row:
     """Work out what is asked for, and price it forward."""
-    size, batch = question.dataset_size or 0, question.batch_size or 0
-    delta = question.delta or DEFAULT_DELTA
+    size, batch, delta = question.dataset_size, question.batch_size or 0, question.delta
 
     def event_of(batch: int) -> TrainingEvent:
         unit, count = length
         per_epoch = math.ceil(size / batch)
         steps = count * per_epoch if unit == "epochs" else count
-        return TrainingEvent(batch / size, sigma, steps, question.sampler or "poisson", per_epoch)
+        return TrainingEvent(batch / size, sigma, steps, question.sampler, per_epoch)
 
     if question.solve == "batch-size":
         batch = calibration.largest_batch(event_of, size, delta, target, accountant)

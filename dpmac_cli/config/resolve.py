@@ -24,7 +24,7 @@ from dpmac_cli.config.settings import DATA, DEFAULTS, RECIPE_DEFAULTS, SETTINGS,
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Found, Source
-from dpmac_cli.data.table_schema import TableSchema, read_schema
+from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.dp.optimizers import Hyperparameters
 from dpmac_cli.errors import InputError
 from dpmac_cli.models import registry
@@ -214,6 +214,9 @@ def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
 
     ends, names = values["feature_range"], values["classes"]
     low, high = map(float, ends.split(",")) if ends else (0.0, 0.0)
+    schema = None if at_hand is None else at_hand.schema
+    if values["schema"] is not None:
+        schema = read_schema(Path(values["schema"]))
     source = Source(
         Path(name) if at_hand is None else at_hand.path,
         test_fraction=values["test_fraction"],
@@ -223,17 +226,11 @@ def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
         classes=tuple(name.strip() for name in names.split(",")) if names else None,
         standardise=values["standardise"],
         feature_range=(low, high) if ends else None,
-        schema=_schema(values["schema"], at_hand),
+        schema=schema,
         at_hand=at_hand,
         skip_bad=values["skip_bad"],
     )
     return source, inspect(source)
-
-
-def _schema(file: str | None, at_hand: AtHand | None) -> TableSchema | None:
-    if file is not None:
-        return read_schema(Path(file))
-    return None if at_hand is None else at_hand.schema
 
 
 def _features(values: Mapping[str, Any]) -> registry.Features | registry.Pixels:
@@ -259,7 +256,7 @@ def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:
         for name, setting in SETTINGS.items()
         if setting.recorded
         and values[name] is not None
-        and (name not in OMITTED or values[name] != setting.default)
+        and (name not in OMITTED or values[name] != DEFAULTS[name])
         and (isinstance(data, Source) or setting.panel != DATA)
     }
     if not isinstance(registry.parse_model(values["model"]), registry.UserModel):

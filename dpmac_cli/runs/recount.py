@@ -52,11 +52,13 @@ def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> 
     if errors:
         raise InputError(errors)
     report = read_report(path)
-    events, own_delta = report.training_events(), report.delta or question.DEFAULT_DELTA
+    events, own_delta = report.training_events(), report.delta or question.DEFAULTS["delta"]
     delta = typed.get("delta", own_delta)
     rows = [
         replace(price(events, delta, accountant), dataset_size=report.train_size)
-        for accountant in question.accountants_for(typed.get("accountant"))
+        for accountant in question.accountants_for(
+            typed.get("accountant", question.DEFAULTS["accountant"])
+        )
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
     return Recount(rows, stored, total_epsilon(events, own_delta))

@@ -23,7 +23,6 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.samplers import SAMPLERS
-from dpmac_cli.config.settings import Probability
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 
@@ -84,7 +83,7 @@ class Report(BaseModel):
     train_size: Count = _at("dataset", "train_size")
     private: bool = _at("privacy", "private")
     epsilon: float | None = _at("privacy", "epsilon", ge=0)
-    delta: Probability | None = _at("privacy", "delta")
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = _at("privacy", "delta")
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     abandoned: tuple[Event, ...] = _at("privacy", "abandoned")
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch.nn.functional import one_hot
 
-from dpmac_cli.cli import compare_display
+from dpmac_cli.cli import compare
 from dpmac_cli.cli.console import Expendable
 from dpmac_cli.cli.display import Display, swamped
 from dpmac_cli.runs.session import Started, Update
@@ -121,7 +121,7 @@ def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
     grid = plan({"dataset": "digits", "sigma": "1"}, None, Path("runs"))
     console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
     why = " ".join(f"word{i}" for i in range(60))
-    display = compare_display.Display(console, grid, range(len(grid.runs)))
+    display = compare.Display(console, grid, range(len(grid.runs)))
     display.show(Ended(0, why))
     display.close()
     assert isinstance(console.file, io.StringIO)
@@ -133,7 +133,7 @@ def test_the_bar_of_a_study_keeps_to_one_line(width: int) -> None:
     flags = {"dataset": "digits", "optimizers": "all", "kappa": "paper,tracked", "sigma": "1,2"}
     grid = plan(flags, None, Path("runs"))
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    display = compare_display.Display(console, grid, range(len(grid.runs)))
+    display = compare.Display(console, grid, range(len(grid.runs)))
     for number in (0, 5, 30):
         display.show(Moved(number, 58_799, 58_800, 0.98765))
     lines = console.render_lines(display._bar.get_renderable())
