@@ -62,7 +62,10 @@ class ImageFolder:
         skipped = [fault for part in listed for fault in part[1]]
         if not source.skip_bad:
             self._faults += complaints(skipped, REMEDY)
-        self._path = cache_folder() / f"{self._key()}{WHOLE}"
+        # Decoded images are named by all that decides them.
+        key = [VERSION, str(root.resolve()), source.channels, source.image_size, self._images]
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        self._path = cache_folder() / f"{name}{WHOLE}"
         self._file = whole(self._path)
         channels, height, width = self._survey() if self._file is None else self._file.shape
         self._shape = channels, height, width
@@ -93,14 +96,22 @@ class ImageFolder:
         )
 
     def _listed(self, part: Path) -> tuple[list[ImageFile], list[str]]:
-        """Return the images of a part, in order, and what else is there, with the reason."""
+        """Return the images of a part, in order, and what else is there, with the reason.
+
+        A file is judged without a look inside.
+        """
         images, strange = list[ImageFile](), list[str]()
         for entry, label in self._candidates(part):
-            fault = self._fault(entry, label)
-            if fault is None:
-                images.append(ImageFile.found(entry.path, label, entry.stat()))
+            try:
+                facts = entry.stat()
+            except OSError as failure:  # of a link that leads nowhere, or to itself
+                fault = f"cannot be read as an image ({failure.strerror})"
             else:
-                strange.append(f"{entry.path} {fault}")
+                fault = _fault(entry.name, label, facts.st_mode)
+                if not fault:
+                    images.append(ImageFile.found(entry.path, label, facts))
+                    continue
+            strange.append(f"{entry.path} {fault}")
         return images, strange
 
     def _used(self, skipped: list[str]) -> NDArray[np.int64]:
@@ -133,23 +144,11 @@ class ImageFolder:
                 yield from ((entry, label) for entry in _visible(part / name))
         if self._source.classes is not None:
             for entry in _visible(part):
-                if is_folder(entry) and entry.name not in self._classes:
-                    yield from ((inner, NO_CLASS) for inner in _visible(entry))
-                elif _is_image(entry.name) and not is_folder(entry):
+                if os.path.isdir(entry):
+                    if entry.name not in self._classes:
+                        yield from ((inner, NO_CLASS) for inner in _visible(entry))
+                elif _is_image(entry.name):
                     yield entry, NO_CLASS
-
-    def _fault(self, entry: "os.DirEntry[str]", label: int) -> str | None:
-        """Why a file cannot be used, without a look inside; None if it can."""
-        if label == NO_CLASS:
-            return "belongs to no class of --classes"
-        if is_folder(entry):
-            return "is a folder, but images of a class lie in one folder"
-        if not _is_image(entry.name):
-            return "is not an image"
-        try:
-            return None if stat.S_ISREG(entry.stat().st_mode) else "is not a regular file"
-        except OSError as failure:  # of a link that leads nowhere, or to itself
-            return f"cannot be read as an image ({failure.strerror})"
 
     def _survey(self) -> tuple[int, int, int]:
         """Channels, height and width, as declared or else by the headers of all images."""
@@ -160,17 +159,16 @@ class ImageFolder:
         def header(image: ImageFile) -> tuple[str, int, int] | str:
             return looked_at(image.path, lambda opened: (opened.mode, opened.height, opened.width))
 
-        looks = list[tuple[ImageFile, tuple[str, int, int] | str]]()
+        looks, count = dict[str, tuple[str, int, int] | str](), len(self._images)
         with ThreadPoolExecutor(usable_cores()) as pool:
             for image, seen in zip(self._images, pool.map(header, self._images), strict=True):
-                looks.append((image, seen))
-                if len(looks) % SOME == 0 or len(looks) == len(self._images) > SOME:
-                    folder, count = self._path.parent, len(self._images)
-                    LISTENER.get()(Computing(len(looks), count, folder, what="headers"))
+                looks[image.path] = seen
+                if len(looks) % SOME == 0 or len(looks) == count > SOME:
+                    LISTENER.get()(Computing(len(looks), count, self._path.parent, what="headers"))
         if not self._source.skip_bad:
-            faults = [f"{image.path} {seen}" for image, seen in looks if isinstance(seen, str)]
+            faults = [f"{path} {seen}" for path, seen in looks.items() if isinstance(seen, str)]
             self._faults += complaints(faults, REMEDY)
-        headers = {image.path: seen for image, seen in looks if not isinstance(seen, str)}
+        headers = {path: seen for path, seen in looks.items() if not isinstance(seen, str)}
         colour = any(mode.partition(";")[0] not in GREY for mode, *_ in headers.values())
         channels = channels or (3 if colour else 1)
         if size is not None:
@@ -184,12 +182,6 @@ class ImageFolder:
             )
         height, width = next(iter(sizes), (0, 0))
         return channels, height, width
-
-    def _key(self) -> str:
-        """Name the decoded images by all that decides them."""
-        source, root = self._source, self._source.path.resolve()
-        key = [VERSION, str(root), source.channels, source.image_size, self._images]
-        return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
     def _decoded(self, stop: Callable[[], bool]) -> Generator[Computing, None, RowFile]:
         """Return the file of the decoded images."""
@@ -236,12 +228,15 @@ def _parts(source: Source) -> list[Path]:
     return parts if len(parts) == 2 and parts[0].name == TRAIN else []  # else these are classes
 
 
-def is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Return whether an entry is a folder, or a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:  # of a link to itself
-        return False
+def _fault(name: str, label: int, mode: int) -> str:
+    """Return why a file cannot be used; "" if it can."""
+    if label == NO_CLASS:
+        return "belongs to no class of --classes"
+    if stat.S_ISDIR(mode):
+        return "is a folder, but images of a class lie in one folder"
+    if not _is_image(name):
+        return "is not an image"
+    return "" if stat.S_ISREG(mode) else "is not a regular file"
 
 
 def _is_image(name: str) -> bool:
@@ -256,7 +251,7 @@ def _visible(folder: "str | Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]
 def _class_names(part: Path) -> list[str]:
     """Names of the folders in a folder."""
     entries = _visible(part)
-    names = [entry.name for entry in entries if is_folder(entry)]
+    names = [entry.name for entry in entries if os.path.isdir(entry)]
     loose = [entry.name for entry in entries if _is_image(entry.name)]
     if not names or loose:
         what = f"images beside them ({loose[0]})" if names else "none"

@@ -4,12 +4,11 @@ Nothing here loads torch. All faults of the files are reported together.
 """
 
 import functools
-import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
-from dpmac_cli.data.image_folder import ImageFolder, is_folder
+from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import TABLES, Found, Source
 from dpmac_cli.data.splits import Records
@@ -55,22 +54,11 @@ def load(
 
 def _reader_of(source: Source) -> Reader:
     """Looking at many files takes seconds: what was found is kept while folders stay the same."""
-    if source.at_hand is not None:
-        return _reader(source, source.path, 0)
     path = source.path.resolve()
-    changed = max((place.stat().st_mtime_ns for place in _places(path)), default=0)
+    # Folders change when a file comes or goes.
+    places = [path, *path.glob("*/"), *path.glob("*/*/")]
+    changed = max((place.stat().st_mtime_ns for place in places if place.exists()), default=0)
     return _reader(source, path, changed)
-
-
-def _places(path: Path, depth: int = 2) -> Iterator[Path]:
-    """Yield a path and the folders below it, which change when a file comes or goes."""
-    if path.exists():
-        yield path
-    if depth and path.is_dir():
-        with os.scandir(path) as entries:
-            folders = [entry.path for entry in entries if is_folder(entry)]
-        for folder in folders:
-            yield from _places(Path(folder), depth - 1)
 
 
 @functools.lru_cache(maxsize=8)

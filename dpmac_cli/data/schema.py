@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import Dataset
 
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
@@ -78,8 +78,3 @@ class Found:
 def listed(parts: Sequence[str]) -> str:
     """Return names as a phrase: "channels, image size and classes"."""
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
-
-
-def name_of(dataset: str | Path) -> str:
-    """Return the name of a dataset without the folders above it."""
-    return str(dataset) if dataset in DATASETS else Path(dataset).resolve().stem.strip("<>")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.data.schema import STANDARDS, Found, Source, name_of
+from dpmac_cli.data.schema import STANDARDS, Found, Source
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.rows import Rows
 
@@ -114,7 +114,7 @@ def found(
     )
     tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
     untested = tuple(name for label, name in enumerate(classes) if label not in tested)
-    return Found(facts, name_of(source.path), untested=untested, **rest)
+    return Found(facts, source.path.resolve().stem.strip("<>"), untested=untested, **rest)
 
 
 def constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -122,13 +122,12 @@ def read_schema(file: Path) -> TableSchema:
             where = f"line{'s' * (len(left) > 1)} {', '.join(left)}"
             raise ValueError(f"replace {FILL_IN} by what the columns mean, in {where}")
         given = _Once(text).get_single_data()
-    except OSError as failure:
-        faults = [f"cannot be read ({failure.strerror or failure})"]
-    except (yaml.YAMLError, RecursionError, ValueError) as failure:
-        faults = [" ".join(str(failure).split())]
-    else:
-        return schema_of(given, f"--schema {file}")
-    raise InputError([f"--schema {file}: {fault}." for fault in faults])
+    except (OSError, yaml.YAMLError, RecursionError, ValueError) as failure:
+        fault = " ".join(str(failure).split())
+        if isinstance(failure, OSError):
+            fault = f"cannot be read ({failure.strerror or failure})"
+        raise InputError(f"--schema {file}: {fault}.") from failure
+    return schema_of(given, f"--schema {file}")
 
 
 def schema_of(given: Any, origin: str) -> TableSchema:
