@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.decoding import decode
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import NAMED, Records, check_classes, constants, found, split
+from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
 from dpmac_cli.errors import InputError
 
 #: How far from 0 the ends of a range may be, and how near to one another.
@@ -52,13 +52,9 @@ class ArrayFile:
             train, test = split(_keys(x, y), y, classes if inferred else None, source)
             arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
         channels, *side = _channels_first(x[:1]).shape[1:]
-        if _is_numbers(x):
-            shape = (channels, *side)
-            self._ends = low, high = _ends(arrays)
-            standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
-        else:
-            shape = (channels, *(source.image_size or pixels for pixels in side))
-            standard = constants(source, channels)
+        ends = _ends(arrays) if _is_numbers(x) else None
+        if ends is None:
+            side = [source.image_size or pixels for pixels in side]
             if source.channels not in (None, channels):
                 raise InputError(
                     f"--channels {source.channels}: the images of {source.path} have {channels}, "
@@ -67,10 +63,9 @@ class ArrayFile:
         self.found = found(
             source,
             (arrays["y"], arrays["y_test"]),
-            shape,
+            (channels, *side),
             classes,
-            standard,
-            levels=1 if _is_numbers(x) else 255,
+            ends,
             held_out=held_out,
             inferred=("classes",) * inferred,  # arrays declare a shape of themselves
             skipped=skipped,
@@ -87,7 +82,7 @@ class ArrayFile:
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         images = _channels_first(x)
         if _is_numbers(x):
-            low, high = self._ends.reshape(2, -1, 1, 1)
+            low, high = _ends(self._arrays).reshape(2, -1, 1, 1)
             numbers: NDArray[np.float32] = np.clip(images, low, high).astype(np.float32)
             return numbers
         size = self._source.image_size
@@ -231,10 +226,11 @@ def _faults_of_pair(arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str
     if x.ndim == 2 and x.dtype.kind not in "fiu":
         yield f"{x_name} must be numbers, not {x.dtype}"
     elif x.ndim not in (2, 3, 4) or not (_is_numbers(x) or _is_images(x)):
+        scale = ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits"
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or numbers in rows or channels, not {x.dtype} of shape "
-            f"{x.shape}" + (_SCALES if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
+            f"{x.shape}" + (scale if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
         )
     if x.shape[1:] != arrays["x"].shape[1:]:
         yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
@@ -254,10 +250,6 @@ def _faults_of_pair(arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str
         yield f"{y_name} has labels of shape {y.shape[1:]}, and y {arrays['y'].shape[1:]}"
     elif y.ndim == 2 and classes is not None and len(classes) != y.shape[1]:
         yield f"{y_name} has {y.shape[1]} labels a record; classes names {len(classes)}"
-
-
-#: How images of other numbers become what is read.
-_SCALES = ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits"
 
 
 def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:

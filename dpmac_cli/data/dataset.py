@@ -33,16 +33,10 @@ class StoredRecords:
     def __reduce__(self) -> tuple[type["StoredRecords"], tuple[Rows, torch.device]]:
         return StoredRecords, (self.rows, self._device)
 
-    @property
-    def like(self) -> Tensor:
-        """Tensor of the records' shape and dtype, on the device "meta", without contents."""
-        file = self.rows.file
-        dtype = torch.from_numpy(np.empty(0, file.dtype)).dtype
-        return torch.empty((len(self.rows), *file.shape), dtype=dtype, device="meta")
-
-    def to(self, device: torch.device) -> "StoredRecords":
-        """Return the same records, to be used on a device."""
-        return StoredRecords(self.rows, device)
+    def nothing(self) -> Tensor:
+        """Return a tensor of the records' shape and dtype, without contents."""
+        none = torch.from_numpy(np.empty((0, *self.rows.file.shape), self.rows.file.dtype))
+        return none.new_empty((len(self.rows), *none.shape[1:]), device="meta")
 
     def at(self, places: Places) -> Tensor:
         """Return some records on the device. Raises DamagedError."""
@@ -62,54 +56,61 @@ class StoredRecords:
 
 @dataclass(frozen=True)
 class Split:
-    """Records and labels on the device. Rows of numbers are float32, (records, columns, 1, 1).
+    """Images and labels on the device. Rows of numbers are float32, (records, columns, 1, 1).
 
     Attributes:
-        records: images, uint8, shape (records, channels, height, width); or what reads them when
-            they are used.
+        images: uint8, shape (records, channels, height, width); on the device "meta", without
+            contents, where they are ``stored``.
         labels: int64, shape (records,); or with several labels per record uint8, (records, labels).
         sha256: of the images, where the file that they are from has it.
+        stored: reads the images when they are used; None where they are in memory.
     """
 
-    records: Tensor | StoredRecords
+    images: Tensor
     labels: Tensor
     sha256: str = ""
+    stored: StoredRecords | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    @property
-    def images(self) -> Tensor:
-        """All records; on the device "meta", without contents, where they are read when used."""
-        return self.records if isinstance(self.records, Tensor) else self.records.like
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), **({"images": None} if self.stored else {})}  # "meta" has no pickle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        images = state["stored"].nothing() if state["stored"] else state["images"]
+        vars(self).update(state, images=images)
 
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
         """Return some images and their labels, on the device. Raises DamagedError."""
         rows: slice | Tensor = places if isinstance(places, slice) else torch.from_numpy(places)
         if isinstance(rows, Tensor):
             rows = rows.to(self.labels.device, non_blocking=True)
-        if isinstance(self.records, StoredRecords):
-            return self.records.at(places), self.labels[rows]
-        return self.records[rows], self.labels[rows]
+        images = self.images[rows] if self.stored is None else self.stored.at(places)
+        return images, self.labels[rows]
 
     def read_ahead(self, places: Places) -> None:
         """Begin to read images that will be asked for next, by the same object."""
-        if isinstance(self.records, StoredRecords):
-            self.records.read_ahead(places)
+        if self.stored is not None:
+            self.stored.read_ahead(places)
 
     def to(self, device: torch.device) -> "Split":
         """Return the same records on a device."""
-        return replace(self, records=self.records.to(device), labels=self.labels.to(device))
+        labels = self.labels.to(device)
+        if self.stored is not None:
+            return replace(self, labels=labels, stored=StoredRecords(self.stored.rows, device))
+        return replace(self, images=self.images.to(device), labels=labels)
 
 
 def split_of(rows: Rows, labels: Tensor, device: torch.device) -> Split:
     """Return records of a file, in memory unless the file is too large. Raises DamagedError."""
-    most = IN_MEMORY
+    most, sha256 = IN_MEMORY, rows.sha256()
     if device.type == "cuda":
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
-    small = rows.file.nbytes <= most
-    records = torch.from_numpy(rows.read()) if small else StoredRecords(rows, device)
-    return Split(records, labels, rows.sha256()).to(device)
+    if rows.file.nbytes <= most:
+        return Split(torch.from_numpy(rows.read()), labels, sha256).to(device)
+    stored = StoredRecords(rows, device)
+    return Split(stored.nothing(), labels.to(device), sha256, stored)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from dpmac_cli.data.splits import (
     Records,
     check_classes,
     complaints,
-    constants,
     found,
     refuse,
     split,
@@ -66,8 +65,8 @@ class ImageFolder:
         key = [VERSION, str(root.resolve()), source.channels, source.image_size, self._images]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self._path = cache_folder() / f"{name}{WHOLE}"
-        self._file = whole(self._path)
-        channels, height, width = self._survey() if self._file is None else self._file.shape
+        file = whole(self._path)
+        channels, height, width = self._survey() if file is None else file.shape
         self._shape = channels, height, width
         rows = self._used(skipped)
         count = len(listed[0][0])
@@ -89,30 +88,17 @@ class ImageFolder:
             (labels[sides[0]], labels[sides[1]]),
             self._shape,
             self._classes,
-            constants(source, self._shape[0]),
             held_out=not parts,
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(skipped),
         )
 
     def _listed(self, part: Path) -> tuple[list[ImageFile], list[str]]:
-        """Return the images of a part, in order, and what else is there, with the reason.
-
-        A file is judged without a look inside.
-        """
-        images, strange = list[ImageFile](), list[str]()
-        for entry, label in self._candidates(part):
-            try:
-                facts = entry.stat()
-            except OSError as failure:  # of a link that leads nowhere, or to itself
-                fault = f"cannot be read as an image ({failure.strerror})"
-            else:
-                fault = _fault(entry.name, label, facts.st_mode)
-                if not fault:
-                    images.append(ImageFile.found(entry.path, label, facts))
-                    continue
-            strange.append(f"{entry.path} {fault}")
-        return images, strange
+        """Return the images of a part, in order, and what else is there, with the reason."""
+        found = [(entry.path, _image(entry, label)) for entry, label in self._candidates(part)]
+        images = [image for _, image in found if isinstance(image, ImageFile)]
+        strange = [f"{path} {fault}" for path, fault in found if isinstance(fault, str)]
+        return sorted(images, key=lambda image: image.label), strange
 
     def _used(self, skipped: list[str]) -> NDArray[np.int64]:
         """Return the rows of images that are used; add why others are not to ``skipped``."""
@@ -122,7 +108,7 @@ class ImageFolder:
         if self._faults:
             raise InputError(self._faults)
         file = outcome(self._decoded(lambda: False))  # contents decide, not headers alone
-        skipped += self._undecoded()
+        skipped += self._undecoded(file)
         return np.setdiff1d(rows, file.missing())
 
     def _check_not_empty(self, part: Path, labels: NDArray[np.int64]) -> None:
@@ -138,17 +124,15 @@ class ImageFolder:
             self._faults.append(f"{part} holds no images.")
 
     def _candidates(self, part: Path) -> "Iterator[tuple[os.DirEntry[str], int]]":
-        """Files and their labels, in order; NO_CLASS for those of no declared class."""
-        for label, name in enumerate(self._classes):
-            if (part / name).is_dir():  # not every class has records
-                yield from ((entry, label) for entry in _visible(part / name))
-        if self._source.classes is not None:
-            for entry in _visible(part):
-                if os.path.isdir(entry):
-                    if entry.name not in self._classes:
-                        yield from ((inner, NO_CLASS) for inner in _visible(entry))
-                elif _is_image(entry.name):
+        """Files and their labels; NO_CLASS for those of no declared class."""
+        labels = {name: label for label, name in enumerate(self._classes)}
+        for entry in _visible(part):
+            if not os.path.isdir(entry):
+                if _is_image(entry.name):
                     yield entry, NO_CLASS
+            elif entry.name in labels or self._source.classes is not None:
+                label = labels.get(entry.name, NO_CLASS)
+                yield from ((inner, label) for inner in _visible(entry))
 
     def _survey(self) -> tuple[int, int, int]:
         """Channels, height and width, as declared or else by the headers of all images."""
@@ -185,28 +169,25 @@ class ImageFolder:
 
     def _decoded(self, stop: Callable[[], bool]) -> Generator[Computing, None, RowFile]:
         """Return the file of the decoded images."""
-        if self._file is None:
-            self._file = yield from kept_file(
-                self._path,
-                len(self._images),
-                self._shape,
-                np.dtype(np.uint8),
-                lambda file: decoded(file, self._images, stop),
-                what="images",
-                stop=stop,
-            )
-        return self._file
+        return kept_file(
+            self._path,
+            len(self._images),
+            self._shape,
+            np.dtype(np.uint8),
+            lambda file: decoded(file, self._images, stop),
+            what="images",
+            stop=stop,
+        )
 
-    def _undecoded(self) -> list[str]:
+    def _undecoded(self, file: RowFile) -> list[str]:
         """Return what is wrong with images that could not be decoded."""
-        faults = {} if self._file is None else self._file.notes()
-        return [f"{self._images[int(row)].path} {fault}" for row, fault in faults.items()]
+        return [f"{self._images[int(row)].path} {fault}" for row, fault in file.notes().items()]
 
     def load(self, stop: Callable[[], bool]) -> Generator[Computing, None, tuple[Records, Records]]:
         """Return training and test images, decoded."""
         file = yield from self._decoded(stop)
         if not self._source.skip_bad:
-            refuse(self._undecoded(), REMEDY)
+            refuse(self._undecoded(file), REMEDY)
         train, test = ((Rows(file, rows), labels) for rows, labels in self._sides)
         return train, test
 
@@ -228,15 +209,20 @@ def _parts(source: Source) -> list[Path]:
     return parts if len(parts) == 2 and parts[0].name == TRAIN else []  # else these are classes
 
 
-def _fault(name: str, label: int, mode: int) -> str:
-    """Return why a file cannot be used; "" if it can."""
+def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
+    """Describe an image without a look inside, or return why it cannot be one."""
     if label == NO_CLASS:
         return "belongs to no class of --classes"
-    if stat.S_ISDIR(mode):
+    try:
+        facts = entry.stat()
+    except OSError as failure:  # of a link that leads nowhere, or to itself
+        return f"cannot be read as an image ({failure.strerror})"
+    if stat.S_ISDIR(facts.st_mode):
         return "is a folder, but images of a class lie in one folder"
-    if not _is_image(name):
+    if not _is_image(entry.name):
         return "is not an image"
-    return "" if stat.S_ISREG(mode) else "is not a regular file"
+    regular = stat.S_ISREG(facts.st_mode)
+    return ImageFile.found(entry.path, label, facts) if regular else "is not a regular file"
 
 
 def _is_image(name: str) -> bool:

@@ -19,9 +19,16 @@ from dpmac_cli.storage.progress import Computing, outcome
 from dpmac_cli.storage.rows import Rows
 
 
-def load_data(chosen: str | Source, data_dir: Path, device: torch.device, **rest: Any) -> Data:
+def load_data(
+    chosen: str | Source,
+    data_dir: Path,
+    device: torch.device,
+    *,
+    download: bool = True,
+    facts: Dataset | None = None,
+) -> Data:
     """Load a dataset onto a device. Arguments and errors are those of :func:`loading`."""
-    return outcome(loading(chosen, data_dir, device, **rest))
+    return outcome(loading(chosen, data_dir, device, download=download, facts=facts))
 
 
 def loading(

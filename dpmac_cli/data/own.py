@@ -26,16 +26,12 @@ def inspect(source: Source) -> Found:
 def load(
     source: Source, facts: Dataset | None, stop: Callable[[], bool]
 ) -> Generator[Computing, None, tuple[Records, Records]]:
-    """Return training and test records, each as
+    """Return training and test records, each with its labels.
 
-    * uint8, shape (records, channels, height, width), or float32, shape (records, columns, 1, 1);
-      decoded images are in a file,
-    * and labels, int64, shape (records,).
+    Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or
+    float32, shape (records, columns, 1, 1). Labels are int64, shape (records,).
 
-    Args:
-        source: the dataset.
-        facts: that it must still have, since epsilon was computed from them.
-        stop: asked while images are decoded; KeyboardInterrupt is raised if it returns True.
+    Arguments are those of :func:`dpmac_cli.data.loaders.loading`.
 
     Raises:
         InputError: naming the files that cannot be read; or the dataset no longer has the facts.
@@ -63,18 +59,19 @@ def _reader_of(source: Source) -> Reader:
 
 @functools.lru_cache(maxsize=8)
 def _reader(source: Source, _path: Path, _changed: int) -> Reader:
-    if source.at_hand is not None:
-        return ArrayFile(source, *source.at_hand.read(source))
+    at_hand = source.at_hand
+    if at_hand is not None and at_hand.arrays is not None:
+        return ArrayFile(source, dict(at_hand.arrays))
+    if at_hand is not None or (source.path.is_file() and source.path.suffix in TABLES):
+        from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
+
+        return ArrayFile(source, *read_table(source))
     if source.path.is_dir():
         return ImageFolder(source)
     if not source.path.is_file():
         raise InputError(f"--dataset {source.path}: there is no such file or folder.")
     if source.path.suffix == ".npz":
         return ArrayFile(source, read_npz(source.path))
-    if source.path.suffix in TABLES:
-        from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
-
-        return ArrayFile(source, *read_table(source))
     raise InputError(
         f"--dataset {source.path} is neither a folder with a folder of images a class, nor an "
         ".npz, nor a table (.csv, .tsv, .parquet)."

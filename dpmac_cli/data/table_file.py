@@ -32,17 +32,13 @@ Mask = NDArray[np.bool_]
 Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
-def read_table(
-    source: Source, table: pa.Table | None = None
-) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and which records were left out.
-
-    Args:
-        source: says how. table: at hand, in place of the file.
 
     Raises:
         InputError: with every fault found.
     """
+    table = None if source.at_hand is None else _table_of(source.at_hand.frame)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
@@ -69,11 +65,12 @@ def read_table(
         refuse([*ragged, *_reasons(bad)], remedy)
     good = ~np.logical_or.reduce(list(bad.values()))
     skipped = (*ragged, *(f"record {row + 1}" for row in np.flatnonzero(~good)))
+    sides = {"": good}
+    if schema.test is not None:
+        tested = _indices(cells[schema.test.column], schema.test.values) >= 0
+        sides = {"": good & ~tested, "_test": good & tested}
     arrays = {"low": low, "high": high, "classes": np.array(classes)}
-    if schema.test is None:
-        return arrays | {"x": x[good], "y": labels[good]}, skipped
-    tested = _indices(cells[schema.test.column], schema.test.values) >= 0
-    for suffix, rows in ("", good & ~tested), ("_test", good & tested):
+    for suffix, rows in sides.items():
         arrays |= {f"x{suffix}": x[rows], f"y{suffix}": labels[rows]}
     return arrays, skipped
 
@@ -130,7 +127,7 @@ def _delimiter(path: Path) -> str:
         return max(",;\t", key=file.readline().count)
 
 
-def table_of(frame: Any) -> pa.Table:
+def _table_of(frame: Any) -> pa.Table:
     """Return a data frame of pandas or polars as a table. Raises InputError."""
     try:
         if isinstance(frame, pa.Table):
