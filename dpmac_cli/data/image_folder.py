@@ -13,14 +13,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.decoding import ImageFile, decoded, looked_at, usable_cores
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import (
-    Records,
-    check_classes,
-    complaints,
-    found,
-    refuse,
-    split,
-)
+from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder

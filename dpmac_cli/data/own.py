@@ -49,7 +49,7 @@ def load(
 
 
 def _reader_of(source: Source) -> Reader:
-    """Looking at many files takes seconds: what was found is kept while folders stay the same."""
+    """Return what reads a dataset, kept while its folders stay the same: a look takes seconds."""
     path = source.path.resolve()
     # Folders change when a file comes or goes.
     places = [path, *path.glob("*/"), *path.glob("*/*/")]

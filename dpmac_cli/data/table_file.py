@@ -46,10 +46,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
             "--schema schema.yaml."
         )
-    names, declared = (
-        numeric_columns(path) if table is None else table.column_names,
-        schema.declared,
-    )
+    declared = schema.declared
+    names = numeric_columns(path) if table is None else table.column_names
     strange = [name for name in names if name not in declared]
     faults = [f"The schema declares no column {n}, neither to use nor to drop" for n in strange]
     refuse([*_absent(declared, names), *faults], f" Correct {path} or its schema.")
