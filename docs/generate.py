@@ -142,9 +142,8 @@ def _data_sets() -> dict[str, Dataset]:
 
 def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of a dataset of your own with many records."""
-    labels, constants = np.zeros(MANY, np.int64), ((0.0,), (1.0,))
-    whole = found(Source(Path()), (labels, labels), shape, "ab", constants, levels=levels)
-    return whole.facts
+    labels, ends = np.zeros(MANY, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
+    return found(Source(Path()), (labels, labels), shape, "ab", ends).facts
 
 
 def learning_rates() -> str:

@@ -60,7 +60,7 @@ def test_images_with_several_findings_go_all_the_way(tmp_path: Path) -> None:
 def test_no_order_of_findings_is_a_class() -> None:
     x, y = films(60)
     y[3, 1] = 2
-    with pytest.raises(InputError, match="neither 0 nor 1 in 1 rows"):
+    with pytest.raises(InputError, match="neither 0 nor 1 in 1 of 60 rows"):
         resolve(dataset=ArrayData(x, y))
     with pytest.raises(InputError, match="has 3 labels a record; classes names 2"):
         resolve(dataset=ArrayData(x, y.clip(0, 1), classes=["a", "b"]))

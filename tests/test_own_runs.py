@@ -315,7 +315,7 @@ def test_own_data_in_a_comparison() -> None:
         (("--dataset", "photos", "--model", "lenet"), "there is no model 'lenet'"),
         (("--dataset", "photos", "--model", "gone.py:Net"), "there is no file gone.py"),
         (("--dataset", "photos", "--image-size", "0"), "--image-size must be"),
-        (("--dataset", "wine.npz", "--feature-range", "2,1"), "the first must be the smaller"),
+        (("--dataset", "wine.npz", "--feature-range", "2,1"), "low below high"),
         (("--dataset", "wine.npz", "--feature-range", "wide"), "two numbers, such as 0,1"),
         (("--dataset", "photos", "--batch-size", "9999"), "must not be above the size of photos"),
     ],

@@ -59,9 +59,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The rows that this process decodes."""
     seen: list[int] = []
 
-    def watched(file: RowFile, job: decoding.Job) -> dict[int, str]:
-        seen.extend(row for row, _ in job)
-        return plain(file, job)
+    def watched(file: RowFile, row: int, image: decoding.ImageFile) -> str | None:
+        seen.append(row)
+        return plain(file, row, image)
 
     plain = decoding.decode_into
     monkeypatch.setattr(decoding, "decode_into", watched)
@@ -364,7 +364,7 @@ def test_records_that_are_read_ahead_are_those_that_are_asked_for(
 @pytest.mark.privacy
 def test_a_run_is_resumed_with_the_images_that_it_began_with() -> None:
     """As many, of the same names and shape, are not enough."""
-    photos(Path("photos"))
+    load(Source(photos(Path("photos"))))  # else decoding is interrupted
     first = finish(train(plan_of(), after(2)))
     assert first.state == "interrupted"
     Image.fromarray(np.full((8, 8), 200, np.uint8)).save("photos/cat/0002.png")

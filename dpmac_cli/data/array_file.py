@@ -12,8 +12,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from dpmac_cli.data.decoding import decode
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import NAMED, Records, check_classes, constants, found, split
+from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
 from dpmac_cli.errors import InputError
 
 #: How far from 0 the ends of a range may be, and how near to one another.
@@ -40,29 +41,20 @@ class ArrayFile:
         if source.feature_range is not None:
             arrays |= zip(("low", "high"), map(np.array, source.feature_range), strict=True)
         _number_labels(arrays)
-        skipped += tuple(_leave_out_bad(arrays)) if source.skip_bad else ()
-        faults = list(_faults_of_arrays(arrays, source))
-        if faults:
-            raise InputError([f"{source.path}: {fault}." for fault in faults])
+        skipped += _leave_out_bad(arrays, source)
         names, held_out = arrays.get("classes"), "x_test" not in arrays
-        labels, several = [arrays[n] for n in ("y", "y_test") if n in arrays], arrays["y"].ndim == 2
-        count = arrays["y"].shape[1] if several else 1 + max(int(y.max()) for y in labels)
+        x, y = arrays["x"], arrays["y"]
+        inferred = names is None and y.ndim == 1
+        count = 1 + int(y.max()) if y.ndim == 1 else y.shape[1]
         classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
-        x, y = arrays["x"], arrays["y"]
         if held_out:
-            train, test = split(
-                _keys(x, y), y, None if several or names is not None else classes, source
-            )
+            train, test = split(_keys(x, y), y, classes if inferred else None, source)
             arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
         channels, *side = _channels_first(x[:1]).shape[1:]
-        if _is_numbers(x):
-            shape = (channels, *side)
-            self._ends = low, high = _ends(arrays)
-            standard = (tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist()))
-        else:
-            shape = (channels, *(source.image_size or pixels for pixels in side))
-            standard = constants(source, channels)
+        ends = _ends(arrays) if _is_numbers(x) else None
+        if ends is None:
+            side = [source.image_size or pixels for pixels in side]
             if source.channels not in (None, channels):
                 raise InputError(
                     f"--channels {source.channels}: the images of {source.path} have {channels}, "
@@ -71,26 +63,26 @@ class ArrayFile:
         self.found = found(
             source,
             (arrays["y"], arrays["y_test"]),
-            shape,
+            (channels, *side),
             classes,
-            standard,
-            levels=1 if _is_numbers(x) else 255,
+            ends,
             held_out=held_out,
-            inferred=()
-            if several or names is not None
-            else ("classes",),  # arrays declare a shape of themselves
+            inferred=("classes",) * inferred,  # arrays declare a shape of themselves
             skipped=skipped,
         )
 
     def load(self) -> tuple[Records, Records]:
         """Return training and test records."""
-        train, test = ((self._records(self._arrays[x]), _plain(self._arrays[y])) for x, y in PAIRS)
+        kind: type[Any] = np.int64 if self._arrays["y"].ndim == 1 else np.uint8
+        train, test = (
+            (self._records(self._arrays[x]), self._arrays[y].astype(kind)) for x, y in PAIRS
+        )
         return train, test
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         images = _channels_first(x)
         if _is_numbers(x):
-            low, high = self._ends.reshape(2, -1, 1, 1)
+            low, high = _ends(self._arrays).reshape(2, -1, 1, 1)
             numbers: NDArray[np.float32] = np.clip(images, low, high).astype(np.float32)
             return numbers
         size = self._source.image_size
@@ -135,44 +127,72 @@ def _number_labels(arrays: dict[str, NDArray[Any]]) -> None:
             arrays[y_name] = np.where(same.any(-1), same.argmax(-1), -1)
 
 
-def _leave_out_bad(arrays: dict[str, NDArray[Any]]) -> Iterator[str]:
-    """Remove records of no class, or with NaN or infinity, in place, and name each."""
-    classes = arrays.get("classes")
-    for x_name, y_name in PAIRS:
-        x, y = arrays.get(x_name), arrays.get(y_name)
-        if x is None or y is None or y.shape[:1] != x.shape[:1] or y.dtype.kind not in "biu":
-            continue  # which is refused below
-        if y.ndim == 1:
-            bad = (y < 0) | (False if classes is None else y >= len(classes))
-        else:
-            bad = ~_is_binary(y)
-        if x.dtype.kind == "f":
-            bad |= ~_is_finite(x)
-        yield from (f"row {row} of {x_name}" for row in np.flatnonzero(bad))
-        arrays[x_name], arrays[y_name] = x[~bad], y[~bad]
+def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str, ...]:
+    """With --skip-bad, remove records that cannot be used, in place, and name each.
 
-
-def _faults_of_arrays(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
-    """Everything that keeps arrays from being a data set."""
+    Raises:
+        InputError: with everything that keeps arrays from being a data set.
+    """
+    faults, skipped, classes = list[str](), list[str](), arrays.get("classes")
     if ("x_test" in arrays) != ("y_test" in arrays):
-        yield "x_test and y_test go together; one of them is missing"
-        return
+        raise InputError(f"{source.path}: x_test and y_test go together; one of them is missing.")
     pairs = [pair for pair in PAIRS if pair[0] in arrays]
-    classes = arrays.get("classes")
     for x_name, y_name in pairs:
+        wrong = list(_faults_of_pair(arrays, x_name, y_name))
+        faults += wrong
+        if wrong:
+            continue
         x, y = arrays[x_name], arrays[y_name]
-        yield from _faults_of_pair(x_name, x, y_name, y, None if classes is None else len(classes))
-        if y.shape[1:] != arrays["y"].shape[1:]:
-            yield f"{y_name} has labels of shape {y.shape[1:]}, and y {arrays['y'].shape[1:]}"
-        if x.shape[1:] != arrays["x"].shape[1:]:
-            yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
-    of_one = "x_test" in arrays and arrays["y"].ndim == arrays["y_test"].ndim == 1
-    if classes is None and of_one and arrays["y"].size and arrays["y_test"].size:
-        only = sorted(set(np.unique(arrays["y_test"])) - set(np.unique(arrays["y"])))
-        if only:
-            yield f"the label {only[0]} is in y_test, but not in y"
+        reasons = _bad_records(x_name, x, y_name, y, None if classes is None else len(classes))
+        bad = np.logical_or.reduce([*reasons.values()])
+        if source.skip_bad:
+            skipped += [f"row {row} of {x_name}" for row in np.flatnonzero(bad)]
+            arrays[x_name], arrays[y_name] = x[~bad], y[~bad]
+        else:
+            faults += [
+                f"{what} in {rows.sum()} of {len(x)} rows. Add --skip-bad to leave such records out"
+                for what, rows in reasons.items()
+                if rows.any()
+            ]
+    faults += [f"{x_name} is empty" for x_name, _ in pairs if not arrays[x_name].size]
+    if not faults and classes is None and arrays["y"].ndim == 1:
+        faults += _faults_of_classes(arrays)
     if _is_numbers(arrays["x"]):
-        yield from _faults_of_range(arrays, source)
+        faults += _faults_of_range(arrays, source)
+    if faults:
+        raise InputError([f"{source.path}: {fault}." for fault in faults])
+    return tuple(skipped)
+
+
+def _bad_records(
+    x_name: str, x: NDArray[Any], y_name: str, y: NDArray[Any], classes: int | None
+) -> dict[str, NDArray[np.bool_]]:
+    """Return which records cannot be used, by reason, shape (records,) each."""
+    bad = {}
+    if y.ndim == 2:
+        bad[f"{y_name} holds labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
+    else:
+        why = "labels begin at 0, and names are those of --classes"
+        bad[f"{y_name} holds the label {y.min(initial=0)} ({why})"] = y < 0
+        if classes is not None:
+            why = f"classes names {classes}, 0 to {classes - 1}"
+            bad[f"{y_name} holds the label {y.max(initial=0)} ({why})"] = y >= classes
+    if x.dtype.kind == "f":
+        finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
+        bad[f"{x_name} has NaN or infinity"] = ~finite
+    return bad
+
+
+def _faults_of_classes(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
+    """Faults of labels whose classes are not declared."""
+    labels = set(arrays["y"].tolist())
+    if missing := set(range(len(labels))) - labels:
+        yield (
+            f"y holds the label {max(labels)}, but no {min(missing)}. Number the classes 0, 1, 2 "
+            "and so on, or name all of them, those without a record too, in an array classes"
+        )
+    elif only := set(arrays.get("y_test", arrays["y"]).tolist()) - labels:
+        yield f"the label {min(only)} is in y_test, but not in y"
 
 
 def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
@@ -184,47 +204,37 @@ def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
             "what the columns mean, not from these records, which are private"
         )
         return
-    name = "--feature-range"
-    if source.feature_range is None:
-        name, ends = "low and high", (arrays["low"], arrays["high"])
-        good = all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in ends)
-        if not (good and np.isfinite(ends).all() and (ends[0] < ends[1]).all()):
-            yield f"low and high must be finite, one a column ({columns}), low below high"
-            return
-    low, high = _ends(arrays)
-    # Inputs and what standardises them are float32.
-    first, last = (np.clip(end, -FARTHEST, FARTHEST).astype(np.float32) for end in (low, high))
-    far = (np.abs(low) > FARTHEST) | (np.abs(high) > FARTHEST)
-    if bad := int((far | ((low < high) & (last - first < NARROWEST))).sum()):
+    good, ends = np.zeros(columns, bool), (arrays["low"], arrays["high"])
+    if all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in ends):
+        low, high = _ends(arrays)
+        # Inputs and what standardises them are float32.
+        first, last = (np.clip(e, -FARTHEST, FARTHEST).astype(np.float32) for e in (low, high))
+        good = (abs(low) <= FARTHEST) & (abs(high) <= FARTHEST) & (last - first >= NARROWEST)
+    if not good.all():
         yield (
-            f"{name} must lie between -{FARTHEST:g} and {FARTHEST:g}, and in single precision "
-            f"{NARROWEST:g} apart at least, which is not so in {bad} of {columns} columns. Give "
-            "the range that the columns really have, or scale them"
+            f"{'low and high' if source.feature_range is None else '--feature-range'} must be "
+            f"numbers between -{FARTHEST:g} and {FARTHEST:g}, one or one a column, low below high, "
+            f"and in single precision {NARROWEST:g} apart at least, which is not so in "
+            f"{columns - good.sum()} of {columns} columns. Give the range that the columns really "
+            "have, or scale them"
         )
 
 
-def _faults_of_pair(
-    x_name: str, x: NDArray[Any], y_name: str, y: NDArray[Any], classes: int | None
-) -> Iterator[str]:
-    if not len(x):
-        yield f"{x_name} is empty"
-    if y.shape[:1] != x.shape[:1] and y.ndim > 0:
-        yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
-    else:
-        yield from _faults_of_labels(y_name, y, classes)
+def _faults_of_pair(arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str) -> Iterator[str]:
+    """Faults of shapes and types, which no single record is the cause of."""
+    x, y, classes = arrays[x_name], arrays[y_name], arrays.get("classes")
     if x.ndim == 2 and x.dtype.kind not in "fiu":
         yield f"{x_name} must be numbers, not {x.dtype}"
     elif x.ndim not in (2, 3, 4) or not (_is_numbers(x) or _is_images(x)):
+        scale = ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits"
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or numbers in rows or channels, not {x.dtype} of shape "
-            f"{x.shape}" + (_SCALES if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
+            f"{x.shape}" + (scale if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
         )
-    elif x.dtype.kind == "f" and (bad := int((~_is_finite(x)).sum())):
-        yield f"{x_name} has NaN or infinity in {bad} of {len(x)} rows. {_REMEDY}"
+    if x.shape[1:] != arrays["x"].shape[1:]:
+        yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
 
-
-def _faults_of_labels(y_name: str, y: NDArray[Any], classes: int | None) -> Iterator[str]:
     if y.ndim == 1 and y.dtype.kind == "U":
         names = sorted(set(y.tolist()))
         some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
@@ -234,44 +244,12 @@ def _faults_of_labels(y_name: str, y: NDArray[Any], classes: int | None) -> Iter
             f"{y_name} must be whole numbers, one for each record, or with several labels a row of "
             f"0 and 1 for each, not {y.dtype} of shape {y.shape}"
         )
-    elif y.ndim == 2:
-        if bad := int((~_is_binary(y)).sum()):
-            yield f"{y_name} holds labels that are neither 0 nor 1 in {bad} rows. {_REMEDY}"
-        if classes not in (None, y.shape[1]):
-            yield f"{y_name} has {y.shape[1]} labels a record; classes names {classes}"
-    elif len(y) and y.min() < 0:
-        least = "labels begin at 0, and names are those of --classes"
-        yield f"{y_name} holds the label {y.min()}; {least}. {_REMEDY}"
-    elif len(y) and classes is not None and y.max() >= classes:
-        last = classes - 1
-        yield f"{y_name} holds the label {y.max()}; classes names {classes}, 0 to {last}. {_REMEDY}"
-    elif y_name == "y" and classes is None and (gap := _gap(y)) is not None:
-        yield (
-            f"y holds the label {y.max()}, but no {gap}. Number the classes 0, 1, 2 and so on, or "
-            "name all of them, those without a record too, in an array classes"
-        )
-
-
-_REMEDY = "Add --skip-bad to leave such records out"
-#: How images of other numbers become what is read.
-_SCALES = ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits"
-
-
-def _is_binary(y: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which rows of labels hold 0 and 1 alone, shape (records,)."""
-    binary: NDArray[np.bool_] = ((y == 0) | (y == 1)).all(1)
-    return binary
-
-
-def _plain(y: NDArray[Any]) -> NDArray[Any]:
-    """Return classes as int64, shape (records,), or several labels as uint8, (records, labels)."""
-    return y.astype(np.int64 if y.ndim == 1 else np.uint8)
-
-
-def _gap(y: NDArray[Any]) -> int | None:
-    """The least label that is not there below one that is."""
-    labels = np.unique(y).tolist()
-    return next((number for number, label in enumerate(labels) if number != label), None)
+    elif x.shape[:1] != y.shape[:1]:
+        yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
+    elif y.shape[1:] != arrays["y"].shape[1:]:
+        yield f"{y_name} has labels of shape {y.shape[1:]}, and y {arrays['y'].shape[1:]}"
+    elif y.ndim == 2 and classes is not None and len(classes) != y.shape[1]:
+        yield f"{y_name} has {y.shape[1]} labels a record; classes names {len(classes)}"
 
 
 def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
@@ -294,12 +272,6 @@ def _is_images(x: NDArray[Any]) -> bool:
     return x.dtype == np.uint8 and _channels_first(x[:1]).shape[1] in (1, 3)
 
 
-def _is_finite(x: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which records are finite, shape (records,)."""
-    finite: NDArray[np.bool_] = np.isfinite(x).all(tuple(range(1, x.ndim)))
-    return finite
-
-
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
     """Return arrays of shape (records, channels, height, width); a column is a channel."""
     if x.ndim == 2:
@@ -313,9 +285,6 @@ def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     """Images of (records, channels, size, size)."""
     from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
-    out = np.empty((*images.shape[:2], size, size), np.uint8)
-    for row, image in enumerate(images):
-        for channel, plane in enumerate(image):
-            resized = Image.fromarray(plane).resize((size, size), Image.Resampling.BILINEAR)
-            out[row, channel] = np.asarray(resized)
-    return out
+    shape = (images.shape[1], size, size)
+    pixels = (image[0] if len(image) == 1 else image.transpose(1, 2, 0) for image in images)
+    return np.stack([decode(Image.fromarray(image), shape) for image in pixels])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dpmac_cli.data.schema import AtHand, Source
+from dpmac_cli.data.schema import AtHand
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError
 
@@ -46,30 +46,11 @@ class ArrayData(AtHand):
         high: ArrayLike | None = None,
         name: str = "arrays",
     ) -> None:
-        names = None if classes is None else list(classes)
-        given = {"x": x, "x_test": x_test, "low": low, "high": high, "classes": names}
-        copied = {"y": y, "y_test": y_test}
-        self._arrays = {n: np.asarray(a) for n, a in given.items() if a is not None}
-        self._arrays |= {n: np.asarray(a).copy() for n, a in copied.items() if a is not None}
-        self.path = _place(name)
-
-    def read(self, source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-        """Return arrays like those of an .npz, and which records were left out."""
-        del source
-        return dict(self._arrays), ()
-
-
-class FrameData(AtHand):
-    """A data frame and its schema: see :func:`from_dataframe`."""
-
-    def __init__(self, frame: Any, schema: TableSchema, name: str) -> None:
-        self._frame, self.schema, self.path = frame, schema, _place(name)
-
-    def read(self, source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-        """Return its records as the schema says. Raises InputError with every fault found."""
-        from dpmac_cli.data import table_file  # noqa: PLC0415  (loads an extra)
-
-        return table_file.read_table(source, table_file.table_of(self._frame))
+        given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, "low": low, "high": high}
+        given["classes"] = None if classes is None else list(classes)
+        arrays = {name: np.asarray(array) for name, array in given.items() if array is not None}
+        arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
+        super().__init__(_place(name), arrays)
 
 
 def from_dataframe(
@@ -85,11 +66,10 @@ def from_dataframe(
     Raises:
         InputError: the schema has faults; those of records come when the dataset is used.
     """
-    if isinstance(schema, Mapping):
-        schema = schema_of(schema, "schema")
-    elif not isinstance(schema, TableSchema):
+    if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
-    return FrameData(frame, schema, name)
+    schema = schema_of(schema, "schema")
+    return AtHand(_place(name), frame=frame, schema=schema)
 
 
 def from_torch(train: Any, test: Any = None, **facts: Any) -> ArrayData:

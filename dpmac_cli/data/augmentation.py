@@ -28,20 +28,15 @@ def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
     rows, columns = _places(bits, height, cropped), _places(bits >> BITS, width, cropped)
     if "flip" in augment:
         columns = np.where(bits >> 2 * BITS & 1, width - 1 - columns, columns)
-    pixels = _mirrored(rows, views).unsqueeze(2) * width + _mirrored(columns, views).unsqueeze(1)
-    chosen = pixels.view(size, 1, -1).expand(-1, channels, -1)
-    return views.flatten(2).gather(2, chosen).view_as(views)
+    row, column = (torch.from_numpy(p).to(views.device, non_blocking=True) for p in (rows, columns))
+    chosen = (row.unsqueeze(2) * width + column.unsqueeze(1)).view(size, 1, -1)
+    return views.flatten(2).gather(2, chosen.expand(-1, channels, -1)).view_as(views)
 
 
 def _places(bits: NDArray[np.int64], side: int, cropped: bool) -> NDArray[np.int64]:
-    """Rows or columns of each view, some outside the image; shape (views, side)."""
-    reach = round(side * REACH) if cropped else 0
+    """Rows or columns of each view; places outside the image are mirrored; shape (views, side)."""
+    reach, last = round(side * REACH) if cropped else 0, side - 1
     uniform = bits & (1 << BITS) - 1  # in [0, 2^31)
-    return np.arange(side) + (uniform * (2 * reach + 1) >> BITS) - reach
-
-
-def _mirrored(places: NDArray[np.int64], like: Tensor) -> Tensor:
-    """Reflect places beyond a border into the image, on the device of ``like``."""
-    last = places.shape[1] - 1
-    inside = torch.from_numpy(last - np.abs(last - np.abs(places)))
-    return inside.to(like.device, non_blocking=True)
+    places = np.arange(side) + (uniform * (2 * reach + 1) >> BITS) - reach
+    inside: NDArray[np.int64] = last - np.abs(last - np.abs(places))
+    return inside

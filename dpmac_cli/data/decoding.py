@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,16 +66,19 @@ def decoded(
     Raises:
         InputError: files changed meanwhile.
     """
-    job = [(row, images[row]) for row in rows.missing().tolist()]
     yield _progress(rows)
-    if len(job) <= FEW:  # not worth a process
-        faults = decode_into(rows, job)
-    else:
-        faults = yield from _by_processes(rows, job, stop)
-    changed = [f"{images[row].path} {CHANGED}" for row in sorted(faults) if faults[row] == CHANGED]
+    if len(rows.missing()) > FEW:
+        yield from _by_processes(rows, images, stop)
+    faults = dict[str, str]()
+    for row in rows.missing().tolist():  # few, or those at fault, to say why
+        if stop():
+            raise KeyboardInterrupt
+        if fault := decode_into(rows, row, images[row]):
+            faults[str(row)] = fault
+    changed = [f"{images[int(row)].path} {CHANGED}" for row in faults if faults[row] == CHANGED]
     refuse(changed, " Run the command again when nothing writes to it any more.")
     yield _progress(rows)
-    return {str(row): fault for row, fault in sorted(faults.items())}
+    return faults
 
 
 def _progress(rows: RowFile) -> Computing:
@@ -83,48 +86,38 @@ def _progress(rows: RowFile) -> Computing:
     return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.nbytes)
 
 
-Job = list[tuple[int, ImageFile]]
-
-
 def _by_processes(
-    rows: RowFile, job: Job, stop: Callable[[], bool]
-) -> Generator[Computing, None, dict[int, str]]:
-    """Decode images by one process per core; return what is wrong with some, by row."""
-    command, count = [sys.executable, "-m", __name__, str(rows.path)], usable_cores()
-    faults = dict[int, str]()
+    rows: RowFile, images: Sequence[ImageFile], stop: Callable[[], bool]
+) -> Iterator[Computing]:
+    """Decode images by one process per core, except those at fault."""
+    job, count = [(row, images[row]) for row in rows.missing().tolist()], usable_cores()
     with ExitStack() as stack:
-        answers = [stack.enter_context(TemporaryFile("w+")) for _ in range(count)]
-        workers = [
-            subprocess.Popen(  # noqa: S603  (this very module)
-                command,
-                stdin=subprocess.PIPE,
-                stdout=answer,
+        workers = []
+        for number in range(count):
+            given = stack.enter_context(TemporaryFile("w+"))
+            json.dump(job[number::count], given)
+            given.seek(0)
+            worker = subprocess.Popen(  # noqa: S603  (this very module)
+                [sys.executable, "-m", __name__, str(rows.path)],
+                stdin=given,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                text=True,
                 start_new_session=True,  # Ctrl-C is for this process to answer
             )
-            for answer in answers
-        ]
-        for worker in workers:
             stack.callback(worker.wait)
             stack.callback(worker.kill)
-        for number, worker in enumerate(workers):
-            with suppress(BrokenPipeError), cast(IO[str], worker.stdin) as given:
-                json.dump(job[number::count], given)
+            workers.append(worker)
         while any(worker.poll() is None for worker in workers):
             if stop():
                 raise KeyboardInterrupt
             time.sleep(PATIENCE)
             yield _progress(rows)
-        for worker, answer in zip(workers, answers, strict=True):
-            if worker.returncode:
-                raise RunError(
-                    f"A process that decodes images ended with code {worker.returncode}. If "
-                    "memory ran out, free some. Run the command again: what is decoded is kept."
-                )
-            answer.seek(0)
-            faults |= json.load(answer)
-    return faults
+    for worker in workers:
+        if worker.returncode:
+            raise RunError(
+                f"A process that decodes images ended with code {worker.returncode}. If "
+                "memory ran out, free some. Run the command again: what is decoded is kept."
+            )
 
 
 def usable_cores() -> int:
@@ -132,21 +125,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def decode_into(rows: RowFile, job: Job) -> dict[int, str]:
-    """Decode images into their rows; return what is wrong with the others.
+def decode_into(rows: RowFile, row: int, image: ImageFile) -> str | None:
+    """Decode an image into its row, or return what is wrong with it.
 
-    Raises OSError where a row cannot be written.
+    Raises OSError where the row cannot be written.
     """
-    faults = {}
-    for row, image in job:
-        found = looked_at(image.path, lambda opened: decode(opened, rows.shape))
-        if isinstance(found, str):
-            faults[row] = found
-        elif ImageFile.found(image.path, image.label, os.stat(image.path)) != image:
-            faults[row] = CHANGED
-        else:
-            rows.write(row, found)
-    return faults
+    found = looked_at(image.path, lambda opened: decode(opened, rows.shape))
+    if isinstance(found, str):
+        return found
+    if ImageFile.found(image.path, image.label, os.stat(image.path)) != image:
+        return CHANGED
+    rows.write(row, found)
+    return None
 
 
 def decode(opened: "Image", shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -179,14 +169,12 @@ def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
 
 
 def main() -> None:
-    """Decode the images that standard input names, and print what is wrong with some, by row."""
+    """Decode the images that standard input names, except those at fault."""
     rows, parent = RowFile(Path(sys.argv[1]), writable=True), os.getppid()
-    faults = dict[int, str]()
     for row, image in json.load(sys.stdin):
         if os.getppid() != parent:  # which was killed
             return
-        faults |= decode_into(rows, [(row, ImageFile(*image))])
-    json.dump([*faults.items()], sys.stdout)
+        decode_into(rows, row, ImageFile(*image))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.decoding import ImageFile, decoded, looked_at, usable_cores
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import (
-    Records,
-    check_classes,
-    complaints,
-    constants,
-    found,
-    refuse,
-    split,
-)
+from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder
@@ -62,9 +54,12 @@ class ImageFolder:
         skipped = [fault for part in listed for fault in part[1]]
         if not source.skip_bad:
             self._faults += complaints(skipped, REMEDY)
-        self._path = cache_folder() / f"{self._key()}{WHOLE}"
-        self._file = whole(self._path)
-        channels, height, width = self._survey() if self._file is None else self._file.shape
+        # Decoded images are named by all that decides them.
+        key = [VERSION, str(root.resolve()), source.channels, source.image_size, self._images]
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        self._path = cache_folder() / f"{name}{WHOLE}"
+        file = whole(self._path)
+        channels, height, width = self._survey() if file is None else file.shape
         self._shape = channels, height, width
         rows = self._used(skipped)
         count = len(listed[0][0])
@@ -86,7 +81,6 @@ class ImageFolder:
             (labels[sides[0]], labels[sides[1]]),
             self._shape,
             self._classes,
-            constants(source, self._shape[0]),
             held_out=not parts,
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(skipped),
@@ -94,14 +88,10 @@ class ImageFolder:
 
     def _listed(self, part: Path) -> tuple[list[ImageFile], list[str]]:
         """Return the images of a part, in order, and what else is there, with the reason."""
-        images, strange = list[ImageFile](), list[str]()
-        for entry, label in self._candidates(part):
-            fault = self._fault(entry, label)
-            if fault is None:
-                images.append(ImageFile.found(entry.path, label, entry.stat()))
-            else:
-                strange.append(f"{entry.path} {fault}")
-        return images, strange
+        found = [(entry.path, _image(entry, label)) for entry, label in self._candidates(part)]
+        images = [image for _, image in found if isinstance(image, ImageFile)]
+        strange = [f"{path} {fault}" for path, fault in found if isinstance(fault, str)]
+        return sorted(images, key=lambda image: image.label), strange
 
     def _used(self, skipped: list[str]) -> NDArray[np.int64]:
         """Return the rows of images that are used; add why others are not to ``skipped``."""
@@ -111,7 +101,7 @@ class ImageFolder:
         if self._faults:
             raise InputError(self._faults)
         file = outcome(self._decoded(lambda: False))  # contents decide, not headers alone
-        skipped += self._undecoded()
+        skipped += self._undecoded(file)
         return np.setdiff1d(rows, file.missing())
 
     def _check_not_empty(self, part: Path, labels: NDArray[np.int64]) -> None:
@@ -127,29 +117,15 @@ class ImageFolder:
             self._faults.append(f"{part} holds no images.")
 
     def _candidates(self, part: Path) -> "Iterator[tuple[os.DirEntry[str], int]]":
-        """Files and their labels, in order; NO_CLASS for those of no declared class."""
-        for label, name in enumerate(self._classes):
-            if (part / name).is_dir():  # not every class has records
-                yield from ((entry, label) for entry in _visible(part / name))
-        if self._source.classes is not None:
-            for entry in _visible(part):
-                if is_folder(entry) and entry.name not in self._classes:
-                    yield from ((inner, NO_CLASS) for inner in _visible(entry))
-                elif _is_image(entry.name) and not is_folder(entry):
+        """Files and their labels; NO_CLASS for those of no declared class."""
+        labels = {name: label for label, name in enumerate(self._classes)}
+        for entry in _visible(part):
+            if not os.path.isdir(entry):
+                if _is_image(entry.name):
                     yield entry, NO_CLASS
-
-    def _fault(self, entry: "os.DirEntry[str]", label: int) -> str | None:
-        """Why a file cannot be used, without a look inside; None if it can."""
-        if label == NO_CLASS:
-            return "belongs to no class of --classes"
-        if is_folder(entry):
-            return "is a folder, but images of a class lie in one folder"
-        if not _is_image(entry.name):
-            return "is not an image"
-        try:
-            return None if stat.S_ISREG(entry.stat().st_mode) else "is not a regular file"
-        except OSError as failure:  # of a link that leads nowhere, or to itself
-            return f"cannot be read as an image ({failure.strerror})"
+            elif entry.name in labels or self._source.classes is not None:
+                label = labels.get(entry.name, NO_CLASS)
+                yield from ((inner, label) for inner in _visible(entry))
 
     def _survey(self) -> tuple[int, int, int]:
         """Channels, height and width, as declared or else by the headers of all images."""
@@ -160,17 +136,16 @@ class ImageFolder:
         def header(image: ImageFile) -> tuple[str, int, int] | str:
             return looked_at(image.path, lambda opened: (opened.mode, opened.height, opened.width))
 
-        looks = list[tuple[ImageFile, tuple[str, int, int] | str]]()
+        looks, count = dict[str, tuple[str, int, int] | str](), len(self._images)
         with ThreadPoolExecutor(usable_cores()) as pool:
             for image, seen in zip(self._images, pool.map(header, self._images), strict=True):
-                looks.append((image, seen))
-                if len(looks) % SOME == 0 or len(looks) == len(self._images) > SOME:
-                    folder, count = self._path.parent, len(self._images)
-                    LISTENER.get()(Computing(len(looks), count, folder, what="headers"))
+                looks[image.path] = seen
+                if len(looks) % SOME == 0 or len(looks) == count > SOME:
+                    LISTENER.get()(Computing(len(looks), count, self._path.parent, what="headers"))
         if not self._source.skip_bad:
-            faults = [f"{image.path} {seen}" for image, seen in looks if isinstance(seen, str)]
+            faults = [f"{path} {seen}" for path, seen in looks.items() if isinstance(seen, str)]
             self._faults += complaints(faults, REMEDY)
-        headers = {image.path: seen for image, seen in looks if not isinstance(seen, str)}
+        headers = {path: seen for path, seen in looks.items() if not isinstance(seen, str)}
         colour = any(mode.partition(";")[0] not in GREY for mode, *_ in headers.values())
         channels = channels or (3 if colour else 1)
         if size is not None:
@@ -185,36 +160,27 @@ class ImageFolder:
         height, width = next(iter(sizes), (0, 0))
         return channels, height, width
 
-    def _key(self) -> str:
-        """Name the decoded images by all that decides them."""
-        source, root = self._source, self._source.path.resolve()
-        key = [VERSION, str(root), source.channels, source.image_size, self._images]
-        return hashlib.sha256(json.dumps(key).encode()).hexdigest()
-
     def _decoded(self, stop: Callable[[], bool]) -> Generator[Computing, None, RowFile]:
         """Return the file of the decoded images."""
-        if self._file is None:
-            self._file = yield from kept_file(
-                self._path,
-                len(self._images),
-                self._shape,
-                np.dtype(np.uint8),
-                lambda file: decoded(file, self._images, stop),
-                what="images",
-                stop=stop,
-            )
-        return self._file
+        return kept_file(
+            self._path,
+            len(self._images),
+            self._shape,
+            np.dtype(np.uint8),
+            lambda file: decoded(file, self._images, stop),
+            what="images",
+            stop=stop,
+        )
 
-    def _undecoded(self) -> list[str]:
+    def _undecoded(self, file: RowFile) -> list[str]:
         """Return what is wrong with images that could not be decoded."""
-        faults = {} if self._file is None else self._file.notes()
-        return [f"{self._images[int(row)].path} {fault}" for row, fault in faults.items()]
+        return [f"{self._images[int(row)].path} {fault}" for row, fault in file.notes().items()]
 
     def load(self, stop: Callable[[], bool]) -> Generator[Computing, None, tuple[Records, Records]]:
         """Return training and test images, decoded."""
         file = yield from self._decoded(stop)
         if not self._source.skip_bad:
-            refuse(self._undecoded(), REMEDY)
+            refuse(self._undecoded(file), REMEDY)
         train, test = ((Rows(file, rows), labels) for rows, labels in self._sides)
         return train, test
 
@@ -236,12 +202,20 @@ def _parts(source: Source) -> list[Path]:
     return parts if len(parts) == 2 and parts[0].name == TRAIN else []  # else these are classes
 
 
-def is_folder(entry: "os.DirEntry[str]") -> bool:
-    """Return whether an entry is a folder, or a link to one."""
+def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
+    """Describe an image without a look inside, or return why it cannot be one."""
+    if label == NO_CLASS:
+        return "belongs to no class of --classes"
     try:
-        return entry.is_dir()
-    except OSError:  # of a link to itself
-        return False
+        facts = entry.stat()
+    except OSError as failure:  # of a link that leads nowhere, or to itself
+        return f"cannot be read as an image ({failure.strerror})"
+    if stat.S_ISDIR(facts.st_mode):
+        return "is a folder, but images of a class lie in one folder"
+    if not _is_image(entry.name):
+        return "is not an image"
+    regular = stat.S_ISREG(facts.st_mode)
+    return ImageFile.found(entry.path, label, facts) if regular else "is not a regular file"
 
 
 def _is_image(name: str) -> bool:
@@ -256,7 +230,7 @@ def _visible(folder: "str | Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]
 def _class_names(part: Path) -> list[str]:
     """Names of the folders in a folder."""
     entries = _visible(part)
-    names = [entry.name for entry in entries if is_folder(entry)]
+    names = [entry.name for entry in entries if os.path.isdir(entry)]
     loose = [entry.name for entry in entries if _is_image(entry.name)]
     if not names or loose:
         what = f"images beside them ({loose[0]})" if names else "none"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from dpmac_cli.data.array_file import _channels_first
 from dpmac_cli.data.dataset import Data, Split, fingerprint, split_of, standardisation
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.own import load as load_own
@@ -55,7 +55,10 @@ def loading(
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
         records = yield from load_own(chosen, facts, stop)
-        train, test = (_own(x, y, device) for x, y in records)
+        train, test = (
+            split_of(x, torch.as_tensor(y), device) if isinstance(x, Rows) else _split(x, y)
+            for x, y in records
+        )
     else:
         facts = DATASETS[chosen]
         if chosen in BUNDLED:
@@ -69,12 +72,6 @@ def loading(
 
 def _split(images: Any, labels: Any) -> Split:
     return Split(torch.as_tensor(images), torch.as_tensor(labels))
-
-
-def _own(records: Any, labels: Any, device: torch.device) -> Split:
-    if isinstance(records, Rows):
-        return split_of(records, torch.as_tensor(labels), device)
-    return _split(records, labels)
 
 
 def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
@@ -113,36 +110,16 @@ def _digits() -> tuple[Split, Split]:
 BUNDLED: Mapping[str, Callable[[], tuple[Split, Split]]] = {"digits": _digits}
 
 
-def files_of(name: str, data_dir: Path) -> list[Path]:
-    """Return the files of a registered data set; none for those of installed packages."""
-    if name in BUNDLED:
-        return []
-    kind = _kind(name)
-    if hasattr(kind, "resources"):  # MNIST and its like
-        raw = data_dir / DATASETS[name].torchvision / "raw"
-        return [raw / Path(archive).stem for archive, _ in kind.resources]
-    if hasattr(kind, "base_folder"):  # CIFAR
-        listed = [file for file, _ in (*kind.train_list, *kind.test_list)]
-        return [data_dir / kind.base_folder / file for file in (*listed, kind.meta["filename"])]
-    return [data_dir / kind.split_list[split][1] for split in ("train", "test")]
-
-
-def _kind(name: str) -> Any:
-    from torchvision import datasets  # noqa: PLC0415  (seconds to import)
-
-    return getattr(datasets, DATASETS[name].torchvision)
-
-
 def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split, Split]:
     """Load from disk, or download what is not there; explain what fails."""
-    files = files_of(name, data_dir)
-    may_download = download and bool(_missing(files))
+    files = [data_dir / file for file in DATASETS[name].files]
+    download = download and bool(_missing(files))
     try:
-        train, test = (_part(name, data_dir, which, may_download) for which in ("train", "test"))
+        train, test = (_part(name, data_dir, which, download) for which in ("train", "test"))
         return train, test
     except Exception as failure:  # its parsers raise whatever a damaged file leads them to
         raise InputError(
-            f"The data set {name} {_what_failed(files, may_download, failure)}; or name another "
+            f"The data set {name} {_what_failed(files, download, failure)}; or name another "
             "folder with --data-dir or the environment variable DPMAC_DATA_DIR; or use --dataset "
             "digits, which needs no files."
         ) from failure
@@ -150,18 +127,15 @@ def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split,
 
 def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
     """Load one split; torchvision checks the md5 of pickles before it reads them."""
+    from torchvision import datasets  # noqa: PLC0415  (seconds to import)
+
+    given = getattr(datasets, DATASETS[name].torchvision)
     # Where torchvision finds a cache of MNIST's first versions, it would read that by torch.load.
-    given = _kind(name)
     kind: Any = type(given.__name__, (given,), {"_check_legacy_exist": lambda self: False})
-    by_name = hasattr(kind, "split_list")
-    part = {"split": which} if by_name else {"train": which == "train"}
+    part = {"split": which} if hasattr(kind, "split_list") else {"train": which == "train"}
     loaded = kind(data_dir, download=download, **part)
-    images: Tensor = torch.as_tensor(loaded.data)
-    if images.ndim == 3:
-        images = images.unsqueeze(1)
-    elif images.shape[1] not in (1, 3):  # channels last
-        images = images.permute(0, 3, 1, 2).contiguous()
-    return _split(images, loaded.labels if hasattr(loaded, "labels") else loaded.targets)
+    labels = loaded.labels if hasattr(loaded, "labels") else loaded.targets
+    return _split(_channels_first(np.asarray(loaded.data)), labels)
 
 
 def _missing(files: Sequence[Path]) -> list[str]:

@@ -4,12 +4,11 @@ Nothing here loads torch. All faults of the files are reported together.
 """
 
 import functools
-import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
-from dpmac_cli.data.image_folder import ImageFolder, is_folder
+from dpmac_cli.data.image_folder import ImageFolder
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import TABLES, Found, Source
 from dpmac_cli.data.splits import Records
@@ -27,16 +26,12 @@ def inspect(source: Source) -> Found:
 def load(
     source: Source, facts: Dataset | None, stop: Callable[[], bool]
 ) -> Generator[Computing, None, tuple[Records, Records]]:
-    """Return training and test records, each as
+    """Return training and test records, each with its labels.
 
-    * uint8, shape (records, channels, height, width), or float32, shape (records, columns, 1, 1);
-      decoded images are in a file,
-    * and labels, int64, shape (records,).
+    Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or
+    float32, shape (records, columns, 1, 1). Labels are int64, shape (records,).
 
-    Args:
-        source: the dataset.
-        facts: that it must still have, since epsilon was computed from them.
-        stop: asked while images are decoded; KeyboardInterrupt is raised if it returns True.
+    Arguments are those of :func:`dpmac_cli.data.loaders.loading`.
 
     Raises:
         InputError: naming the files that cannot be read; or the dataset no longer has the facts.
@@ -54,39 +49,29 @@ def load(
 
 
 def _reader_of(source: Source) -> Reader:
-    """Looking at many files takes seconds: what was found is kept while folders stay the same."""
-    if source.at_hand is not None:
-        return _reader(source, source.path, 0)
+    """Return what reads a dataset, kept while its folders stay the same: a look takes seconds."""
     path = source.path.resolve()
-    changed = max((place.stat().st_mtime_ns for place in _places(path)), default=0)
+    # Folders change when a file comes or goes.
+    places = [path, *path.glob("*/"), *path.glob("*/*/")]
+    changed = max((place.stat().st_mtime_ns for place in places if place.exists()), default=0)
     return _reader(source, path, changed)
-
-
-def _places(path: Path, depth: int = 2) -> Iterator[Path]:
-    """Yield a path and the folders below it, which change when a file comes or goes."""
-    if path.exists():
-        yield path
-    if depth and path.is_dir():
-        with os.scandir(path) as entries:
-            folders = [entry.path for entry in entries if is_folder(entry)]
-        for folder in folders:
-            yield from _places(Path(folder), depth - 1)
 
 
 @functools.lru_cache(maxsize=8)
 def _reader(source: Source, _path: Path, _changed: int) -> Reader:
-    if source.at_hand is not None:
-        return ArrayFile(source, *source.at_hand.read(source))
+    at_hand = source.at_hand
+    if at_hand is not None and at_hand.arrays is not None:
+        return ArrayFile(source, dict(at_hand.arrays))
+    if at_hand is not None or (source.path.is_file() and source.path.suffix in TABLES):
+        from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
+
+        return ArrayFile(source, *read_table(source))
     if source.path.is_dir():
         return ImageFolder(source)
     if not source.path.is_file():
         raise InputError(f"--dataset {source.path}: there is no such file or folder.")
     if source.path.suffix == ".npz":
         return ArrayFile(source, read_npz(source.path))
-    if source.path.suffix in TABLES:
-        from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
-
-        return ArrayFile(source, *read_table(source))
     raise InputError(
         f"--dataset {source.path} is neither a folder with a folder of images a class, nor an "
         ".npz, nor a table (.csv, .tsv, .parquet)."

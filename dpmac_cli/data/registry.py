@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpmac_cli.storage.catalogue import catalogue
+from dpmac_cli.storage.files import catalogue
 
 #: Steps an epoch, and epochs, of training on data that nobody has tuned for: see docs/recipes.md.
 STEPS_PER_EPOCH, EPOCHS = 12, 20
@@ -45,6 +45,7 @@ class Dataset:
     augment: str = "crop+flip"  # digits and letters must not be mirrored
     multilabel: bool = False  # records have any number of labels, which ``classes`` names
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for all others
+    files: tuple[str, ...] = ()  # that it reads, below the folder of datasets
 
     @property
     def is_images(self) -> bool:

@@ -1,12 +1,11 @@
 """Your own dataset: where it is, how to read it, and what was found there. Loads nothing."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import Dataset
 
 if TYPE_CHECKING:
     from dpmac_cli.data.table_schema import TableSchema
@@ -21,20 +20,14 @@ STANDARDS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
-class AtHand(ABC):
-    """Records in memory, in place of a file.
+@dataclass(frozen=True, eq=False, repr=False)
+class AtHand:
+    """Records in memory, in place of a file: either arrays, or a data frame and its schema."""
 
-    Attributes:
-        path: their name in angle brackets. No file has it.
-        schema: of a table.
-    """
-
-    path: Path
+    path: Path  # their name in angle brackets; no file has it
+    arrays: Mapping[str, Any] | None = None  # like those of an .npz
+    frame: Any = None
     schema: "TableSchema | None" = None
-
-    @abstractmethod
-    def read(self, source: "Source") -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return arrays like those of an .npz, and which records were left out."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +71,3 @@ class Found:
 def listed(parts: Sequence[str]) -> str:
     """Return names as a phrase: "channels, image size and classes"."""
     return " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:])))
-
-
-def name_of(dataset: str | Path) -> str:
-    """Return the name of a dataset without the folders above it."""
-    return str(dataset) if dataset in DATASETS else Path(dataset).resolve().stem.strip("<>")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
-from dpmac_cli.data.schema import STANDARDS, Found, Source, name_of
+from dpmac_cli.data.schema import STANDARDS, Found, Source
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.rows import Rows
 
@@ -60,7 +60,10 @@ def split(
         labels: of each record.
         classes: their names; None where they are declared and need no record to train on.
     """
-    held_out = np.array([_is_held_out(key, source) for key in keys])
+    seed, most = source.split_seed.to_bytes(8, "big"), source.test_fraction * 2**64
+    # By each record alone: one that comes or goes must move no other to the other side.
+    words = (hashlib.blake2b(key, digest_size=8, key=seed).digest() for key in keys)
+    held_out = np.array([int.from_bytes(word, "big") < most for word in words])
     train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if not (len(train) and len(test)):
         raise InputError(
@@ -78,29 +81,23 @@ def split(
     return train, test
 
 
-def _is_held_out(key: bytes, source: Source) -> bool:
-    """By this record alone: one that comes or goes must move no other to the other side."""
-    seed = source.split_seed.to_bytes(8, "big")
-    word = int.from_bytes(hashlib.blake2b(key, digest_size=8, key=seed).digest(), "big")
-    return word < source.test_fraction * 2**64
-
-
 def found(
     source: Source,
     labels: tuple[NDArray[np.int64], NDArray[np.int64]],
     shape: tuple[int, int, int],
     classes: Sequence[str],
-    constants: tuple[tuple[float, ...], tuple[float, ...]],
-    *,
-    levels: int = 255,
+    ends: NDArray[np.float64] | None = None,
     **rest: Any,
 ) -> Found:
     """Return facts like those of the registry, with cautious defaults.
 
     Args:
         source: of the dataset. labels: of training and test split.
-        shape, classes: of the records. constants: mean and std.
-        levels: see :class:`Dataset`. rest: as of :class:`Found`.
+        shape, classes: of the records. rest: as of :class:`Found`.
+        ends: of the range of numbers, shape (2, columns); None for images.
+
+    Raises:
+        InputError: the constants that were chosen are for other images.
     """
     sizes = len(labels[0]), len(labels[1])
     batch = -(-sizes[0] // STEPS_PER_EPOCH)
@@ -109,15 +106,20 @@ def found(
         physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
         defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
     several = labels[1].ndim == 2  # labels per record
+    if ends is None:
+        levels, (mean, std) = 255, _constants(source, shape[0])
+    else:  # scaled to [-1, 1]
+        levels, (low, high) = 1, ends
+        mean, std = (tuple(part.tolist()) for part in ((low + high) / 2, (high - low) / 2))
     facts = Dataset(
-        *sizes, shape, tuple(classes), *constants, defaults, "your own", levels, multilabel=several
+        *sizes, shape, tuple(classes), mean, std, defaults, "your own", levels, multilabel=several
     )
     tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
     untested = tuple(name for label, name in enumerate(classes) if label not in tested)
-    return Found(facts, name_of(source.path), untested=untested, **rest)
+    return Found(facts, source.path.resolve().stem.strip("<>"), untested=untested, **rest)
 
 
-def constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation, per channel, that were chosen. Raises InputError."""
     mean, std = STANDARDS[source.standardise]
     if len(mean) == 1:

@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import refuse
-from dpmac_cli.data.table_schema import Column, TableSchema
+from dpmac_cli.data.table_schema import Column
 from dpmac_cli.errors import InputError
 
 try:
@@ -29,20 +29,16 @@ NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 Cells = dict[str, pa.Array]
 Mask = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
-Inputs = tuple[NDArray[np.float64], list[float], list[float]]
+Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
-def read_table(
-    source: Source, table: pa.Table | None = None
-) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and which records were left out.
-
-    Args:
-        source: says how. table: at hand, in place of the file.
 
     Raises:
         InputError: with every fault found.
     """
+    table = None if source.at_hand is None else _table_of(source.at_hand.frame)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
@@ -50,29 +46,29 @@ def read_table(
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
             "--schema schema.yaml."
         )
-    names = column_names(path) if table is None else table.column_names
-    refuse(list(_header_faults(names, schema)), f" Correct {path} or its schema.")
+    declared = schema.declared
+    names = numeric_columns(path) if table is None else table.column_names
+    strange = [name for name in names if name not in declared]
+    faults = [f"The schema declares no column {n}, neither to use nor to drop" for n in strange]
+    refuse([*_absent(declared, names), *faults], f" Correct {path} or its schema.")
     # With --skip-bad no record may decide about the others, so each is judged by itself.
     strict = not source.skip_bad
-    ragged: list[str] = []
-    if table is None:
-        table, ragged = _read(path, schema.declared, strict)
-    cells = _cells(path, schema.declared, table)
+    cells, ragged = _cells(path, declared, strict, table)
     target, classes = schema.label.column, schema.label.classes
     labels = _indices(cells[target], classes)
     bad = {f"no class of the schema in {target}": labels < 0}
-    inputs = [_inputs(column, cells[column.name], bad, strict) for column in schema.columns]
+    x, low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave such records out."
         refuse([*ragged, *_reasons(bad)], remedy)
-    x, low, high = (np.concatenate(parts, -1) for parts in zip(*inputs, strict=True))
     good = ~np.logical_or.reduce(list(bad.values()))
     skipped = (*ragged, *(f"record {row + 1}" for row in np.flatnonzero(~good)))
+    sides = {"": good}
+    if schema.test is not None:
+        tested = _indices(cells[schema.test.column], schema.test.values) >= 0
+        sides = {"": good & ~tested, "_test": good & tested}
     arrays = {"low": low, "high": high, "classes": np.array(classes)}
-    if schema.test is None:
-        return arrays | {"x": x[good], "y": labels[good]}, skipped
-    tested = _indices(cells[schema.test.column], schema.test.values) >= 0
-    for suffix, rows in ("", good & ~tested), ("_test", good & tested):
+    for suffix, rows in sides.items():
         arrays |= {f"x{suffix}": x[rows], f"y{suffix}": labels[rows]}
     return arrays, skipped
 
@@ -84,36 +80,14 @@ def read_inputs(
 
     Other columns are ignored. Raises InputError with every fault found.
     """
-    names, wanted = column_names(path), [column.name for column in columns]
-    missing = [name for name in wanted if name not in names]
-    refuse(
-        [f"There is no column {name}, which the schema declares" for name in missing],
-        f" {path} has the columns {', '.join(names)}.",
-    )
+    names, wanted = numeric_columns(path), [column.name for column in columns]
+    refuse(_absent(wanted, names), f" {path} has the columns {', '.join(names)}.")
     kept = ["id"] if "id" in names else []
-    chosen = tuple(dict.fromkeys([*wanted, *kept]))
-    table, ragged = _read(path, chosen, strict=True)
-    cells = _cells(path, chosen, table)
+    cells, ragged = _cells(path, tuple(dict.fromkeys([*wanted, *kept])), strict=True)
     bad: dict[str, Mask] = {}
-    inputs = [_inputs(column, cells[column.name], bad, strict=True)[0] for column in columns]
+    inputs, *_ = _inputs(columns, cells, bad, strict=True)
     refuse([*ragged, *_reasons(bad)], f" Correct {path}.")
-    ids = cells["id"].cast(pa.string()).to_pylist() if kept else None
-    return np.concatenate(inputs, -1), ids and [text or "" for text in ids]
-
-
-def column_names(path: Path) -> list[str]:
-    """Return the names in a table's header. Raises InputError."""
-    try:
-        if path.suffix == ".parquet":
-            names = list(parquet.read_schema(path).names)
-        else:
-            with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-                names = next(csv.reader(file, delimiter=_delimiter(path)), [])
-    except (OSError, csv.Error, pa.ArrowException) as failure:
-        raise _unreadable(path, failure) from failure
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    refuse([f"{path} has several columns of the name '{name}': rename them" for name in twice])
-    return names
+    return inputs, cells["id"].cast(pa.string()).fill_null("").to_pylist() if kept else None
 
 
 def numeric_columns(path: Path) -> dict[str, bool | None]:
@@ -121,23 +95,28 @@ def numeric_columns(path: Path) -> dict[str, bool | None]:
 
     No record is read. Raises InputError.
     """
-    names = column_names(path)
-    if path.suffix != ".parquet":
-        return dict.fromkeys(names)
-    return {field.name: _is_number(field.type) for field in parquet.read_schema(path)}
+    columns: list[tuple[str, bool | None]]
+    try:
+        if path.suffix == ".parquet":
+            columns = [(field.name, _is_number(field.type)) for field in parquet.read_schema(path)]
+        else:
+            with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+                header = next(csv.reader(file, delimiter=_delimiter(path)), [])
+            columns = [(name, None) for name in header]
+    except (OSError, csv.Error, pa.ArrowException) as failure:
+        raise _unreadable(path, failure) from failure
+    twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
+    refuse([f"{path} has several columns of the name '{name}': rename them" for name in twice])
+    return dict(columns)
 
 
 def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _header_faults(names: list[str], schema: TableSchema) -> Iterator[str]:
-    for name in schema.declared:
-        if name not in names:
-            yield f"There is no column {name}, which the schema declares"
-    for name in names:
-        if name not in schema.declared:
-            yield f"The schema declares no column {name}, neither to use nor to drop"
+def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
+    absent = [name for name in wanted if name not in names]
+    return [f"There is no column {name}, which the schema declares" for name in absent]
 
 
 def _delimiter(path: Path) -> str:
@@ -146,7 +125,7 @@ def _delimiter(path: Path) -> str:
         return max(",;\t", key=file.readline().count)
 
 
-def table_of(frame: Any) -> pa.Table:
+def _table_of(frame: Any) -> pa.Table:
     """Return a data frame of pandas or polars as a table. Raises InputError."""
     try:
         if isinstance(frame, pa.Table):
@@ -158,8 +137,10 @@ def table_of(frame: Any) -> pa.Table:
         raise _unreadable(type(frame).__name__, failure) from failure
 
 
-def _read(path: Path, names: tuple[str, ...], strict: bool) -> tuple[pa.Table, list[str]]:
-    """Return a file's table, the columns of a CSV as text, and what is wrong with its rows."""
+def _cells(
+    path: Path, names: tuple[str, ...], strict: bool, table: pa.Table | None = None
+) -> tuple[Cells, list[str]]:
+    """Return columns of a file or table, those of a CSV as text, and what is wrong with rows."""
     ragged: list[str] = []
 
     def note(row: Any) -> str:
@@ -168,9 +149,9 @@ def _read(path: Path, names: tuple[str, ...], strict: bool) -> tuple[pa.Table, l
         return "skip"
 
     try:
-        if path.suffix == ".parquet":
+        if table is None and path.suffix == ".parquet":
             table = parquet.read_table(path, columns=list(names))
-        else:
+        elif table is None:
             table = arrow_csv.read_csv(
                 path,
                 arrow_csv.ReadOptions(use_threads=False),  # else rows have no numbers
@@ -183,19 +164,13 @@ def _read(path: Path, names: tuple[str, ...], strict: bool) -> tuple[pa.Table, l
             )
     except (OSError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
-    return table, ragged
-
-
-def _cells(path: Path, names: tuple[str, ...], table: pa.Table) -> Cells:
+    kinds = {name: table[name].type for name in names}
+    strange = [n for n, k in kinds.items() if pa.types.is_nested(k) or pa.types.is_binary(k)]
     refuse(
-        [
-            f"The column {name} holds {table[name].type}, no numbers or text"
-            for name in names
-            if pa.types.is_nested(table[name].type) or pa.types.is_binary(table[name].type)
-        ],
+        [f"The column {name} holds {kinds[name]}, no numbers or text" for name in strange],
         f" Write plain columns to {path}, or drop these by the schema.",
     )
-    return {name: _plain(table[name].combine_chunks()) for name in names}
+    return {name: _plain(table[name].combine_chunks()) for name in names}, ragged
 
 
 def _unreadable(path: Path | str, failure: Exception) -> InputError:
@@ -216,21 +191,22 @@ def _text(cells: pa.Array) -> pa.Array:
     return compute.ascii_trim_whitespace(cells.cast(pa.string()))
 
 
-def _missing(cells: pa.Array, categories: Iterable[str] = ()) -> pa.Array:
-    """Return the mask of cells without a value, NaN among them."""
-    words = pa.array([word for word in MISSING if word not in categories])
-    return compute.or_(cells.is_null(), compute.is_in(_text(cells), words))
-
-
 def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     """Return the place of each cell's text among values; -1 for others."""
     found = compute.index_in(_text(cells), pa.array(values))
     return np.asarray(found.fill_null(-1), np.int64)
 
 
-def _inputs(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bool) -> Inputs:
-    """Return a column as inputs; masks of records that it does not allow join ``bad``."""
-    missing = np.asarray(_missing(cells, column.categories))
+def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], strict: bool) -> Inputs:
+    """Return columns as inputs; masks of records that they do not allow join ``bad``."""
+    parts = [_inputs_of(column, cells[column.name], bad, strict) for column in columns]
+    x, low, high = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
+    return x, low, high
+
+
+def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bool) -> Inputs:
+    words = pa.array([word for word in MISSING if word not in column.categories])
+    missing = np.asarray(compute.or_(cells.is_null(), compute.is_in(_text(cells), words)))
     if column.range is not None:
         values, outside = _numbers(column, cells, missing, bad)
         inputs, low, high = [values], [column.range[0]], [column.range[1]]
@@ -250,7 +226,8 @@ def _inputs(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bool)
     else:
         bad[f"no value in {column.name}"] = missing
     flags = len(inputs) - len(low)  # 0 or 1, which standardising leaves as they are
-    return np.stack(inputs, 1).astype(np.float64), low + [-1.0] * flags, high + [1.0] * flags
+    ends = np.array([low + [-1.0] * flags, high + [1.0] * flags])
+    return np.stack(inputs, 1).astype(np.float64), *ends
 
 
 def _numbers(

@@ -122,13 +122,12 @@ def read_schema(file: Path) -> TableSchema:
             where = f"line{'s' * (len(left) > 1)} {', '.join(left)}"
             raise ValueError(f"replace {FILL_IN} by what the columns mean, in {where}")
         given = _Once(text).get_single_data()
-    except OSError as failure:
-        faults = [f"cannot be read ({failure.strerror or failure})"]
-    except (yaml.YAMLError, RecursionError, ValueError) as failure:
-        faults = [" ".join(str(failure).split())]
-    else:
-        return schema_of(given, f"--schema {file}")
-    raise InputError([f"--schema {file}: {fault}." for fault in faults])
+    except (OSError, yaml.YAMLError, RecursionError, ValueError) as failure:
+        fault = " ".join(str(failure).split())
+        if isinstance(failure, OSError):
+            fault = f"cannot be read ({failure.strerror or failure})"
+        raise InputError(f"--schema {file}: {fault}.") from failure
+    return schema_of(given, f"--schema {file}")
 
 
 def schema_of(given: Any, origin: str) -> TableSchema:
@@ -136,19 +135,14 @@ def schema_of(given: Any, origin: str) -> TableSchema:
     try:
         return TableSchema.model_validate(given)
     except ValidationError as failure:
-        raise InputError(
-            [
-                f"{origin}: {_place(given, *e['loc'])}: {e['msg'].removeprefix('Value error, ')}."
-                for e in failure.errors()
-            ]
-        ) from failure
-
-
-def _place(given: Any, *parts: int | str) -> str:
-    """Return where a fault is, with a column's name in the place of its number."""
-    if parts[:1] == ("columns",) and len(parts) > 1:
-        return ".".join(map(str, ("columns", list(given["columns"])[int(parts[1])], *parts[2:])))
-    return ".".join(map(str, parts)) or "it"
+        faults = []
+        for error in failure.errors():
+            where = list(error["loc"])
+            if where[:1] == ["columns"] and len(where) > 1:  # a column's name, not its number
+                where[1] = list(given["columns"])[int(where[1])]
+            place = ".".join(map(str, where)) or "it"
+            faults.append(f"{origin}: {place}: {error['msg'].removeprefix('Value error, ')}.")
+        raise InputError(faults) from failure
 
 
 def draft(
@@ -162,12 +156,12 @@ def draft(
         label: the column to predict, if it is known.
         drop: columns that are not used.
     """
-    from jinja2 import Environment, PackageLoader  # noqa: PLC0415  (only drafts need it)
+    from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 
-    loader = PackageLoader("dpmac_cli.data", "")
-    environment = Environment(loader=loader, trim_blocks=True)  # noqa: S701  (YAML)
+    text = Path(__file__).with_name("schema.yaml.jinja").read_text("utf-8")
+    template: Template = Template(text, trim_blocks=True)
     used = {_quoted(name): n for name, n in numeric.items() if name not in (label, *drop)}
-    return environment.get_template("schema.yaml.jinja").render(
+    return template.render(
         file=file.name, label=label and _quoted(label), columns=used, drop=map(_quoted, drop)
     )
 

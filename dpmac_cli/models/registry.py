@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpmac_cli.storage.catalogue import catalogue
+from dpmac_cli.storage.files import catalogue
 
 HERE = Path(__file__).parent
 

@@ -30,11 +30,10 @@ def whole(path: Path) -> RowFile | None:
     try:
         if path.stat().st_uid != os.geteuid():
             return None
-        file = RowFile(path)
         os.utime(path)
+        return RowFile(path)
     except (OSError, ValueError, KeyError):
         return None
-    return file
 
 
 def kept_file(

@@ -1,4 +1,4 @@
-"""Atomic writes, JSON lines and CSV."""
+"""Atomic writes, JSON lines, CSV, and catalogues in TOML."""
 
 import contextlib
 import csv
@@ -6,9 +6,14 @@ import io
 import json
 import os
 import tempfile
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+Kind = TypeVar("Kind")
 
 #: Suffix of a file that is being written.
 PART = ".part"
@@ -79,3 +84,9 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def catalogue(kind: type[Kind], file: Path) -> Mapping[str, Kind]:
+    """Return the entries of a TOML file by name, each as a dataclass of a kind."""
+    entries = tomllib.loads(file.read_text("utf-8"))
+    return TypeAdapter(dict[str, kind]).validate_python(entries)  # type: ignore[valid-type]

@@ -39,7 +39,7 @@ class RowFile:
         writable: whether rows will be written.
 
     Attributes:
-        shape: of a row. dtype: of its values.
+        shape: of a row. dtype: of its values. nbytes: of all rows.
 
     Raises:
         OSError: the file cannot be opened.
@@ -56,6 +56,8 @@ class RowFile:
         self.shape, self.dtype = tuple(head["shape"]), np.dtype(head["dtype"])
         self._rows: int = head["rows"]
         self._size: int = prod(self.shape) * self.dtype.itemsize
+        self.nbytes = self._rows * self._size
+        self._end = HEADER + self.nbytes + self._rows * CHECKSUM  # where notes begin
         self.checksums = self._read_checksums()
 
     def __len__(self) -> int:
@@ -63,11 +65,6 @@ class RowFile:
 
     def __reduce__(self) -> tuple[type["RowFile"], tuple[Path]]:
         return RowFile, (self.path,)  # another process opens it by itself
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self._rows * self._size
 
     def _read_checksums(self) -> NDArray[np.uint8]:
         """Return the checksums on the disk, shape (rows, 32)."""
@@ -105,14 +102,13 @@ class RowFile:
 
     def notes(self) -> Any:
         """Return the notes that the file was finished with."""
-        end = HEADER + self.nbytes + self._rows * CHECKSUM
-        return json.loads(os.pread(self._handle, os.fstat(self._handle).st_size - end, end))
+        size = os.fstat(self._handle).st_size - self._end
+        return json.loads(os.pread(self._handle, size, self._end))
 
     def finish(self, path: Path, notes: Mapping[str, Any]) -> None:
         """Add notes, sync the file to the disk and rename it. Raises OSError, naming the file."""
         with naming(self.path):
-            end = HEADER + self.nbytes + self._rows * CHECKSUM
-            os.pwrite(self._handle, json.dumps(notes).encode(), end)
+            os.pwrite(self._handle, json.dumps(notes).encode(), self._end)
             os.fsync(self._handle)
             os.replace(self.path, path)
 
