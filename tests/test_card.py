@@ -21,7 +21,7 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.model_card import model_card
+from dpmac_cli.runs.report import model_card
 from dpmac_cli.runs.publish import load_model, save_model
 from dpmac_cli.runs.report import public_facts, sampling_error
 from dpmac_cli.runs.session import Finished

@@ -167,7 +167,7 @@ def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[
     comparison = collect(grid, failures)
     document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
     texts = {JSON: document, CSV: tables.as_csv(comparison), MARKDOWN: text}
-    folder.unseal(out)
+    (out / folder.SUMS).unlink(missing_ok=True)
     for name, content in texts.items():
         files.write_atomically(out / name, content.encode())
     folder.seal(out, texts)

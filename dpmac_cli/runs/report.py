@@ -1,4 +1,4 @@
-"""The report of a run, as versioned JSON. Holds public and post-noise values only."""
+"""The report of a run, as versioned JSON and as a model card: public and post-noise values only."""
 
 import math
 import platform
@@ -9,6 +9,9 @@ from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any, Literal
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from torch import nn
 
 from dpmac_cli.accounting import accountants as accounting
 from dpmac_cli.accounting import samplers, statements
@@ -227,3 +230,39 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
+    """Return the model card of a run, as Markdown; names of layers of the model become code."""
+    environment = Environment(  # noqa: S701  (Markdown)
+        loader=PackageLoader("dpmac_cli.runs", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    shown = {"fmt": format, "epsilon": statements.format_epsilon, "as_code": _as_code}
+    environment.filters |= shown
+    return environment.get_template("model_card.md.jinja").render(
+        report,
+        network=model,
+        plain=_is_plain(model),
+        recipe_defaults=RECIPE_DEFAULTS,
+        neighbours=statements.NEIGHBOURS,
+        no_privacy=statements.NO_PRIVACY,
+        infinity=math.inf,
+    )
+
+
+def _as_code(name: str) -> str:
+    """Return a name as code in a cell of a table."""
+    cell = name.replace("|", "\\|")
+    return f"`` {cell} ``" if "`" in name else f"`{cell}`"
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Return whether a network is a sequence of torch's own layers."""
+    return type(model) is nn.Sequential and all(
+        type(layer).__module__.startswith("torch.nn.") and not list(layer.children())
+        for layer in model.children()
+    )

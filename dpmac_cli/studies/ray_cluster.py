@@ -9,7 +9,7 @@ from typing import Any
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.studies.executor import Executor, LostError, Result
+from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.local import train_job
 
 #: No usage statistics are sent. Read when ray is imported.
@@ -91,9 +91,9 @@ class Tasks(Executor):
         try:
             result: Result | None = ray.get(job) if ray.wait([job], timeout=0)[0] else None
         except RayTaskError as failure:
-            raise LostError(str(failure).strip().rpartition("\n")[2]) from failure
+            return str(failure).strip().rpartition("\n")[2], None
         except RayError as failure:
-            raise LostError(type(failure).__name__) from failure
+            return type(failure).__name__, None
         return result
 
     def _cancel(self, job: Any) -> None:

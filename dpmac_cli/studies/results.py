@@ -13,7 +13,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
-from dpmac_cli.runs.recount import events_of
+from dpmac_cli.runs.report_file import events_of
 from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
 
 #: Settings that tell no run from another.
@@ -52,11 +52,6 @@ class Cell:
     scores: tuple[Score, ...]
     failures: Mapping[int, str]
     standing: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the row."""
-        return row_name(self.labels)
 
     @property
     def values(self) -> dict[int, float]:
@@ -148,9 +143,8 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
 
 def finished_report(run: Run) -> dict[str, Any] | None:
     """Return a run's report, if it and the metrics are intact and the run took all its steps."""
-    if not folder.vouched(run.folder, folder.METRICS):
-        return None
-    if folder.reported_steps(run.folder) < run.plan.steps:
+    taken = folder.reported_steps(run.folder)
+    if taken < run.plan.steps or not folder.vouched(run.folder, folder.METRICS):
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
     return report if report.get("state") == "finished" else None
@@ -204,7 +198,7 @@ def standing_of(cells: Sequence[Cell]) -> list[str]:
 
 def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     """Return the p-value of a paired t-test over common seeds; 1 if there are fewer than two."""
-    from scipy.stats import ttest_rel  # noqa: PLC0415  (a second to import)
+    from scipy.stats import ttest_1samp  # noqa: PLC0415  (a second to import)
 
     seeds = sorted(one.keys() & other.keys())
     if len(seeds) < 2:
@@ -212,8 +206,7 @@ def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> floa
     differences = [one[seed] - other[seed] for seed in seeds]
     if stdev(differences) < LEAST_SPREAD:  # of counts: equal differences are a chance
         return 1.0
-    result = ttest_rel([one[seed] for seed in seeds], [other[seed] for seed in seeds])
-    return float(result.pvalue)
+    return float(ttest_1samp(differences, 0.0).pvalue)
 
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:

@@ -16,7 +16,7 @@ from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError
-from dpmac_cli.studies.executor import Executor, LostError, Result
+from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.local import train_job
 
 #: sbatch options that say which GPUs a job gets.
@@ -76,7 +76,7 @@ class Array(Executor):
         try:
             result: Result | None = job.result() if job.done() else None
         except UncompletedJobError:
-            raise LostError(f"job {job.job_id}, see {self._where}") from None
+            return f"job {job.job_id}, see {self._where}", None
         return result
 
     def _cancel(self, job: Any) -> None:

@@ -600,7 +600,6 @@ SPOILT: Mapping[str, Change] = {
     "rate above 1": lambda privacy: privacy["events"][0].update(sampling_rate=1.5),
     "unknown sampler": lambda privacy: privacy["events"][0].update(sampler="dice"),
     "sampler of a list": lambda privacy: privacy["events"][0].update(sampler=[]),
-    "a sampler that is gone": lambda privacy: privacy["events"][0].update(sampler="shuffle"),
     "delta of 1": lambda privacy: privacy.update(delta=1),
     "delta of nothing": lambda privacy: privacy.update(delta=0),
     "no delta for noise": lambda privacy: privacy.update(delta=None),
