@@ -1,15 +1,42 @@
-"""Privacy events: what a training run did to its records."""
+"""Privacy events: what a training run did to its records, and how it drew its batches."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpmac_cli.accounting.samplers import SAMPLERS, Sampling
 from dpmac_cli.errors import InputError
 
 #: Smaller rates are priced as this one, which costs more: the arithmetic of privacy losses fails.
 LEAST_RATE = 1e-6
+#: Adjacency of every privacy cost: neighbours differ by one record.
+ADJACENCY = "add-or-remove-one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """A way to draw batches: one line for help, and what its steps are called.
+
+    ``once_an_epoch``: a record is in one batch of each epoch, which is then priced as one Gaussian
+    mechanism without amplification.
+    """
+
+    summary: str
+    done: str
+    once_an_epoch: bool = False
+
+
+SAMPLERS: Mapping[str, Sampling] = {
+    "poisson": Sampling(
+        summary="each record is in each step independently with probability B/n",
+        done="Poisson-sampled",
+    ),
+    "balls-in-bins": Sampling(
+        summary="each record goes to one of an epoch's batches, independently",
+        done="balls-in-bins",
+        once_an_epoch=True,
+    ),
+}
 
 
 @dataclass(frozen=True)

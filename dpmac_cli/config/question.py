@@ -12,9 +12,8 @@ from pydantic import BeforeValidator, Field
 from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
-from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.checks import delta_note
 from dpmac_cli.config.given import Given, validated
 from dpmac_cli.config.settings import (

@@ -14,7 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import nn
 
 from dpmac_cli.accounting import accountants as accounting
-from dpmac_cli.accounting import samplers, statements
+from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name, metric_key
 from dpmac_cli.data.schema import Source, listed
@@ -63,7 +64,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "steps": sum(event.steps for event in events),
         "events": [vars(event) for event in events],
         "abandoned": [vars(event) for event in spent.abandoned],
-        "adjacency": samplers.ADJACENCY if private else None,
+        "adjacency": ADJACENCY if private else None,
         "accountant": accounting.ACCOUNTANTS[accounting.DEFAULT_ACCOUNTANT] if private else None,
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
         "seed_policy": {"given": spent.seeded, "statement": seeds},

@@ -23,9 +23,8 @@ from pydantic import (
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
-from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import Probability
 from dpmac_cli.errors import InputError

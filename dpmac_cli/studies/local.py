@@ -98,16 +98,10 @@ def default_jobs(device: str) -> int:
 
 
 def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
-    """Load every data set once, into memory that processes share."""
-    shared = {}
-    for plan in plans:
-        if plan.data not in shared:
-            data = load_data(plan.data, plan.data_dir, torch.device("cpu"), facts=plan.facts)
-            for kept in (*vars(data.train).values(), *vars(data.test).values()):
-                if isinstance(kept, torch.Tensor) and kept.device.type == "cpu":
-                    kept.share_memory_()  # type: ignore[no-untyped-call]
-            shared[plan.data] = data
-    return shared
+    """Load every data set once. torch shares the memory of tensors that it sends to processes."""
+    cpu = torch.device("cpu")
+    by_data = {plan.data: plan for plan in plans}.values()
+    return {p.data: load_data(p.data, p.data_dir, cpu, facts=p.facts) for p in by_data}
 
 
 @dataclass

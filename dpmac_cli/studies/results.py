@@ -14,10 +14,8 @@ from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.report_file import events_of
-from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
+from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
 
-#: Settings that tell no run from another.
-ASIDE = ("device", "secure", "dataset", "metric")
 #: Smaller differences are rounding errors, and leave a t-test without spread.
 LEAST_SPREAD = 1e-9
 #: Probability of calling a difference real that is not, over a whole column.
@@ -156,7 +154,7 @@ def was_changed(run: Run) -> bool:
         kept, asked = folder.settings(run.folder), run.plan.recorded
     except folder.BROKEN:
         return False  # there is none, or it is damaged, which is handled elsewhere
-    both = (kept.keys() & asked.keys()) - set(ASIDE)  # an earlier version has fewer
+    both = (kept.keys() & asked.keys()) - {*ASIDE, "dataset"}  # an earlier version has fewer
     longer = folder.reported_steps(run.folder) > run.plan.steps
     return longer or any(kept[name] != asked[name] for name in both)
 

@@ -16,8 +16,7 @@ from rich.console import Console
 from typer.testing import Result
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.runs import train as run
