@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,8 +23,8 @@ from dpmac_cli.data.schema import TABLES
 from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.errors import InputError
+from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.runs.publish import load_model, read_facts
 from dpmac_cli.runs.report_file import Facts
 from dpmac_cli.storage.files import PRIVATE_MODE, write_atomically
@@ -153,8 +152,8 @@ def _records(
 ) -> _Records:
     """Return new records; faults of images join ``faults`` when they are decoded."""
     settings: Mapping[str, Any] = {}
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        settings = dict(yaml.safe_load((file.parent / CONFIG).read_text(encoding="utf-8")))
+    with suppress(*folder.BROKEN):
+        settings = folder.settings(file.parent)
     if isinstance(data, np.ndarray):
         path, kind = Path("the array"), ".npz"
     else:

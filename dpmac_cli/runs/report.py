@@ -38,10 +38,8 @@ TEXTS: Any = SimpleNamespace(
 def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     """Return the guarantee of a run, all parts counted but not the attempts that it replaces.
 
-    The event of ``spent`` is as planned.
-
-    Null are ``noise_multiplier`` and ``sampling_rate`` where parts differ, and what a run without
-    privacy does not have.
+    The event of ``spent`` is as planned. ``noise_multiplier`` and ``sampling_rate`` are null where
+    parts differ.
     """
     events, private = spent.events, plan.private
     epsilon = accounting.total_epsilon(events, plan.delta)

@@ -208,12 +208,9 @@ def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> 
     Raises:
         InputError: there is no report of ours, or a flag does not fit it.
     """
-    foreign = [name for name in given if name not in BESIDE_A_RUN]
-    errors = list(found)
-    errors += [
-        f"--{n} contradicts {path}, which says what was done: leave it out." for n in foreign
-    ]
-    typed = question.parse({n: given[n] for n in given if n not in foreign}, errors)
+    why = f"contradicts {path}, which says what was done: leave it out."
+    errors = [*found, *(f"--{name} {why}" for name in given if name not in BESIDE_A_RUN)]
+    typed = question.parse({n: given[n] for n in BESIDE_A_RUN if n in given}, errors)
     if errors:
         raise InputError(errors)
     report = read_report(path)
@@ -234,11 +231,8 @@ def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]
     nor ledger can be read.
     """
     found = ledger.read(run)
-    if (
-        found is not None
-        and (run / folder.SUMS).exists()
-        and not folder.vouched(run, folder.REPORT)
-    ):
+    there = (run / folder.SUMS).exists()
+    if found is not None and there and not folder.vouched(run, folder.REPORT):
         # The report is damaged, or from before the run was resumed.
         return (*(found.abandoned if attempts else ()), *found.earlier, found.event)
     return read_report(run).training_events(attempts=attempts)

@@ -200,10 +200,9 @@ def _session(
 
 
 def affordable(plan: TrainPlan, steps: int, earlier: Sequence[TrainingEvent]) -> int:
-    """Return how many of ``steps`` --max-epsilon pays for, after what was done ``earlier``.
+    """Return how many of ``steps`` --max-epsilon pays for after ``earlier``.
 
-    Raises:
-        BudgetError: none.
+    Raises BudgetError if it pays for none.
     """
     event = plan.event_of(steps)
     if plan.max_epsilon == float("inf"):

@@ -14,7 +14,7 @@ from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.report_file import events_of
-from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
+from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run
 
 #: Smaller differences are rounding errors, and leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -85,24 +85,6 @@ class Comparison:
     grid: Grid
     cells: tuple[Cell, ...]
     epsilon: float
-
-    @property
-    def rows(self) -> list[tuple[str, list[Cell | None]]]:
-        """Names and cells, one cell per entry of :attr:`columns`."""
-        by_place = {(cell.labels, cell.column): cell for cell in self.cells}
-        return [
-            (row_name(labels), [by_place.get((labels, column)) for column in self.columns])
-            for labels in dict.fromkeys(cell.labels for cell in self.cells)
-        ]
-
-    @property
-    def columns(self) -> list[float]:
-        """Values of the column setting, in the order given."""
-        return list(dict.fromkeys(cell.column for cell in self.cells))
-
-    def epsilon_of(self, column: float) -> float:
-        """Return the epsilon of one run in a column: the largest, where its rows differ."""
-        return max(cell.epsilon for cell in self.cells if cell.column == column)
 
 
 def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
