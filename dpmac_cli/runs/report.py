@@ -24,6 +24,7 @@ from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.training.metrics import shown
 
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
@@ -53,8 +54,8 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         seeds = drawn = TEXTS.no_secrets
     return {
         "private": private,
-        "epsilon": _finite(epsilon),
-        "epsilon_planned": _finite(planned),
+        "epsilon": shown(epsilon),
+        "epsilon_planned": shown(planned),
         "delta": plan.delta if private else None,
         "noise_multiplier": statements.common(event.noise_multiplier for event in events),
         "sampler": plan.event.sampler,
@@ -216,19 +217,15 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
-        "epsilon": _finite(epsilon),
+        "epsilon": shown(epsilon),
         "delta": plan.delta if plan.private else None,
         "test_accuracy": evaluated.result.accuracy,
-        metric_key(plan.metric): _finite(evaluated.result.metric(plan.metric)),
-        "test_loss": _finite(evaluated.result.loss),
+        metric_key(plan.metric): shown(evaluated.result.metric(plan.metric)),
+        "test_loss": shown(evaluated.result.loss),
         "test_samples": evaluated.result.samples,
         "seconds": round(evaluated.seconds, 3),
         **evaluated.public,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
@@ -240,8 +237,8 @@ def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    shown = {"fmt": format, "epsilon": statements.format_epsilon, "as_code": _as_code}
-    environment.filters |= shown
+    filters = {"fmt": format, "epsilon": statements.format_epsilon, "as_code": _as_code}
+    environment.filters |= filters
     return environment.get_template("model_card.md.jinja").render(
         report,
         network=model,

@@ -15,8 +15,8 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs import checkpoint, folder, ledger
+from dpmac_cli.runs.checkpoint import Inherited, check_given, check_same, inherited
 from dpmac_cli.runs.environment import choose_device, differences, environment, repeatable
-from dpmac_cli.runs.inherited import Inherited, check_given, check_same, inherited
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
 from dpmac_cli.runs.setup import keys_of, make_task, make_trainer

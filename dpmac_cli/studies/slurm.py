@@ -38,7 +38,6 @@ class Array(Executor):
     """Executor whose runs are an array of jobs, which SLURM queues itself.
 
     Args:
-        plans: of all runs, each with its ``out``.
         jobs: at a time; None for as many as SLURM lets run.
         where: folder for what the jobs print and are told; made when the first starts.
         sbatch: options of a job, by sbatch's names.
