@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.config.resolve import resolve

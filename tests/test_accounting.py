@@ -28,9 +28,8 @@ from dpmac_cli.accounting.accountants import (
     repeat_and_select,
     total_epsilon,
 )
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
-from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.accounting.statements import format_epsilon, statement
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError

@@ -18,7 +18,8 @@ WIDTH = 1e-3
 
 def lognormal(normal: Floats | float, sigma: float) -> Floats:
     """The likelihood ratio of a step without the record, of a standard normal draw."""
-    return np.exp(np.asarray(normal) / sigma - 0.5 / sigma**2)
+    ratio: Floats = np.exp(np.asarray(normal) / sigma - 0.5 / sigma**2)
+    return ratio
 
 
 def call(strike: Floats | float, sigma: float) -> Floats:
@@ -42,7 +43,8 @@ def expected(steps: int, strike: float, sigma: float) -> float:
     kink = sigma * math.log(strike) + 0.5 / sigma if strike > 0 else 0.0
     points = sorted({-9.0, min(9.0, max(-9.0, kink)), 9.0})
     pieces = itertools.pairwise(points)
-    return sum(integrate.quad(inner, a, b, epsabs=1e-10, epsrel=1e-8)[0] for a, b in pieces)
+    parts = (integrate.quad(inner, a, b, epsabs=1e-10, epsrel=1e-8)[0] for a, b in pieces)
+    return float(sum(parts))
 
 
 @pytest.mark.privacy

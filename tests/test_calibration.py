@@ -15,8 +15,7 @@ from dpmac_cli.accounting.calibration import (
     largest_batch,
     longest_run,
 )
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import BudgetError, InputError
 

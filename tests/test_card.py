@@ -12,7 +12,7 @@ import torch
 from scipy.stats import binomtest
 from torch import Tensor
 
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
@@ -21,9 +21,8 @@ from dpmac_cli.models.build import build_model
 from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as run
-from dpmac_cli.runs.model_card import model_card
 from dpmac_cli.runs.publish import load_model, save_model
-from dpmac_cli.runs.report import public_facts, sampling_error
+from dpmac_cli.runs.report import model_card, public_facts, sampling_error
 from dpmac_cli.runs.session import Finished
 from dpmac_cli.runs.setup import Task
 from tests.digits_runs import SEED, digits_config, train_digits, train_events

@@ -12,8 +12,7 @@ import pytest
 from scipy import stats
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.runs import train as run
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import plan

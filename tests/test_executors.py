@@ -24,7 +24,7 @@ from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import executor
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.choice import Choice
-from dpmac_cli.studies.executor import Died, Ended, Executor, Moved, RunEvent, carry_out
+from dpmac_cli.studies.executor import Ended, Executor, Moved, RunEvent, carry_out
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.local import Pool, share_data, train_run
 from dpmac_cli.studies.results import collect, finished_report
@@ -293,7 +293,7 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
 class Scripted(Executor):
     """An executor whose runs end as they are told to."""
 
-    def __init__(self, plans: Sequence[TrainPlan], *ends: Ended | Died | Moved) -> None:
+    def __init__(self, plans: Sequence[TrainPlan], *ends: RunEvent) -> None:
         super().__init__(plans, slots=2)
         self.ends, self.started = list(ends), list[int]()
 
@@ -309,7 +309,7 @@ class Scripted(Executor):
     def start(self, numbers: Sequence[int]) -> None:
         self.started += numbers
 
-    def poll(self) -> Iterator[RunEvent | Died]:
+    def poll(self) -> Iterator[RunEvent]:
         yield self.ends.pop(0)
 
     def ask_to_stop(self) -> None:
@@ -321,7 +321,9 @@ class Scripted(Executor):
 
 def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) -> None:
     configs = [run.plan for run in grid_in(tmp_path, seeds="2", epochs="1").runs]
-    dies = Scripted(configs, *(Died(number, "signal 9") for number in (0, 1, 1, 0, 0, 1)))
+    dies = Scripted(
+        configs, *(Ended(number, "signal 9", again=True) for number in (0, 1, 1, 0, 0, 1))
+    )
     ended = list(carry_out(dies, [0, 1], never))
     assert dies.started == [0, 1, 0, 1, 1, 0]
     assert [event.again for event in ended if isinstance(event, Ended)] == [True] * 4 + [False] * 2
@@ -332,7 +334,7 @@ def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) 
 def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
     configs = [run.plan for run in grid_in(tmp_path, epochs="1").runs]
     answers = iter([False, True])
-    asked = Scripted(configs, Moved(0, 1, 9, None), Died(1, "cancelled"), Ended(0))
+    asked = Scripted(configs, Moved(0, 1, 9, None), Ended(1, "cancelled", again=True), Ended(0))
     ended = list(carry_out(asked, [0, 1, 2], lambda: next(answers)))
     assert asked.started == [0, 1, -1]
     assert ended[1:] == [Ended(1), Ended(0)]
@@ -342,7 +344,9 @@ def test_a_process_killed_after_its_run_was_finished_is_no_failure(tmp_path: Pat
     grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
     config = grid.runs[0].plan
     assert train_run(config, None, never) == (None, config.steps)
-    assert list(carry_out(Scripted([config], Died(0, "job 7_0")), [0], never)) == [Ended(0)]
+    assert list(carry_out(Scripted([config], Ended(0, "job 7_0", again=True)), [0], never)) == [
+        Ended(0)
+    ]
 
 
 def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_sha256sum_checks_what_was_sealed(tmp_path: Path) -> None:
         assert folder.vouched(tmp_path, name) is False
         (tmp_path / name).unlink()
         assert folder.vouched(tmp_path, name) is False
-    folder.unseal(tmp_path)
+    (tmp_path / folder.SUMS).unlink()
     assert folder.vouched(tmp_path, folder.REPORT) is None
 
 

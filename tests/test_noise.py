@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import (
     STREAMS,

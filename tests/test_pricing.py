@@ -10,9 +10,8 @@ import pytest
 
 from dpmac_cli.accounting import pricing
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row
-from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config import question
 from dpmac_cli.config.question import Question, answer, ask

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS

@@ -69,12 +69,8 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         "privacy.events.0.steps: ",
         lambda v: v["privacy"]["events"][0].update(steps=True),
     ),
-    "a sampler that is gone": (
-        "privacy.events.0.sampler: fixed-size sampling is no longer supported",
-        lambda v: v["privacy"]["events"][0].update(sampler="fixed-size"),
-    ),
     "unknown sampler": (
-        "privacy.events.0.sampler: ",
+        "privacy.events.0.sampler: Input should be 'poisson', 'random-allocation' or 'balls-in-bins'",
         lambda v: v["privacy"]["events"][0].update(sampler="dice"),
     ),
     "event with another key": (

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.errors import DivergedError, InputError
 from dpmac_cli.randomness.keystream import STREAMS

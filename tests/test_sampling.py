@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from scipy.stats import binom, chisquare, kstest
 
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler, SecureDraws

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.runs.train import finish, fork, train

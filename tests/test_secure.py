@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp import mechanism

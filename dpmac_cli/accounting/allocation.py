@@ -77,7 +77,7 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     ratios = likelihood_ratios(steps, noise_multiplier)
     largest = 10 / noise_multiplier + 0.5 / noise_multiplier**2  # 10 standard deviations off
     most = math.ceil(largest / width)
-    epsilons = width * np.arange(-most, most + 1)
+    epsilons: Floats = width * np.arange(-most, most + 1, dtype=np.float64)
     plain = _gaussian_deltas(noise_multiplier, epsilons)
     parts = (
         _convex(np.exp(epsilons), np.minimum(plain, bound)) for bound in ratios.deltas(epsilons)
@@ -131,7 +131,8 @@ def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, fl
     def between(bounds: Floats) -> Floats:
         lower = np.diff(stats.norm.cdf(bounds), prepend=0.0)
         upper = -np.diff(stats.norm.sf(bounds), prepend=1.0)  # exact where the other is not
-        return np.where(bounds < 0, lower, upper)
+        masses: Floats = np.where(bounds < 0, lower, upper)
+        return masses
 
     mass, moment = (
         between(normal),

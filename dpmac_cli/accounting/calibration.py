@@ -78,10 +78,7 @@ def check_within_reach(least: float, delta: float) -> None:
 
 
 def affordable_steps(
-    event: TrainingEvent,
-    delta: float,
-    budget: float,
-    earlier: Sequence[TrainingEvent] = (),
+    event: TrainingEvent, delta: float, budget: float, earlier: Sequence[TrainingEvent] = ()
 ) -> int:
     """Return the largest T <= event.steps at which ``earlier`` and T steps cost at most budget."""
 

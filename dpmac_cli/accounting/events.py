@@ -1,15 +1,44 @@
-"""Privacy events: what a training run did to its records."""
+"""Privacy events: what a training run did to its records, and how it drew its batches."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpmac_cli.accounting.samplers import ALIASES, SAMPLERS, Sampling
 from dpmac_cli.errors import InputError
 
 #: Smaller rates are priced as this one, which costs more: the arithmetic of privacy losses fails.
 LEAST_RATE = 1e-6
+#: Adjacency of every privacy cost: neighbours differ by one record.
+ADJACENCY = "add-or-remove-one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """A way to draw batches: one line for help, and what its steps are called.
+
+    ``once_an_epoch``: a record is in exactly one batch of each epoch. An epoch that has begun is
+    then priced as a whole.
+    """
+
+    summary: str
+    done: str
+    once_an_epoch: bool = False
+
+
+SAMPLERS: Mapping[str, Sampling] = {
+    "poisson": Sampling(
+        summary="each record is in each step independently with probability B/n",
+        done="Poisson-sampled",
+    ),
+    "random-allocation": Sampling(
+        summary="each record goes to one of an epoch's batches, independently",
+        done="randomly allocated",
+        once_an_epoch=True,
+    ),
+}
+#: Earlier names, which are still read.
+ALIASES: Mapping[str, str] = {"balls-in-bins": "random-allocation"}
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from dpmac_cli.accounting.accountants import (
-    COARSE,
-    choose_accountant,
-    total_epsilon,
-)
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.samplers import ADJACENCY
+from dpmac_cli.accounting.accountants import COARSE, choose_accountant, total_epsilon
+from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
 from dpmac_cli.accounting.statements import common, statement
 
 
@@ -43,17 +38,10 @@ class Row:
     solved: str | None = None
 
 
-def price(
-    events: tuple[TrainingEvent, ...],
-    delta: float,
-    accountant: str | None = None,
-) -> Row:
-    """Return what some trainings on the same records cost together.
+def price(events: tuple[TrainingEvent, ...], delta: float, accountant: str | None = None) -> Row:
+    """Return what one or more trainings on the same records cost together.
 
-    Args:
-        events: at least one.
-        delta: in (0, 1).
-        accountant: see :func:`dpmac_cli.accounting.accountants.total_epsilon`.
+    Arguments are those of :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
     """
     epsilon = total_epsilon(events, delta, accountant)
     last = events[-1]
@@ -105,10 +93,9 @@ def epsilon_schedule(
 
     Args:
         event: the whole run, from the first step that is drawn with its keys.
-        delta: in (0, 1).
+        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
         epoch: steps of an epoch; points fall on the ends of epochs where their number allows.
         earlier: what else was done with the records before or beside.
-        accountant: see :func:`total_epsilon`.
     """
     end = total_epsilon((*earlier, event), delta, accountant)
     if event.steps == 0 or math.isinf(end):

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from dpmac_cli.accounting.events import TrainingEvent, merged
-from dpmac_cli.accounting.samplers import ADJACENCY
+from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent, merged
 
 PLD_ENDS = (
     "Privacy loss distributions end near a delta of 1e-14: ask for a larger delta, or price by "

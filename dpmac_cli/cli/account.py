@@ -19,7 +19,7 @@ from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.runs.recount import Recount, recount
+from dpmac_cli.runs.report_file import Recount, recount
 from dpmac_cli.storage.files import to_csv, to_json
 
 #: Columns of --csv, and keys of a row of --json, in this order.

@@ -127,7 +127,7 @@ def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[
     document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
     csv = tables.as_csv(comparison)
     texts = {"compare.json": document, "compare.csv": csv, "compare.md": text}
-    folder.unseal(out)
+    (out / folder.SUMS).unlink(missing_ok=True)
     for name, content in texts.items():
         files.write_atomically(out / name, content.encode())
     folder.seal(out, texts)

@@ -112,7 +112,7 @@ def predict(
 def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
     """Print what a model scores, and draw it if asked."""
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.runs.figure import draw_evaluation  # noqa: PLC0415  (loads numpy)
+    from dpmac_cli.runs.scoring import draw_evaluation  # noqa: PLC0415  (loads torch)
     from dpmac_cli.training import metrics  # noqa: PLC0415  (loads numpy)
 
     result, card = scored.result, scored.path.with_name(CARD)

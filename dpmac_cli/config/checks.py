@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS, flag_name

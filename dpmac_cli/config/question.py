@@ -9,9 +9,8 @@ from typing import Any
 from dpmac_cli.accounting import calibration
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
-from dpmac_cli.accounting.samplers import SAMPLERS
 from dpmac_cli.config.checks import delta_note
 from dpmac_cli.config.given import Given, validated
 from dpmac_cli.config.settings import read_table
@@ -29,7 +28,7 @@ FLAGS = read_table(
     {
         "dataset": {"choices": tuple(DATASETS)},
         "solve": {"choices": tuple(NEEDS)},
-        "sampler": {"choices": tuple(SAMPLERS)},
+        "sampler": {"choices": tuple(SAMPLERS), "renamed": ALIASES},
         "accountant": {"choices": (*ACCOUNTANTS, "all")},
     },
 )

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import ALIASES, SAMPLERS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import STANDARDS, TABLES
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -46,7 +46,7 @@ DETAILS: Mapping[str, Mapping[str, Any]] = {
     "backbone": {"choices": tuple(BACKBONES)},
     "train": {"choices": tuple(PARTS)},
     "standardise": {"choices": tuple(STANDARDS)},
-    "sampler": {"choices": tuple(SAMPLERS)},
+    "sampler": {"choices": tuple(SAMPLERS), "renamed": ALIASES},
     "optimizer": {"choices": tuple(OPTIMIZERS)},
     "lr_schedule": {"choices": SCHEDULES},
     "augment": {"choices": AUGMENTS},
@@ -100,7 +100,7 @@ class Setting:
         several: whether several values may be given, with commas between.
         default: its value if it is not given; None where that depends on other settings.
         otherwise: that default in words; empty where nothing is done if it is not given.
-        choices: of a name.
+        choices: of a name. renamed: earlier names of choices, and what they are called now.
         besides: what may be given besides the choices: a test, and what it is in words.
         pattern: of other text, and what it stands for in words.
         recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
@@ -116,6 +116,7 @@ class Setting:
     default: Any = None
     otherwise: str = ""
     choices: Sequence[str] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
     besides: tuple[Callable[[str], bool], str] | None = None
     pattern: tuple[str, str] | None = None
     recorded: bool = True
@@ -155,6 +156,7 @@ class Setting:
         """Return a value, split where several may be given. Raises ValueError."""
         if not isinstance(value, str):
             return value
+        value = self.renamed.get(value, value)
         if self.several:
             return value.split(",")
         if self.kind is Path:

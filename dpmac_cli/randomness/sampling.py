@@ -70,7 +70,7 @@ class SecureDraws:
 
 
 class KeyedSampler:
-    """A sampler as :data:`dpmac_cli.accounting.samplers.SAMPLERS` prices it.
+    """A sampler as :data:`dpmac_cli.accounting.events.SAMPLERS` prices it.
 
     Args:
         name: a key of that table.

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run, enough to resume it exactly.
+"""Checkpoints: the whole state of a run, enough to resume it exactly; and what a session inherits.
 
 A checkpoint is one safetensors file: the tensors, and in its header a JSON record of everything
 else, the secret keys included. Whoever reads those can subtract the noise, so folder and files are
@@ -6,8 +6,8 @@ readable by their owner alone. Never pickle.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from dpmac_cli.config.settings import flag_name
+from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
+from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, ledger
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
@@ -32,6 +35,22 @@ back them up where others can read. The model to publish is model.safetensors, o
 #: Checkpoints kept: if the newest is damaged, the one before it serves.
 KEPT = 2
 VERSION = 5
+#: Fingerprints that may not change.
+_SAME = {
+    "data": "The records are not those",
+    "classes": "The names of the classes are not those",
+    "pretrained": "The file of public weights is not the one",
+    "constants": "The ranges low and high are not those",
+    "network": "The factory or the file of --model is not the one",
+    "features": "The features are not those",
+}
+#: Those of them that may change where noise is drawn with new keys.
+EXACT = ("constants", "network", "features")
+SPENT = "The privacy cost so far is for the original. Restore it, or start a new run."
+NOT_EXACTLY = (
+    "An exact resume repeats the noise, which must not be added to other gradients. Restore the "
+    "original; or fork the run, which draws new noise; or start a new run."
+)
 
 
 @dataclass(frozen=True)
@@ -116,3 +135,92 @@ def _load(path: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
     if sealed["sha256"] != digest(tensors, sealed["record"]):
         raise ValueError("its checksum does not match")
     return tensors, sealed["record"]
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """State at the beginning of a session.
+
+    Attributes:
+        saved: the checkpoint; None for a new run.
+        spent: by all sessions before; its event is the one that the session continues.
+        notes: for the person who runs it.
+        fresh_noise: why new keys are drawn; "" for those of the checkpoint.
+    """
+
+    saved: Checkpoint | None
+    spent: Spent
+    notes: tuple[str, ...] = ()
+    fresh_noise: str = ""
+
+    def with_new_keys(self, why: str) -> "Inherited":
+        """Return the same with new keys: steps that may have begun are an event of their own."""
+        assert self.saved is not None  # noqa: S101
+        step = self.saved.step
+        spent = replace(self.spent, earlier=self.spent.events, base=step, begun=step)
+        return replace(self, spent=spent, fresh_noise=why)
+
+
+def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
+    """Return what a session inherits from a run, charged by the largest of all witnesses."""
+    kept, found, step = saved.spent, ledger.read(run), saved.step
+    notes = [*notes, *(f"{name} is damaged; resuming from step {step}." for name in saved.damaged)]
+    same = found is not None and replace(found, begun=kept.begun) == kept
+    if found is not None and (same or len(found.earlier) > len(kept.earlier)):
+        shown = [line.get("step") for line in files.read_lines(run / folder.METRICS)]
+        steps = [step for step in shown if isinstance(step, int)]
+        begun = max(found.begun, step, folder.reported_steps(run), *steps)
+        spent = replace(found, begun=min(begun, found.end))
+    else:
+        spent = replace(kept, begun=kept.end)
+        notes.append(
+            f"{FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
+            f"many steps were taken: all {kept.event.steps} planned ones are charged."
+        )
+    return Inherited(saved=saved, spent=spent, notes=tuple(notes))
+
+
+def check_given(
+    run: Path,
+    recorded: Mapping[str, Any],
+    given: Mapping[str, Any],
+    flag: str,
+    fixed: Iterable[str],
+) -> None:
+    """Reject changes of ``fixed`` settings; your own dataset and model may have another path.
+
+    ``recorded`` has the settings of the run and ``given`` those typed beside ``flag``.
+    """
+    moved = set()
+    source, dataset, model = recorded["dataset"], given.get("dataset"), given.get("model")
+    if source not in DATASETS:
+        if dataset is None and not Path(source).exists():
+            remedy = "Put it back, or name its new place with --dataset."
+            if source.startswith("<"):
+                remedy = 'It was at hand in a program: give it as {"dataset": ...}.'
+            raise InputError(f"The run's data {source} is not where it was. {remedy}")
+        moved |= {"dataset"} if dataset not in DATASETS else set()
+    if isinstance(parse_model(recorded["model"]), UserModel):
+        if model is None or not isinstance(parse_model(str(model)), UserModel):
+            raise InputError(
+                f"{run} trains a model of your own, {recorded['model']}. No file makes dpmac run "
+                f"code, so name it again, if you trust it: {folder.resume_command(run, flag=flag)}"
+            )
+        moved.add("model")
+    for name in fixed:
+        value, typed = given.get(name), flag_name(name)
+        if name not in moved and value is not None and str(value) != str(recorded.get(typed)):
+            raise InputError(
+                f"--{typed} cannot change in a {flag[2:]}. Start a new run to change it."
+            )
+
+
+def check_same(now: Mapping[str, str], before: Mapping[str, str], *, exactly: bool) -> None:
+    """Reject other records (their number sets the rate), and in an exact resume other networks."""
+    others = [
+        f"{_SAME[of]} that the run began with. {NOT_EXACTLY if of in EXACT else SPENT}"
+        for of in _SAME
+        if (exactly or of not in EXACT) and now.get(of) != before.get(of)
+    ]
+    if others:
+        raise InputError(others)

@@ -59,11 +59,6 @@ def seal(where: Path, names: Iterable[str] = SEALED) -> None:
     write_atomically(where / SUMS, text.encode())
 
 
-def unseal(where: Path) -> None:
-    """Remove SHA256SUMS, so that its files may change. Raises OSError."""
-    (where / SUMS).unlink(missing_ok=True)
-
-
 def vouched(where: Path, name: str) -> bool | None:
     """Return whether a file matches SHA256SUMS; None if that does not list it. Raises OSError."""
     if not (where / SUMS).exists():

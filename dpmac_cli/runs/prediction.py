@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,8 +23,8 @@ from dpmac_cli.data.schema import TABLES
 from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.table_schema import TableSchema
 from dpmac_cli.errors import InputError
+from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
-from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.runs.publish import load_model, read_facts
 from dpmac_cli.runs.report_file import Facts
 from dpmac_cli.storage.files import PRIVATE_MODE, write_atomically
@@ -153,8 +152,8 @@ def _records(
 ) -> _Records:
     """Return new records; faults of images join ``faults`` when they are decoded."""
     settings: Mapping[str, Any] = {}
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        settings = dict(yaml.safe_load((file.parent / CONFIG).read_text(encoding="utf-8")))
+    with suppress(*folder.BROKEN):
+        settings = folder.settings(file.parent)
     if isinstance(data, np.ndarray):
         path, kind = Path("the array"), ".npz"
     else:
@@ -180,7 +179,7 @@ def _records(
     else:
         x = data if isinstance(data, np.ndarray) else read_npz(path, ("x",))["x"]
     try:
-        at = _rows(x, facts) if facts.levels == 1 else _arrays(x, facts, settings)
+        at = _arrays(x, facts, settings)
     except ValueError as fault:
         raise InputError(f"{path}: {fault}, not {x.dtype} of shape {x.shape}.") from fault
     return range(len(x)), at, ids
@@ -213,37 +212,31 @@ def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[
     return names, at, None
 
 
-def _rows(x: NDArray[Any], facts: Facts) -> Callable[[slice], NDArray[Any]]:
-    numbers = x.ndim in (2, 3, 4) and x.dtype.kind in ("fiu" if x.ndim == 2 else "f")
-    if not numbers or _channels_first(x[:1]).shape[1:] != facts.shape:
-        sides = "channels: {}, height: {}, width: {}".format(*facts.shape)
-        table = facts.shape[1:] == (1, 1)
-        raise ValueError(
-            f"x must be rows of {facts.shape[0]} numbers" if table else f"x must be floats, {sides}"
-        )
-    if not np.isfinite(x).all():
-        raise ValueError("x must be finite")
-    # Middle and half of each range.
-    mean, std = (np.array(ends).reshape(-1, 1, 1) for ends in (facts.mean, facts.std))
-
-    def at(some: slice) -> NDArray[Any]:
-        clipped: NDArray[Any] = np.clip(_channels_first(x[some]), mean - std, mean + std)
-        return clipped.astype(np.float32)
-
-    return at
-
-
 def _arrays(
     x: NDArray[Any], facts: Facts, settings: Mapping[str, Any]
 ) -> Callable[[slice], NDArray[Any]]:
-    shape = _channels_first(x[:1]).shape[1:] if x.ndim in (3, 4) else ()
-    resizes = "image-size" in settings and shape[:1] == facts.shape[:1]
-    if x.dtype != np.uint8 or not (resizes or shape == facts.shape):
-        sides = "channels: {}, height: {}, width: {}".format(*facts.shape)
-        raise ValueError(f"x must be images as uint8, with {sides}")
+    """Return how to read some images, or rows of numbers. Raises ValueError if they do not fit."""
+    images = facts.levels > 1
+    shape = _channels_first(x[:1]).shape[1:] if x.ndim in ((3, 4) if images else (2, 3, 4)) else ()
+    sides = "channels: {}, height: {}, width: {}".format(*facts.shape)
+    # Middle and half of each range.
+    mean, std = (np.array(ends).reshape(-1, 1, 1) for ends in (facts.mean, facts.std))
+    if images:
+        resizes = "image-size" in settings and shape[:1] == facts.shape[:1]
+        if x.dtype != np.uint8 or not (resizes or shape == facts.shape):
+            raise ValueError(f"x must be images as uint8, with {sides}")
+    elif shape != facts.shape or x.dtype.kind not in ("fiu" if x.ndim == 2 else "f"):
+        table = facts.shape[1:] == (1, 1)
+        wanted = f"rows of {facts.shape[0]} numbers" if table else f"floats, {sides}"
+        raise ValueError(f"x must be {wanted}")
+    elif not np.isfinite(x).all():
+        raise ValueError("x must be finite")
 
     def at(some: slice) -> NDArray[Any]:
-        images = _channels_first(x[some])
-        return images.copy() if shape == facts.shape else _resized(images, facts.shape[1])
+        part = _channels_first(x[some])
+        if not images:
+            clipped: NDArray[Any] = np.clip(part, mean - std, mean + std)
+            return clipped.astype(np.float32)
+        return part.copy() if shape == facts.shape else _resized(part, facts.shape[1])
 
     return at

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import registry
-from dpmac_cli.models.backbones import PublicBackbone
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
-from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.models.weights import (
     CHECKPOINT_HEADER,
     MODEL_HEADER,
@@ -107,15 +105,11 @@ def load_model(
     held = {"an image": f"{facts.shape}", **_forms(tensors)}
     if isinstance(reference, registry.BuiltIn):
         with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
-            shapes = build_network(reference.name, seen_by_network(described, features))
-            if features is not None:
-                frozen = (
-                    PublicBackbone(features, described)
-                    if isinstance(features, registry.Backbone)
-                    else nn.Identity()
-                )
-                shapes = FrozenFeatures(frozen, shapes, torch.float16)
-            _check_fit(misfit, held, wanted | _forms(published(shapes)))
+            network = build_network(reference.name, seen_by_network(described, features))
+        prefix = "" if features is None else "head."
+        of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
+        shapes = {f"{prefix}{name}": form for name, form in _forms(published(network)).items()}
+        _check_fit(misfit, of_network, wanted | shapes)
     part = "head" if facts.trained_part == "head" else "all"  # additions of LoRA were merged
     model = build_model(
         reference,

@@ -1,4 +1,4 @@
-"""The report of a run, as versioned JSON. Holds public and post-noise values only."""
+"""The report of a run, as versioned JSON and as a model card: public and post-noise values only."""
 
 import math
 import platform
@@ -10,8 +10,12 @@ from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from torch import nn
+
 from dpmac_cli.accounting import accountants as accounting
-from dpmac_cli.accounting import samplers, statements
+from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name, metric_key
 from dpmac_cli.data.schema import Source, listed
@@ -20,6 +24,7 @@ from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.training.loop import Evaluated
+from dpmac_cli.training.metrics import shown
 
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
@@ -34,10 +39,8 @@ TEXTS: Any = SimpleNamespace(
 def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     """Return the guarantee of a run, all parts counted but not the attempts that it replaces.
 
-    The event of ``spent`` is as planned.
-
-    Null are ``noise_multiplier`` and ``sampling_rate`` where parts differ, and what a run without
-    privacy does not have.
+    The event of ``spent`` is as planned. ``noise_multiplier`` and ``sampling_rate`` are null where
+    parts differ.
     """
     events, private = spent.events, plan.private
     epsilon = accounting.total_epsilon(events, plan.delta)
@@ -51,8 +54,8 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         seeds = drawn = TEXTS.no_secrets
     return {
         "private": private,
-        "epsilon": _finite(epsilon),
-        "epsilon_planned": _finite(planned),
+        "epsilon": shown(epsilon),
+        "epsilon_planned": shown(planned),
         "delta": plan.delta if private else None,
         "noise_multiplier": statements.common(event.noise_multiplier for event in events),
         "sampler": plan.event.sampler,
@@ -60,7 +63,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "steps": sum(event.steps for event in events),
         "events": [vars(event) for event in events],
         "abandoned": [vars(event) for event in spent.abandoned],
-        "adjacency": samplers.ADJACENCY if private else None,
+        "adjacency": ADJACENCY if private else None,
         "accountant": accounting.ACCOUNTANTS[accounting.DEFAULT_ACCOUNTANT] if private else None,
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
         "seed_policy": {"given": spent.seeded, "statement": seeds},
@@ -214,16 +217,48 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
-        "epsilon": _finite(epsilon),
+        "epsilon": shown(epsilon),
         "delta": plan.delta if plan.private else None,
         "test_accuracy": evaluated.result.accuracy,
-        metric_key(plan.metric): _finite(evaluated.result.metric(plan.metric)),
-        "test_loss": _finite(evaluated.result.loss),
+        metric_key(plan.metric): shown(evaluated.result.metric(plan.metric)),
+        "test_loss": shown(evaluated.result.loss),
         "test_samples": evaluated.result.samples,
         "seconds": round(evaluated.seconds, 3),
         **evaluated.public,
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
+    """Return the model card of a run, as Markdown; names of layers of the model become code."""
+    environment = Environment(  # noqa: S701  (Markdown)
+        loader=PackageLoader("dpmac_cli.runs", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    filters = {"fmt": format, "epsilon": statements.format_epsilon, "as_code": _as_code}
+    environment.filters |= filters
+    return environment.get_template("model_card.md.jinja").render(
+        report,
+        network=model,
+        plain=_is_plain(model),
+        recipe_defaults=RECIPE_DEFAULTS,
+        neighbours=statements.NEIGHBOURS,
+        no_privacy=statements.NO_PRIVACY,
+        infinity=math.inf,
+    )
+
+
+def _as_code(name: str) -> str:
+    """Return a name as code in a cell of a table."""
+    cell = name.replace("|", "\\|")
+    return f"`` {cell} ``" if "`" in name else f"`{cell}`"
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Return whether a network is a sequence of torch's own layers."""
+    return type(model) is nn.Sequential and all(
+        type(layer).__module__.startswith("torch.nn.") and not list(layer.children())
+        for layer in model.children()
+    )

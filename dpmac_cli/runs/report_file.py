@@ -1,9 +1,12 @@
-"""Pydantic models of the JSON files that dpmac reads back: reports, model headers, audits.
+"""Files of runs read back: reports, model headers, audits; and the epsilon of a report.
 
-They name the keys that are read; other keys are ignored. Strict: numbers are finite, and no value
-is converted to another type.
+Pydantic models name the keys that are read; other keys are ignored. Strict: numbers are finite, and
+no value is converted to another type. Loads no torch.
 """
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,19 +18,22 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
-from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.samplers import SAMPLERS
+from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.pricing import Row, price
+from dpmac_cli.config import question
 from dpmac_cli.errors import InputError
-from dpmac_cli.runs import folder
+from dpmac_cli.runs import folder, ledger
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
+TOLERANCE = 1e-3
+#: Flags that make sense beside a run, which brings everything else.
+BESIDE_A_RUN = ("delta", "accountant")
 
 
 def _printable(text: str) -> str:
@@ -58,17 +64,8 @@ class Event(BaseModel):
     sampling_rate: float = Field(ge=1e-9, le=1)
     noise_multiplier: Noise
     steps: int = Field(ge=0, le=MOST_STEPS)
-    sampler: Literal[tuple(SAMPLERS)]  # type: ignore[valid-type]
+    sampler: Literal[(*SAMPLERS, *ALIASES)]  # type: ignore[valid-type]
     steps_per_epoch: Count
-
-    @field_validator("sampler", mode="before")
-    @classmethod
-    def _check_sampler(cls, name: object) -> object:
-        if name in ("shuffle", "fixed-size"):
-            raise ValueError(
-                f"{name} sampling is no longer supported; use the version of dpmac that trained it"
-            )
-        return name
 
 
 class Report(BaseModel):
@@ -183,3 +180,60 @@ def read_report(path: Path) -> Report:
         raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
     remedy = f"Name a run folder of dpmac train, or the {folder.REPORT} in it."
     return parse(Report, text, file, "is not a report of dpmac, or not a whole one", remedy)
+
+
+@dataclass(frozen=True)
+class Recount:
+    """Rows for the delta and accountants asked for; epsilon as stored, and as it should be."""
+
+    rows: list[Row]
+    stored: float
+    again: float
+
+    @property
+    def right(self) -> bool:
+        """Whether they agree, up to differences between versions of the accountant."""
+        return math.isclose(self.again, self.stored, rel_tol=TOLERANCE, abs_tol=1e-9)
+
+
+def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> Recount:
+    """Price a run again from its report.
+
+    Args:
+        path: a run folder, or a report.
+        given: as for :func:`dpmac_cli.config.question.ask`; only :data:`BESIDE_A_RUN` may be given.
+        found: faults that were found before.
+
+    Raises:
+        InputError: there is no report of ours, or a flag does not fit it.
+    """
+    why = f"contradicts {path}, which says what was done: leave it out."
+    errors = [*found, *(f"--{name} {why}" for name in given if name not in BESIDE_A_RUN)]
+    typed = question.parse({n: given[n] for n in BESIDE_A_RUN if n in given}, errors)
+    if errors:
+        raise InputError(errors)
+    report = read_report(path)
+    events, own_delta = report.training_events(), report.delta or question.DEFAULTS["delta"]
+    delta = typed.get("delta", own_delta)
+    rows = [
+        replace(price(events, delta, accountant), dataset_size=report.train_size)
+        for accountant in question.accountants_for(
+            typed.get("accountant", question.DEFAULTS["accountant"])
+        )
+    ]
+    stored = math.inf if report.epsilon is None else report.epsilon
+    return Recount(rows, stored, total_epsilon(events, own_delta))
+
+
+def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
+    """Return the events of a run; as planned, if it was killed.
+
+    ``attempts`` adds the attempts that it replaced in a study. Raises InputError if neither report
+    nor ledger can be read.
+    """
+    found = ledger.read(run)
+    there = (run / folder.SUMS).exists()
+    if found is not None and there and not folder.vouched(run, folder.REPORT):
+        # The report is damaged, or from before the run was resumed.
+        return (*(found.abandoned if attempts else ()), *found.earlier, found.event)
+    return read_report(run).training_events(attempts=attempts)

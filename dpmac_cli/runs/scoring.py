@@ -1,5 +1,6 @@
-"""Scoring of a published model on a test split."""
+"""Scoring of a published model on a test split, as numbers and as a picture."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +10,14 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.plots import COLOURS, line_style, new_figure, write_figure
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.runs.publish import load_model, read_facts
 from dpmac_cli.runs.report_file import Facts
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.training.metrics import BINS, Answers
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,30 @@ def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan
             f"{CONFIG} of the run. Name the run's folder, or data with a test set."
         )
     return plan
+
+
+def draw_evaluation(answers: Answers, error: float, classes: Sequence[str], path: Path) -> None:
+    """Draw ROC curves, one per class against the others, beside a reliability diagram.
+
+    The first classes are drawn, as many as there are colours; of two classes the last. ``error`` is
+    the calibration error. Raises OSError if the file cannot be written.
+    """
+    from sklearn.calibration import CalibrationDisplay  # noqa: PLC0415  (a second to import)
+    from sklearn.metrics import RocCurveDisplay  # noqa: PLC0415  (a second to import)
+
+    figure, (roc, reliability) = new_figure(2)
+    roc.plot([0, 1], [0, 1], color="#bbbbbb", linewidth=1)
+    for number, k in enumerate(answers.ranked[: len(COLOURS)]):
+        name = classes[k].replace("$", r"\$")  # which would begin a formula
+        truth, scores = answers.truth[:, k], answers.scores[:, k]
+        RocCurveDisplay.from_predictions(
+            truth, scores, name=name, ax=roc, curve_kwargs=line_style(number)
+        )
+    roc.set(xlabel="1 - specificity", ylabel="sensitivity")
+    confidence, hit = (part.ravel() for part in answers.judged)
+    CalibrationDisplay.from_predictions(hit, confidence, n_bins=BINS, ax=reliability)
+    reliability.set(xlabel="confidence", ylabel="share that is right")
+    reliability.set_title(f"calibration error {error:.3f}", fontsize="small")
+    if (legend := reliability.get_legend()) is not None:
+        legend.remove()
+    write_figure(figure, path)

@@ -16,9 +16,8 @@ from dpmac_cli.errors import DivergedError
 from dpmac_cli.runs import assist, audit, checkpoint, folder
 from dpmac_cli.runs.environment import device_name, environment
 from dpmac_cli.runs.ledger import Ledger, Spent
-from dpmac_cli.runs.model_card import model_card
 from dpmac_cli.runs.publish import save_model
-from dpmac_cli.runs.report import State, build_report, metrics_line, public_facts
+from dpmac_cli.runs.report import State, build_report, metrics_line, model_card, public_facts
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.storage import files
 from dpmac_cli.storage.progress import Computing
@@ -115,7 +114,7 @@ class Session:
 
     def begin_files(self) -> None:
         """Write config.yaml and its checksum, the only one while training, and the metrics."""
-        folder.unseal(self.where)
+        (self.where / folder.SUMS).unlink(missing_ok=True)
         files.write_atomically(self.where / folder.CONFIG, to_yaml(self.plan.recorded).encode())
         folder.seal(self.where, (folder.CONFIG,))
         self._write_metrics()

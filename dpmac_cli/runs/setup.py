@@ -168,7 +168,7 @@ def make_task(
     else:
         _check_at_hand(plan, model)
     fingerprints = _fingerprints(plan, data, at_hand=at_hand)
-    if plan.starts_public and not at_hand:
+    if plan.starts_public:  # no network at hand does
         weights, notes = _start(plan, model)
         fingerprints["pretrained"] = weights.sha256
     trained = model = model.to(device)

@@ -15,8 +15,8 @@ from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import Keys
 from dpmac_cli.runs import checkpoint, folder, ledger
+from dpmac_cli.runs.checkpoint import Inherited, check_given, check_same, inherited
 from dpmac_cli.runs.environment import choose_device, differences, environment, repeatable
-from dpmac_cli.runs.inherited import Inherited, check_given, check_same, inherited
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
 from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
@@ -200,10 +200,9 @@ def _session(
 
 
 def affordable(plan: TrainPlan, steps: int, earlier: Sequence[TrainingEvent]) -> int:
-    """Return how many of ``steps`` --max-epsilon pays for, after what was done ``earlier``.
+    """Return how many of ``steps`` --max-epsilon pays for after ``earlier``.
 
-    Raises:
-        BudgetError: none.
+    Raises BudgetError if it pays for none.
     """
     event = plan.event_of(steps)
     if plan.max_epsilon == float("inf"):

@@ -41,7 +41,7 @@ class Ended:
 
     Attributes:
         failure: why it failed; None if it finished or was asked to stop.
-        again: whether its process died and the run will be started again.
+        again: whether its process died, so that the run is to be started again.
     """
 
     number: int
@@ -49,21 +49,9 @@ class Ended:
     again: bool = False
 
 
-@dataclass(frozen=True)
-class Died:
-    """Unexpected end of the process that trained a run, as an executor reports it."""
-
-    number: int
-    why: str
-
-
 RunEvent = Moved | Ended
-#: Why a run failed, if it did, and its last step.
-Result = tuple[str | None, int]
-
-
-class LostError(Exception):
-    """A job ended without a result."""
+#: Why a run failed, if it did, and its last step; None if the job ended without a result.
+Result = tuple[str | None, int | None]
 
 
 class Executor(ABC):
@@ -90,7 +78,7 @@ class Executor(ABC):
 
     @abstractmethod
     def _result(self, job: Any) -> Result | None:
-        """Return what a job has returned; None while it runs. Raises LostError with the reason."""
+        """Return what a job has returned, or why it ended without a result; None while it runs."""
 
     @abstractmethod
     def _cancel(self, job: Any) -> None:
@@ -101,20 +89,15 @@ class Executor(ABC):
         jobs = self._submit([self.plans[number] for number in numbers])
         self._jobs |= zip(numbers, jobs, strict=True)
 
-    def poll(self) -> Iterator[RunEvent | Died]:
-        """Look at every job, then wait. Each started run ends with one Ended or Died."""
+    def poll(self) -> Iterator[RunEvent]:
+        """Look at every job, then wait. Each started run ends with one Ended."""
         for number, job in list(self._jobs.items()):
-            end: Ended | Died | None = None
-            step = 0
-            try:
-                if result := self._result(job):
-                    end, step = Ended(number, result[0]), result[1]
-            except LostError as lost:
-                end = Died(number, str(lost))
-            yield from self._progress(number, step)
-            if end:
+            result = self._result(job)
+            failure, step = result or (None, 0)
+            yield from self._progress(number, step or 0)
+            if result:
                 del self._jobs[number]
-                yield end
+                yield Ended(number, failure, again=step is None)
         time.sleep(self.pause if self._jobs else 0)
 
     def _progress(self, number: int, step: int) -> Iterator[Moved]:
@@ -169,8 +152,8 @@ def carry_out(
                     steps[number] = event.step
                     yield event
                     continue
-                step, attempt = steps.pop(number), attempts[number]
-                ended = _judge(event, executor.plans[number], step, attempt, stopped=asked)
+                plan, step = executor.plans[number], steps.pop(number)
+                ended = _judge(event, plan, step, attempts[number], stopped=asked)
                 if ended.again:
                     waiting.appendleft(number)
                 yield ended
@@ -178,19 +161,18 @@ def carry_out(
         executor.close()
 
 
-def _judge(end: Ended | Died, plan: TrainPlan, step: int, attempt: int, *, stopped: bool) -> Ended:
+def _judge(end: Ended, plan: TrainPlan, step: int, attempt: int, *, stopped: bool) -> Ended:
     """Decide from how a process ended, after which step and start, whether its run is over."""
-    number, failure = end.number, end.failure if isinstance(end, Ended) else None
-    if stopped or failure is not None:
-        return Ended(number, failure)
-    if isinstance(end, Died):
-        if _finished(plan):  # killed after its run was finished
+    number, why = end.number, end.failure
+    if end.again:
+        if stopped or _finished(plan):  # killed after its run was finished
             return Ended(number)
-        why = end.why
+    elif stopped or why is not None:
+        return end
     elif step < plan.steps:
         why = "it was asked to end by its cluster"
     elif _appears(plan):
-        return Ended(number)
+        return end
     else:
         return Ended(
             number,

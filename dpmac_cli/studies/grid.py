@@ -24,6 +24,8 @@ NOT_IN_A_STUDY = (
 )
 #: Settings of a study other than the optimizers.
 STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
+#: Settings that tell no run from another; "secure" is the same in every study.
+ASIDE = ("device", "secure", "metric")
 #: Settings of which one value holds a comma; several of them are a list in a file.
 WITH_COMMA = ("feature_range", "classes")
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
@@ -207,8 +209,7 @@ def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
 
 def address(plan: TrainPlan, seed: int) -> str:
     """Return the name of a run's folder, a function of settings and seed. Raises OSError."""
-    aside = ("device", "secure", "metric")  # the second is the same in every study
-    settings = {name: value for name, value in plan.recorded.items() if name not in aside}
+    settings = {name: value for name, value in plan.recorded.items() if name not in ASIDE}
     if isinstance(plan.start, PublicFile):
         content = plan.start.path.read_bytes()
         settings["pretrained"] = hashlib.sha256(content).hexdigest()

@@ -25,7 +25,7 @@ from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.runs.session import RunEvent, Started, Update
-from dpmac_cli.studies.executor import Executor, LostError, Result
+from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.torch_errors import what_failed
 
 #: Signals that ask a job to stop: ray.cancel and scancel, the end of its time, and preemption.
@@ -38,11 +38,7 @@ SharedData = Mapping[str | Source, Data]
 
 
 def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result:
-    """Train one run on as many threads, until it ends, a signal comes or its parent is gone.
-
-    Args:
-        data: on the run's device; None to load it.
-    """
+    """Train one run as :func:`train_run` does, until a signal comes or its parent is gone."""
     parent = multiprocessing.parent_process()
     asked = threading.Event()
     for number in REQUESTS:
@@ -56,8 +52,10 @@ def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result
     return train_run(plan, data, stop)
 
 
-def train_run(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Result:
-    """Train a run, or resume it, and return why it failed, if it did, and its last step.
+def train_run(
+    plan: TrainPlan, data: Data | None, stop: Callable[[], bool]
+) -> tuple[str | None, int]:
+    """Train a run, or resume it where that is exact.
 
     Args:
         plan: with its ``out``.
@@ -100,16 +98,10 @@ def default_jobs(device: str) -> int:
 
 
 def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
-    """Load every data set once, into memory that processes share."""
-    shared = {}
-    for plan in plans:
-        if plan.data not in shared:
-            data = load_data(plan.data, plan.data_dir, torch.device("cpu"), facts=plan.facts)
-            for kept in (*vars(data.train).values(), *vars(data.test).values()):
-                if isinstance(kept, torch.Tensor) and kept.device.type == "cpu":
-                    kept.share_memory_()  # type: ignore[no-untyped-call]
-            shared[plan.data] = data
-    return shared
+    """Load every data set once. torch shares the memory of tensors that it sends to processes."""
+    cpu = torch.device("cpu")
+    by_data = {plan.data: plan for plan in plans}.values()
+    return {p.data: load_data(p.data, p.data_dir, cpu, facts=p.facts) for p in by_data}
 
 
 @dataclass
@@ -157,7 +149,7 @@ class Pool(Executor):
         except (EOFError, OSError):
             job.process.join()
             code = job.process.exitcode
-            raise LostError(f"signal {-code}" if code < 0 else f"exit code {code}") from None
+            return f"signal {-code}" if code < 0 else f"exit code {code}", None
         job.process.join()
         return result
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError, explain_os_error
-from dpmac_cli.studies.executor import Executor, LostError, Result
+from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.local import train_job
 
 #: No usage statistics are sent. Read when ray is imported.
@@ -68,9 +68,7 @@ def _reach(where: str) -> None:
 class Tasks(Executor):
     """Executor of runs as tasks on the cluster that this process is connected to.
 
-    Args:
-        plans: of all runs, each with its ``out``.
-        jobs: runs at a time; None for one per core or GPU of the cluster.
+    There are ``jobs`` at a time; None for one per core or GPU of the cluster.
     """
 
     def __init__(self, plans: Sequence[TrainPlan], jobs: int | None) -> None:
@@ -91,9 +89,9 @@ class Tasks(Executor):
         try:
             result: Result | None = ray.get(job) if ray.wait([job], timeout=0)[0] else None
         except RayTaskError as failure:
-            raise LostError(str(failure).strip().rpartition("\n")[2]) from failure
+            return str(failure).strip().rpartition("\n")[2], None
         except RayError as failure:
-            raise LostError(type(failure).__name__) from failure
+            return type(failure).__name__, None
         return result
 
     def _cancel(self, job: Any) -> None:
@@ -101,14 +99,9 @@ class Tasks(Executor):
 
 
 def resource(device: str, there: Mapping[str, float]) -> str:
-    """Return the resource that a run takes one of: "CPU" or "GPU".
+    """Return the resource that a run on a device takes one of: "CPU" or "GPU".
 
-    Args:
-        device: of the run: auto, cpu or cuda.
-        there: resources of the cluster.
-
-    Raises:
-        InputError: the cluster has none.
+    ``there`` are the resources of the cluster. Raises InputError if it has none of these.
     """
     gpu = device == "cuda" or (device == "auto" and there.get("GPU", 0) >= 1)
     kind = "GPU" if gpu else "CPU"

@@ -13,11 +13,9 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
-from dpmac_cli.runs.recount import events_of
-from dpmac_cli.studies.grid import Grid, Labels, Run, row_name
+from dpmac_cli.runs.report_file import events_of
+from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run
 
-#: Settings that tell no run from another.
-ASIDE = ("device", "secure", "dataset", "metric")
 #: Smaller differences are rounding errors, and leave a t-test without spread.
 LEAST_SPREAD = 1e-9
 #: Probability of calling a difference real that is not, over a whole column.
@@ -54,11 +52,6 @@ class Cell:
     standing: str = ""
 
     @property
-    def name(self) -> str:
-        """Name of the row."""
-        return row_name(self.labels)
-
-    @property
     def values(self) -> dict[int, float]:
         """Metric of the test records by seed."""
         return {score.seed: score.value for score in self.scores}
@@ -92,24 +85,6 @@ class Comparison:
     grid: Grid
     cells: tuple[Cell, ...]
     epsilon: float
-
-    @property
-    def rows(self) -> list[tuple[str, list[Cell | None]]]:
-        """Names and cells, one cell per entry of :attr:`columns`."""
-        by_place = {(cell.labels, cell.column): cell for cell in self.cells}
-        return [
-            (row_name(labels), [by_place.get((labels, column)) for column in self.columns])
-            for labels in dict.fromkeys(cell.labels for cell in self.cells)
-        ]
-
-    @property
-    def columns(self) -> list[float]:
-        """Values of the column setting, in the order given."""
-        return list(dict.fromkeys(cell.column for cell in self.cells))
-
-    def epsilon_of(self, column: float) -> float:
-        """Return the epsilon of one run in a column: the largest, where its rows differ."""
-        return max(cell.epsilon for cell in self.cells if cell.column == column)
 
 
 def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
@@ -148,9 +123,8 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
 
 def finished_report(run: Run) -> dict[str, Any] | None:
     """Return a run's report, if it and the metrics are intact and the run took all its steps."""
-    if not folder.vouched(run.folder, folder.METRICS):
-        return None
-    if folder.reported_steps(run.folder) < run.plan.steps:
+    taken = folder.reported_steps(run.folder)
+    if taken < run.plan.steps or not folder.vouched(run.folder, folder.METRICS):
         return None
     report: dict[str, Any] = json.loads((run.folder / folder.REPORT).read_bytes())
     return report if report.get("state") == "finished" else None
@@ -162,7 +136,7 @@ def was_changed(run: Run) -> bool:
         kept, asked = folder.settings(run.folder), run.plan.recorded
     except folder.BROKEN:
         return False  # there is none, or it is damaged, which is handled elsewhere
-    both = (kept.keys() & asked.keys()) - set(ASIDE)  # an earlier version has fewer
+    both = (kept.keys() & asked.keys()) - {*ASIDE, "dataset"}  # an earlier version has fewer
     longer = folder.reported_steps(run.folder) > run.plan.steps
     return longer or any(kept[name] != asked[name] for name in both)
 
@@ -204,7 +178,7 @@ def standing_of(cells: Sequence[Cell]) -> list[str]:
 
 def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> float:
     """Return the p-value of a paired t-test over common seeds; 1 if there are fewer than two."""
-    from scipy.stats import ttest_rel  # noqa: PLC0415  (a second to import)
+    from scipy.stats import ttest_1samp  # noqa: PLC0415  (a second to import)
 
     seeds = sorted(one.keys() & other.keys())
     if len(seeds) < 2:
@@ -212,8 +186,7 @@ def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> floa
     differences = [one[seed] - other[seed] for seed in seeds]
     if stdev(differences) < LEAST_SPREAD:  # of counts: equal differences are a chance
         return 1.0
-    result = ttest_rel([one[seed] for seed in seeds], [other[seed] for seed in seeds])
-    return float(result.pvalue)
+    return float(ttest_1samp(differences, 0.0).pvalue)
 
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> list[bool]:

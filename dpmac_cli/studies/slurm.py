@@ -16,7 +16,7 @@ from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.errors import InputError
-from dpmac_cli.studies.executor import Executor, LostError, Result
+from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.local import train_job
 
 #: sbatch options that say which GPUs a job gets.
@@ -38,7 +38,6 @@ class Array(Executor):
     """Executor whose runs are an array of jobs, which SLURM queues itself.
 
     Args:
-        plans: of all runs, each with its ``out``.
         jobs: at a time; None for as many as SLURM lets run.
         where: folder for what the jobs print and are told; made when the first starts.
         sbatch: options of a job, by sbatch's names.
@@ -76,7 +75,7 @@ class Array(Executor):
         try:
             result: Result | None = job.result() if job.done() else None
         except UncompletedJobError:
-            raise LostError(f"job {job.job_id}, see {self._where}") from None
+            return f"job {job.job_id}, see {self._where}", None
         return result
 
     def _cancel(self, job: Any) -> None:

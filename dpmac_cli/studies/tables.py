@@ -8,6 +8,7 @@ from typing import Any
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.storage.files import to_csv
+from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
 
 SCHEMA_VERSION = 3
@@ -70,15 +71,18 @@ def as_csv(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return an aligned table with the epsilons below the columns' titles, and the remarks."""
-    columns = comparison.columns
-    epsilons = map(comparison.epsilon_of, columns)
-    worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons]
+    epsilons: dict[float, float] = {}  # of one run in each column: the largest of its rows
+    for cell in comparison.cells:
+        epsilons[cell.column] = max(cell.epsilon, epsilons.get(cell.column, 0))
+    worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons.values()]
     rows = [["epsilon", *worth, ""]]
-    for name, cells in comparison.rows:
+    by_place = {(cell.labels, cell.column): cell for cell in comparison.cells}
+    for labels in dict.fromkeys(cell.labels for cell in comparison.cells):
+        cells = [by_place.get((labels, column)) for column in epsilons]
         seconds = [cell.seconds for cell in cells if cell and cell.scores]
         time = str(timedelta(seconds=round(fmean(seconds)))) if seconds else MISSING
-        rows.append([name.replace("|", "\\|"), *map(_mean, cells), time])
-    head = ["", *(f"{comparison.grid.column} {column:g}" for column in columns), "a run takes"]
+        rows.append([row_name(labels).replace("|", "\\|"), *map(_mean, cells), time])
+    head = ["", *(f"{comparison.grid.column} {column:g}" for column in epsilons), "a run takes"]
     widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
     lines = [
         f"| {' | '.join(map(str.ljust, cells, widths))} |"
