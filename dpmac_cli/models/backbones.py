@@ -40,12 +40,10 @@ class PublicBackbone(nn.Module):
             if isinstance(kind.network, str)
             else EfficientNetLite(*kind.network)
         )
-        own, public = (
-            [torch.tensor(each).view(-1, 1, 1) for each in constants]
-            for constants in ((dataset.mean, dataset.std), (kind.mean, kind.std))
-        )
-        self.register_buffer("gain", own[1] / public[1], persistent=False)
-        self.register_buffer("offset", (own[0] - public[0]) / public[1], persistent=False)
+        constants = (dataset.mean, dataset.std, kind.mean, kind.std)
+        mean, std, its_mean, its_std = (torch.tensor(each).view(-1, 1, 1) for each in constants)
+        self.register_buffer("gain", std / its_std, persistent=False)
+        self.register_buffer("offset", (mean - its_mean) / its_std, persistent=False)
         self._size = (backbone.size, backbone.size)
         self._resizes, self._flips = dataset.shape[1:] != self._size, backbone.flips
         self.requires_grad_(False).train(False)
