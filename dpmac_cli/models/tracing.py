@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,67 +25,15 @@ from torch.utils._pytree import tree_map
 from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
+from dpmac_cli.storage.catalogue import catalogue
 from dpmac_cli.torch_errors import what_failed
 
 #: Samples that are told apart, a plane each.
 SAMPLES = 4
-
-
-def _names(text: str) -> set[str]:
-    """Return the words of a text."""
-    return set(text.split())
-
-
-# How the outputs of an operation depend on its inputs. In-place forms belong to the same list, and
-# what torch itself tags as pointwise need not be listed.
-POINTWISE = _names("""
-    _to_copy copy fill zero masked_fill clamp_min clamp_max hardswish hardsigmoid mish_backward
-    hardtanh_backward leaky_relu_backward elu_backward softplus_backward hardswish_backward
-    hardsigmoid_backward _prelu_kernel _prelu_kernel_backward log_sigmoid_forward
-    log_sigmoid_backward native_dropout native_dropout_backward bernoulli uniform
-    normal_functional
-""")
-#: On all inputs along ``dim`` or the last dimensions of ``normalized_shape``; else on all of them.
-ALONG = _names("""
-    sum mean amax amin max min var var_mean std std_mean prod argmax argmin any all logsumexp
-    linalg_vector_norm norm aminmax cumsum cumprod sort topk median _safe_softmax glu glu_backward
-    _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data
-    native_layer_norm native_layer_norm_backward
-""")
-#: Row by row on the inputs of these names; the other inputs must come from no sample.
-BY_ROW = _names("""
-    convolution convolution_backward native_group_norm native_group_norm_backward
-    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d
-    adaptive_max_pool2d_backward im2col col2im upsample_nearest2d upsample_nearest2d_backward
-    upsample_bilinear2d upsample_bilinear2d_backward reflection_pad2d reflection_pad2d_backward
-    nll_loss_forward nll_loss_backward pixel_shuffle pixel_unshuffle
-""")
-ROWS = _names("input self grad_output grad_out mean rstd indices target")
-#: On a row of the first factor and a column of the second, which are the last two inputs.
-PRODUCTS = _names("mm bmm addmm baddbmm")
-#: On the numbers that are moved there, by places that must come from no sample.
-MOVING = _names("""
-    cat stack index_select gather constant_pad_nd repeat flip roll index select_backward
-    slice_backward select_scatter slice_scatter tril triu diagonal_backward
-""")
-PLACES = {"index", "indices"}
-FACTORIES = _names("""
-    zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full
-    new_empty_strided empty_strided rand randn rand_like randn_like
-""")
 #: Largest batch for which the operations must be the same.
 LARGEST_BATCH = 1 << 20
-#: What gives a tensor another shape, of which the dimension of the samples is looked at.
-_RESHAPING = FACTORIES | _names("""
-    view _unsafe_view reshape permute transpose t expand unsqueeze squeeze select slice split
-    split_with_sizes unbind alias getitem sym_size repeat detach as_strided
-""")
-#: What may be told the number of samples: it only gives tensors their shape.
-_SHAPING = _names("""
-    view _unsafe_view reshape expand unflatten repeat sym_size mul zeros ones empty full new_zeros
-    new_ones new_empty new_full native_group_norm rand randn as_strided
-""")
+#: Names of operations, and of some of their inputs, by how their outputs depend on their inputs.
+KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
 
 
 class UnprovenError(Exception):
@@ -149,20 +98,20 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             raise UnprovenError(f"{name} reads a number that was computed from samples.")
         read = {_place(tensor) for tensor in tensors_in(list(named.values()))}
         view = not func._schema.is_mutable and {_place(out) for out in outputs} <= read
-        if view or torch.Tag.inplace_view in func.tags or name in FACTORIES:
+        if view or torch.Tag.inplace_view in func.tags or name in KNOWN["factories"]:
             return
         given = [self._of(t) for key in sorted(told) for t in tensors_in(named[key])]
-        if torch.Tag.pointwise in func.tags or name in POINTWISE:
+        if torch.Tag.pointwise in func.tags or name in KNOWN["pointwise"]:
             found = [_union(given)] * len(outputs)
-        elif name in ALONG:
+        elif name in KNOWN["along"]:
             found = _along(given, _dims_of(func, named), outputs)
-        elif told <= ROWS and (name in BY_ROW or named.get("training") is False):
+        elif told <= KNOWN["rows"] and (name in KNOWN["by_row"] or named.get("training") is False):
             found = _row_by_row(given, outputs)
-        elif name in PRODUCTS:
+        elif name in KNOWN["products"]:
             *added, left, right = (self._of(t) for t in tensors_in(list(named.values())))
             reached = [left.any(-2, keepdim=True), right.any(-3, keepdim=True), *added]
             found = [_union(reached)]
-        elif name in MOVING and not told & PLACES:
+        elif name in KNOWN["moving"] and not told & KNOWN["places"]:
             found = self._moved(func, named)
         elif name == "embedding" and told == {"indices"}:
             found = [given[0].unsqueeze(-2)]
@@ -179,7 +128,9 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             def shadow(value: Any, sample: int = sample) -> Any:
                 return self._of(value)[..., sample].double() if isinstance(value, Tensor) else value
 
-            given = {n: v if n in PLACES else tree_map(shadow, v) for n, v in named.items()}
+            given = {
+                n: v if n in KNOWN["places"] else tree_map(shadow, v) for n, v in named.items()
+            }
             given.pop("value", None)  # what is put around them
             found.append(tensors_in(func(**given)))
         return [torch.stack(planes, -1) > 0 for planes in zip(*found, strict=True)]
@@ -346,7 +297,7 @@ def _check_node(node: torch.fx.Node) -> None:
     outputs = tensors_in(node.meta.get("val"))
     counted = any(isinstance(value, torch.SymInt) for value in given)
     filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
-    if filled or (counted and (name not in _SHAPING or (name == "mul" and outputs))):
+    if filled or (counted and (name not in KNOWN["shaping"] or (name == "mul" and outputs))):
         raise UnprovenError(f"{name} computes with the size of the batch.")
     batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
     made = [(_batch_dim(out), out) for out in outputs]
@@ -356,18 +307,19 @@ def _check_node(node: torch.fx.Node) -> None:
         return
     if any(dim is None and 0 not in out.shape for dim, out in made):
         raise UnprovenError(f"{name} reduces over the samples of a batch.")
-    place, known = _batch_dim(batched[0]), getattr(target, "tags", ())
-    if torch.Tag.pointwise in known or name in (POINTWISE | _RESHAPING | PRODUCTS):
+    place, tags = _batch_dim(batched[0]), getattr(target, "tags", ())
+    keeping = ("pointwise", "factories", "reshaping", "products")
+    if torch.Tag.pointwise in tags or any(name in KNOWN[kind] for kind in keeping):
         return
     named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
     dims = [dim % batched[0].ndim for dim in _dims_of(target, {**named, **node.kwargs})]
-    if name in BY_ROW or "batch_norm" in name:
+    if name in KNOWN["by_row"] or "batch_norm" in name:
         along = place != 0
     elif name in ("tril", "triu"):
         along = place is not None and place >= batched[0].ndim - 2
     elif name == "index":
         along = place is not None and arguments[1][place : place + 1] not in ([], [None])
-    elif name in ALONG or name in MOVING:
+    elif name in KNOWN["along"] or name in KNOWN["moving"]:
         along = place in dims or (name == "roll" and not dims)
     elif name == "embedding":
         along = False
