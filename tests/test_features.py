@@ -24,14 +24,12 @@ from dpmac_cli.models.feature_cache import _features, featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of, with_features
 from dpmac_cli.models.registry import (
     FEATURES,
-    SCATTERED,
-    SHRINK,
     BuiltIn,
     Scattered,
     Trained,
     parse_model,
 )
-from dpmac_cli.models.scattering import CHANNELS, SCALE, Scattering
+from dpmac_cli.models.scattering import Scattering
 from dpmac_cli.models.validation import check_model, independence
 from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import train as run
@@ -137,8 +135,10 @@ def interrupted(config: Any, steps: int) -> Path:
 
 
 def test_the_catalogue_says_what_scattering_gives() -> None:
-    assert (SCATTERED, SHRINK) == (CHANNELS, SCALE)
+    shape = (3, 16, 8)
     for kind in FEATURES:
+        found = with_features(nn.Identity(), shape, kind).features(torch.zeros(2, *shape))
+        assert tuple(found.shape[1:]) == Scattered(kind).shape_of(shape)
         assert all(Scattered(kind).fault(facts.shape) is None for facts in DATASETS.values())
 
 

@@ -16,8 +16,8 @@ from torch.nn.functional import normalize
 
 from dpmac_cli.dp.clipping.modules import ConstantNorm
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.registry import Trained
-from dpmac_cli.models.scattering import CHANNELS, Scattering
+from dpmac_cli.models.registry import SCATTERED, Trained
+from dpmac_cli.models.scattering import Scattering
 
 #: Layers that ``--train norm`` trains.
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
@@ -50,7 +50,7 @@ class WithHead(nn.Module):
 
 
 class FrozenFeatures(WithHead):
-    """A frozen part, and what is trained on its outputs.
+    """A network of which only the head is trained.
 
     Args:
         frozen: maps images to features, (samples, ...), of three dimensions or more.
@@ -113,7 +113,7 @@ def with_features(
         kind: a key of :data:`dpmac_cli.models.registry.FEATURES`.
     """
     channels, height, width = shape
-    norm = nn.GroupNorm(27, channels * CHANNELS, affine=False)
+    norm = nn.GroupNorm(27, channels * SCATTERED, affine=False)
     network: nn.Module = nn.Sequential(Scattering(height, width), norm)
     network = Mirrored(network) if kind == "scatter-mirror" else network
     return FrozenFeatures(network, head, torch.float16)

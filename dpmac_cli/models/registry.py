@@ -72,12 +72,14 @@ class Pixels:
     """Images as they are, without features."""
 
 
+#: Features per channel by scattering: an average, 8 angles of 2 octaves, and 64 pairs of angles;
+#: and the factor by which height and width shrink.
+SCATTERED, SHRINK = 1 + 2 * 8 + 8**2, 4
+
+
 @dataclass(frozen=True)
 class Scattered:
-    """Fixed features: a key of :data:`FEATURES`.
-
-    Of each channel there are :data:`SCATTERED`, at a :data:`SHRINK` th of the height and width.
-    """
+    """Fixed features by scattering: a key of :data:`FEATURES`."""
 
     kind: str
 
@@ -94,9 +96,6 @@ class Scattered:
             f"must have a height and a width that are multiples of {SHRINK}; the shape of these is "
             f"{image}."
         )
-
-
-SCATTERED, SHRINK = 81, 4
 
 
 #: Where torchvision publishes its weights.
