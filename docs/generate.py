@@ -34,8 +34,8 @@ CHOICES = {
     "Data sets": {name: facts.about for name, facts in DATASETS.items()},
     "Networks": {name: kind.about for name, kind in MODELS.items()},
     "Backbones": {
-        name: f"{kind.about}: {kind.width:,} features, {kind.images.size} pixels a side, "
-        f"{kind.top1:.1%} of ImageNet's validation images right (published), {kind.weights.licence}"
+        name: f"{kind.about}: {kind.width:,} features, {kind.size} pixels a side, "
+        f"{kind.top1:.1%} of ImageNet's validation images right (published), {kind.licence}"
         for name, kind in BACKBONES.items()
     },
     "Features": FEATURES,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.models.feature_cache import Featured
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.runs import setup
 from dpmac_cli.storage.progress import Computing
@@ -74,7 +73,7 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def featured(
         parts: FrozenFeatures, data: Data, *_: Any
-    ) -> Generator[Computing, None, Featured]:
+    ) -> Generator[Computing, None, tuple[Data, str]]:
         yield from ()
         first = parts.features(data.standardised(data.train.images[:1]))
 
@@ -82,6 +81,6 @@ def features_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
             return Split(first.expand(len(part), *first.shape[1:]), part.labels)
 
         plain = torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
-        return Featured(Data(split(data.train), split(data.test), *plain), "")
+        return Data(split(data.train), split(data.test), *plain), ""
 
     monkeypatch.setattr(setup, "featured", featured)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from dpmac_cli.cli.app import app
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.models.feature_cache import Featured
+from dpmac_cli.data.dataset import Data
 from dpmac_cli.runs.session import Finished, RunEvent
 from dpmac_cli.runs.train import finish, train
 
@@ -87,8 +87,8 @@ def refused(*args: str, code: int = 2) -> str:
     return " ".join(result.output.split())
 
 
-def of(events: Any) -> Featured:
-    found: list[Featured] = []
+def of(events: Any) -> tuple[Data, str]:
+    found: list[tuple[Data, str]] = []
 
     def listen() -> Any:
         found.append((yield from events))

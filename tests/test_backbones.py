@@ -26,8 +26,7 @@ from dpmac_cli.models import backbones
 from dpmac_cli.models.backbones import LEAST, MOST, PublicBackbone, at_a_time, public_weights
 from dpmac_cli.models.build import build_model
 from dpmac_cli.models.feature_cache import AT_A_TIME, featured
-from dpmac_cli.models.features import FrozenFeatures, WithHead
-from dpmac_cli.models.fine_tuning import freeze
+from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone, BuiltIn, Trained
 from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.train import finish, resume, train
@@ -47,20 +46,20 @@ def public(kind: str = LITE0, size: int = 32, facts: Any = CIFAR) -> PublicBackb
     """A backbone with its public weights."""
     backbone = PublicBackbone(Backbone(kind, size), facts)
     weights = public_weights(kind)
-    assert weights.sha256 == BACKBONES[kind].weights.sha256
+    assert weights.sha256 == BACKBONES[kind].sha256
     assert list(weights.adopted_by(backbone.network, "_fc")) == []
     return backbone
 
 
-@pytest.mark.parametrize("kind", [name for name in BACKBONES if BACKBONES[name].weights.package])
+@pytest.mark.parametrize("kind", [name for name in BACKBONES if BACKBONES[name].package])
 def test_networks_are_those_that_were_published(kind: str) -> None:
-    row, side = BACKBONES[kind], BACKBONES[kind].images.size
+    row, side = BACKBONES[kind], BACKBONES[kind].size
     oracle = EfficientNet.from_name(kind).eval()
     network = public(kind, side).network
-    spec = importlib.util.find_spec(row.weights.package)
+    spec = importlib.util.find_spec(row.package)
     assert spec is not None
     assert spec.origin is not None
-    file = Path(spec.origin).parent / row.weights.file
+    file = Path(spec.origin).parent / row.file
     oracle.load_state_dict(torch.load(file, weights_only=True))
     x = torch.randn(2, 3, side, side, generator=a_generator(0))
     with torch.no_grad():
@@ -94,7 +93,7 @@ def test_a_record_more_changes_no_feature_of_others(tmp_path: Path) -> None:
         train = Split(kept, torch.zeros(len(kept), dtype=torch.long))
         gain, offset = torch.full((3, 1, 1), 1 / 64), torch.full((3, 1, 1), -2.0)
         data = Data(train, Split(images[:2], others), gain, offset)
-        return of(featured(parts, data, {}, tmp_path)).data.train.images
+        return of(featured(parts, data, {}, tmp_path))[0].train.images
 
     assert torch.equal(features_of(images)[1:], features_of(images[1:]))
 
@@ -127,7 +126,7 @@ def test_only_the_head_is_trained_and_all_of_it_is_published() -> None:
     report, released = finished.report, load_model("run").model
     part = report["model"]["public_part"]
     assert (part["backbone"], part["backbone_size"]) == (LITE0, 32)
-    assert part["sha256"] == BACKBONES[LITE0].weights.sha256
+    assert part["sha256"] == BACKBONES[LITE0].sha256
     assert part["trained_parameters"] == 1280 * 10 + 10
     assert (
         "Neither its weights nor the data that they were trained on are covered"
@@ -165,7 +164,7 @@ def test_a_network_of_ones_own_may_be_the_head(tmp_path: Path) -> None:
 def test_weights_that_are_not_the_known_ones_are_refused(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = BACKBONES[LITE0].weights
+    row = BACKBONES[LITE0]
     spec = None if fault == "missing" else ModuleSpec(row.package, None)
     if spec is not None:
         spec.origin = str(tmp_path / "__init__.py")
@@ -210,19 +209,19 @@ def test_a_network_with_a_backbone_needs_no_weights_to_be_built() -> None:
     assert network(torch.randn(2, *CIFAR.shape)).shape == (2, 10)
 
 
-OF_TORCHVISION = [name for name in BACKBONES if not BACKBONES[name].weights.package]
+OF_TORCHVISION = [name for name in BACKBONES if not BACKBONES[name].package]
 
 
 @pytest.mark.parametrize("name", OF_TORCHVISION)
 def test_the_registry_says_what_torchvision_does(name: str) -> None:
     row = BACKBONES[name]
     weights = get_model_weights(name).DEFAULT
-    assert weights.url == TORCHVISION_WEIGHTS + row.weights.file
-    assert row.weights.file == f"{name}-{row.weights.sha256}.pth"
+    assert weights.url == TORCHVISION_WEIGHTS + row.file
+    assert row.file == f"{name}-{row.sha256}.pth"
     assert round(weights.meta["_metrics"]["ImageNet-1K"]["acc@1"] / 100, 3) == row.top1
     prepared = weights.transforms()
-    assert (tuple(prepared.mean), tuple(prepared.std)) == (row.images.mean, row.images.std)
-    assert prepared.crop_size == [row.images.size]
+    assert (tuple(prepared.mean), tuple(prepared.std)) == (row.mean, row.std)
+    assert prepared.crop_size == [row.size]
     with torch.device("meta"):
         network = get_model(name)
     head = network.get_submodule(row.head)
@@ -237,8 +236,7 @@ def published_resnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.parent.mkdir(parents=True)
     torch.save(get_model("resnet18").state_dict(), file)
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
-    known = replace(BACKBONES["resnet18"].weights, file=file.name, sha256=sha256)
-    row = replace(BACKBONES["resnet18"], weights=known)
+    row = replace(BACKBONES["resnet18"], file=file.name, sha256=sha256)
     monkeypatch.setitem(cast(dict[str, Any], BACKBONES), "resnet18", row)
     monkeypatch.setattr(backbones, "get_dir", lambda: str(tmp_path / "hub"))
     return file
@@ -354,8 +352,8 @@ def test_a_head_needs_no_settings(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", OF_TORCHVISION)
 def test_nothing_in_a_backbone_that_is_trained_is_drawn_or_mixed(name: str) -> None:
     """Dropped paths would be drawn in the order of the batch, which one record changes."""
-    images = BACKBONES[name].images
-    size = 64 if images.any_size else images.size
+    row = BACKBONES[name]
+    size = 64 if row.any_size else row.size
     torch.manual_seed(0)
     features, head = Backbone(name, size), nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
     network = WithHead(PublicBackbone(features, CIFAR), head)

@@ -16,7 +16,7 @@ from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.modules import ConstantNorm
 from dpmac_cli.dp.clipping.recorder import recorded_gradients
 from dpmac_cli.errors import ModelError
-from dpmac_cli.models.fine_tuning import LoraLinear, freeze
+from dpmac_cli.models.features import LoraLinear, freeze
 from dpmac_cli.models.registry import PARTS, Trained
 from dpmac_cli.models.weights import published
 from dpmac_cli.runs.publish import load_model

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from dpmac_cli.models.scattering import CHANNELS, Scattering
+from dpmac_cli.models.registry import SCATTERED
+from dpmac_cli.models.scattering import Scattering
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_features_are_those_of_kymatio(kymatio: Any, height: int, width: int) ->
         oracle.register_buffer(name, buffer.double())
     expected = oracle(x.contiguous())
     found = Scattering(height, width, torch.float64)(x)
-    assert found.shape == (3, 2 * CHANNELS, height // 4, width // 4)
+    assert found.shape == (3, 2 * SCATTERED, height // 4, width // 4)
     wanted = expected.reshape(found.shape)
     # Kymatio's filters are complex64, and its pi is 3.1415.
     torch.testing.assert_close(found, wanted, rtol=3e-4, atol=1e-6)

@@ -8,8 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpmac_cli.models import tracing
-from dpmac_cli.models.dependence import SAMPLES, UnprovenError
-from dpmac_cli.models.tracing import check_independent, check_independent_forward, check_uniform
+from dpmac_cli.models.tracing import (
+    SAMPLES,
+    UnprovenError,
+    check_independent,
+    check_independent_forward,
+    check_uniform,
+)
 from dpmac_cli.models.validation import independence
 from dpmac_cli.training.trainer import forbid_tf32
 

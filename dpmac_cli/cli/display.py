@@ -221,7 +221,7 @@ def swamped(result: evaluation.Evaluation) -> Iterator[str]:
     """Yield a note on a model that has learned nothing."""
     if result.multilabel:
         return
-    right, most = int(result.counts.diagonal().sum()), int(result.counts.sum(1).max())
+    right, most = int(result.confusion.diagonal().sum()), int(result.labels.bincount().max())
     if right <= most < result.samples:
         yield (
             f"{right:,} of {result.samples:,} test samples are classified correctly, and the most "

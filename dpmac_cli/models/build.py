@@ -19,8 +19,7 @@ from dpmac_cli.data.registry import Dataset
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone, at_a_time
-from dpmac_cli.models.features import FrozenFeatures, WithHead, with_features
-from dpmac_cli.models.fine_tuning import freeze
+from dpmac_cli.models.features import FrozenFeatures, WithHead, freeze, with_features
 from dpmac_cli.models.registry import MODELS, Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.models.validation import MIXING_LAYERS, check_model
 from dpmac_cli.torch_errors import what_failed

@@ -74,7 +74,7 @@ class EfficientNetLite(nn.Module):
         self._conv_stem, self._bn0 = SameConv(3, STEM, 3, 2, bias=False), _norm(STEM)
         self._blocks, inputs = nn.Sequential(), STEM
         for stage, (repeats, kernel, stride, expansion, channels) in enumerate(STAGES):
-            outputs = _rounded(channels * width)
+            outputs = int(channels * width + 4) // 8 * 8  # the nearest multiple of 8
             fixed = stage in (0, len(STAGES) - 1)
             for number in range(repeats if fixed else ceil(repeats * depth)):
                 step = stride if number == 0 else 1
@@ -86,9 +86,3 @@ class EfficientNetLite(nn.Module):
         """Return features, shape (images, 1280)."""
         inner = self._blocks(relu6(self._bn0(self._conv_stem(x))))
         return relu6(self._bn1(self._conv_head(inner))).mean((2, 3))
-
-
-def _rounded(channels: float) -> int:
-    """Return the multiple of 8 next to a number of channels, at least nine tenths of it."""
-    nearest = max(8, int(channels + 4) // 8 * 8)
-    return nearest + 8 if nearest < 0.9 * channels else nearest

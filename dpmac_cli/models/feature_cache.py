@@ -4,7 +4,6 @@ They are the records in another shape, and as private.
 """
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,16 @@ AT_A_TIME = 256
 PROBED = 16
 
 
-@dataclass(frozen=True)
-class Featured:
-    """A dataset of features, which need no standardisation, with their SHA-256."""
-
-    data: Data
-    sha256: str
-
-
 def featured(
     parts: FrozenFeatures,
     data: Data,
     settings: Mapping[str, Any],
     folder: Path,
     stop: Callable[[], bool] = lambda: False,
-) -> Generator[Computing, None, Featured]:
-    """Return the features of every image, from the cache or computed and kept there.
+) -> Generator[Computing, None, tuple[Data, str]]:
+    """Return a dataset of the features of every image, which need no standardisation.
 
+    They are from the cache, or computed and kept there. Beside them is their SHA-256.
     Of several processes one computes them; the others wait. What a killed one had computed is used.
 
     Args:
@@ -68,7 +60,7 @@ def featured(
         return _featured((yield from kept()), data)
 
 
-def _featured(file: RowFile, data: Data) -> Featured:
+def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
     everything = Rows(file, np.arange(len(file)))
     train, test = np.split(everything.rows, [len(data.train)])
     one = torch.ones(1, 1, 1, device=data.gain.device)
@@ -78,7 +70,7 @@ def _featured(file: RowFile, data: Data) -> Featured:
         gain=one,
         offset=torch.zeros_like(one),
     )
-    return Featured(found, everything.sha256())
+    return found, everything.sha256()
 
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:

@@ -72,12 +72,14 @@ class Pixels:
     """Images as they are, without features."""
 
 
+#: Features per channel by scattering: an average, 8 angles of 2 octaves, and 64 pairs of angles;
+#: and the factor by which height and width shrink.
+SCATTERED, SHRINK = 1 + 2 * 8 + 8**2, 4
+
+
 @dataclass(frozen=True)
 class Scattered:
-    """Fixed features: a key of :data:`FEATURES`.
-
-    Of each channel there are :data:`SCATTERED`, at a :data:`SHRINK` th of the height and width.
-    """
+    """Fixed features by scattering: a key of :data:`FEATURES`."""
 
     kind: str
 
@@ -96,36 +98,8 @@ class Scattered:
         )
 
 
-SCATTERED, SHRINK = 81, 4
-
-
 #: Where torchvision publishes its weights.
 TORCHVISION_WEIGHTS = "https://download.pytorch.org/models/"
-
-
-@dataclass(frozen=True)
-class WeightsFile:
-    """A file of public weights, inside a Python package or published by torchvision."""
-
-    file: str  # below the module's folder, or at TORCHVISION_WEIGHTS
-    sha256: str  # all of it, or its first digits
-    licence: str
-    package: str = ""  # module that holds the file; torchvision's are downloaded
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """How images were prepared that a network was trained on.
-
-    Attributes:
-        size: pixels of a side. any_size: whether the network takes other sizes, too.
-        mean, std: of the channels of pixels in [0, 1], to standardise with.
-    """
-
-    size: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    any_size: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,20 +108,30 @@ class BackboneKind:
 
     Attributes:
         about: one line for help and reports.
-        weights: of the network.
+        file: of the weights, below the folder of ``package`` or at :data:`TORCHVISION_WEIGHTS`.
+        sha256: of the file, or its first digits. licence: of the weights.
+        package: Python module that holds the file; "" if torchvision publishes it.
         network: a name of torchvision, or width and depth of an EfficientNet-Lite.
         head: name of the layer that is left out, in the weights' file.
         width: features of an image.
-        images: that it was trained on.
+        size: pixels of a side of the images that it was trained on.
+        mean, std: of the channels of pixels in [0, 1], which those images were standardised with.
+        any_size: whether it takes images of other sizes, too.
         top1: share of ImageNet's validation images that it gets right, as published.
     """
 
     about: str
-    weights: WeightsFile
+    file: str
+    sha256: str
+    licence: str
+    package: str = ""
     network: str | tuple[float, float]
     head: str
     width: int
-    images: Prepared
+    size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    any_size: bool = True
     top1: float
 
 
@@ -173,7 +157,7 @@ class Backbone:
 
     def fault(self, image: tuple[int, int, int]) -> str | None:
         """Return why images of a shape cannot be given to it, as the end of a sentence."""
-        known = BACKBONES[self.kind].images
+        known = BACKBONES[self.kind]
         if min(image[1:]) < LEAST_SIDE:
             return (
                 f"have {image[1]} x {image[2]} pixels, and a backbone needs {LEAST_SIDE} x "

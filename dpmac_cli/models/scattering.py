@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-ANGLES, SCALE = 8, 4
-#: Features per channel: an average, 8 angles of 2 octaves, and 64 pairs of angles.
-CHANNELS = 1 + 2 * ANGLES + ANGLES**2
+from dpmac_cli.models.registry import SHRINK
+
+ANGLES = 8
 #: Copies of a filter's spectrum on each side that sampling folds; beyond, it is 0 to rounding.
 COPIES = 2
 #: Images of one channel that are worked on at a time: few enough to stay in the cache.
@@ -25,9 +25,9 @@ class Scattering(nn.Module):
 
     def __init__(self, height: int, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        if height % SCALE or width % SCALE:
-            raise ValueError(f"{height} x {width} is no multiple of {SCALE}")
-        shape = (height + 2 * SCALE, width + 2 * SCALE)  # reflected at the borders
+        if height % SHRINK or width % SHRINK:
+            raise ValueError(f"{height} x {width} is no multiple of {SHRINK}")
+        shape = (height + 2 * SHRINK, width + 2 * SHRINK)  # reflected at the borders
         tilts = [(ANGLES // 2 - 1 - k) * math.pi / ANGLES for k in range(ANGLES)]
         for octave in (0, 1):
             bank = torch.stack([_morlet(shape, octave, tilt) for tilt in tilts]) / 4**octave
@@ -43,7 +43,7 @@ class Scattering(nn.Module):
 
         Images have shape (images, channels, height, width) and the dtype of the filters.
         """
-        padded = pad(x, [SCALE] * 4, mode="reflect").flatten(0, 1)
+        padded = pad(x, [SHRINK] * 4, mode="reflect").flatten(0, 1)
         found = torch.cat([self._of(planes) for planes in torch.split(padded, PLANES)])
         return found.view(len(x), -1, *found.shape[2:])
 
@@ -79,12 +79,12 @@ def _averaging(size: int, factor: int) -> Tensor:
 
     The signal holds frequencies up to half of its size. Shape (size / 4 - 2, size / factor).
     """
-    deviation = 0.8 * SCALE / 2
+    deviation = 0.8 * SHRINK / 2
     spectrum = torch.exp(-((deviation * _frequencies(size)) ** 2) / 2).reshape(-1, size).sum(0)
     half = size // factor // 2
     kept = torch.cat([spectrum[:half], spectrum[size - half :]])
     smoothed = torch.fft.ifft(torch.fft.fft(torch.eye(len(kept)).double()) * kept)
-    return torch.real(smoothed).T[:: SCALE // factor][1:-1]
+    return torch.real(smoothed).T[:: SHRINK // factor][1:-1]
 
 
 def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Tensor:

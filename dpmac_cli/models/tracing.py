@@ -10,32 +10,180 @@ import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
-from dpmac_cli.models import dependence as ops
-from dpmac_cli.models.dependence import SAMPLES, Dependence, UnprovenError
+from dpmac_cli.storage.catalogue import catalogue
 from dpmac_cli.torch_errors import what_failed
 
+#: Samples that are told apart, a plane each.
+SAMPLES = 4
 #: Largest batch for which the operations must be the same.
 LARGEST_BATCH = 1 << 20
-#: What gives a tensor another shape, of which the dimension of the samples is looked at.
-_RESHAPING = ops.FACTORIES | ops.names("""
-    view _unsafe_view reshape permute transpose t expand unsqueeze squeeze select slice split
-    split_with_sizes unbind alias getitem sym_size repeat detach as_strided
-""")
-#: What may be told the number of samples: it only gives tensors their shape.
-_SHAPING = ops.names("""
-    view _unsafe_view reshape expand unflatten repeat sym_size mul zeros ones empty full new_zeros
-    new_ones new_empty new_full native_group_norm rand randn as_strided
-""")
+#: Names of operations, and of some of their inputs, by how their outputs depend on their inputs.
+KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
+
+
+class UnprovenError(Exception):
+    """Independence across samples could not be proven; the message says why."""
+
+
+class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """Follows which samples each number was computed from, while it is entered.
+
+    Each storage has a shadow with a plane per sample and a place per element, so that views and
+    assignments to parts of a tensor need no rule.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shadows: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []  # a storage that was freed could be taken for another
+
+    def mark(self, x: Tensor) -> None:
+        """Have row i of x stand for sample i; there are :data:`SAMPLES` rows."""
+        own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, *[1] * (x.ndim - 1), SAMPLES)
+        self._of(x).copy_(own.expand(*x.shape, SAMPLES))
+
+    def check_rows(self, what: str, tensor: Tensor) -> None:
+        """Raise UnprovenError, naming ``what`` it is, if row i depends on others than sample i."""
+        rows = _by_row(self._of(tensor))
+        if rows.shape != (SAMPLES, SAMPLES) or bool((rows & ~torch.eye(SAMPLES).bool()).any()):
+            raise UnprovenError(f"In {what} a row depends on more than its own sample.")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note from which samples its outputs were computed."""
+        names = [argument.name for argument in func._schema.arguments]
+        named = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        told = {
+            name
+            for name, value in named.items()
+            if any(bool(self._of(tensor).any()) for tensor in tensors_in(value))
+        }
+        result = func(*args, **(kwargs or {}))
+        if told:
+            self._note(func, named, told, result)
+        return result
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        """Return a view of the planes of a tensor, bool, shape (*shape, SAMPLES)."""
+        size, place = tensor.untyped_storage().nbytes() // tensor.itemsize, _place(tensor)
+        shadow = self._shadows.get(place)
+        if shadow is None or place == 0:
+            shadow = torch.zeros(SAMPLES, size, dtype=torch.bool)
+            self._shadows[place] = shadow
+            self._kept.append(tensor)
+        if shadow.shape[1] != size:
+            raise UnprovenError("It looks at the bytes of numbers.")
+        return shadow.as_strided(
+            (*tensor.shape, SAMPLES), (*tensor.stride(), size), tensor.storage_offset()
+        )
+
+    def _note(self, func: Any, named: Mapping[str, Any], told: set[str], result: Any) -> None:
+        """Set the planes of outputs, given the names of the inputs that hold samples."""
+        name, outputs = _name_of(func), tensors_in(result)
+        if not outputs:
+            raise UnprovenError(f"{name} reads a number that was computed from samples.")
+        read = {_place(tensor) for tensor in tensors_in(list(named.values()))}
+        view = not func._schema.is_mutable and {_place(out) for out in outputs} <= read
+        if view or torch.Tag.inplace_view in func.tags or name in KNOWN["factories"]:
+            return
+        given = [self._of(t) for key in sorted(told) for t in tensors_in(named[key])]
+        if torch.Tag.pointwise in func.tags or name in KNOWN["pointwise"]:
+            found = [_union(given)] * len(outputs)
+        elif name in KNOWN["along"]:
+            found = _along(given, _dims_of(func, named), outputs)
+        elif told <= KNOWN["rows"] and (name in KNOWN["by_row"] or named.get("training") is False):
+            found = _row_by_row(given, outputs)
+        elif name in KNOWN["products"]:
+            *added, left, right = (self._of(t) for t in tensors_in(list(named.values())))
+            reached = [left.any(-2, keepdim=True), right.any(-3, keepdim=True), *added]
+            found = [_union(reached)]
+        elif name in KNOWN["moving"] and not told & KNOWN["places"]:
+            found = self._moved(func, named)
+        elif name == "embedding" and told == {"indices"}:
+            found = [given[0].unsqueeze(-2)]
+        else:
+            raise UnprovenError(f"It is not known how {name} treats samples.")
+        for out, planes in zip(outputs, found, strict=True):
+            self._of(out).copy_(planes.expand(*out.shape, SAMPLES))
+
+    def _moved(self, func: Any, named: Mapping[str, Any]) -> list[Tensor]:
+        """Return the planes of the outputs of an operation that moves numbers."""
+        found = []
+        for sample in range(SAMPLES):
+
+            def shadow(value: Any, sample: int = sample) -> Any:
+                return self._of(value)[..., sample].double() if isinstance(value, Tensor) else value
+
+            given = {
+                n: v if n in KNOWN["places"] else tree_map(shadow, v) for n, v in named.items()
+            }
+            given.pop("value", None)  # what is put around them
+            found.append(tensors_in(func(**given)))
+        return [torch.stack(planes, -1) > 0 for planes in zip(*found, strict=True)]
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of an operation, the same for its in-place form."""
+    packet = getattr(func, "overloadpacket", func)
+    return str(getattr(packet, "__name__", packet)).removesuffix("_")
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:
+    """Return the dimensions that an operation works along; none for all of them."""
+    if "normalized_shape" in named:
+        return list(range(-len(named["normalized_shape"]), 0))
+    defaults = {a.name: a.default_value for a in func._schema.arguments}
+    dim = named.get("dim", named.get("dims", defaults.get("dim")))
+    return [dim] if isinstance(dim, int) else list(dim or ())
+
+
+def _union(given: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.logical_or, given, torch.tensor(False))  # a copy also of a single one
+
+
+def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return planes of outputs that depend on all inputs along some dimensions."""
+    whole = max(given, key=Tensor.numel)[..., 0]
+    places = [dim % whole.ndim for dim in dims or range(whole.ndim)]
+    kept = [planes.any(places, keepdim=True) if places else planes for planes in given]
+    joined = _union(kept)
+    return [joined if out.ndim == whole.ndim else joined.squeeze(places) for out in outputs]
+
+
+def _by_row(planes: Tensor) -> Tensor:
+    """Return from which samples each row was computed, shape (rows, SAMPLES)."""
+    return planes.flatten(1, -2).any(1) if planes.ndim > 2 else planes
+
+
+def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return planes of outputs whose rows depend on the same rows of inputs."""
+    if min(planes.ndim for planes in given) < 2 or len({len(planes) for planes in given}) > 1:
+        raise UnprovenError("Its rows are not those of the samples.")
+    rows = torch.stack([_by_row(planes) for planes in given]).any(0)
+    return [
+        rows.view(len(rows), *[1] * (out.ndim - 1), SAMPLES)
+        if out.ndim and len(out) == len(rows)
+        else torch.zeros(*out.shape, SAMPLES, dtype=torch.bool)
+        for out in outputs
+    ]
 
 
 def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
@@ -86,20 +234,17 @@ def _following(x: Tensor) -> Iterator[Dependence]:
     def refuse(*_: Any, **__: Any) -> None:
         raise UnprovenError("It registers hooks on tensors.")
 
-    names = ("register_hook", "register_post_accumulate_grad_hook")
-    kept = {name: getattr(Tensor, name) for name in names}
     dependence, fast = Dependence(), torch.backends.mha.get_fastpath_enabled()
     dependence.mark(x)
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # one operation that does everything
-        for name in names:
-            setattr(Tensor, name, refuse)
-        with sdpa_kernel(SDPBackend.MATH), dependence:
+        without_hooks = patch.multiple(
+            Tensor, register_hook=refuse, register_post_accumulate_grad_hook=refuse
+        )
+        with without_hooks, sdpa_kernel(SDPBackend.MATH), dependence:
             yield dependence
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for name, method in kept.items():
-            setattr(Tensor, name, method)
 
 
 def _check_backward(losses: Tensor) -> None:
@@ -147,12 +292,12 @@ def _check_node(node: torch.fx.Node) -> None:
     """Reject an operation of a graph that tells the size of the batch, or places in it."""
     target: Any = node.target
     arguments: Any = node.args
-    name = ops.name_of(target)
+    name = _name_of(target)
     given = [of.meta.get("val") for of in node.all_input_nodes]
     outputs = tensors_in(node.meta.get("val"))
     counted = any(isinstance(value, torch.SymInt) for value in given)
     filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
-    if filled or (counted and (name not in _SHAPING or (name == "mul" and outputs))):
+    if filled or (counted and (name not in KNOWN["shaping"] or (name == "mul" and outputs))):
         raise UnprovenError(f"{name} computes with the size of the batch.")
     batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
     made = [(_batch_dim(out), out) for out in outputs]
@@ -162,18 +307,19 @@ def _check_node(node: torch.fx.Node) -> None:
         return
     if any(dim is None and 0 not in out.shape for dim, out in made):
         raise UnprovenError(f"{name} reduces over the samples of a batch.")
-    place, known = _batch_dim(batched[0]), getattr(target, "tags", ())
-    if torch.Tag.pointwise in known or name in (ops.POINTWISE | _RESHAPING | ops.PRODUCTS):
+    place, tags = _batch_dim(batched[0]), getattr(target, "tags", ())
+    keeping = ("pointwise", "factories", "reshaping", "products")
+    if torch.Tag.pointwise in tags or any(name in KNOWN[kind] for kind in keeping):
         return
     named = dict(zip([a.name for a in target._schema.arguments], arguments, strict=False))
-    dims = [dim % batched[0].ndim for dim in ops.dims_of(target, {**named, **node.kwargs})]
-    if name in ops.BY_ROW or "batch_norm" in name:
+    dims = [dim % batched[0].ndim for dim in _dims_of(target, {**named, **node.kwargs})]
+    if name in KNOWN["by_row"] or "batch_norm" in name:
         along = place != 0
     elif name in ("tril", "triu"):
         along = place is not None and place >= batched[0].ndim - 2
     elif name == "index":
         along = place is not None and arguments[1][place : place + 1] not in ([], [None])
-    elif name in ops.ALONG or name in ops.MOVING:
+    elif name in KNOWN["along"] or name in KNOWN["moving"]:
         along = place in dims or (name == "roll" and not dims)
     elif name == "embedding":
         along = False

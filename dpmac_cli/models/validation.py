@@ -26,9 +26,13 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import DpmacError, ModelError
-from dpmac_cli.models.dependence import UnprovenError
 from dpmac_cli.models.state import first_change, first_opaque
-from dpmac_cli.models.tracing import check_hooks, check_independent, check_independent_forward
+from dpmac_cli.models.tracing import (
+    UnprovenError,
+    check_hooks,
+    check_independent,
+    check_independent_forward,
+)
 from dpmac_cli.torch_errors import what_failed
 
 #: How a network is known to be independent across samples.

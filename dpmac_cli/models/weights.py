@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models.fine_tuning import LoraLinear
+from dpmac_cli.models.features import LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"

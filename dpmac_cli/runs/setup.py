@@ -187,9 +187,8 @@ def make_task(
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
         if isinstance(plan.features, Features):
             settings |= vars(plan.features)
-        found = yield from featured(parts, data, settings, cache_folder(), stop)
-        fingerprints["features"] = found.sha256
-        trained, data = parts.head, found.data
+        data, sha256 = yield from featured(parts, data, settings, cache_folder(), stop)
+        trained, fingerprints["features"] = parts.head, sha256
     built = ""
     if isinstance(plan.model, UserModel) and not at_hand:
         built = built_by(plan.model, seen)

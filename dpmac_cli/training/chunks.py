@@ -1,6 +1,6 @@
 """Clipped sum of a batch, in chunks of as many samples as fit into memory."""
 
-from math import ceil
+from math import ceil, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ class ChunkedSum:
 
     Args:
         model: its parameters are moved into one vector.
-        data: on the same device.
-        plan: of the run.
+        data: on the same device. plan: of the run.
         batch: B, the expected batch size.
         layers: random draws of augmented views.
 
@@ -68,9 +67,9 @@ class ChunkedSum:
     def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fitted into memory.
 
-        A chunk that runs out of memory is halved. Chunk sizes follow from public numbers: how many
-        records were drawn is private. The clipping bound stays as it is, with more room for
-        rounding than fewer terms need.
+        A chunk that runs out of memory is halved. Chunk sizes follow from public numbers alone:
+        how many records were drawn is private. The clipping bound stays as it is, with more room
+        for rounding than fewer terms need.
 
         Args:
             drawn: rows of the training set; may be empty.
@@ -82,13 +81,20 @@ class ChunkedSum:
             RunError: memory ran out with a single sample.
         """
         part, total, begin = self._sum, None, 0
-        some = drawn[: _evenly(len(drawn), chunk)]
         while begin < len(drawn):
-            end = begin + len(some)
+            end = begin + _evenly(len(drawn) - begin, chunk)
             ahead = drawn[end : end + _evenly(len(drawn) - end, chunk)]
-            if not self._sum_chunk(some, ahead, step, metric):
-                chunk = _halved(chunk)
-                some = drawn[begin : begin + _evenly(len(drawn) - begin, chunk)]
+            try:
+                self._sum_chunk(drawn[begin:end], ahead, step, metric)
+            except (RuntimeError, MemoryError) as failure:
+                if not out_of_memory(failure):
+                    raise
+                if chunk == 1:
+                    raise RunError(
+                        "Memory ran out with a single sample at a time. Free some, or choose a "
+                        "smaller --model or another --device."
+                    ) from failure
+                chunk //= 2
                 continue
             if begin == 0 and end >= len(drawn):
                 return part, chunk
@@ -97,34 +103,23 @@ class ChunkedSum:
                 total = torch.zeros_like(part, dtype=torch.float64)
             for block in blocks(len(part), part.device):  # else torch makes a float64 copy of it
                 total[block].add_(part[block])
-            begin, some = end, ahead
+            begin = end
         return part.zero_() if total is None else total, chunk
 
-    def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric) -> bool:
-        """Write a chunk's sum; return False if memory ran out, and nothing has happened.
-
-        Meanwhile the records of the next chunk, ``ahead``, are read, if there is one.
-        """
-        try:
-            images, labels = self._data.train.at(drawn)
-            if len(ahead):
-                self._data.train.read_ahead(ahead)
-            self.clipped_sum.of(self._inputs(images, drawn, step), labels, metric, self._sum)
-        except (RuntimeError, MemoryError) as failure:
-            if not out_of_memory(failure):
-                raise
-            return False
-        return True
-
-    def _inputs(self, images: Tensor, drawn: Batch, step: int) -> Tensor:
-        """Return the model's inputs for some records: K views of each, or the image itself."""
+    def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric) -> None:
+        """Write a chunk's sum, while the records of the next chunk, ``ahead``, are read."""
         recipe, layers = self._recipe, self._layers
-        if not recipe.augmented:
-            return self._data.standardised(images)
-        assert layers is not None, "augmented views need random draws"  # noqa: S101
-        words = layers.words(step, drawn, recipe.views)
-        views = self._data.standardised(views_of(images, words, recipe.augment))
-        return views if recipe.views == 1 else views.view(len(images), -1, *views.shape[1:])
+        images, labels = self._data.train.at(drawn)
+        if len(ahead):
+            self._data.train.read_ahead(ahead)
+        if recipe.augmented:
+            assert layers is not None, "augmented views need random draws"  # noqa: S101
+            words = layers.words(step, drawn, recipe.views)
+            images = views_of(images, words, recipe.augment)
+        inputs = self._data.standardised(images)
+        if recipe.views > 1:
+            inputs = inputs.view(len(drawn), -1, *inputs.shape[1:])
+        self.clipped_sum.of(inputs, labels, metric, self._sum)
 
 
 def first_chunk(physical_batch: int, batch: float) -> int:
@@ -133,23 +128,11 @@ def first_chunk(physical_batch: int, batch: float) -> int:
     A draw of more than B is then no reason for a second pass over the model and over d coordinates.
     Six standard deviations of a Poisson draw above B are never drawn in practice.
     """
-    return (
-        physical_batch
-        if physical_batch < batch
-        else max(physical_batch, ceil(batch + 6 * batch**0.5))
-    )
+    if physical_batch < batch:
+        return physical_batch
+    return max(physical_batch, ceil(batch + 6 * sqrt(batch)))
 
 
 def _evenly(left: int, chunk: int) -> int:
     """Return the size of the next of the fewest chunks for ``left`` records, of even sizes."""
     return -(-left // max(1, -(-left // chunk)))
-
-
-def _halved(chunk: int) -> int:
-    """Return half of a chunk size. Raises RunError if there is no less."""
-    if chunk == 1:
-        raise RunError(
-            "Memory ran out with a single sample at a time. Free some, or choose a smaller "
-            "--model or another --device."
-        )
-    return chunk // 2

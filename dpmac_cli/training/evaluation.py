@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.torch_errors import code_of_network
-from dpmac_cli.training.metrics import Answers, metric
+from dpmac_cli.training.metrics import Answers, metric, sensitivity_and_specificity
 
 #: Records that are scored at a time, and most numbers in their images.
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
@@ -35,24 +35,18 @@ class Evaluation:
     logits: Tensor
     labels: Tensor
 
-    @cached_property
-    def counts(self) -> Tensor:
-        """Samples by true class and predicted class, int64, shape (classes, classes + 1).
-
-        The last column is of samples whose output holds NaN.
-        """
-        classes = self.logits.shape[1]
-        guesses = self.logits.argmax(1).masked_fill_(self._lost, classes)
-        cells = (classes + 1) * self.labels + guesses
-        return torch.bincount(cells, minlength=classes * (classes + 1)).view(classes, classes + 1)
-
     @property
     def confusion(self) -> Tensor:
-        """Counts by true and predicted class, (classes, classes); of each label, (labels, 2, 2)."""
-        if not self.multilabel:
-            return self.counts[:, :-1]
-        cells = 2 * self.labels.long() + torch.from_numpy(self.answers.guess)
-        return torch.stack([(cells == n).sum(0) for n in range(4)], 1).view(-1, 2, 2)
+        """Counts by true and predicted class, (classes, classes); of each label, (labels, 2, 2).
+
+        They are int64. Samples of several classes whose output holds NaN are left out.
+        """
+        if self.multilabel:
+            cells = 2 * self.labels.long() + torch.from_numpy(self.answers.guess)
+            return torch.stack([(cells == n).sum(0) for n in range(4)], 1).view(-1, 2, 2)
+        classes, kept = self.logits.shape[1], ~self._lost
+        cells = classes * self.labels[kept] + self.logits[kept].argmax(1)
+        return torch.bincount(cells, minlength=classes**2).view(classes, classes)
 
     @property
     def unanswered(self) -> int:
@@ -69,43 +63,35 @@ class Evaluation:
         """Number of samples scored."""
         return len(self.labels)
 
-    @property
+    @cached_property
     def accuracy(self) -> float:
         """Fraction of samples, or of labels, classified correctly, 0 to 1."""
         if self.multilabel:
-            return self.metric("accuracy")
-        return int(self.counts.diagonal().sum()) / self.samples
+            return metric("accuracy", self.answers)
+        return int(self.confusion.diagonal().sum()) / self.samples
 
     @property
     def per_class(self) -> list[float]:
         """Accuracy within each true class, or positives of a label, 0 to 1; nan without samples."""
-        counts = self.confusion[:, 1] if self.multilabel else self.counts
-        found = counts[:, 1] if self.multilabel else counts.diagonal()
-        right: list[float] = (found.double() / counts.sum(1)).tolist()
-        return right
+        return sensitivity_and_specificity(self.answers)[0]
 
     def metric(self, name: str) -> float:
         """Return a metric by its name, 0 to 1; nan where it is not defined."""
-        if name not in self._known:
-            of_all = name != "accuracy" or self.multilabel
-            self._known[name] = metric(name, self.answers) if of_all else self.accuracy
-        return self._known[name]
-
-    @cached_property
-    def _known(self) -> dict[str, float]:
-        return {}
+        return self.accuracy if name == "accuracy" else metric(name, self.answers)
 
     @property
     def answers(self) -> Answers:
         """Labels and predictions of the samples as arrays, for metrics."""
-        exclusive, classes = not self.multilabel, self.logits.shape[1]
-        truth = (one_hot(self.labels, classes) if exclusive else self.labels).bool()
+        exclusive, lost = not self.multilabel, self._lost[:, None]
         if exclusive:
-            guess = one_hot(self.logits.argmax(1), classes).bool() & ~self._lost[:, None]
+            classes = self.logits.shape[1]
+            truth = one_hot(self.labels, classes).bool()
+            guess = one_hot(self.logits.argmax(1), classes).bool() & ~lost
         else:
-            guess = (self.logits > 0) ^ (self._lost[:, None] & ((self.logits > 0) == truth))
+            truth = self.labels.bool()
+            guess = torch.where(lost, ~truth, self.logits > 0)
         scores = probabilities(self.logits, exclusive=exclusive)
-        scores = torch.where(self._lost[:, None], 2 - 3 * truth.float(), scores)
+        scores = torch.where(lost, 2 - 3 * truth.float(), scores)
         return Answers(truth.numpy(), guess.numpy(), scores.numpy(), exclusive)
 
     @property

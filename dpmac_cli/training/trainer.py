@@ -37,11 +37,8 @@ class Trainer:
     Args:
         model: maps images to logits; its parameters are moved into one vector.
         data: on the same device.
-        algorithm: the geometry and the rule.
-        mechanism: sigma and the expected batch.
-        plan: what the run will do.
-        randomness: of the run.
-        hooks: of audits.
+        algorithm, mechanism, plan, randomness: of the run.
+        hooks: canaries of an audit.
         ranks: the processes of the run, each of which sums its share of every batch.
 
     Raises:
@@ -235,19 +232,11 @@ def forbid_tf32() -> None:
     """Have every product in full float32: TF32 and bf16 void the rounding bounds."""
     torch.set_float32_matmul_precision("highest")
     backends: Any = torch.backends
-    for setting in (
-        backends,
-        backends.cuda.matmul,
-        backends.cudnn,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-        backends.mkldnn,
-        backends.mkldnn.matmul,
-        backends.mkldnn.conv,
-        backends.mkldnn.rnn,
-    ):
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    of_cpu = (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    for setting in (backends, backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, *of_cpu):
         setting.fp32_precision = "ieee"
-    backends.cudnn.allow_tf32 = False  # torch.export reads this older name, which must agree
+    cudnn.allow_tf32 = False  # torch.export reads this older name, which must agree
 
 
 def _untrained(model: nn.Module, trained: Container[int]) -> Iterator[tuple[str, Tensor]]:

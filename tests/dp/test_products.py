@@ -736,9 +736,9 @@ def test_chunks_are_even_and_change_no_sum(
     cut: list[int] = []
     before = ChunkedSum._sum_chunk
 
-    def note(self: ChunkedSum, drawn: Any, *rest: Any) -> bool:
+    def note(self: ChunkedSum, drawn: Any, *rest: Any) -> None:
         cut.append(len(drawn))
-        return before(self, drawn, *rest)
+        before(self, drawn, *rest)
 
     monkeypatch.setattr(ChunkedSum, "_sum_chunk", note)
     most = first_chunk(physical, batch)
