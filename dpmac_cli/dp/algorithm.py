@@ -8,9 +8,8 @@ from torch import Tensor
 
 from dpmac_cli.dp.geometry import GEOMETRIES, Ball, Geometry, Spread
 from dpmac_cli.dp.mechanism import Ellipsoid
-from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import RULE_SETTINGS, Hyperparameters, Optimizer
-from dpmac_cli.dp.rules import RULES, Rule
+from dpmac_cli.dp.rules import RULES, Moments, Rule
 
 #: The radius of a ball that clips nothing: a power of two, so scaling by it is exact.
 NO_CLIPPING = 2.0**40

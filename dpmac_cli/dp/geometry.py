@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
-from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Kappa
+from dpmac_cli.dp.rules import Moments
 
 LEAST_KAPPA = 1e-6
 
@@ -88,7 +88,6 @@ class Ball(Geometry):
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
         """The same ball."""
-        del private, moments, spread
         return region.factor
 
 
@@ -113,13 +112,12 @@ class AdaClip(Geometry):
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
         region = ellipsoid(torch.zeros_like(like), torch.ones_like(like))
         region.factor.copy_(_scale(s_squared, region))
-        return region, Spread(s_squared, None, kappa=1.0)
+        return region, Spread(s_squared, None)
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
         """m and s^2 are running averages of g~ and of clamp((g~ - m)^2 - noise, h1, h2)."""
-        del moments
         assert spread is not None  # noqa: S101
         region.centre.lerp_(private.value, 1 - self.beta1)
         variance = private.without_noise((private.value - region.centre).square_())

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.layer_rules import Use, instantiate, instantiated
+from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import (
     ROW,
@@ -128,7 +128,8 @@ class InPieces:
         """Yield gradients of the selected samples, piece by piece, shape (samples, d_layer)."""
         step = max(1, _piece(self.uses[0].delta) // (self.layer.stop - self.layer.start))
         begin = 0
-        for g in instantiated(self.layer, self.uses, self.views, step):
+        for uses in in_groups(self.uses, self.views, step):
+            g = instantiate(self.layer, uses, self.views)
             if isinstance(self.chosen, Tensor):
                 yield g[self.chosen[begin : begin + step]].double()
             else:

@@ -33,10 +33,6 @@ class Kernel:
             self.extra = min(ROW, module.weight[0].numel())
         self._largest = self._largest_inverse()
 
-    def distance(self, g: Tensor, name: str) -> Tensor:
-        """Return the squared norm of g - m over one parameter, float64, shape (samples,)."""
-        return self.metric.squares(g, self._parts[name], out=g)
-
     def reach(self, delta: Tensor, squares: Tensor) -> Tensor:
         """Return R_i^2, or more: float64, shape (samples,).
 
