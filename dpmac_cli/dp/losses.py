@@ -65,8 +65,7 @@ def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
         outputs, labels: examples, to validate it on; not private.
 
     Raises:
-        ModelError: it fails, or gives anything but one finite number per sample, or another one
-            for the same sample.
+        ModelError: it fails, or gives no finite number per sample, or not the same one twice.
     """
 
     def single(output: Tensor, label: Tensor) -> Tensor:

@@ -67,13 +67,9 @@ def sgd(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> No
 
 @dataclass(frozen=True)
 class Adam:
-    """theta - eta m-hat / (sqrt(v-hat) + gamma), line 15 of Algorithm 1.
+    """theta - eta m-hat / (sqrt(v-hat) + gamma), line 15 of Algorithm 1."""
 
-    Attributes:
-        gamma: stability constant >= 0.
-    """
-
-    gamma: float
+    gamma: float  # stability constant >= 0
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,), by torch's fused kernel: one pass over the vectors."""
@@ -102,12 +98,9 @@ class AdamBC:
 
     Phi is the noise's share of v-hat: what the moments tracked; or its variance for a ball, which
     is a constant; or, as in the paper, the variance of the noise before it is scaled by b.
-
-    Attributes:
-        gamma_prime: gamma' > 0, the floor of the corrected second moment.
     """
 
-    gamma_prime: float
+    gamma_prime: float  # gamma' > 0, the floor of the corrected second moment
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""

@@ -109,12 +109,12 @@ def _write(
         gradients = _by_vmap(layer, use, views)
     elif through is not None:
         weight = gradients["weight"]
-        by_kernel = weight if isinstance(weight, Tensor) else weight.computed()
+        by_kernel = weight if isinstance(weight, Tensor) else weight.weights()
         gradients = {**gradients, **through(by_kernel)}
     for name, slot in layer.slices.items():
         found, to = gradients[name], out[:, slot]
         if isinstance(found, OuterProducts):
-            found.write(to.view(len(out), found.delta.shape[2], -1))
+            found.weights(to.view(len(out), found.delta.shape[2], -1))
         else:
             to.copy_(found.reshape(len(out), -1))
 

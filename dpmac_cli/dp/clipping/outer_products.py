@@ -83,22 +83,18 @@ class OuterProducts:
         """Return some samples, in float64."""
         return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
 
-    def write(self, out: Tensor) -> Tensor:
-        """Write the gradients by the weights to ``out``, (samples, out, in), and return it."""
+    def weights(self, out: Tensor | None = None) -> Tensor:
+        """Return the gradients by the weights, shape (samples, out, in), written to ``out``."""
         if not _by_onednn(self.delta):
-            return out.copy_(torch.bmm(self.delta.mT, self.a))
+            products = torch.bmm(self.delta.mT, self.a)
+            return products if out is None else out.copy_(products)
+        if out is None and len(self.delta) == 1:
+            return matmul(self.delta[0].T, self.a[0]).unsqueeze(0)
+        if out is None:
+            out = self.delta.new_empty(len(self.delta), self.delta.shape[2], self.a.shape[2])
         for delta, a, to in zip(self.delta, self.a, out, strict=True):
             to.copy_(matmul(delta.T, a))
         return out
-
-    def computed(self) -> Tensor:
-        """Return the gradients by the weights, shape (samples, out, in)."""
-        if not _by_onednn(self.delta):
-            return torch.bmm(self.delta.mT, self.a)
-        if len(self.delta) == 1:
-            return matmul(self.delta[0].T, self.a[0]).unsqueeze(0)
-        shape = (len(self.delta), self.delta.shape[2], self.a.shape[2])
-        return self.write(self.delta.new_empty(shape))
 
     @property
     def _widths(self) -> int:

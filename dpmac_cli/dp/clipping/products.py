@@ -18,14 +18,7 @@ from dpmac_cli.dp.clipping.kernels import Kernel
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.norms import (
-    ROW,
-    LayerMetric,
-    SquaredNorms,
-    concatenated,
-    kept,
-    roundoff,
-)
+from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import FEW_TERMS, OuterProducts, matmul
 from dpmac_cli.dp.clipping.patches import (
     gradients_by_position,
@@ -124,24 +117,21 @@ class PositionProducts:
         factors = sizes.positions * (sizes.inputs + sizes.outputs)
         if sizes.norm(ball) == sizes.instantiating(ball):
             kernel = Kernel(self.layer, metric, self.uses[0].delta.dtype)
-            return concatenated(self._by_pieces(uses, kernel) for uses in self._groups(factors))
+            return SquaredNorms.of(self._by_pieces(uses, kernel) for uses in self._groups(factors))
         if not ball:
-            return concatenated(self._by_pairs(uses, metric) for uses in self._groups(factors))
+            return SquaredNorms.of(self._by_pairs(uses, metric) for uses in self._groups(factors))
         kernel = Kernel(self.layer, metric, torch.float64)
         numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
-        return concatenated(self._by_gram(uses, kernel) for uses in self._groups(numbers))
+        return SquaredNorms.of(self._by_gram(uses, kernel) for uses in self._groups(numbers))
 
     def weighted_sum(
         self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
     ) -> None:
-        """Compute the plain weight gradient with c_i delta_i, of some samples at a time.
-
-        Samples in ``exact`` are added in float64: their terms cancel so much that they would grow
-        the rounding of the others' sum.
-        """
+        """Compute the plain weight gradient with c_i delta_i, of some samples at a time."""
         if exact is None:
             self._add_up(c, valid, out)
             return
+        # Their terms cancel so much that they would grow the rounding of the others' sum.
         rest = torch.empty_like(out, dtype=torch.float64)
         self.select(exact)._add_up(c[exact].double(), None, rest)
         self._add_up(torch.where(exact, 0, c), ~exact if valid is None else valid & ~exact, out)
@@ -216,7 +206,7 @@ class PositionProducts:
         gross = total.clone()
         a = kernel.centred(a)
         for some, part in self._pieces(delta):
-            g = OuterProducts(delta[some, :, part], a[some], bias=False).computed()
+            g = OuterProducts(delta[some, :, part], a[some], bias=False).weights()
             value, before = kernel.squares(g, part)
             total[some] += value
             gross[some] += before
@@ -225,9 +215,7 @@ class PositionProducts:
         return SquaredNorms(*(n.div_(kernel.metric.factor) for n in (total, slack, reach)))
 
     def _pieces(self, delta: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield some samples and some outputs at a time: what gradients of each are read against
-        stays in cache while samples change.
-        """
+        """Yield some samples and outputs at a time. An output's metric stays in cache meanwhile."""
         inputs, outputs = self.sizes.inputs, self.sizes.outputs
         room = DEVICE_PIECE if delta.is_cuda else IN_CACHE
         samples = max(1, room // (inputs * outputs))
