@@ -23,7 +23,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.dp.geometry import MacAdam, Spread, _scale
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
-from dpmac_cli.dp.moments import Moments
+from dpmac_cli.dp.rules import Moments
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training.evaluation import evaluate
 from dpmac_cli.training.trainer import Trainer

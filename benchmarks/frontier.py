@@ -36,8 +36,7 @@ from dpmac_cli.dp.clipping import clipped_sum
 from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.geometry import GEOMETRIES, Geometry, Spread
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
-from dpmac_cli.dp.moments import Moments
-from dpmac_cli.dp.rules import RULES, Adam
+from dpmac_cli.dp.rules import RULES, Adam, Moments
 
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 #: Where the search for a rate begins.

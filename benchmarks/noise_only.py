@@ -10,8 +10,8 @@ import torch
 
 from dpmac_cli.dp.geometry import MacAdam, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism
-from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Kappa
+from dpmac_cli.dp.rules import Moments
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 

@@ -23,9 +23,9 @@ from .data.dataset import Split as Split
 from .data.loaders import load_data as load_data
 from .data.registry import DATASETS as DATASETS
 from .dp.mechanism import PrivateMean as PrivateMean
-from .dp.moments import Moments as Moments
 from .dp.optimizers import OPTIMIZERS as OPTIMIZERS
 from .dp.optimizers import Optimizer as Optimizer
+from .dp.rules import Moments as Moments
 from .dp.rules import Rule as Rule
 from .errors import BudgetError as BudgetError
 from .errors import DivergedError as DivergedError

@@ -21,7 +21,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, Se
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.randomness.keystream import generator, make_keys
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Noise, Normals, SeededNormals
+from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.randomness.sampling import KeyedSampler, Sampler
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.storage.rows import Rows
@@ -138,7 +138,7 @@ class Spy(GaussianMechanism):
     regions: list[Ellipsoid] = field(default_factory=list)
     released: list[PrivateMean] = field(default_factory=list)
 
-    def release(self, clipped: Tensor, region: Ellipsoid, noise: Normals) -> PrivateMean:
+    def release(self, clipped: Tensor, region: Ellipsoid, noise: SeededNormals) -> PrivateMean:
         private = super().release(clipped, region, noise)
         # The next step reuses the memory of all of them.
         self.regions.append(copied(region))
@@ -157,7 +157,7 @@ class SecureSpy(Spy, SecureMechanism):
 
     sums: list[Tensor] = field(default_factory=list)
 
-    def whitened(self, clipped: Tensor, b: Tensor, noise: Normals) -> Tensor:
+    def whitened(self, clipped: Tensor, b: Tensor, noise: SeededNormals) -> Tensor:
         total = super().whitened(clipped, b, noise)
         self.sums.append(total.clone())
         return total

@@ -21,7 +21,7 @@ from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.recorder import recorded_gradients
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.randomness.keystream import STREAMS, Keys, KeyStream, make_keys
-from dpmac_cli.randomness.noise import Normals
+from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.training.trainer import Trainer
 
@@ -241,7 +241,7 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
 class _Overheard:
     """A source of noise, and someone who writes it down."""
 
-    noise: Normals
+    noise: SeededNormals
     secrets: Secrets
 
     def standard_normal(self, like: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import PrivateMean
-from dpmac_cli.dp.moments import Moments
-from dpmac_cli.dp.rules import Adam
+from dpmac_cli.dp.rules import Adam, Moments
 
 STEPS, SIZE = 12, 5
 

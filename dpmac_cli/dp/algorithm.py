@@ -8,9 +8,8 @@ from torch import Tensor
 
 from dpmac_cli.dp.geometry import GEOMETRIES, Ball, Geometry, Spread
 from dpmac_cli.dp.mechanism import Ellipsoid
-from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import RULE_SETTINGS, Hyperparameters, Optimizer
-from dpmac_cli.dp.rules import RULES, Rule
+from dpmac_cli.dp.rules import RULES, Moments, Rule
 
 #: The radius of a ball that clips nothing: a power of two, so scaling by it is exact.
 NO_CLIPPING = 2.0**40
@@ -18,21 +17,13 @@ NO_CLIPPING = 2.0**40
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One of the six optimizers, or another, ready to train.
+    """One of the six optimizers, or another, ready to train."""
 
-    Attributes:
-        geometry: chooses the ellipsoid that the next step clips to.
-        rule: moves theta by the private mean.
-        hyper: the numbers of both.
-        keeps_moments: whether m and v are as long as theta; the rule does not use them otherwise.
-        tracks_noise: whether the moments track the noise's variance.
-    """
-
-    geometry: Geometry
-    rule: Rule
-    hyper: Hyperparameters
-    keeps_moments: bool
-    tracks_noise: bool
+    geometry: Geometry  # chooses the ellipsoid that the next step clips to
+    rule: Rule  # moves theta by the private mean
+    hyper: Hyperparameters  # the numbers of both
+    keeps_moments: bool  # True if the rule uses m and v, which are then as long as theta
+    tracks_noise: bool  # True if the moments track the noise's variance
 
     def start(self, theta: Tensor) -> tuple[Ellipsoid, Spread | None, Moments]:
         """Return the ellipsoid of step 1, what the geometry remembers, and the moments."""

@@ -1,8 +1,7 @@
 """The ellipsoid that the next step clips to, from post-noise values alone.
 
-``estimate`` is handed the private mean and its moments and nothing else: by its signature, whatever
-it computes is post-processing and costs no privacy (Proposition 1). All but one sum is done
-coordinate by coordinate, so that a step can go through the vectors in blocks that stay in cache.
+By its signature, ``estimate`` is post-processing and costs no privacy (Proposition 1). All but one
+sum is done by coordinate, so that a step can go through the vectors in blocks that stay in cache.
 """
 
 from collections.abc import Mapping
@@ -13,29 +12,21 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean, ball, ellipsoid
-from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Kappa
+from dpmac_cli.dp.rules import Moments
 
 LEAST_KAPPA = 1e-6
 
 
 @dataclass
 class Spread:
-    """Memory of a geometry: how far g-tilde strays from its mean. Post-noise, so public.
+    """Memory of a geometry: how far g-tilde strays from its mean. Post-noise, so public."""
 
-    Attributes:
-        s: AdaClip's s_t^2 or MacAdam's s_t, shape (d,).
-        psi: the noise's own share of MacAdam's s_t, shape (d,); None unless kappa is "tracked".
-        kappa_star: E[s_t] over the variance of i.i.d. g-tilde; a scalar.
-        kappa: what s_t is divided by at step t; None where that is 0.
-        share: (1 - c_t)^2, the weight of the noise of step t in u_t.
-    """
-
-    s: Tensor
-    psi: Tensor | None
-    kappa_star: float = 0.0
-    kappa: float | None = None
-    share: float = 0.0
+    s: Tensor  # AdaClip's s_t^2 or MacAdam's s_t, (d,)
+    psi: Tensor | None  # the noise's share of MacAdam's s_t, (d,), if kappa is "tracked"
+    kappa_star: float = 0.0  # E[s_t] over the variance of i.i.d. g-tilde
+    kappa: float | None = None  # what s_t is divided by at step t; None where that is 0
+    share: float = 0.0  # (1 - c_t)^2, the weight of the noise of step t in u_t
 
 
 #: What is kept of every coordinate.
@@ -65,61 +56,43 @@ class Geometry(Protocol):
     ) -> Tensor:
         """Lines 16 to 20 for a block, in place: the next centre and ``inverse``.
 
-        Returns the block's part of the next ``factor``, shape ().
+        Returns the block's part of the next ``factor``, shape (). By default, nothing changes.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class Ball(Geometry):
-    """A fixed ball about the origin: DP-SGD, DP-Adam, DP-AdamBC.
-
-    Attributes:
-        clip_norm: C > 0, its radius.
-    """
-
-    clip_norm: float
-
-    def start(self, like: Tensor) -> tuple[Ellipsoid, None]:
-        """The ball, which never changes."""
-        return ball(self.clip_norm, like), None
-
-    def estimate(
-        self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
-    ) -> Tensor:
-        """The same ball."""
         del private, moments, spread
         return region.factor
 
 
 @dataclass(frozen=True)
+class Ball(Geometry):
+    """A fixed ball about the origin: DP-SGD, DP-Adam, DP-AdamBC."""
+
+    clip_norm: float  # C > 0, the radius
+
+    def start(self, like: Tensor) -> tuple[Ellipsoid, None]:
+        """The ball, which never changes."""
+        return ball(self.clip_norm, like), None
+
+
+@dataclass(frozen=True)
 class AdaClip(Geometry):
-    """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643).
+    """AdaClip's ellipsoid (Pichapati et al. 2019, arXiv 1908.07643)."""
 
-    Starts at m = 0 and s^2 = sqrt(h1 h2).
-
-    Attributes:
-        beta1, beta2: decay rates of the mean and of the variance, in [0, 1).
-        h1, h2: bounds of the variance of one step, 0 < h1 <= h2.
-    """
-
-    beta1: float
-    beta2: float
-    h1: float
+    beta1: float  # decay rate of the mean, in [0, 1)
+    beta2: float  # decay rate of the variance, in [0, 1)
+    h1: float  # bounds of the variance of one step, 0 < h1 <= h2
     h2: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
-        """Centre 0 and the scale of s^2 = sqrt(h1 h2)."""
+        """Centre m = 0 and the scale of s^2 = sqrt(h1 h2)."""
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
         region = ellipsoid(torch.zeros_like(like), torch.ones_like(like))
         region.factor.copy_(_scale(s_squared, region))
-        return region, Spread(s_squared, None, kappa=1.0)
+        return region, Spread(s_squared, None)
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
         """m and s^2 are running averages of g~ and of clamp((g~ - m)^2 - noise, h1, h2)."""
-        del moments
         assert spread is not None  # noqa: S101
         region.centre.lerp_(private.value, 1 - self.beta1)
         variance = private.without_noise((private.value - region.centre).square_())
@@ -131,17 +104,14 @@ class AdaClip(Geometry):
 class MacAdam(Geometry):
     """DP-MacAdam's ellipsoid: lines 16 to 20 of Algorithm 1.
 
-    Attributes:
-        beta1: decay rate of s, the same as the moments' beta1, in [0, 1).
-        h1, h2: bounds of the estimated variance, 0 < h1 <= h2.
-        kappa: the estimate of the gradient's variance from s_t.
-            "paper": s / kappa - b^2 sigma^2 / B^2 with the paper's kappa;
-            "exact": the same with kappa*, which is unbiased for i.i.d. gradients and constant b;
-            "tracked": (s - psi) / kappa*, psi being the noise's own share of s, whatever b did.
+    ``kappa`` is how the variance of the gradient is estimated from s_t:
+        "paper": s / kappa - b^2 sigma^2 / B^2 with the paper's kappa;
+        "exact": the same with kappa*, which is unbiased for i.i.d. gradients and constant b;
+        "tracked": (s - psi) / kappa*, psi being the noise's own share of s, whatever b did.
     """
 
-    beta1: float
-    h1: float
+    beta1: float  # decay rate of s, that of the moments, in [0, 1)
+    h1: float  # bounds of the estimated variance, 0 < h1 <= h2
     h2: float
     kappa: Kappa
 
@@ -170,23 +140,17 @@ class MacAdam(Geometry):
         spread.s.lerp_((private.value - m_hat).square_(), 1 - self.beta1)  # lines 16, 17
         if spread.psi is not None:
             spread.psi.lerp_(private.noise_variance * spread.share, 1 - self.beta1)
-        s_hat = _variance(private, spread).clamp_(self.h1, self.h2)  # line 19
-        return _scale(s_hat, region)  # line 20
+        s = spread.s if spread.psi is None else spread.s - spread.psi
+        # 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0. The same where beta1 is so
+        # small that both are lost in rounding.
+        variance = torch.zeros_like(s) if spread.kappa is None else s / spread.kappa
+        if spread.psi is None:
+            private.without_noise(variance)
+        return _scale(variance.clamp_(self.h1, self.h2), region)  # lines 19, 20
 
 
 #: Geometries by their names in the table.
 GEOMETRIES: Mapping[str, type[Geometry]] = {"ball": Ball, "adaclip": AdaClip, "macadam": MacAdam}
-
-
-def _variance(private: PrivateMean, spread: Spread) -> Tensor:
-    """The estimate that line 19 clamps, shape (d,).
-
-    0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0. The same where beta1 is so small
-    that both are lost in rounding.
-    """
-    s = spread.s if spread.psi is None else spread.s - spread.psi
-    estimate = torch.zeros_like(s) if spread.kappa is None else s / spread.kappa
-    return private.without_noise(estimate) if spread.psi is None else estimate
 
 
 def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:

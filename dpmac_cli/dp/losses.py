@@ -39,30 +39,20 @@ def build_loss(
         weights: public factors of the losses of each class, or of the positives of each label.
     """
     factors = torch.tensor(weights, dtype=torch.float64, device=device) if weights else None
-    return partial(FUNCTIONS[name], smoothing=smoothing, factors=factors)
 
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        weight = None if factors is None else factors.to(outputs.dtype)
+        if name == "bce":
+            targets = labels.to(outputs.dtype) * (1 - smoothing) + smoothing / 2
+            return binary_cross_entropy_with_logits(
+                outputs, targets, reduction="none", pos_weight=weight
+            ).mean(1)
+        losses = cross_entropy(outputs, labels, weight, label_smoothing=smoothing, reduction="none")
+        if name == "focal":
+            losses = (1 - torch.exp(-plain(outputs, labels))) ** FOCUS * losses
+        return losses
 
-def _cross_entropy(
-    outputs: Tensor, labels: Tensor, smoothing: float, factors: Tensor | None
-) -> Tensor:
-    weight = None if factors is None else factors.to(outputs.dtype)
-    return cross_entropy(outputs, labels, weight, label_smoothing=smoothing, reduction="none")
-
-
-def _focal(outputs: Tensor, labels: Tensor, smoothing: float, factors: Tensor | None) -> Tensor:
-    missing = 1 - torch.exp(-plain(outputs, labels))
-    return missing**FOCUS * _cross_entropy(outputs, labels, smoothing, factors)
-
-
-def _binary(outputs: Tensor, labels: Tensor, smoothing: float, factors: Tensor | None) -> Tensor:
-    targets = labels.to(outputs.dtype) * (1 - smoothing) + smoothing / 2
-    weight = None if factors is None else factors.to(outputs.dtype)
-    return binary_cross_entropy_with_logits(
-        outputs, targets, reduction="none", pos_weight=weight
-    ).mean(1)
-
-
-FUNCTIONS = {"cross-entropy": _cross_entropy, "focal": _focal, "bce": _binary}
+    return loss
 
 
 def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
@@ -75,8 +65,7 @@ def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
         outputs, labels: examples, to validate it on; not private.
 
     Raises:
-        ModelError: it fails, or gives anything but one finite number per sample, or another one
-            for the same sample.
+        ModelError: it fails, or gives no finite number per sample, or not the same one twice.
     """
 
     def single(output: Tensor, label: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.dp.clipping.layers import blocks
-from dpmac_cli.randomness.noise import Normals
+from dpmac_cli.randomness.noise import SeededNormals
 
 #: The public grid of :class:`SecureMechanism`, in whitened space; a power of two, so that scaling
 #: by it is exact.
@@ -22,16 +22,11 @@ class Ellipsoid:
 
     Kept as what norms need of it, A = 1/b^2, and as line 20 of Algorithm 1 makes it: a vector and a
     number, so that a new number needs no pass over the vector.
-
-    Attributes:
-        centre: m, shape (d,); or shape () and 0 for a ball about the origin.
-        inverse: ``factor`` / b^2, > 0, shape (d,); or shape () for a ball.
-        factor: > 0, shape ().
     """
 
-    centre: Tensor
-    inverse: Tensor
-    factor: Tensor
+    centre: Tensor  # m, (d,); or () and 0 for a ball about the origin
+    inverse: Tensor  # factor / b^2, > 0, (d,); or () for a ball
+    factor: Tensor  # > 0, ()
 
     @property
     def is_ball(self) -> bool:
@@ -86,23 +81,18 @@ class GaussianMechanism:
     In whitened space the sum of clipped gradients has sensitivity 1 when one record is added or
     removed, for every ellipsoid, so noise of standard deviation sigma on that sum is a Gaussian
     mechanism with noise multiplier sigma.
-
-    Attributes:
-        noise_multiplier: sigma >= 0.
-        expected_batch: B > 0, the expected batch size. The size drawn is private and never used.
     """
 
-    noise_multiplier: float
-    expected_batch: float
+    noise_multiplier: float  # sigma >= 0
+    expected_batch: float  # B > 0. The size of the batch drawn is private and never used
 
-    def release(self, clipped: Tensor, region: Ellipsoid, noise: Normals) -> PrivateMean:
+    def release(self, clipped: Tensor, region: Ellipsoid, noise: SeededNormals) -> PrivateMean:
         """Add noise to the clipped sum and turn it into a mean gradient.
 
         Args:
             clipped: sum over the batch of c_i (g_i - m), shape (d,), with every
-                ||c_i (g_i - m) / b|| <= 1; or a block of its coordinates, and then the same block
-                of the ellipsoid. Consumed. In float64 if chunks were added up: the
-                noise then meets it in float64, and what is rounded afterwards is private.
+                ||c_i (g_i - m) / b|| <= 1; or the same block of it as of the ellipsoid. Consumed.
+                In float64 if chunks were added up: it is rounded after the noise is added.
             region: the ellipsoid that the sum was clipped to.
             noise: fresh draws, used here once.
         """
@@ -119,7 +109,7 @@ class GaussianMechanism:
         ratio = self.noise_multiplier / self.expected_batch
         return PrivateMean(torch.empty_like(like, dtype=b.dtype), b, ratio)
 
-    def _add_noise(self, value: Tensor, b: Tensor, noise: Normals) -> None:
+    def _add_noise(self, value: Tensor, b: Tensor, noise: SeededNormals) -> None:
         """Line 9, in place, as it is in gradient space: the sum and sigma b z."""
         if self.noise_multiplier > 0:
             z = noise.standard_normal(torch.empty_like(value, dtype=b.dtype))
@@ -127,7 +117,6 @@ class GaussianMechanism:
 
     def rounding(self, size: int) -> float:
         """Return what rounding adds at most to a sensitivity of 1, in ``size`` coordinates."""
-        del size
         return 0.0
 
 
@@ -141,12 +130,12 @@ class SecureMechanism(GaussianMechanism):
     the sum raises by GRID sqrt(d) at most. Everything in float64, also for float32 sums.
     """
 
-    def _add_noise(self, value: Tensor, b: Tensor, noise: Normals) -> None:
+    def _add_noise(self, value: Tensor, b: Tensor, noise: SeededNormals) -> None:
         for part in blocks(len(value), value.device, GRID_BLOCK):
             value[part] = self.whitened(value[part], b if b.ndim == 0 else b[part], noise)
         value.mul_(b)
 
-    def whitened(self, clipped: Tensor, b: Tensor, noise: Normals) -> Tensor:
+    def whitened(self, clipped: Tensor, b: Tensor, noise: SeededNormals) -> Tensor:
         """The noisy sum on the grid; float64, shape of ``clipped``, which is consumed."""
         total = clipped.double().div_(b).div_(GRID).round_()
         if self.noise_multiplier > 0:

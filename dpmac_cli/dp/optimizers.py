@@ -26,23 +26,18 @@ RULE_SETTINGS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """Numbers of an optimizer, in the paper's symbols.
+    """Numbers of an optimizer, in the paper's symbols."""
 
-    Attributes:
-        lr: eta. clip_norm: C. beta1, beta2, gamma: Adam's. gamma_prime: the floor of AdamBC.
-        h1, h2: bounds of the estimated variance. kappa, phi: which estimates.
-    """
-
-    lr: float
-    clip_norm: float
-    beta1: float
+    lr: float  # eta
+    clip_norm: float  # C
+    beta1: float  # Adam's, as are beta2 and gamma
     beta2: float
     gamma: float
-    gamma_prime: float
-    h1: float
+    gamma_prime: float  # the floor of AdamBC
+    h1: float  # bounds of the estimated variance
     h2: float
-    kappa: Kappa
-    phi: str
+    kappa: Kappa  # how MacAdam estimates the variance
+    phi: str  # how AdamBC estimates the noise
 
 
 @dataclass(frozen=True)

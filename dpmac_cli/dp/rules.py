@@ -1,4 +1,4 @@
-"""Update rules, by which a private mean moves theta: lines 12 to 15 of Algorithm 1.
+"""Moments of the private mean, and update rules that move theta by them: lines 12 to 15.
 
 Each rule takes the private mean into the moments it uses and moves theta, all in place.
 """
@@ -12,7 +12,49 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from dpmac_cli.dp.mechanism import PrivateMean
-from dpmac_cli.dp.moments import Moments
+
+
+@dataclass
+class Moments:
+    """Exponential moving averages of g-tilde, started at 0. Post-noise, so public.
+
+    Attributes:
+        beta1, beta2: decay rates in [0, 1).
+        m: average of g-tilde, shape (d,).
+        v: average of g-tilde^2, shape (d,).
+        noise: average of the noise variance in g-tilde with v's weights, shape (d,); None unless
+            the rule asks for it.
+        step: t, counted from 1, of the private mean taken in last, or being taken in.
+    """
+
+    beta1: float
+    beta2: float
+    m: Tensor
+    v: Tensor
+    noise: Tensor | None
+    step: int = 0
+
+    def update(self, private: PrivateMean) -> None:
+        """Take in g-tilde_t, in place."""
+        g = private.value
+        self.m.lerp_(g, 1 - self.beta1)  # line 12
+        self.v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)  # line 13
+        if self.noise is not None:
+            self.noise.lerp_(private.noise_variance, 1 - self.beta2)
+
+    def m_hat(self) -> Tensor:
+        """Bias-corrected m, line 14, shape (d,)."""
+        return self.m / (1 - self.beta1**self.step)
+
+    def v_hat(self) -> Tensor:
+        """Bias-corrected v, line 14, shape (d,)."""
+        return self.v / (1 - self.beta2**self.step)
+
+    def noise_hat(self) -> Tensor:
+        """The share of ``v_hat`` that is the mechanism's noise: phi-hat_t, exactly."""
+        assert self.noise is not None, "the rule did not ask for the noise's average"  # noqa: S101
+        return self.noise / (1 - self.beta2**self.step)
+
 
 #: theta, eta, private mean and moments.
 Rule = Callable[[Tensor, float, PrivateMean, Moments], None]
@@ -20,19 +62,14 @@ Rule = Callable[[Tensor, float, PrivateMean, Moments], None]
 
 def sgd(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
     """Gradient descent along g-tilde_t (Abadi et al. 2016; Pichapati et al. 2019)."""
-    del moments
     theta.sub_(private.value, alpha=eta)
 
 
 @dataclass(frozen=True)
 class Adam:
-    """theta - eta m-hat / (sqrt(v-hat) + gamma), line 15 of Algorithm 1.
+    """theta - eta m-hat / (sqrt(v-hat) + gamma), line 15 of Algorithm 1."""
 
-    Attributes:
-        gamma: stability constant >= 0.
-    """
-
-    gamma: float
+    gamma: float  # stability constant >= 0
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,), by torch's fused kernel: one pass over the vectors."""
@@ -61,21 +98,18 @@ class AdamBC:
 
     Phi is the noise's share of v-hat: what the moments tracked; or its variance for a ball, which
     is a constant; or, as in the paper, the variance of the noise before it is scaled by b.
-
-    Attributes:
-        gamma_prime: gamma' > 0, the floor of the corrected second moment.
     """
 
-    gamma_prime: float
+    gamma_prime: float  # gamma' > 0, the floor of the corrected second moment
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,)."""
         moments.update(private)
-        phi: Tensor | float
+        phi: Tensor | float = private.noise_ratio**2
         if moments.noise is not None:
             phi = moments.noise_hat()
-        else:
-            phi = private.noise_variance if private.scale.ndim == 0 else private.noise_ratio**2
+        elif private.scale.ndim == 0:
+            phi = private.noise_variance
         signal = moments.v_hat().sub_(phi).clamp_(min=self.gamma_prime)
         theta.addcdiv_(moments.m_hat(), signal.sqrt_(), value=-eta)
 

@@ -1,7 +1,6 @@
 """Gaussian noise that is a function of a key and the step."""
 
 import math
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,24 +16,13 @@ NOISE_PAIRS = 1 << 17
 SUMMANDS = 4
 
 
-class Normals(Protocol):
-    """Standard normal draws."""
-
-    def standard_normal(self, like: Tensor) -> Tensor:
-        """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``."""
-        ...
-
-
 def box_muller(words: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
     """Return two N(0, 1) draws from each radius sqrt(-2 log u) and angle, shape (2 pairs,).
 
     u has 53 bits, so that the normals end at 8.57 standard deviations; torch's own, on the CPU in
     float32, end at 5.77.
 
-    Args:
-        words: for the radii, int64, shape (pairs,).
-        turns: for the angles, int32 or int64, shape (pairs,).
-        dtype: of the draws.
+    ``words``, for the radii, are int64, and ``turns``, for the angles, int32 or int64, (pairs,).
     """
     radius = words.double().mul_(2.0**-64).add_(0.5 + LEAST_U).log_().to(dtype).mul_(-2).sqrt_()
     angle = turns.to(dtype).mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
@@ -69,9 +57,9 @@ class SeededNormals:
 class SecureNormals(SeededNormals):
     """Half the sum of four normals, each from other key stream, in float64.
 
-    One normal gives away, by its last bits, what it was made from. A sum of four takes a search
-    over all that three of them may be made from (Holohan and Braghin 2021, arXiv 2107.10138). The
-    two normals of a pair are never in one sum: they go to different coordinates.
+    The last bits of one normal tell what it was made from; those of a sum, only by a search over
+    three of them (Holohan and Braghin 2021, arXiv 2107.10138). The two normals of a pair are never
+    in one sum: they go to different coordinates.
     """
 
     def standard_normal(self, like: Tensor) -> Tensor:
@@ -84,10 +72,7 @@ class SecureNormals(SeededNormals):
 
 
 class Noise:
-    """Standard normal draws, a function of the secret key, the step and the place within it.
-
-    If ``secure``, each draw is a sum of normals, see :class:`SecureNormals`.
-    """
+    """Standard normal draws, a function of the secret key, the step and the place within it."""
 
     def __init__(self, key: bytes, *, secure: bool = False) -> None:
         self._keys, self._last = KeyStream(key), -1

@@ -10,8 +10,6 @@ from dpmac_cli.randomness.keystream import KeyStream, Stretch
 
 #: Indices of a step's records, increasing; shape (drawn,).
 Batch = NDArray[np.int64]
-#: The batch of each record, counted from 0; shape (n,).
-Slots = NDArray[np.int64]
 
 
 class Sampler(Protocol):
@@ -36,17 +34,13 @@ class SeededDraws:
         count = int(self._generator.binomial(self._size, rate))
         return np.sort(self._generator.choice(self._size, count, replace=False, shuffle=False))
 
-    def bins(self, count: int) -> Slots:
-        """Draw one of ``count`` bins for each record, independently of the others."""
+    def bins(self, count: int) -> NDArray[np.int64]:
+        """Draw one of ``count`` bins, from 0, for each record, independently; shape (n,)."""
         return self._generator.integers(0, count, self._size)
 
 
 class SecureDraws:
-    """The same choices by the key stream of a cipher, 64 bits per record.
-
-    Where words leave a choice open, all are drawn again. Which words do so does not depend on how
-    the records are named, so what is left is exactly even.
-    """
+    """The same choices by the key stream of a cipher, 64 bits per record."""
 
     def __init__(self, size: int, stretch: Stretch) -> None:
         self._size, self._stretch = size, stretch
@@ -56,12 +50,16 @@ class SecureDraws:
         last = int(math.ldexp(rate, 64)) - 1  # that is in: a rate of 1 takes every word there is
         return np.flatnonzero(self._draw() <= np.uint64(last))
 
-    def bins(self, count: int) -> Slots:
-        """Return the bin of each record's word; all bins are equally many words wide."""
+    def bins(self, count: int) -> NDArray[np.int64]:
+        """Return the bin of each record's word; all bins are equally many words wide.
+
+        Where a word is in no bin, all are drawn again. That does not depend on the order of the
+        records, so what is left is exactly even.
+        """
         width = np.uint64((2**64 - 1) // count)
         while True:
             slots = (self._draw() // width).astype(np.int64)
-            if slots.max() < count:  # else a word is beyond the last bin
+            if slots.max() < count:
                 return slots
 
     def _draw(self) -> NDArray[np.uint64]:

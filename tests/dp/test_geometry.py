@@ -20,8 +20,8 @@ from dpmac_cli.dp.geometry import (
     pinned_shares,
 )
 from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
-from dpmac_cli.dp.moments import Moments
 from dpmac_cli.dp.optimizers import Kappa
+from dpmac_cli.dp.rules import Moments
 from tests.helpers import DIMENSION, HYPER, copied, make_trainer, walk
 
 KAPPAS: tuple[Kappa, ...] = ("paper", "exact", "tracked")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.clipping import matmul as products
-from dpmac_cli.dp.clipping.matmul import FEW_TERMS, SumsOfOuterProducts, matmul
+from dpmac_cli.dp.clipping import outer_products as products
 from dpmac_cli.dp.clipping.norms import roundoff
+from dpmac_cli.dp.clipping.outer_products import FEW_TERMS, OuterProducts, matmul
 
 SIZES = [(1, 1, 1), (3, 0, 2), (0, 3, 2), (5, 7, 3), (33, 65, 19), (64, 300, 70), (130, 17, 513)]
 
@@ -52,7 +52,7 @@ def test_products_are_full_float32_whatever_the_environment_says() -> None:
     """bfloat16 inside would round by 2^-9 where norms are bounded by 2^-24 a term."""
     code = """
         import torch
-        from dpmac_cli.dp.clipping.matmul import matmul
+        from dpmac_cli.dp.clipping.outer_products import matmul
         from dpmac_cli.training.trainer import forbid_tf32
         forbid_tf32()
         a, b = torch.randn(200, 300), torch.randn(300, 100)
@@ -73,12 +73,12 @@ def test_each_sample_has_its_own_sum(
     if library == "MKL":
         monkeypatch.setattr(products, "ONEDNN", False)
     delta, a = torch.randn(4, terms, 5), torch.randn(4, terms, 6)
-    sums = SumsOfOuterProducts(delta, a)
+    sums = OuterProducts(delta, a, bias=False)
     exact = torch.einsum("nto,ntk->nok", delta.double(), a.double())
-    torch.testing.assert_close(sums.computed().double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums.weights().double(), exact, rtol=1e-5, atol=1e-5)
     held = torch.zeros(4, 31)
-    sums.write(held[:, :30].view(4, 5, 6))
-    torch.testing.assert_close(held[:, :30], sums.computed().flatten(1), rtol=1e-5, atol=1e-5)
+    sums.weights(held[:, :30].view(4, 5, 6))
+    torch.testing.assert_close(held[:, :30], sums.weights().flatten(1), rtol=1e-5, atol=1e-5)
     assert not held[:, 30].any()
-    one = SumsOfOuterProducts(delta[:1], a[:1]).computed()
+    one = OuterProducts(delta[:1], a[:1], bias=False).weights()
     torch.testing.assert_close(one[0].double(), exact[0], rtol=1e-5, atol=1e-5)

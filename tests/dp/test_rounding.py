@@ -22,7 +22,7 @@ from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
 from dpmac_cli.dp.geometry import part_of
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, ball, ellipsoid
-from dpmac_cli.randomness.noise import Normals
+from dpmac_cli.randomness.noise import SeededNormals
 from tests.helpers import Batches, in_chunks_of, make_trainer
 
 from .reference import Subject, prepare, whiten
@@ -473,7 +473,7 @@ def test_chunks_are_added_up_in_float64() -> None:
     """In float32 each of many chunks would round the sum anew, by more than the margin in all."""
 
     class Kept(GaussianMechanism):
-        def release(self, clipped: Tensor, region: Ellipsoid, noise: Normals) -> PrivateMean:
+        def release(self, clipped: Tensor, region: Ellipsoid, noise: SeededNormals) -> PrivateMean:
             kept.append(clipped.clone())
             return super().release(clipped, region, noise)
 

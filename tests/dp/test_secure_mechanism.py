@@ -21,7 +21,7 @@ from dpmac_cli.dp.mechanism import (
     ellipsoid,
 )
 from dpmac_cli.errors import ModelError
-from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.training.trainer import ROUNDING_SHARE
 from tests.conftest import every_optimizer
 from tests.helpers import (
@@ -72,7 +72,7 @@ def assert_on_grid(values: Tensor) -> None:
     assert (torch.remainder(values, GRID) == 0).all()
 
 
-class Given:
+class Given(SeededNormals):
     """Hands out given normals, once."""
 
     def __init__(self, normals: Tensor) -> None:

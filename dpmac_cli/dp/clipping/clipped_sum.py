@@ -26,11 +26,9 @@ SLACK_SHARE = 0.01
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32,
 #: for a batch of :data:`FEW` samples.
 CANCELLATION_LIMIT = 250.0
-
 #: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its own clipped norm
 #: is at most 1, but the terms that it is the sum of reach further.
 REACH = 8.0
-
 #: c_i below which a sample adds nothing: float32 has few digits left for it.
 LEAST_WEIGHT = 1e-30
 
@@ -43,15 +41,11 @@ class ClippedSum:
     """Turns a chunk of samples into the sum of their clipped, centred gradients.
 
     Args:
-        model: maps a batch (samples, ...) to logits (samples, classes).
-        layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model, or the layers that
-            ``per_sample`` was given.
+        model, layers, views, loss: as in :func:`.recorded_gradients`. The mean gradient of a
+            sample's views is clipped once.
         capacity: the largest number of samples in a call of :meth:`of`; public.
-        views: augmented views of each sample, public. Their mean gradient is clipped once.
-        loss: of each sample, that does not mix them.
         batch: B, the expected number of samples in a step; by default one chunk.
-        per_sample: :class:`~dpmac_cli.dp.clipping.isolation.Isolated`; by default
-            :func:`~dpmac_cli.dp.clipping.recorder.recorded_gradients`.
+        per_sample: :class:`.Isolated`, with its layers; by default :func:`.recorded_gradients`.
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class ClippedSum:
             out: shape (d,).
 
         Raises:
-            ModelError: see :func:`~dpmac_cli.dp.clipping.recorder.recorded_gradients`.
+            ModelError: see :func:`.recorded_gradients`.
             ValueError: more samples than the capacity, or another number of views than ``views``.
         """
         if len(x) > self._capacity:

@@ -35,11 +35,6 @@ class Copies(TorchFunctionMode):
     """Gives each of some parameters as many copies as a batch has rows, while it is active.
 
     What is computed from one parameter alone, as a slice or a reshaped one, is copied like it.
-
-    Attributes:
-        by_parameter: the copies that each was given, by its id, each with the function that maps
-            gradients by copies to those by the parameter, (rows, *shape).
-        refused: ids of those that were read in a way that is not known.
     """
 
     def __init__(self, parameters: Iterator[nn.Parameter], rows: int) -> None:
@@ -47,8 +42,9 @@ class Copies(TorchFunctionMode):
         # What stands for a tensor that a network reads, and the parameter that it is computed from.
         self._read = {id(p): (p.detach().requires_grad_(), p) for p in parameters}
         self._leaves = {key: leaf for key, (leaf, _) in self._read.items()}
+        # The copies that each parameter was given, by its id.
         self.by_parameter: dict[int, list[tuple[Tensor, PullBack]]] = {i: [] for i in self._read}
-        self.refused: set[int] = set()
+        self.refused: set[int] = set()  # ids of those that were read in a way that is not known
         self._rows = rows
 
     def __torch_function__(

@@ -1,8 +1,4 @@
-"""Forms of a layer's per-sample gradients, and the choice of the cheapest one for each layer.
-
-A form computes squared norms with a bound on their rounding error and a weighted sum, and selects
-samples in float64 (:class:`PerSampleGradients`). :func:`choose_form` picks one per layer.
-"""
+"""Forms of a layer's per-sample gradients, and the choice of the cheapest one for each layer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,17 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.layer_rules import Use, instantiate, instantiated
+from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.norms import (
-    ROW,
-    LayerMetric,
-    Metric,
-    SquaredNorms,
-    concatenated,
-    kept,
-    roundoff,
-)
+from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Metric, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.products import DEVICE_PIECE, PositionProducts, sizes
 
@@ -37,7 +25,7 @@ class PerSampleGradients(Protocol):
     """One layer's gradients for each sample of a chunk: the interface of a form."""
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Return ||(g_i - m)/b||^2 over this layer."""
+        """Return ||(g_i - m)/b||^2 over this layer, with bounds on rounding."""
 
     def weighted_sum(
         self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
@@ -106,8 +94,7 @@ class InPieces:
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly, from instantiated gradients."""
-        parts = [Instantiated(g).squared_norms(metric) for g in self._pieces()]
-        return concatenated(parts)
+        return SquaredNorms.of(Instantiated(g).squared_norms(metric) for g in self._pieces())
 
     def weighted_sum(
         self, c: Tensor, valid: Tensor | None, out: Tensor, _: Tensor | None = None
@@ -128,7 +115,8 @@ class InPieces:
         """Yield gradients of the selected samples, piece by piece, shape (samples, d_layer)."""
         step = max(1, _piece(self.uses[0].delta) // (self.layer.stop - self.layer.start))
         begin = 0
-        for g in instantiated(self.layer, self.uses, self.views, step):
+        for uses in in_groups(self.uses, self.views, step):
+            g = instantiate(self.layer, uses, self.views)
             if isinstance(self.chosen, Tensor):
                 yield g[self.chosen[begin : begin + step]].double()
             else:

@@ -43,12 +43,6 @@ class Isolated:
         loss: of each row, that does not mix them.
         label: of a sample, an example that is not private.
 
-    Attributes:
-        vmapped: True if vmap runs the chunks, False for a loop.
-        recorded: names of the layers whose uses are recorded, so that their forms can be chosen.
-            Gradients of the others are instantiated by autograd.
-        most: samples whose instantiated gradients fit in :data:`WRITTEN_OUT`; public.
-
     Raises:
         ModelError: the network fails on a random sample.
     """
@@ -68,6 +62,8 @@ class Isolated:
             layer.name: [f"{layer.name}.{key}".strip(".") for key in layer.parameters]
             for layer in layers
         }
+        # Layers whose uses are recorded, so that their forms can be chosen. Gradients of the others
+        # are instantiated by autograd.
         self.recorded: set[str] = set()
         self._calls: list[tuple[str, torch.Size, torch.Size]] = []  # name, input's, output's shape
         with torch.random.fork_rng(), torch.no_grad():
@@ -79,11 +75,11 @@ class Isolated:
                 for p in probe.parameters():  # zeros would hide uses of other weights
                     p.add_(torch.randn_like(p), alpha=0.1)
                 self._looped(probe, x, y)
-            self.vmapped = self._try_vmap(probe, x, y)
+            self.vmapped = self._try_vmap(probe, x, y)  # or chunks are run in a loop
         if not self.vmapped:
             self.recorded = set()
         size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
-        self.most = max(1, WRITTEN_OUT // max(1, size))
+        self.most = max(1, WRITTEN_OUT // max(1, size))  # samples in a chunk; public
 
     def __call__(self, x: Tensor, y: Tensor, ball: bool) -> tuple[Tensor, ByLayer]:
         """Return losses and per-sample gradients of a chunk, as ``recorded_gradients`` does."""

@@ -18,36 +18,25 @@ class Kernel:
     """One layer's metric, and the map from G_i to gradients by its parameters.
 
     The map is linear: the identity, or that of :class:`Standardisation`.
-
-    Attributes:
-        metric: the layer's.
-        extra: terms of the sums in the map, for the bound on its rounding.
     """
 
     def __init__(self, layer: Layer, metric: LayerMetric, dtype: torch.dtype) -> None:
         self.metric, self._parts = metric, layer.slices
-        module: Any = layer.module
-        self._module, self._through, self.extra = module, None, 0
-        if isinstance(module, StandardisedConv2d):
-            self._through = Standardisation.of(module, dtype)
-            self.extra = min(ROW, module.weight[0].numel())
+        self._module: Any = layer.module
+        self._through, self.extra = None, 0  # terms of the sums in the map, for its rounding
+        if isinstance(layer.module, StandardisedConv2d):
+            self._through = Standardisation.of(layer.module, dtype)
+            self.extra = min(ROW, layer.module.weight[0].numel())
         self._largest = self._largest_inverse()
-
-    def distance(self, g: Tensor, name: str) -> Tensor:
-        """Return the squared norm of g - m over one parameter, float64, shape (samples,)."""
-        return self.metric.squares(g, self._parts[name], out=g)
 
     def reach(self, delta: Tensor, squares: Tensor) -> Tensor:
         """Return R_i^2, or more: float64, shape (samples,).
 
-        Args:
-            delta: (samples, T, O).
-            squares: of the norms of a, float64, (samples, T).
+        ``delta`` is (samples, T, O); ``squares`` are of the norms of a, float64, (samples, T).
         """
         root = self._largest.sqrt()
-        by_delta: Tensor
         if root.ndim == 0:
-            by_delta = vector_norm(delta, dim=2, dtype=torch.float64).mul_(root)
+            by_delta: Tensor = vector_norm(delta, dim=2, dtype=torch.float64).mul_(root)
         else:
             by_delta = vector_norm(delta * root, dim=2)
         by_input = (squares + float("bias" in self._parts)).sqrt_()
@@ -73,11 +62,10 @@ class Kernel:
         return delta if self._through is None else delta * self._through.scale
 
     def along(self, uses: Sequence[Use], views: int) -> tuple[Tensor, Tensor] | None:
-        """Return what the map of :class:`Standardisation` changes about norms in a ball.
+        """Return what the map of :class:`Standardisation` changes about norms in a ball, if any.
 
-        Returns:
-            what the gain adds less what the direction of W takes away, and the sum of both,
-            float64, shape (samples,) each; None without that map.
+        That is what the gain adds less what the direction of W takes away, and the sum of both,
+        float64, shape (samples,) each.
         """
         conv, through, by_use = self._module, self._through, []
         if through is None:
@@ -100,12 +88,8 @@ class Kernel:
     def squares(self, g: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Return the squared norms of some outputs' gradients, and those before anything cancels.
 
-        Args:
-            g: G_i of these outputs, by centred inputs, (samples, outputs, K); is overwritten.
-            part: these outputs.
-
-        Returns:
-            float64, shape (samples,) each.
+        ``g`` are G_i of these outputs by centred inputs, (samples, outputs, K), and overwritten.
+        The norms are float64, shape (samples,).
         """
         samples, outputs, inputs = g.shape
         flat = g.view(samples, -1)

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import group_norm, layer_norm
 
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import SumsOfOuterProducts
 from dpmac_cli.dp.clipping.modules import ConstantNorm, Standardisation, StandardisedConv2d
+from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.patches import gradients_by_position, inputs_by_position, kernel_gradient
 from dpmac_cli.errors import ModelError
 
@@ -23,7 +23,7 @@ FEW_INPUTS = 64
 FEW_POSITIONS = 256
 
 #: Gradients by a layer's parameters, by name: each (samples, ...).
-Gradients = Mapping[str, Tensor | SumsOfOuterProducts]
+Gradients = Mapping[str, Tensor | OuterProducts]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class Use:
         return Use(tuple(x[rows] for x in self.inputs), self.delta[rows], self.call)
 
 
+def in_groups(uses: Sequence[Use], views: int, samples: int) -> Iterator[list[Use]]:
+    """Yield the uses of so many samples at a time."""
+    rows = samples * views
+    for begin in range(0, len(uses[0].delta), rows):
+        yield [use.part(slice(begin, begin + rows)) for use in uses]
+
+
 def instantiate(
     layer: Layer, uses: Sequence[Use], views: int = 1, samples: int | None = None
 ) -> Tensor:
@@ -68,33 +75,19 @@ def instantiate(
 
     They are instantiated for so many samples at a time, by default for all.
     """
-    delta = uses[0].delta
-    g = delta.new_empty(len(delta) // views, layer.stop - layer.start)
-    for _ in instantiated(layer, uses, views, samples or len(g), out=g):
-        pass
-    return g
-
-
-def instantiated(
-    layer: Layer, uses: Sequence[Use], views: int, samples: int, out: Tensor | None = None
-) -> Iterator[Tensor]:
-    """Yield the gradients of :func:`instantiate`, of so many samples at a time.
-
-    Those of all samples are written to ``out``, shape (samples, d_layer), if there is one.
-    """
-    like, through = uses[0].delta, None
+    delta, through = uses[0].delta, None
     if type(layer.module) is StandardisedConv2d:
-        through = Standardisation.of(layer.module, like.dtype)
-    for begin in range(0, len(like) // views, samples):
-        rows = slice(begin * views, (begin + samples) * views)
-        size = (len(like[rows]) // views, layer.stop - layer.start)
-        g = like.new_empty(size) if out is None else out[begin : begin + samples]
-        for number, use in enumerate(uses):
-            to = g if number == 0 else torch.empty_like(g)
-            _write(layer, use.part(rows), views, through, to)
-            if number > 0:
-                g += to
-        yield g
+        through = Standardisation.of(layer.module, delta.dtype)
+    g = delta.new_empty(len(delta) // views, layer.stop - layer.start)
+    samples = samples or len(g)
+    parts = torch.split(g, samples)
+    for (first, *others), to in zip(in_groups(uses, views, samples), parts, strict=True):
+        _write(layer, first, views, through, to)
+        for use in others:
+            more = torch.empty_like(to)
+            _write(layer, use, views, through, more)
+            to.add_(more)
+    return g
 
 
 def is_plain(layer: Layer, use: Use) -> bool:
@@ -116,12 +109,12 @@ def _write(
         gradients = _by_vmap(layer, use, views)
     elif through is not None:
         weight = gradients["weight"]
-        by_kernel = weight if isinstance(weight, Tensor) else weight.computed()
+        by_kernel = weight if isinstance(weight, Tensor) else weight.weights()
         gradients = {**gradients, **through(by_kernel)}
     for name, slot in layer.slices.items():
         found, to = gradients[name], out[:, slot]
-        if isinstance(found, SumsOfOuterProducts):
-            found.write(to.view(len(out), found.delta.shape[2], -1))
+        if isinstance(found, OuterProducts):
+            found.weights(to.view(len(out), found.delta.shape[2], -1))
         else:
             to.copy_(found.reshape(len(out), -1))
 
@@ -161,7 +154,7 @@ def _linear(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     bias = delta.sum(1)
     if "weight" not in layer.parameters:
         return {"bias": bias}
-    return {"weight": SumsOfOuterProducts(delta, a), "bias": bias}
+    return {"weight": OuterProducts(delta, a, bias=False), "bias": bias}
 
 
 def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
@@ -177,7 +170,7 @@ def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | N
     few = math.prod(kernel) <= FEW_INPUTS or math.prod(delta.shape[2:]) <= FEW_POSITIONS
     if conv.groups == 1 and few:
         by_position = gradients_by_position(conv, delta, views)
-        products = SumsOfOuterProducts(by_position, inputs_by_position(conv, a, views))
+        products = OuterProducts(by_position, inputs_by_position(conv, a, views), bias=False)
         return {"weight": products, "bias": bias}
     a, g = (_before_samples(rows, views) for rows in (a, delta))
     shape, groups = (samples * outputs, *kernel), samples * conv.groups

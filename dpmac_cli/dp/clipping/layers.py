@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +20,26 @@ BLOCK = 400_000
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with trainable parameters, which fill the slice ``start:stop`` of theta.
-
-    Or one parameter that the module's own forward reads, see
-    :mod:`~dpmac_cli.dp.clipping.direct`.
-    """
+    """A module with trainable parameters, which fill the slice ``start:stop`` of theta."""
 
     name: str  # of the module, or of the parameter, in the model
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # by name within the module, in theta's order
     start: int = 0
     stop: int = 0
-    direct: bool = False  # one parameter, without the modules inside the module
+    direct: bool = False  # one parameter that the module's own forward reads
     attention: nn.Module | None = None  # of which the module is a projection
 
     @property
     def slices(self) -> dict[str, slice]:
         """The slice of each parameter within the layer's own."""
-        found, begin = {}, 0
-        for name, p in self.parameters.items():
-            found[name] = slice(begin, begin + p.numel())
-            begin += p.numel()
-        return found
+        ends = accumulate(p.numel() for p in self.parameters.values())
+        pairs = zip(self.parameters.items(), ends, strict=True)
+        return {name: slice(end - p.numel(), end) for (name, p), end in pairs}
 
 
 def blocks(size: int, device: torch.device, about: int | None = None) -> list[slice]:
-    """Split 0 to ``size`` into slices that fit in a CPU's cache; other devices get one slice.
-
-    Their length is near ``about``, by default :data:`BLOCK`.
-    """
+    """Split 0 to ``size`` into slices near ``about`` long; into one slice on other devices."""
     count = max(1, round(size / (about or BLOCK))) if device.type == "cpu" else 1
     step = -(-size // count)
     return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
@@ -58,9 +50,9 @@ def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
 
     Args:
         model: the model.
-        example: made-up inputs of two samples or more, which tell the parameters that the forward
-            of a module reads itself and that can be layers of their own, as projections of
-            self-attention can. By default, they make one layer of all that are in their module.
+        example: made-up inputs of two samples or more, to find parameters that the forward of a
+            module reads itself, and self-attention, that can be layers of their own. By default,
+            their module is one layer.
 
     Raises:
         ModelError: a parameter is shared by two modules, or nothing is trainable.
@@ -81,10 +73,7 @@ def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
 def split_by_module(model: nn.Module) -> list[Layer]:
     """Return a layer for each module that holds trainable parameters itself.
 
-    For :mod:`dpmac_cli.dp.clipping.isolation`. A parameter that modules share is in the first.
-
-    Raises:
-        ModelError: nothing is trainable.
+    A parameter that modules share is in the first. Raises ModelError if nothing is trainable.
     """
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for path, p in model.named_parameters():
@@ -115,8 +104,8 @@ def _side_by_side(owners: Iterable[Layer]) -> list[Layer]:
 def _owners(module: nn.Module, name: str, apart: set[int]) -> Iterator[Layer]:
     """Modules that hold parameters themselves, without the modules inside them.
 
-    Parameters in ``apart`` do not make an owner of their module, if none of its others does;
-    attention in it is its projections.
+    Parameters in ``apart``, by id, are owners of their own where all of their module's are.
+    Attention in it is its projections.
     """
     prefix = f"{name}." if name else ""
     if id(module) in apart:

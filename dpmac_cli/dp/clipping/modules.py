@@ -25,10 +25,7 @@ class StandardisedConv2d(nn.Conv2d):
         self.gain = nn.Parameter(torch.ones(outputs))
 
     def standardised(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """z / ||z|| for z = W - mean, row by row, shape (out, fan-in); and 1 / ||z||, (out, 1).
-
-        In the weight's dtype, or another.
-        """
+        """z / ||z|| for z = W - mean, row by row, shape (out, fan-in); and 1 / ||z||, (out, 1)."""
         flat = self.weight.flatten(1).to(dtype or self.weight.dtype)
         centred = flat - flat.mean(1, keepdim=True)
         square = centred.square().sum(1, keepdim=True)

@@ -31,11 +31,11 @@ class SquaredNorms:
             self.value + other.value, self.slack + other.slack, self.reach + other.reach
         )
 
-
-def concatenated(parts: Iterable[SquaredNorms]) -> SquaredNorms:
-    """Return the norms of several groups of samples, one after another."""
-    fields = zip(*((part.value, part.slack, part.reach) for part in parts), strict=True)
-    return SquaredNorms(*(torch.cat(field) for field in fields))
+    @staticmethod
+    def of(groups: Iterable["SquaredNorms"]) -> "SquaredNorms":
+        """Return the norms of several groups of samples, one after another."""
+        fields = zip(*((part.value, part.slack, part.reach) for part in groups), strict=True)
+        return SquaredNorms(*map(torch.cat, fields))
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,7 @@ class LayerMetric:
     def squares(self, g: Tensor, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
         """Return the squared norms by A of g - m over some coordinates, float64, (samples,).
 
-        Args:
-            g: shape (samples, coordinates).
-            part: the coordinates.
-            out: what may be overwritten, shape of g.
+        ``g`` has shape (samples, coordinates), and so has ``out``, which may be overwritten.
         """
         if self.centre is None:
             return row_squares(g).mul_(self.inverse)
@@ -69,9 +66,7 @@ class LayerMetric:
 class Metric:
     """The metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
 
-    Args:
-        region: the ellipsoid.
-        dtype: by default that of the ellipsoid; float64 to recompute rows more precisely.
+    In the dtype of the ellipsoid, or in another.
     """
 
     def __init__(self, region: Ellipsoid, dtype: torch.dtype | None = None) -> None:

@@ -68,13 +68,14 @@ def gram_by_position(conv: Any, a: Tensor) -> Tensor:
     multiplied once, not once per tap.
     """
     flat = a.double().flatten(2)
-    height, width = a.shape[2:]
-    pairs = (flat.mT @ flat).view(len(a), height, width, height, width)
-    ys, xs = (_taps(conv, axis, size) for axis, size in enumerate((height, width)))
-    out = pairs.new_zeros(len(a), ys[0][2], xs[0][2], ys[0][2], xs[0][2])
-    for to_y, from_y, _ in ys:
-        for to_x, from_x, _ in xs:
-            out[:, to_y, to_x, to_y, to_x] += pairs[:, from_y, from_x, from_y, from_x]
+    below, beside = conv.padding
+    pairs = (flat.mT @ flat).view(len(a), *a.shape[2:], *a.shape[2:])
+    pairs = pad(pairs, (beside, beside, below, below) * 2)
+    ys, xs = (_taps(conv, axis, size) for axis, size in enumerate(pairs.shape[1:3]))
+    first, *others = (pairs[:, y, x, y, x] for y in ys for x in xs)
+    out = first.clone()
+    for products in others:
+        out += products
     return out.flatten(3).flatten(1, 2)
 
 
@@ -84,21 +85,8 @@ def _over_kernel(conv: Any, pixels: Tensor) -> Tensor:
     return conv2d(pixels, ones, None, conv.stride, conv.padding, conv.dilation).flatten(1)
 
 
-def _taps(conv: Any, axis: int, size: int) -> list[tuple[slice, slice, int]]:
-    """Return for each tap of a kernel, along one axis, which outputs read which pixels.
-
-    Returns:
-        slices of the outputs and of the pixels, and the number of all outputs.
-    """
-    kernel, stride = conv.kernel_size[axis], conv.stride[axis]
-    padding, dilation = conv.padding[axis], conv.dilation[axis]
-    outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-    found = []
-    for tap in range(kernel):
-        shift = tap * dilation - padding  # output i reads pixel i * stride + shift
-        first = max(0, -(shift // stride))
-        last = min(outputs - 1, (size - 1 - shift) // stride)
-        pixels = slice(first * stride + shift, last * stride + shift + 1, stride)
-        if first <= last:
-            found.append((slice(first, last + 1), pixels, outputs))
-    return found
+def _taps(conv: Any, axis: int, size: int) -> list[slice]:
+    """Return the padded pixels that each tap of a kernel reads along an axis, one per output."""
+    kernel, stride, dilation = (of[axis] for of in (conv.kernel_size, conv.stride, conv.dilation))
+    reach = size - dilation * (kernel - 1)
+    return [slice(tap, tap + reach, stride) for tap in range(0, dilation * kernel, dilation)]

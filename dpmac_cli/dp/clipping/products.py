@@ -15,19 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.kernels import Kernel
-from dpmac_cli.dp.clipping.layer_rules import Use, is_plain
+from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.matmul import FEW_TERMS, SumsOfOuterProducts, matmul
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.norms import (
-    ROW,
-    LayerMetric,
-    SquaredNorms,
-    concatenated,
-    kept,
-    roundoff,
-)
-from dpmac_cli.dp.clipping.outer_products import OuterProducts
+from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.outer_products import FEW_TERMS, OuterProducts, matmul
 from dpmac_cli.dp.clipping.patches import (
     gradients_by_position,
     gram_by_position,
@@ -125,24 +117,21 @@ class PositionProducts:
         factors = sizes.positions * (sizes.inputs + sizes.outputs)
         if sizes.norm(ball) == sizes.instantiating(ball):
             kernel = Kernel(self.layer, metric, self.uses[0].delta.dtype)
-            return concatenated(self._by_pieces(uses, kernel) for uses in self._groups(factors))
+            return SquaredNorms.of(self._by_pieces(uses, kernel) for uses in self._groups(factors))
         if not ball:
-            return concatenated(self._by_pairs(uses, metric) for uses in self._groups(factors))
+            return SquaredNorms.of(self._by_pairs(uses, metric) for uses in self._groups(factors))
         kernel = Kernel(self.layer, metric, torch.float64)
         numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
-        return concatenated(self._by_gram(uses, kernel) for uses in self._groups(numbers))
+        return SquaredNorms.of(self._by_gram(uses, kernel) for uses in self._groups(numbers))
 
     def weighted_sum(
         self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
     ) -> None:
-        """Compute the plain weight gradient with c_i delta_i, of some samples at a time.
-
-        Samples in ``exact`` are added in float64: their terms cancel so much that they would grow
-        the rounding of the others' sum.
-        """
+        """Compute the plain weight gradient with c_i delta_i, of some samples at a time."""
         if exact is None:
             self._add_up(c, valid, out)
             return
+        # Their terms cancel so much that they would grow the rounding of the others' sum.
         rest = torch.empty_like(out, dtype=torch.float64)
         self.select(exact)._add_up(c[exact].double(), None, rest)
         self._add_up(torch.where(exact, 0, c), ~exact if valid is None else valid & ~exact, out)
@@ -157,11 +146,9 @@ class PositionProducts:
         return PositionProducts(self.layer, uses, self.views, self.sizes)
 
     def _groups(self, numbers: float) -> Iterator[list[Use]]:
-        """Yield the uses of a few samples at a time, each of which takes so many numbers."""
-        like, views = self.uses[0].delta, self.views
-        step = max(1, (DEVICE_PIECE if like.is_cuda else 4 * IN_CACHE) // int(numbers))
-        for begin in range(0, len(like) // views, step):
-            yield [use.part(slice(begin * views, (begin + step) * views)) for use in self.uses]
+        """Return the uses of a few samples at a time, each of which takes so many numbers."""
+        room = DEVICE_PIECE if self.uses[0].delta.is_cuda else 4 * IN_CACHE
+        return in_groups(self.uses, self.views, max(1, room // int(numbers)))
 
     def _factors(self, uses: Sequence[Use]) -> tuple[Tensor, Tensor]:
         """Return delta, (samples, T, O), and a, (samples, T, K)."""
@@ -200,7 +187,7 @@ class PositionProducts:
             means = self._by_sample([means_by_position(module, use.inputs[0]) for use in uses])
             gram.baddbmm_(means.unsqueeze(2), means.unsqueeze(1), alpha=-self.sizes.inputs)
         if "bias" in self.layer.parameters:
-            value += kernel.distance(delta.sum(1, dtype=torch.float64), "bias")
+            value += metric.squares(delta.sum(1, dtype=torch.float64), self.layer.slices["bias"])
         delta = kernel.scaled(delta.double())
         value += torch.bmm(delta, delta.mT).mul_(gram).sum((1, 2)).mul_(metric.inverse)
         return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
@@ -215,11 +202,11 @@ class PositionProducts:
         reach = kernel.reach(delta, self._by_sample(squares))
         total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
         if "bias" in self.layer.parameters:
-            total += kernel.distance(delta.sum(1), "bias")
+            total += kernel.metric.squares(delta.sum(1), self.layer.slices["bias"])
         gross = total.clone()
         a = kernel.centred(a)
         for some, part in self._pieces(delta):
-            g = SumsOfOuterProducts(delta[some, :, part], a[some]).computed()
+            g = OuterProducts(delta[some, :, part], a[some], bias=False).weights()
             value, before = kernel.squares(g, part)
             total[some] += value
             gross[some] += before
@@ -228,9 +215,7 @@ class PositionProducts:
         return SquaredNorms(*(n.div_(kernel.metric.factor) for n in (total, slack, reach)))
 
     def _pieces(self, delta: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield some samples and some outputs at a time: what gradients of each are read against
-        stays in cache while samples change.
-        """
+        """Yield some samples and outputs at a time. An output's metric stays in cache meanwhile."""
         inputs, outputs = self.sizes.inputs, self.sizes.outputs
         room = DEVICE_PIECE if delta.is_cuda else IN_CACHE
         samples = max(1, room // (inputs * outputs))

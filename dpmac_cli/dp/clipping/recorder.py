@@ -50,8 +50,7 @@ def recorded_gradients(
         loss: of each sample, that does not mix them.
 
     Raises:
-        ModelError: the model did not use a layer, or not row by row, or changed a layer's input in
-            place.
+        ModelError: a layer was not used, or not row by row, or its input was changed in place.
     """
     losses, uses = record_uses(model, layers, x, y, views, loss)
     pairs = zip(layers, uses, strict=True)
