@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
-from dpmac_cli.storage.catalogue import catalogue
+from dpmac_cli.storage.files import catalogue
 from dpmac_cli.torch_errors import what_failed
 
 #: Samples that are told apart, a plane each.
