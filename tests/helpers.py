@@ -182,7 +182,7 @@ def make_trainer(
     # Where other processes run, two threads on tensors this small take seventy times as long.
     torch.set_num_threads(1)
     data, keys = data or tiny_data(dtype), make_keys(seed)
-    records, batch = len(data.train), int(mechanism.expected_batch)
+    records, batch = data.size, int(mechanism.expected_batch)
     sampler = sampler or KeyedSampler("poisson", size=records, batch=batch, key=keys.sampler)
     leads = ranks is None or ranks.leads
     return Trainer(
@@ -195,7 +195,7 @@ def make_trainer(
             keys=keys,
             sampler=sampler if leads else None,
             noise=(noise or Noise(keys.noise)) if leads else None,
-            layers=LayerDraws(keys.layers) if plan.recipe.augmented else None,
+            layers=LayerDraws(keys.layers) if plan.recipe.augmented or data.units else None,
         ),
         hooks=hooks,
         ranks=ranks,
@@ -244,6 +244,6 @@ Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
     """Training and test records of a dataset of your own, read from their file."""
-    (x, y), (x_test, y_test) = outcome(own.load(source, facts, lambda: False))
+    (x, y, _), (x_test, y_test, _) = outcome(own.load(source, facts, lambda: False))
     records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
     return (next(records), y), (next(records), y_test)

@@ -128,7 +128,8 @@ def peak_with_views(views: int) -> int:
     theta = flatten_parameters(layers)
     clipped_sum = ClippedSum(model, layers, 16, views=views)
     x = torch.randn(16, views, 1, 8, 8) if views > 1 else torch.randn(16, 1, 8, 8)
-    y, out, metric = torch.zeros(16, dtype=torch.long), torch.empty_like(theta), ball(1.0, theta)
+    y = torch.zeros(x.shape[:2] if views > 1 else 16, dtype=torch.long)
+    out, metric = torch.empty_like(theta), ball(1.0, theta)
     return peak_bytes(lambda: clipped_sum.of(x, y, Metric(metric), out))
 
 

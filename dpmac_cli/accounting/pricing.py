@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from dpmac_cli.accounting.accountants import COARSE, choose_accountant, total_epsilon
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
-from dpmac_cli.accounting.statements import common, statement
+from dpmac_cli.accounting.statements import RECORD, common, statement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,16 @@ class Row:
     solved: str | None = None
 
 
-def price(events: tuple[TrainingEvent, ...], delta: float, accountant: str | None = None) -> Row:
+def price(
+    events: tuple[TrainingEvent, ...],
+    delta: float,
+    accountant: str | None = None,
+    unit: str = RECORD,
+) -> Row:
     """Return what one or more trainings on the same records cost together.
 
-    Arguments are those of :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+    ``unit`` is that of privacy; the other arguments are those of
+    :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
     """
     epsilon = total_epsilon(events, delta, accountant)
     last = events[-1]
@@ -49,7 +55,7 @@ def price(events: tuple[TrainingEvent, ...], delta: float, accountant: str | Non
     steps = sum(event.steps for event in events)
     noisy = [event for event in events if event.noise_multiplier > 0]
     return Row(
-        statement=statement(epsilon, delta, events),
+        statement=statement(epsilon, delta, events, unit),
         events=events,
         epsilon=epsilon,
         delta=delta,

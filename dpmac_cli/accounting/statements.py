@@ -9,8 +9,9 @@ PLD_ENDS = (
     "Privacy loss distributions end near a delta of 1e-14: ask for a larger delta, or price by "
     "RDP, which reaches further (dpmac account --accountant rdp)."
 )
-#: What neighbouring data sets differ by.
-NEIGHBOURS = "Leaving out or adding any one training record"
+#: Unit of privacy: what neighbouring data sets differ by.
+RECORD = "training record"
+UNIT = "unit with all of its training records"
 NO_PRIVACY = "No privacy: no noise was added."
 
 
@@ -30,7 +31,9 @@ def format_epsilon(epsilon: float) -> str:
     return f"{math.ceil(epsilon * scale * (1 - 1e-12)) / scale:.4g}"
 
 
-def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> str:
+def statement(
+    epsilon: float, delta: float, events: Sequence[TrainingEvent], unit: str = RECORD
+) -> str:
     """Return what a guarantee says, and what it does not cover."""
     if any(event.noise_multiplier == 0 for event in events):
         return NO_PRIVACY
@@ -39,19 +42,25 @@ def statement(epsilon: float, delta: float, events: Sequence[TrainingEvent]) -> 
             f"No finite epsilon could be shown at delta {delta:g}: gradients were clipped and "
             f"noise was added, but nothing can be promised. {PLD_ENDS}"
         )
-    promise = meaning(format_epsilon(epsilon), format_epsilon(delta))
+    promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
+    counted = "units" if unit == UNIT else "training records"
     done = " and ".join(map(_done, merged(events, "steps"))) or "no step"
     return (
-        f"{promise} This is for {done}. The number of training records is public. Test records are "
+        f"{promise} This is for {done}. The number of {counted} is public. Test records are "
         "not protected, and measured times not covered. Publishing the best of several runs costs "
         "more."
     )
 
 
-def meaning(epsilon: str, delta: str) -> str:
+def neighbours(unit: str = RECORD) -> str:
+    """Return the change of the data that a guarantee is about."""
+    return f"Leaving out or adding any one {unit}"
+
+
+def meaning(epsilon: str, delta: str, unit: str = RECORD) -> str:
     """Return what (epsilon, delta)-differential privacy promises."""
     return (
-        f"{NEIGHBOURS} changes the probability of whatever the model and its report may "
+        f"{neighbours(unit)} changes the probability of whatever the model and its report may "
         f"show by a factor of at most e^{epsilon}, but for a probability of {delta}: "
         f"({epsilon}, {delta})-differential privacy under {ADJACENCY} adjacency."
     )

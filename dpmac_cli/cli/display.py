@@ -138,7 +138,8 @@ def _heading(event: Started) -> Iterator[Text]:
     plan = event.plan
     yield Text.assemble(
         (plan.optimizer, "bold"),
-        f" on {plan.dataset_name}: {plan.facts.train_size:,} records, "
+        f" on {plan.dataset_name}: {plan.facts.train_size:,} "
+        f"{'units' if plan.found.unit else 'records'}, "
         f"{plan.model.name} with {_parameters(*event.parameters)}, {plan.device}",
     )
     if not plan.private:

@@ -172,6 +172,8 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
         idle |= dict.fromkeys(("fix_norm", "to_float32"), plan.model.name)
     if plan.trained.part != "lora":
         idle |= dict.fromkeys(("lora_rank", "lora_alpha"), f"--train {plan.trained.part}")
+    if not plan.found.unit:
+        idle["records_per_unit"] = f"{data}, where each record is a unit"
     if not isinstance(plan.data, Source):
         return idle | {name: data for name in panel if panel[name] == DATA}
     idle["data_dir"] = f"{data}, which is a path itself"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import RECORD, UNIT
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
@@ -155,6 +156,11 @@ class TrainPlan:
     def own_data(self) -> bool:
         """Whether the dataset is your own."""
         return isinstance(self.data, Source)
+
+    @property
+    def unit(self) -> str:
+        """Unit of privacy, in words."""
+        return UNIT if self.found.unit else RECORD
 
     @property
     def method(self) -> Optimizer:

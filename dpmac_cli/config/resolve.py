@@ -174,6 +174,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
             values["ema"] or 0.0,
             values["augmentations"] or 1,
             values["augment"] or "none",
+            values["records_per_unit"] if found.unit else 1,
             LossKind(
                 values["loss"],
                 values["label_smoothing"],
@@ -209,6 +210,11 @@ def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
     name = values["dataset"]
     at_hand = name if isinstance(name, AtHand) else None
     if name in DATASETS:
+        if values["unit"] is not None:
+            raise InputError(
+                f"--unit {values['unit']}: {name} does not say which records belong together. Give "
+                "a table, a folder, or an .npz with an array unit."
+            )
         return name, Found(DATASETS[name], name)
     from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
 
@@ -228,6 +234,7 @@ def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
         feature_range=(low, high) if ends else None,
         schema=schema,
         at_hand=at_hand,
+        unit=values["unit"],
         skip_bad=values["skip_bad"],
     )
     return source, inspect(source)

@@ -20,7 +20,8 @@ from dpmac_cli.errors import InputError
 #: How far from 0 the ends of a range may be, and how near to one another.
 FARTHEST, NARROWEST = 1e30, 1e-30
 PAIRS = (("x", "y"), ("x_test", "y_test"))
-ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high")
+UNITS = {"x": "unit", "x_test": "unit_test"}  # arrays that name the unit of each record
+ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high", *UNITS.values())
 
 
 class ArrayFile:
@@ -48,9 +49,13 @@ class ArrayFile:
         count = 1 + int(y.max()) if y.ndim == 1 else y.shape[1]
         classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
+        units = arrays.get("unit")
         if held_out:
-            train, test = split(_keys(x, y), y, classes if inferred else None, source)
+            keys = _keys(x, y) if units is None else map(_key_of_unit, units.tolist())
+            train, test = split(keys, y, classes if inferred else None, source)
             arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
+            if units is not None:
+                arrays["unit"] = units = units[train]
         channels, *side = _channels_first(x[:1]).shape[1:]
         ends = _ends(arrays) if _is_numbers(x) else None
         if ends is None:
@@ -66,6 +71,8 @@ class ArrayFile:
             (channels, *side),
             classes,
             ends,
+            units,
+            unit="" if units is None else source.unit or "unit",
             held_out=held_out,
             inferred=("classes",) * inferred,  # arrays declare a shape of themselves
             skipped=skipped,
@@ -75,9 +82,9 @@ class ArrayFile:
         """Return training and test records."""
         kind: type[Any] = np.int64 if self._arrays["y"].ndim == 1 else np.uint8
         train, test = (
-            (self._records(self._arrays[x]), self._arrays[y].astype(kind)) for x, y in PAIRS
+            Records(self._records(self._arrays[x]), self._arrays[y].astype(kind)) for x, y in PAIRS
         )
-        return train, test
+        return train._replace(units=self._arrays.get("unit")), test
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         images = _channels_first(x)
@@ -147,7 +154,8 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
         bad = np.logical_or.reduce([*reasons.values()])
         if source.skip_bad:
             skipped += [f"row {row} of {x_name}" for row in np.flatnonzero(bad)]
-            arrays[x_name], arrays[y_name] = x[~bad], y[~bad]
+            together = {x_name, y_name, UNITS[x_name]} & arrays.keys()
+            arrays |= {name: arrays[name][~bad] for name in together}
         else:
             faults += [
                 f"{what} in {rows.sum()} of {len(x)} rows. Add --skip-bad to leave such records out"
@@ -155,6 +163,7 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
                 if rows.any()
             ]
     faults += [f"{x_name} is empty" for x_name, _ in pairs if not arrays[x_name].size]
+    faults += _faults_of_units(arrays, source)
     if not faults and classes is None and arrays["y"].ndim == 1:
         faults += _faults_of_classes(arrays)
     if _is_numbers(arrays["x"]):
@@ -181,6 +190,27 @@ def _bad_records(
         finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
         bad[f"{x_name} has NaN or infinity"] = ~finite
     return bad
+
+
+def _faults_of_units(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
+    """Faults of which unit records belong to; one unit is trained on or tested on, not both."""
+    if source.unit is not None and "unit" not in arrays:
+        yield f"--unit {source.unit}: arrays name the unit of each record in an array unit"
+    for x_name, name in UNITS.items():
+        if name in arrays and arrays[name].shape != arrays.get(x_name, arrays["x"]).shape[:1]:
+            yield (
+                f"{name} must name the unit of each of the {len(arrays[x_name])} records, in "
+                f"whole numbers or text, not {arrays[name].dtype} of shape {arrays[name].shape}"
+            )
+            return
+    if both := set(arrays.get("unit", np.array([])).tolist()) & set(
+        arrays.get("unit_test", np.array([])).tolist()
+    ):
+        yield f"{len(both)} units are in unit and in unit_test: test on other units"
+
+
+def _key_of_unit(unit: int | str) -> bytes:
+    return str(unit).encode()
 
 
 def _faults_of_classes(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:

@@ -28,6 +28,8 @@ class ArrayData(AtHand):
             out, as the setting ``test_fraction`` says.
         classes: names in order of label, declared as public; by default those found in ``y``.
         low, high: public range of all numbers, or of each column or channel, to clip to.
+        unit, unit_test: number or name of the unit of privacy that each record belongs to, such as
+            a person, shape (records,); by default each record is one.
         name: what reports call the dataset.
 
     Raises:
@@ -44,9 +46,12 @@ class ArrayData(AtHand):
         classes: Sequence[str] | None = None,
         low: ArrayLike | None = None,
         high: ArrayLike | None = None,
+        unit: ArrayLike | None = None,
+        unit_test: ArrayLike | None = None,
         name: str = "arrays",
     ) -> None:
         given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, "low": low, "high": high}
+        given |= {"unit": unit, "unit_test": unit_test}
         given["classes"] = None if classes is None else list(classes)
         arrays = {name: np.asarray(array) for name, array in given.items() if array is not None}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}

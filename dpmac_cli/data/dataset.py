@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpmac_cli.data.units import Units
 from dpmac_cli.storage.rows import Rows
 
 Places = slice | NDArray[np.int64]
@@ -41,12 +42,12 @@ class StoredRecords:
     def at(self, places: Places) -> Tensor:
         """Return some records on the device. Raises DamagedError."""
         ahead, self._ahead = self._ahead, None
-        known = ahead is not None and ahead[0] is places
+        known = ahead is not None and np.array_equal(np.asarray(ahead[0]), np.asarray(places))
         found = ahead[1].result() if ahead is not None and known else self._read(places)
         return found.to(self._device, non_blocking=True)
 
     def read_ahead(self, places: Places) -> None:
-        """Begin to read records that will be asked for next, by the same object."""
+        """Begin to read records that will be asked for next."""
         self._ahead = places, self._reader.submit(self._read, places)
 
     def _read(self, places: Places) -> Tensor:
@@ -90,7 +91,7 @@ class Split:
         return images, self.labels[rows]
 
     def read_ahead(self, places: Places) -> None:
-        """Begin to read images that will be asked for next, by the same object."""
+        """Begin to read images that will be asked for next."""
         if self.stored is not None:
             self.stored.read_ahead(places)
 
@@ -121,6 +122,17 @@ class Data:
     test: Split  # records the guarantee does not cover
     gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1)
     offset: Tensor
+    units: Units | None = None  # of privacy; None where each training record is one
+
+    @property
+    def size(self) -> int:
+        """Number of units of privacy to train on."""
+        return len(self.train if self.units is None else self.units)
+
+    def to(self, device: torch.device) -> "Data":
+        """Return the same records on a device."""
+        moved = {n: getattr(self, n).to(device) for n in ("train", "test", "gain", "offset")}
+        return replace(self, **moved)
 
     def prepared_by(self, given: Mapping[str, Any]) -> "Data":
         """Return the same records, standardised by ``levels``, ``mean`` and ``std`` of a model."""

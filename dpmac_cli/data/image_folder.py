@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,11 +70,21 @@ class ImageFolder:
             self._check_not_empty(part, labels[side])
         if self._faults:
             raise InputError(self._faults)
+        names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
+        units = None if source.unit is None else np.array(_units(names, source.unit))
         if not parts:
-            paths = (self._images[row].path for row in rows)
-            keys = [os.fsencode(path.removeprefix(f"{root}{os.sep}")) for path in paths]
+            keys = [os.fsencode(name) for name in (names if units is None else units)]
             needed = self._classes if declared is None else None
-            sides = [rows[some] for some in split(keys, labels[rows], needed, source)]
+            sides = [
+                rows[some]
+                for some in split([keys[row] for row in rows], labels[rows], needed, source)
+            ]
+        elif units is not None and (both := {*units[sides[0]]} & {*units[sides[1]]}):
+            raise InputError(
+                f"{len(both)} units, such as {min(both)}, have images in {parts[0]} and in "
+                f"{parts[1]}: test on other units."
+            )
+        self._units = None if units is None else units[sides[0]]
         self._sides = [(side, labels[side]) for side in sides]
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
@@ -81,6 +92,8 @@ class ImageFolder:
             (labels[sides[0]], labels[sides[1]]),
             self._shape,
             self._classes,
+            units=self._units,
+            unit=source.unit or "",
             held_out=not parts,
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(skipped),
@@ -181,8 +194,18 @@ class ImageFolder:
         file = yield from self._decoded(stop)
         if not self._source.skip_bad:
             refuse(self._undecoded(file), REMEDY)
-        train, test = ((Rows(file, rows), labels) for rows, labels in self._sides)
-        return train, test
+        train, test = (Records(Rows(file, rows), labels) for rows, labels in self._sides)
+        return train._replace(units=self._units), test
+
+
+def _units(names: list[str], pattern: str) -> list[str]:
+    """Return the unit that each file is of: what the pattern, or its first group, matches."""
+    found = {name: re.search(pattern, name) for name in names}
+    refuse(
+        [f"{name} has no match of --unit {pattern}" for name in names if not found[name]],
+        " Rename such files, or give a pattern of all paths below the folder.",
+    )
+    return [match[1 if match.re.groups else 0] or "" for match in found.values() if match]
 
 
 def _parts(source: Source) -> list[Path]:

@@ -14,6 +14,7 @@ from dpmac_cli.data.own import inspect
 from dpmac_cli.data.own import load as load_own
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
+from dpmac_cli.data.units import units_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing, outcome
 from dpmac_cli.storage.rows import Rows
@@ -52,13 +53,15 @@ def loading(
         InputError: the files are missing and cannot be downloaded, damaged, of another kind, or no
             longer those that ``facts`` describes.
     """
+    units = None
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
         records = yield from load_own(chosen, facts, stop)
         train, test = (
             split_of(x, torch.as_tensor(y), device) if isinstance(x, Rows) else _split(x, y)
-            for x, y in records
+            for x, y, _ in records
         )
+        units = None if records[0].units is None else units_of(records[0].units)
     else:
         facts = DATASETS[chosen]
         if chosen in BUNDLED:
@@ -67,7 +70,7 @@ def loading(
             train, test = _from_torchvision(chosen, data_dir, download)
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
-    return Data(train.to(device), test.to(device), gain, offset)
+    return Data(train, test, gain, offset, units).to(device)
 
 
 def _split(images: Any, labels: Any) -> Split:

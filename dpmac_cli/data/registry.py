@@ -32,7 +32,7 @@ class Defaults:
 class Dataset:
     """Public facts of a data set."""
 
-    train_size: int
+    train_size: int  # units of privacy: records, unless several belong to one
     test_size: int
     shape: tuple[int, int, int]  # (channels, height, width) of an image
     classes: tuple[str, ...]  # names, in the order of the labels

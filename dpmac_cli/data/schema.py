@@ -48,6 +48,7 @@ class Source:
     feature_range: tuple[float, float] | None = None  # that all columns are clipped to
     schema: "TableSchema | None" = None  # of a table
     at_hand: AtHand | None = None
+    unit: str | None = None  # column, or pattern of paths, that tells which unit a record is of
     skip_bad: bool = False  # leave out records that cannot be used, instead of refusing the dataset
 
 
@@ -63,6 +64,7 @@ class Found:
     facts: Dataset
     name: str  # without the folders above it
     held_out: bool = False  # the test records were split off the private ones
+    unit: str = ""  # of privacy, in words; "" where it is one record
     inferred: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # records left out
     untested: tuple[str, ...] = ()  # classes without a test record

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,14 @@ NAMED = 5
 LEAST_CNN = 8
 #: The height and width from which fewer images are worked on at a time, to save memory.
 LARGE = 128
-#: Records, in memory or in a file, and their labels.
-Records = tuple[NDArray[Any] | Rows, NDArray[np.int64]]
+
+
+class Records(NamedTuple):
+    """Records in memory or in a file, their labels, and the unit of each; None if it is its own."""
+
+    x: NDArray[Any] | Rows
+    y: NDArray[np.int64]
+    units: NDArray[Any] | None = None
 
 
 def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
@@ -56,12 +62,13 @@ def split(
     """Return the rows to train on and the rows held out, each in order.
 
     Args:
-        keys: what decides for each record on which side it is: its name, or its contents.
+        keys: what decides for each record on which side it is: its name, its contents, or its
+            unit.
         labels: of each record.
         classes: their names; None where they are declared and need no record to train on.
     """
     seed, most = source.split_seed.to_bytes(8, "big"), source.test_fraction * 2**64
-    # By each record alone: one that comes or goes must move no other to the other side.
+    # By each record or unit alone: one that comes or goes must move no other to the other side.
     words = (hashlib.blake2b(key, digest_size=8, key=seed).digest() for key in keys)
     held_out = np.array([int.from_bytes(word, "big") < most for word in words])
     train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -87,6 +94,7 @@ def found(
     shape: tuple[int, int, int],
     classes: Sequence[str],
     ends: NDArray[np.float64] | None = None,
+    units: NDArray[Any] | None = None,
     **rest: Any,
 ) -> Found:
     """Return facts like those of the registry, with cautious defaults.
@@ -95,11 +103,12 @@ def found(
         source: of the dataset. labels: of training and test split.
         shape, classes: of the records. rest: as of :class:`Found`.
         ends: of the range of numbers, shape (2, columns); None for images.
+        units: of the training records; None if each is one.
 
     Raises:
         InputError: the constants that were chosen are for other images.
     """
-    sizes = len(labels[0]), len(labels[1])
+    sizes = len(labels[0] if units is None else np.unique(units)), len(labels[1])
     batch = -(-sizes[0] // STEPS_PER_EPOCH)
     defaults = Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
     if min(shape[1:]) >= LEAST_CNN:

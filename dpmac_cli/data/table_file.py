@@ -48,6 +48,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
         )
     declared = schema.declared
     names = numeric_columns(path) if table is None else table.column_names
+    if source.unit is not None:
+        declared = tuple(dict.fromkeys([*declared, source.unit]))
     strange = [name for name in names if name not in declared]
     faults = [f"The schema declares no column {n}, neither to use nor to drop" for n in strange]
     refuse([*_absent(declared, names), *faults], f" Correct {path} or its schema.")
@@ -57,6 +59,9 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     target, classes = schema.label.column, schema.label.classes
     labels = _indices(cells[target], classes)
     bad = {f"no class of the schema in {target}": labels < 0}
+    units = None if source.unit is None else _units(cells[source.unit])
+    if units is not None:
+        bad[f"no value in {source.unit}"] = units == ""
     x, low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave such records out."
@@ -70,6 +75,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     arrays = {"low": low, "high": high, "classes": np.array(classes)}
     for suffix, rows in sides.items():
         arrays |= {f"x{suffix}": x[rows], f"y{suffix}": labels[rows]}
+        if units is not None:
+            arrays[f"unit{suffix}"] = units[rows]
     return arrays, skipped
 
 
@@ -195,6 +202,11 @@ def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     """Return the place of each cell's text among values; -1 for others."""
     found = compute.index_in(_text(cells), pa.array(values))
     return np.asarray(found.fill_null(-1), np.int64)
+
+
+def _units(cells: pa.Array) -> NDArray[np.str_]:
+    """Return the text of each cell, "" where there is none."""
+    return np.asarray(_text(cells).fill_null("").to_pylist(), np.str_)
 
 
 def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], strict: bool) -> Inputs:

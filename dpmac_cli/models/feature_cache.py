@@ -4,6 +4,7 @@ They are the records in another shape, and as private.
 """
 
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,10 @@ def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
     everything = Rows(file, np.arange(len(file)))
     train, test = np.split(everything.rows, [len(data.train)])
     one = torch.ones(1, 1, 1, device=data.gain.device)
-    found = Data(
-        split_of(Rows(file, train), data.train.labels, one.device),
-        split_of(Rows(file, test), data.test.labels, one.device),
+    found = replace(
+        data,
+        train=split_of(Rows(file, train), data.train.labels, one.device),
+        test=split_of(Rows(file, test), data.test.labels, one.device),
         gain=one,
         offset=torch.zeros_like(one),
     )

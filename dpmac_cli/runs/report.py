@@ -45,7 +45,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     events, private = spent.events, plan.private
     epsilon = accounting.total_epsilon(events, plan.delta)
     planned = accounting.total_epsilon((*spent.earlier, spent.event), plan.delta)
-    promise = statements.statement(epsilon, plan.delta, events)
+    promise = statements.statement(epsilon, plan.delta, events, plan.unit)
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
     if plan.secure:
@@ -58,6 +58,11 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "epsilon_planned": shown(planned),
         "delta": plan.delta if private else None,
         "noise_multiplier": statements.common(event.noise_multiplier for event in events),
+        "unit": {
+            "name": plan.unit,
+            "told_by": plan.found.unit or None,
+            "records_in_a_step": plan.recipe.records,
+        },
         "sampler": plan.event.sampler,
         "sampling_rate": statements.common(event.sampling_rate for event in events),
         "steps": sum(event.steps for event in events),
@@ -244,7 +249,7 @@ def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
         network=model,
         plain=_is_plain(model),
         recipe_defaults=RECIPE_DEFAULTS,
-        neighbours=statements.NEIGHBOURS,
+        neighbours=statements.neighbours(report["privacy"]["unit"]["name"]),
         no_privacy=statements.NO_PRIVACY,
         infinity=math.inf,
     )

@@ -25,6 +25,7 @@ from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
+from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import question
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder, ledger
@@ -79,6 +80,7 @@ class Report(BaseModel):
     dataset: Name = _at("dataset", "name")
     train_size: Count = _at("dataset", "train_size")
     private: bool = _at("privacy", "private")
+    unit: Name = _at("privacy", "unit", "name", default=RECORD)
     epsilon: float | None = _at("privacy", "epsilon", ge=0)
     delta: Annotated[float, Field(gt=0, lt=1)] | None = _at("privacy", "delta")
     events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
@@ -216,7 +218,7 @@ def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> 
     events, own_delta = report.training_events(), report.delta or question.DEFAULTS["delta"]
     delta = typed.get("delta", own_delta)
     rows = [
-        replace(price(events, delta, accountant), dataset_size=report.train_size)
+        replace(price(events, delta, accountant, report.unit), dataset_size=report.train_size)
         for accountant in question.accountants_for(
             typed.get("accountant", question.DEFAULTS["accountant"])
         )

@@ -182,6 +182,8 @@ def make_task(
         data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts, stop=stop)
     if isinstance(plan.data, Source):
         fingerprints["data"] = fingerprint(data.train, data.test)
+        if data.units is not None:
+            fingerprints["units"] = data.units.sha256()
     if parts is not None:
         parts.isolated = not isinstance(plan.features, Features) and kind == "isolated"
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
@@ -321,9 +323,9 @@ def _doubts(plan: TrainPlan, weights: PublicWeights) -> tuple[str, ...]:
 
 def _check_size(plan: TrainPlan, data: Data) -> None:
     """Reject data with another number of records than the sampling rate, so epsilon, is for."""
-    if len(data.train) != plan.facts.train_size:
+    if data.size != plan.facts.train_size:
         raise InputError(
-            f"data has {len(data.train):,} training records, but epsilon was computed for the "
+            f"data has {data.size:,} training records or units, but epsilon was computed for the "
             f"{plan.facts.train_size:,} of {plan.dataset_name}. Save your records as an .npz and "
             "name that as the dataset."
         )
@@ -344,7 +346,7 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> Canaries | None:
         parameters=sum(p.numel() for p in task.trained.parameters()),
         rate=plan.event.sampling_rate,
         batch=plan.batch_size,
-        first=len(task.data.train),
+        first=task.data.size,
         count=plan.audit.canaries,
         keys=keys,
         device=task.data.gain.device,
@@ -353,7 +355,8 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> Canaries | None:
 
 def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomness:
     """Return the random draws of a rank: all but the first have those of layers alone."""
-    layers = LayerDraws(keys.layers, rank) if own or plan.recipe.augmented else None
+    drawn = own or plan.recipe.augmented or plan.found.unit
+    layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:
         return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
     sampler = KeyedSampler(

@@ -179,8 +179,6 @@ def _work(
     device = choose_device(plan.device)
     if device.type == "cuda" and ":" not in plan.device:  # the processes share out the GPUs
         device = torch.device("cuda", place % torch.cuda.device_count())
-    train, test = data.train.to(device), data.test.to(device)
-    moved = Data(train, test, data.gain.to(device), data.offset.to(device))
     # A network may print, and the parent's stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        pipe.send(train_job(replace(plan, device=str(device)), threads, moved))
+        pipe.send(train_job(replace(plan, device=str(device)), threads, data.to(device)))

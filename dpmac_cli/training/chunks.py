@@ -2,7 +2,9 @@
 
 from math import ceil, sqrt
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
@@ -26,7 +28,7 @@ class ChunkedSum:
         model: its parameters are moved into one vector.
         data: on the same device. plan: of the run.
         batch: B, the expected batch size.
-        layers: random draws of augmented views.
+        layers: random draws of a unit's records, and of augmented views.
 
     Attributes:
         theta: the parameters, shape (d,).
@@ -42,15 +44,15 @@ class ChunkedSum:
         self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
     ) -> None:
         self._data, self._recipe, self._layers = data, plan.recipe, layers
-        views, isolated, kind = plan.recipe.views, None, plan.recipe.loss
+        inputs, isolated, kind = plan.recipe.inputs, None, plan.recipe.loss
         loss = plan.loss or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
         self.chunk = first_chunk(plan.physical_batch, batch)
         shape = tuple(data.train.images.shape[1:])
         if plan.isolated:
             found = split_by_module(model)
-            given = shape if views == 1 else (views, *shape)
+            given = shape if inputs == 1 else (inputs, *shape)
             label = data.train.labels.new_zeros(data.train.labels.shape[1:])
-            isolated = Isolated(model, found, given, views, loss, label)
+            isolated = Isolated(model, found, given, inputs, loss, label)
             self.chunk = min(self.chunk, isolated.most)
         else:
             found = find_layers(model, data.gain.new_zeros(2, *shape))
@@ -61,7 +63,7 @@ class ChunkedSum:
                 f"The parameters are {self.theta.dtype}, and a network that runs on each sample "
                 f"alone has those of its input, {data.gain.dtype}. Add --to-float32."
             )
-        self.clipped_sum = ClippedSum(model, found, self.chunk, views, batch, isolated, loss)
+        self.clipped_sum = ClippedSum(model, found, self.chunk, inputs, batch, isolated, loss)
         self._sum = torch.empty_like(self.theta)
 
     def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:
@@ -72,8 +74,8 @@ class ChunkedSum:
         for rounding than fewer terms need.
 
         Args:
-            drawn: rows of the training set; may be empty.
-            step: t, for augmented views.
+            drawn: records of the training set, or units; may be empty.
+            step: t, for what is drawn of each unit, and augmented views.
             metric: of the ellipsoid to clip to.
             chunk: samples to work on at a time.
 
@@ -108,18 +110,29 @@ class ChunkedSum:
 
     def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric) -> None:
         """Write a chunk's sum, while the records of the next chunk, ``ahead``, are read."""
-        recipe, layers = self._recipe, self._layers
-        images, labels = self._data.train.at(drawn)
+        recipe, rows = self._recipe, self._rows(drawn, step)
+        images, labels = self._data.train.at(rows)
         if len(ahead):
-            self._data.train.read_ahead(ahead)
+            self._data.train.read_ahead(self._rows(ahead, step))
         if recipe.augmented:
-            assert layers is not None, "augmented views need random draws"  # noqa: S101
-            words = layers.words(step, drawn, recipe.views)
+            words = self._words(drawn, step, recipe.inputs).reshape(len(rows), -1)
             images = views_of(images, words, recipe.augment)
+            labels = labels.repeat_interleave(recipe.views, 0)
         inputs = self._data.standardised(images)
-        if recipe.views > 1:
-            inputs = inputs.view(len(drawn), -1, *inputs.shape[1:])
+        if recipe.inputs > 1:
+            inputs, labels = (t.view(len(drawn), -1, *t.shape[1:]) for t in (inputs, labels))
         self.clipped_sum.of(inputs, labels, metric, self._sum)
+
+    def _rows(self, drawn: Batch, step: int) -> Batch:
+        """Return the records of the units that were drawn, shape (units * K,)."""
+        units = self._data.units
+        if units is None:
+            return drawn
+        return units.records(drawn, self._words(drawn, step, self._recipe.records)).reshape(-1)
+
+    def _words(self, drawn: Batch, step: int, count: int) -> NDArray[np.uint64]:
+        assert self._layers is not None, "views and records of units are drawn"  # noqa: S101
+        return self._layers.words(step, drawn, count)
 
 
 def first_chunk(physical_batch: int, batch: float) -> int:

@@ -41,7 +41,13 @@ class Recipe:
     ema: float = 0.0  # decay of the weights' average that is published; 0 for the last weights
     views: int = 1  # K, of each image in each step
     augment: str = "none"  # how views are drawn, a name of AUGMENTS; "none" for images as they are
+    records: int = 1  # of each unit in each step, where units of privacy hold several
     loss: LossKind = field(default_factory=LossKind)
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of the network from each unit of privacy in a step."""
+        return self.records * self.views
 
     @property
     def augmented(self) -> bool:

@@ -67,7 +67,8 @@ class Subject:
         """g_i by the oracle, the mean over a sample's views, float64, (samples, d)."""
         if self.views == 1:
             return per_sample_gradients(self.model, self.layers, x, y)
-        by_view = [per_sample_gradients(self.model, self.layers, v, y) for v in x.unbind(1)]
+        pairs = zip(x.unbind(1), y.unbind(1), strict=True)
+        by_view = [per_sample_gradients(self.model, self.layers, *pair) for pair in pairs]
         return torch.stack(by_view).mean(0)
 
     def gradients(self, x: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:

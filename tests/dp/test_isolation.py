@@ -1,6 +1,7 @@
 """Networks that are run on each sample alone, against plain autograd on each sample alone."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -241,8 +242,8 @@ class Alone:
         rows = []
         for x_i, y_i in zip(x, y, strict=True):
             model = copy.deepcopy(self.untouched)
-            given = x_i if self.views > 1 else x_i[None]
-            cross_entropy(model(given), y_i.expand(len(given))).backward()  # type: ignore[no-untyped-call]
+            given, label = (x_i, y_i) if self.views > 1 else (x_i[None], y_i[None])
+            cross_entropy(model(given), label).backward()  # type: ignore[no-untyped-call]
             trained = [p for p in model.parameters() if p.requires_grad]
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
             rows.append(torch.cat([part.flatten() for part in parts]))
@@ -250,7 +251,8 @@ class Alone:
 
     def batch(self, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
         x = torch.randn(samples, *self.shape, dtype=self.theta.dtype)
-        return x, torch.arange(samples) % CLASSES
+        shape = (samples,) if self.views == 1 else (samples, self.views)
+        return x, torch.arange(math.prod(shape)).view(shape) % CLASSES
 
 
 def alone(name: str, views: int = 1, *, loop: bool = False, dtype: Any = torch.float64) -> Alone:

@@ -453,7 +453,7 @@ def test_norms_and_sums_match_the_oracle_without_an_example(name: str) -> None:
 def views_of(net: Net, views: int) -> tuple[Tensor, Tensor]:
     """Views that differ from one another, shape (samples, views, ...) unless there is one."""
     x, y = net.batch(SAMPLES * views)
-    return x if views == 1 else x.view(SAMPLES, views, *net.shape), y[:SAMPLES]
+    return (x, y) if views == 1 else (x.view(SAMPLES, views, *net.shape), y.view(SAMPLES, views))
 
 
 @pytest.mark.privacy
@@ -1046,7 +1046,7 @@ def test_a_layer_that_takes_views_together_is_refused() -> None:
             return torch.repeat_interleave(self.linear(means), 2, 0)
 
     subject = prepare(Joined(), views=2)
-    x, y = torch.randn(SAMPLES, 2, 4), torch.zeros(SAMPLES, dtype=torch.long)
+    x, y = torch.randn(SAMPLES, 2, 4), torch.zeros(SAMPLES, 2, dtype=torch.long)
     with pytest.raises(ModelError, match=f"sees .{SAMPLES}. rows in a batch of {2 * SAMPLES}"):
         subject.add(x, y, ball(1.0, subject.theta))
 

@@ -42,7 +42,7 @@ class ClippedSum:
 
     Args:
         model, layers, views, loss: as in :func:`.recorded_gradients`. The mean gradient of a
-            sample's views is clipped once.
+            sample's views, or of a unit's records, is clipped once.
         capacity: the largest number of samples in a call of :meth:`of`; public.
         batch: B, the expected number of samples in a step; by default one chunk.
         per_sample: :class:`.Isolated`, with its layers; by default :func:`.recorded_gradients`.
@@ -72,7 +72,7 @@ class ClippedSum:
 
         Args:
             x: at least one input, shape (samples, ...), or (samples, views, ...) if several views.
-            y: labels, shape (samples,) or (samples, labels).
+            y: a label of each input, shape (samples, ...) or (samples, views, ...).
             metric: of the ellipsoid to clip to.
             out: shape (d,).
 

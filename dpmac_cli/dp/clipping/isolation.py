@@ -39,9 +39,9 @@ class Isolated:
             Its parameters must not be flattened yet.
         layers: :func:`~dpmac_cli.dp.clipping.layers.split_by_module` of the model.
         shape: of a sample: (...), or (views, ...) if there are several augmented views.
-        views: augmented views of each sample, public. They may be mixed with each other.
+        views: inputs of each sample, public. They may be mixed with each other.
         loss: of each row, that does not mix them.
-        label: of a sample, an example that is not private.
+        label: of an input, an example that is not private.
 
     Raises:
         ModelError: the network fails on a random sample.
@@ -69,7 +69,8 @@ class Isolated:
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(0)
             x = torch.randn(2, *shape, dtype=torch.float64).to(next(model.parameters()).device)
-            y = label.to(x.device).expand(2, *label.shape)
+            several = [views] * (views > 1)
+            y = label.to(x.device).expand(2, *several, *label.shape)
             with code_of_network(x):
                 probe = copy.deepcopy(model).double()
                 for p in probe.parameters():  # zeros would hide uses of other weights
@@ -98,8 +99,8 @@ class Isolated:
 
     def _loss(self, network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of one sample, the mean over its views."""
-        rows = x if self._views > 1 else x.unsqueeze(0)
-        return self._loss_of(network(rows), y.expand(len(rows), *y.shape)).mean()
+        rows, labels = (x, y) if self._views > 1 else (x.unsqueeze(0), y.unsqueeze(0))
+        return self._loss_of(network(rows), labels).mean()
 
     def _looped(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and gradients, (samples, d), each by a copy of the model and a new seed."""

@@ -44,9 +44,10 @@ def recorded_gradients(
         model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
         layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
         x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
-        y: labels, shape (samples,) or (samples, labels).
+        y: a label of each input, shape (samples, ...), or (samples, views, ...) like ``x``.
         ball: True if norms are taken in a ball.
-        views: augmented views of each sample, public. Its loss is the mean over them.
+        views: inputs of each sample, such as augmented views; public. Its loss is the mean over
+            them.
         loss: of each sample, that does not mix them.
 
     Raises:
@@ -66,7 +67,7 @@ def record_uses(
     loss: Loss = plain,
 ) -> tuple[Tensor, list[list[Use]]]:
     """Return losses, shape (samples,), and each layer's uses; see :func:`recorded_gradients`."""
-    rows = x if views == 1 else x.flatten(0, 1)
+    rows, labels = (x, y) if views == 1 else (x.flatten(0, 1), y.flatten(0, 1))
     hooked: list[list[_Record]] = [[] for _ in layers]
     hooks = [
         layer.module.register_forward_hook(_recording(layer.name, records), with_kwargs=True)
@@ -78,7 +79,7 @@ def record_uses(
     calls = ((layer.name, layer.module, layer.attention) for layer in layers)
     try:
         with torch.enable_grad(), calling_projections(calls), copies if direct else nullcontext():
-            by_view = loss(model(rows), y.repeat_interleave(views, 0))
+            by_view = loss(model(rows), labels)
             losses = by_view.view(-1, views).mean(1)
             total = losses.sum()
             # Layers that torch.utils.checkpoint runs again in the backward pass are not uses.

@@ -1,0 +1,310 @@
+"""Units of privacy that hold several records: persons, customers, devices."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import nn
+
+import dpmac_cli
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data import own
+from dpmac_cli.data.dataset import Data
+from dpmac_cli.data.schema import Source
+from dpmac_cli.data.units import units_of
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.errors import InputError
+from dpmac_cli.runs import train as run
+from dpmac_cli.storage.progress import outcome
+from dpmac_cli.training.schedules import Recipe
+from tests.digits_runs import after, same_weights
+from tests.helpers import PLAN, SIDE, Batches, Spy, make_trainer, tiny_data
+from tests.typed import dpmac
+
+#: Records of each unit.
+SIZES = (1, 2, 3, 5, 8, 20, 1)
+OWNERS = np.repeat(np.arange(len(SIZES)), SIZES)
+
+
+def in_units(dtype: torch.dtype = torch.float64) -> Data:
+    """Records whose pixels and labels differ within a unit, not in the order of units."""
+    data = tiny_data(dtype, records=len(OWNERS))
+    return replace(data, units=units_of(np.random.default_rng(0).permutation(OWNERS)))
+
+
+def words(units: int, count: int, seed: int = 0) -> NDArray[np.uint64]:
+    return np.random.default_rng(seed).integers(0, 2**64, (units, count), dtype=np.uint64)
+
+
+# Which records are taken.
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_records_of_a_unit_are_its_own_and_none_comes_twice_too_early(count: int) -> None:
+    owners = np.random.default_rng(3).permutation(OWNERS)
+    units = units_of(owners)
+    assert len(units) == len(SIZES)
+    drawn = np.repeat(np.arange(len(SIZES)), 50)
+    for unit, records in zip(drawn, units.records(drawn, words(len(drawn), count)), strict=True):
+        assert set(owners[records]) == {unit}
+        times = Counter(records.tolist()).values()
+        assert max(times) <= -(-count // SIZES[unit])
+        assert len(times) == min(count, SIZES[unit])
+
+
+def test_every_record_of_a_unit_is_taken_as_often() -> None:
+    units = units_of(["a"] * 20 + ["b"] * 7)
+    drawn = np.zeros(4000, np.int64)
+    counts = np.bincount(units.records(drawn, words(4000, 8)).ravel(), minlength=27)
+    assert counts[20:].sum() == 0
+    assert abs(counts[:20] - 1600).max() < 5 * 1600**0.5
+
+
+def test_names_and_numbers_make_the_same_units() -> None:
+    numbers = [4, 4, 9, 4, 1]
+    one, other = units_of(numbers), units_of([f"p{number}" for number in numbers])
+    assert one.sha256() == other.sha256() != units_of([4, 4, 9, 9, 1]).sha256()
+
+
+# What a unit adds to a step.
+
+
+def added(name: str, recipe: Recipe, data: Data, units: list[int], steps: int = 1) -> Any:
+    """Whitened sums of steps that draw these units, without noise."""
+    spy = Spy(0.0, 8)
+    plan = replace(PLAN, recipe=recipe)
+    trainer = make_trainer(name, spy, plan=plan, data=data, sampler=Batches(units))
+    for _ in range(steps):
+        trainer.step()
+    return [spy.whitened_sum(step) for step in range(steps)], spy
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("records", [1, 3, 8])
+@pytest.mark.parametrize("augment", ["none", "flip"])
+def test_a_unit_moves_the_clipped_sum_by_at_most_one(name: str, records: int, augment: str) -> None:
+    """However many records it has. Adam's second step is in an ellipsoid that is not the first."""
+    views = 1 if augment == "none" else 2
+    recipe, data = Recipe(records=records, views=views, augment=augment), in_units()
+    everyone = list(range(len(SIZES)))
+    [whole], _ = added(name, recipe, data, everyone)
+    for unit in everyone:
+        others = [other for other in everyone if other != unit]
+        [rest], _ = added(name, recipe, data, others)
+        moved = float((whole - rest).norm())
+        assert 0 < moved <= 1
+        [alone, later], _ = added(name, recipe, data, [unit], steps=2)
+        assert max(float(alone.norm()), float(later.norm())) <= 1
+
+
+@pytest.mark.privacy
+def test_the_mean_gradient_of_its_records_is_what_is_clipped() -> None:
+    """Not each record: of gradients that cancel, nothing is left."""
+    data = tiny_data(records=8)
+    data.train.images[:] = data.train.images[:1]
+    data.train.labels[:] = torch.tensor([0, 1] * 4)
+    linear = nn.Linear(SIDE**2, 2, dtype=torch.float64)
+    model = nn.Sequential(nn.Flatten(), linear)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    data = replace(data, units=units_of([0] * 8))
+    spy = Spy(0.0, 1)
+    plan = replace(PLAN, recipe=Recipe(records=8))
+    make_trainer(
+        "dp-sgd", spy, plan=plan, data=data, model=model, sampler=Batches([0]), clip_norm=1e-3
+    ).step()
+    assert float(spy.whitened_sum(0).norm()) < 1e-9
+
+
+@pytest.mark.privacy
+def test_records_are_drawn_afresh_in_every_step_and_alike_in_every_batch() -> None:
+    seen = []
+    for batch in ([5], [2, 5], [5, 6]):
+        plan = replace(PLAN, recipe=Recipe(records=3))
+        trainer = make_trainer("dp-adam", plan=plan, data=in_units(), sampler=Batches(batch))
+        inputs: list[bytes] = []
+
+        def keep(_: nn.Module, given: Any, to: list[bytes] = inputs, batch: Any = batch) -> None:
+            rows = given[0].view(len(batch), 3, -1)
+            to.append(rows[batch.index(5)].numpy().tobytes())
+
+        trainer.model.register_forward_pre_hook(keep)
+        for _ in range(4):
+            trainer.step()
+        seen.append(inputs)
+    assert seen[0] == seen[1] == seen[2]
+    assert len(set(seen[0])) > 1
+
+
+# Own data.
+
+
+def patients(records: int = 120, units: int = 30) -> tuple[Any, Any, Any]:
+    draws = np.random.default_rng(1)
+    x = draws.normal(size=(records, 3))
+    unit = draws.integers(0, units, records)
+    return x, (x[:, 0] + draws.normal(0, 0.3, records) > 0).astype(np.int64), unit
+
+
+def write_npz(name: str = "scans.npz", **more: Any) -> Path:
+    x, y, unit = patients()
+    np.savez(name, x=x, y=y, **({"unit": unit} | more), low=-4, high=4, classes=["no", "yes"])
+    return Path(name)
+
+
+def write_table() -> None:
+    x, y, unit = patients()
+    lines = [
+        "a,b,c,patient,ill",
+        *(
+            f"{a:.4f},{b:.4f},{c:.4f},p{p},{'yes' if label else 'no'}"
+            for (a, b, c), p, label in zip(x, unit, y, strict=True)
+        ),
+    ]
+    Path("visits.csv").write_text("\n".join(lines) + "\n")
+    columns = "".join(f"  - {{name: {name}, range: [-4, 4]}}\n" for name in "abc")
+    Path("schema.yaml").write_text(
+        f"label: {{column: ill, classes: ['no', 'yes']}}\ncolumns:\n{columns}"
+    )
+
+
+@pytest.mark.privacy
+def test_a_unit_is_trained_on_or_tested_on() -> None:
+    train, test = outcome(own.load(Source(write_npz()), None, lambda: False))
+    x, _, unit = patients()
+    owner = {row.astype(np.float32).tobytes(): u for row, u in zip(x, unit, strict=True)}
+    sides = [
+        {owner[np.asarray(row).ravel().tobytes()] for row in np.asarray(part.x)}
+        for part in (train, test)
+    ]
+    assert not sides[0] & sides[1]
+    assert sides[0] | sides[1] == set(unit.tolist())
+    assert own.inspect(Source(Path("scans.npz"))).facts.train_size == len(sides[0])
+
+
+@pytest.mark.privacy
+def test_another_unit_moves_no_unit_to_the_other_side() -> None:
+    x, y, unit = patients()
+    _, test = outcome(own.load(Source(write_npz()), None, lambda: False))
+    kept = unit != unit[0]
+    np.savez("less.npz", x=x[kept], y=y[kept], unit=unit[kept], low=-4, high=4, classes=["n", "y"])
+    _, less = outcome(own.load(Source(Path("less.npz")), None, lambda: False))
+    before, after = ({row.tobytes() for row in np.asarray(part.x)} for part in (test, less))
+    assert after <= before
+
+
+@pytest.mark.privacy
+def test_sampling_counts_units() -> None:
+    plan = resolve({"dataset": str(write_npz()), "batch_size": "6", "sigma": "2"}).plan
+    units = own.inspect(Source(Path("scans.npz"))).facts.train_size
+    assert units < 30
+    assert plan.event.sampling_rate == 6 / units
+    assert plan.recipe.records == 8
+
+
+def test_a_run_names_its_unit_everywhere() -> None:
+    write_table()
+    flags = ("--dataset", "visits.csv", "--schema", "schema.yaml", "--unit", "patient")
+    result = dpmac("train", *flags, "--records-per-unit", "2", "--steps", "20", "--out", "run")
+    assert result.exit_code == 0, result.output
+    report = json.loads(Path("run/report.json").read_text())
+    units = report["dataset"]["train_size"]
+    assert f"{units} units" in result.output
+    assert report["privacy"]["unit"] == {
+        "name": "unit with all of its training records",
+        "told_by": "patient",
+        "records_in_a_step": 2,
+    }
+    said = "Leaving out or adding any one unit with all of its training records"
+    assert report["privacy"]["statement"].startswith(said)
+    assert "The number of units is public" in report["privacy"]["statement"]
+    card = Path("run/model-card.md").read_text()
+    assert said in card
+    assert "told by `patient`" in card
+    account = dpmac("account", "run")
+    assert account.exit_code == 0
+    assert "any one unit with all of its training records" in " ".join(account.output.split())
+    again = dpmac("eval", "run")
+    assert again.exit_code == 0, again.output
+
+
+def test_units_of_images_are_told_by_their_paths() -> None:
+    draws = np.random.default_rng(0)
+    for number in range(60):
+        place = (
+            Path("photos") / ("cat" if number % 2 else "dog") / f"patient{number % 12}-{number}.png"
+        )
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draws.integers(0, 256, (8, 8), dtype=np.uint8)).save(place)
+    source = Source(Path("photos"), unit=r"patient(\d+)", test_fraction=0.3)
+    train, test = outcome(own.load(source, None, lambda: False))
+    assert train.units is not None
+    assert len(train.units) + len(test.y) == 60
+    assert own.inspect(source).facts.train_size == len(set(train.units.tolist())) < 12
+    with pytest.raises(InputError, match="has no match of --unit customer"):
+        own.inspect(replace(source, unit="customer"))
+
+
+def test_a_program_names_units() -> None:
+    x, y, unit = patients()
+    data = dpmac_cli.ArrayData(x, y, low=-4, high=4, classes=["no", "yes"], unit=unit)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
+    private = dpmac_cli.make_private(net, data=data, epsilon=3, epochs=2)
+    for _ in private:
+        pass
+    assert private.plan.unit.startswith("unit")
+    assert 0 < private.epsilon <= 3
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"unit": np.arange(5)}, "unit must name the unit of each of the 120 records"),
+        (
+            {"x_test": np.zeros((2, 3)), "y_test": [0, 1], "unit_test": [0, 1]},
+            "test on other units",
+        ),
+    ],
+    ids=["too few", "on both sides"],
+)
+def test_faults_of_units_are_named(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        own.inspect(Source(write_npz(**more)))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("dataset", ["digits", "flat.npz"])
+def test_a_unit_that_nothing_tells_is_refused(dataset: str) -> None:
+    x, y, _ = patients()
+    np.savez("flat.npz", x=x, y=y, low=-4, high=4)
+    result = dpmac("train", "--dataset", dataset, "--unit", "patient", "--steps", "2")
+    assert result.exit_code == 2
+    assert "an array unit" in " ".join(result.output.split())
+
+
+@pytest.mark.privacy
+def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
+    settings = {"dataset": str(write_npz()), "sigma": "2", "seed": "3", "steps": "12"}
+    whole, stopped = (resolve({**settings, "out": name}).plan for name in ("whole", "stopped"))
+    run.finish(run.train(whole))
+    run.finish(run.train(stopped, after(6)))
+    kept = Path("scans.npz").read_bytes()
+    train, _ = outcome(own.load(Source(Path("scans.npz")), None, lambda: False))
+    one, other = np.unique(train.units)[:2]
+    unit = patients()[2]
+    swapped = [np.flatnonzero(unit == which)[0] for which in (one, other)]
+    unit[swapped] = other, one  # as many units, and the same records to train on
+    write_npz(unit=unit)
+    with pytest.raises(InputError):
+        run.finish(run.resume("stopped", {}))
+    Path("scans.npz").write_bytes(kept)
+    run.finish(run.resume("stopped", {}))
+    assert same_weights(Path("whole"), Path("stopped"))
