@@ -39,8 +39,8 @@ def in_units(dtype: torch.dtype = torch.float64) -> Data:
     return replace(data, units=units_of(np.random.default_rng(0).permutation(OWNERS)))
 
 
-def words(units: int, count: int, seed: int = 0) -> NDArray[np.uint64]:
-    return np.random.default_rng(seed).integers(0, 2**64, (units, count), dtype=np.uint64)
+def words(units: int, seed: int = 0) -> NDArray[np.uint64]:
+    return np.random.default_rng(seed).integers(0, 2**64, units, dtype=np.uint64)
 
 
 # Which records are taken.
@@ -52,7 +52,7 @@ def test_records_of_a_unit_are_its_own_and_none_comes_twice_too_early(count: int
     units = units_of(owners)
     assert len(units) == len(SIZES)
     drawn = np.repeat(np.arange(len(SIZES)), 50)
-    for unit, records in zip(drawn, units.records(drawn, words(len(drawn), count)), strict=True):
+    for unit, records in zip(drawn, units.records(drawn, words(len(drawn)), count), strict=True):
         assert set(owners[records]) == {unit}
         times = Counter(records.tolist()).values()
         assert max(times) <= -(-count // SIZES[unit])
@@ -62,7 +62,7 @@ def test_records_of_a_unit_are_its_own_and_none_comes_twice_too_early(count: int
 def test_every_record_of_a_unit_is_taken_as_often() -> None:
     units = units_of(["a"] * 20 + ["b"] * 7)
     drawn = np.zeros(4000, np.int64)
-    counts = np.bincount(units.records(drawn, words(4000, 8)).ravel(), minlength=27)
+    counts = np.bincount(units.records(drawn, words(4000), 8).ravel(), minlength=27)
     assert counts[20:].sum() == 0
     assert abs(counts[:20] - 1600).max() < 5 * 1600**0.5
 
@@ -298,12 +298,13 @@ def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
     run.finish(run.train(stopped, after(6)))
     kept = Path("scans.npz").read_bytes()
     train, _ = outcome(own.load(Source(Path("scans.npz")), None, lambda: False))
+    assert train.units is not None
     one, other = np.unique(train.units)[:2]
     unit = patients()[2]
     swapped = [np.flatnonzero(unit == which)[0] for which in (one, other)]
     unit[swapped] = other, one  # as many units, and the same records to train on
     write_npz(unit=unit)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match="The units that the records belong to are not those"):
         run.finish(run.resume("stopped", {}))
     Path("scans.npz").write_bytes(kept)
     run.finish(run.resume("stopped", {}))

@@ -28,19 +28,19 @@ class Units:
         """Return a checksum of which record belongs to which unit."""
         return hashlib.sha256(self.order.tobytes() + self.starts.tobytes()).hexdigest()
 
-    def records(self, units: Numbers, words: NDArray[np.uint64]) -> Numbers:
-        """Return K records of each unit, shape (units, K).
+    def records(self, units: Numbers, words: NDArray[np.uint64], count: int) -> Numbers:
+        """Return K = ``count`` records of each unit, shape (units, K).
 
         They are next to each other in the unit's order, as on a ring, from a random place on: each
         of its records equally often, and none twice before all are there.
 
         Args:
             units: numbers of units.
-            words: a uniform 64-bit word of each, shape (units, K), of which the first is used.
+            words: a uniform 64-bit word of each, shape (units,).
         """
         sizes = self.starts[units + 1] - self.starts[units]
-        first = (words[:, :1] % sizes[:, None].astype(np.uint64)).astype(np.int64)
-        ring = (first + np.arange(words.shape[1])) % sizes[:, None]
+        first = (words % sizes.astype(np.uint64)).astype(np.int64)
+        ring = (first[:, None] + np.arange(count)) % sizes[:, None]
         chosen: Numbers = self.order[self.starts[units][:, None] + ring]
         return chosen
 

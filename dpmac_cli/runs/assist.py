@@ -20,7 +20,7 @@ from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
 
 #: Fingerprints that must be the same at every rank.
-SHARED = ("data", "classes", "constants", "network", "pretrained")
+SHARED = ("data", "units", "classes", "constants", "network", "pretrained")
 
 
 def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:

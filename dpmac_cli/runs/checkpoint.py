@@ -38,6 +38,7 @@ VERSION = 5
 #: Fingerprints that may not change.
 _SAME = {
     "data": "The records are not those",
+    "units": "The units that the records belong to are not those",
     "classes": "The names of the classes are not those",
     "pretrained": "The file of public weights is not the one",
     "constants": "The ranges low and high are not those",

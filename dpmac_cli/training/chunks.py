@@ -128,7 +128,9 @@ class ChunkedSum:
         units = self._data.units
         if units is None:
             return drawn
-        return units.records(drawn, self._words(drawn, step, self._recipe.records)).reshape(-1)
+        recipe = self._recipe
+        *_, words = self._words(drawn, step, recipe.inputs + 1).T  # others are for augmentation
+        return units.records(drawn, words, recipe.records).reshape(-1)
 
     def _words(self, drawn: Batch, step: int, count: int) -> NDArray[np.uint64]:
         assert self._layers is not None, "views and records of units are drawn"  # noqa: S101
