@@ -259,14 +259,14 @@ def test_the_largest_batch_is_the_largest_of_all(case: Case) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if SAMPLERS[name].once_an_epoch])
-def test_where_epochs_are_paid_for_all_batches_cost_the_same(sampler: str) -> None:
-    case = Case(sampler, None, 100, 2, 3.0)
-    prices = {case.price(batch) for batch in range(1, 101)}
-    assert len(prices) == 1
-    (price,) = prices
-    assert case.largest(price) == 100
+def test_where_epochs_are_paid_for_batches_of_as_many_steps_cost_the_same(sampler: str) -> None:
+    case = Case(sampler, None, 24, 2, 3.0)
+    prices = [case.price(batch) for batch in range(1, 25)]
+    assert prices == sorted(prices)
+    assert len(set(prices)) == len({-(-24 // batch) for batch in range(1, 25)})
+    assert case.largest(prices[5]) == 7  # of four steps an epoch, like 6
     with pytest.raises(BudgetError):
-        case.largest(price * 0.999)
+        case.largest(prices[0] * 0.999)
 
 
 @pytest.mark.long

@@ -144,7 +144,6 @@ def test_a_study_costs_what_all_of_its_runs_cost(sampler: str, tmp_path: Path) -
     """Each run deals anew: of 13 steps, an epoch being 12, every one pays for two epochs begun."""
     flags = {"dataset": "digits", "optimizers": "dp-sgd", "sampler": sampler}
     study = plan({**flags, "sigma": "6,8", "steps": "13", "seeds": "3"}, None, tmp_path)
-    rate, steps = (1.0, 2) if SAMPLERS[sampler].once_an_epoch else (128 / 1437, 13)
-    kind = sampler if rate < 1 else "poisson"
-    events = tuple(TrainingEvent(rate, sigma, 3 * steps, kind) for sigma in (6.0, 8.0))
+    steps = 3 * 24 if SAMPLERS[sampler].once_an_epoch else 3 * 13
+    events = tuple(TrainingEvent(128 / 1437, sigma, steps, sampler, 12) for sigma in (6.0, 8.0))
     assert collect(study, {}).epsilon == pytest.approx(total_epsilon(events, 1e-5), rel=1e-9)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,8 @@ def test_epsilon_covers_every_ancestor_of_a_fork() -> None:
 def test_forks_pay_for_the_epochs_that_each_began(sampler: str) -> None:
     """Left and begun in the middle of one, where an epoch has 12 steps."""
     first = finish(run.train(start(out="run", sampler=sampler), after(15)))
-    assert first.report["privacy"]["epsilon"] == total_epsilon(
-        (TrainingEvent(1.0, SIGMA, 2),), 1e-5
-    )
+    two = TrainingEvent(RATE, SIGMA, 24, sampler, 12)
+    assert first.report["privacy"]["epsilon"] == total_epsilon((two,), 1e-5)
     last = finish(run.fork(first.folder, {"lr": "0.01", "out": "forked"}))
     events = [
         TrainingEvent(RATE, SIGMA, 15, sampler, 12),
@@ -193,8 +193,8 @@ def test_forks_pay_for_the_epochs_that_each_began(sampler: str) -> None:
     ]
     price = last.report["privacy"]
     assert [TrainingEvent(**event) for event in price["events"]] == events
-    # Two and one, as many full batches; a run that was never left would pay for two.
-    assert price["epsilon"] == total_epsilon((TrainingEvent(1.0, SIGMA, 3),), 1e-5)
+    # Two and one; a run that was never left would pay for two.
+    assert price["epsilon"] == total_epsilon((replace(two, steps=36),), 1e-5)
     lines = files.read_lines(last.folder / folder.METRICS)
     assert lines[-1]["epsilon"] == price["epsilon"]
 

@@ -46,6 +46,7 @@ def words(units: int, seed: int = 0) -> NDArray[np.uint64]:
 # Which records are taken.
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_records_of_a_unit_are_its_own_and_none_comes_twice_too_early(count: int) -> None:
     owners = np.random.default_rng(3).permutation(OWNERS)

@@ -243,8 +243,8 @@ def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
     if not good.all():
         yield (
             f"{'low and high' if source.feature_range is None else '--feature-range'} must be "
-            f"numbers between -{FARTHEST:g} and {FARTHEST:g}, one or one a column, low below high, "
-            f"and in single precision {NARROWEST:g} apart at least, which is not so in "
+            f"numbers between -{FARTHEST:g} and {FARTHEST:g}, one for all columns or one for each, "
+            f"low below high by at least {NARROWEST:g} in single precision. That does not hold in "
             f"{columns - good.sum()} of {columns} columns. Give the range that the columns really "
             "have, or scale them"
         )

@@ -1,0 +1,131 @@
+"""What it costs in accuracy to protect persons instead of images: MNIST with made-up patients.
+
+    python benchmarks/units.py docs/data/units.jsonl    # 36 runs: a quarter of an hour
+    python benchmarks/units.py --draw docs/data/units.jsonl docs/units.png
+
+Every patient has 1 to 40 images, drawn with a fixed seed. Runs that are in the file are not run
+again.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+import torch
+
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.loaders import load_data
+from dpmac_cli.runs.train import finish, train
+from dpmac_cli.storage.paths import data_folder
+
+EPSILONS = (1.0, 3.0, 8.0)
+SEEDS = (0, 1, 2)
+MOST_IMAGES = 40
+#: Name of a row, records of a unit in a step (0: each image is a unit), and its batch.
+ROWS = (
+    ("image", 0, 2048),
+    ("patient, K=1", 1, 256),
+    ("patient, K=4", 4, 256),
+    ("patient, K=16", 16, 256),
+)
+
+
+def write(folder: Path) -> tuple[Path, Path]:
+    """Write MNIST with and without patients."""
+    data = load_data("mnist", data_folder(None), torch.device("cpu"))
+    arrays = {
+        "x": data.train.images[:, 0].numpy(),
+        "y": data.train.labels.numpy(),
+        "x_test": data.test.images[:, 0].numpy(),
+        "y_test": data.test.labels.numpy(),
+        "classes": np.array([str(digit) for digit in range(10)]),
+    }
+    draws, records = np.random.default_rng(29), len(arrays["y"])
+    sizes = draws.integers(1, MOST_IMAGES + 1, records)
+    unit = draws.permutation(np.repeat(np.arange(records), sizes)[:records])
+    images, patients = folder / "images.npz", folder / "patients.npz"
+    np.savez(images, **arrays)
+    np.savez(patients, unit=unit, **arrays)
+    return images, patients
+
+
+def run(file: Path, records: int, batch: int, epsilon: float, seed: int, out: Path) -> dict:
+    """Train once and return what a line of results holds."""
+    plan = resolve(
+        dataset=str(file),
+        model="mlp",
+        optimizer="dp-adam",
+        epsilon=epsilon,
+        epochs=20,
+        batch_size=batch,
+        lr=0.003,
+        seed=seed,
+        out=str(out),
+        quiet=True,
+        **({"records_per_unit": records} if records else {}),
+    ).plan
+    report = finish(train(plan)).report
+    return {
+        "units": report["dataset"]["train_size"],
+        "sigma": report["privacy"]["noise_multiplier"],
+        "epsilon": report["privacy"]["epsilon"],
+        "accuracy": report["test"]["accuracy"],
+        "seconds": report["timings"]["training_seconds"],
+    }
+
+
+def measure(results: Path) -> None:
+    """Run what is missing."""
+    known = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
+    done = {(line["row"], line["target"], line["seed"]) for line in known}
+    with tempfile.TemporaryDirectory() as folder, results.open("a") as file:
+        images, patients = write(Path(folder))
+        for epsilon in EPSILONS:
+            for name, records, batch in ROWS:
+                for seed in SEEDS:
+                    if (name, epsilon, seed) in done:
+                        continue
+                    place = Path(folder) / f"{name}-{epsilon}-{seed}"
+                    found = run(
+                        patients if records else images, records, batch, epsilon, seed, place
+                    )
+                    line = {"row": name, "target": epsilon, "seed": seed, **found}
+                    print(json.dumps(line), file=file, flush=True)
+                    print(line, flush=True)
+
+
+def draw(results: Path, picture: Path) -> None:
+    """Draw accuracy against epsilon, and print the table."""
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    print(f"| unit of privacy | {' | '.join(f'epsilon {e:g}' for e in EPSILONS)} |")
+    print("|---" * (len(EPSILONS) + 1) + "|")
+    for name, *_ in ROWS:
+        cells = [
+            [100 * x["accuracy"] for x in lines if (x["row"], x["target"]) == (name, epsilon)]
+            for epsilon in EPSILONS
+        ]
+        print(f"| {name} | {' | '.join(f'{fmean(c):.2f} ± {stdev(c):.2f}' for c in cells)} |")
+        axes.errorbar(
+            EPSILONS, [*map(fmean, cells)], [*map(stdev, cells)], label=name, marker="o", capsize=3
+        )
+    axes.set(xscale="log", xlabel="epsilon (delta 1e-5)", ylabel="test accuracy, %")
+    axes.set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(title="unit of privacy")
+    figure.savefig(picture, dpi=150)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--draw":
+        draw(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        measure(Path(sys.argv[1]))
