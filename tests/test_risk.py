@@ -218,7 +218,8 @@ def test_an_epsilon_that_rules_out_nothing_is_said_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "said"), [(0.01, "1%"), (0.0168501, "1.686%"), (0.5, "50%"), (1.0, "100%")]
+    ("share", "said"),
+    [(0.01, "1%"), (0.0168501, "1.686%"), (0.013832001, "1.384%"), (0.5, "50%"), (1.0, "100%")],
 )
 def test_shares_are_rounded_up(share: float, said: str) -> None:
     assert percent(share) == said

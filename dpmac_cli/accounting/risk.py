@@ -56,8 +56,8 @@ class Risk:
 
     Attributes:
         attacks: one for each of :data:`FALSE_POSITIVE_RATES`.
-        mu: the smallest one such that beta is at least the trade-off curve of mu-Gaussian DP, less
-            :data:`LEAST_DELTA`; infinite if there is none.
+        mu: the smallest one, to 0.1%, such that beta is at least the trade-off curve of mu-Gaussian
+            DP, less :data:`LEAST_DELTA`; infinite if there is none.
         epsilons: pairs of delta and epsilon, at 1e-5, 1e-6 and 1/n^1.1.
         noiseless: a part was trained without noise, which nothing bounds.
     """
