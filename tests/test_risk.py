@@ -29,6 +29,7 @@ from dpmac_cli.accounting.risk import (
 )
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.errors import InputError
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report import privacy
 from tests.digits_runs import train_digits
@@ -225,6 +226,14 @@ def test_shares_are_rounded_up(share: float, said: str) -> None:
     assert percent(share) == said
 
 
+def test_noise_that_cannot_be_priced_is_refused() -> None:
+    events = (TrainingEvent(0.1, 1e-9, 1),)
+    with pytest.raises(InputError, match="cannot be priced"):
+        assess_risk(events, 1000)
+    with pytest.raises(InputError, match="cannot be priced"):
+        trade_off(events, [0.1])
+
+
 # What is shown.
 
 
@@ -264,8 +273,8 @@ def test_without_noise_the_screen_says_so() -> None:
     [
         ("--plot a.png", "--plot draws the trade-off curve of --risk: add --risk."),
         ("--risk --csv", "--csv has no columns for --risk"),
-        ("--risk --accountant rdp", "leave out --accountant rdp"),
-        ("--risk --accountant all", "leave out --accountant all"),
+        ("--risk --accountant rdp", "add --accountant pld"),
+        ("--risk --accountant all", "add --accountant pld"),
         ("--risk --plot a.gif", "--plot a.gif must be a file in a folder that exists"),
         ("--risk --plot nowhere/a.png", "--plot nowhere/a.png must be"),
     ],

@@ -17,7 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpmac_cli.accounting.accountants import loss_distribution, noiseless, total_epsilon
+from dpmac_cli.accounting.accountants import (
+    choose_accountant,
+    loss_distribution,
+    noiseless,
+    total_epsilon,
+)
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.statements import format_epsilon
 
@@ -38,11 +43,10 @@ class Attack:
     """Bounds on every membership attack with one false positive rate.
 
     Attributes:
-        false_positive_rate: alpha, the probability of an alarm where the record was left out.
-        true_positive_rate: the highest probability of an alarm where it was in, 1 - beta(alpha).
+        false_positive_rate, true_positive_rate: alpha, and the highest 1 - beta(alpha).
         posteriors: for each of :data:`PRIORS`, the highest probability that the record was in,
-            given an alarm. It also holds at every higher false positive rate. Without a least rate
-            there is no bound below 1: delta allows for alarms that are always right.
+            given an alarm at this or a higher false positive rate. There is no bound for all
+            rates: delta allows for rare alarms that are always right.
     """
 
     false_positive_rate: float
@@ -59,7 +63,7 @@ class Risk:
         mu: the smallest one, to 0.1%, such that beta is at least the trade-off curve of mu-Gaussian
             DP, less :data:`LEAST_DELTA`; infinite if there is none.
         epsilons: pairs of delta and epsilon, at 1e-5, 1e-6 and 1/n^1.1.
-        noiseless: a part was trained without noise, which nothing bounds.
+        noiseless: a part was trained without noise.
     """
 
     attacks: tuple[Attack, ...]
@@ -110,8 +114,7 @@ def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int) -> Risk:
     """
     deltas = (1e-5, 1e-6, dataset_size**-1.1)
     epsilons = tuple((delta, total_epsilon(events, delta)) for delta in deltas)
-    betas = trade_off(events, FALSE_POSITIVE_RATES)
-    attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, betas))
+    attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, trade_off(events, FALSE_POSITIVE_RATES)))
     return Risk(attacks, gaussian_mu(events), epsilons, noiseless(merged(events)))
 
 
@@ -121,12 +124,8 @@ def trade_off(events: Sequence[TrainingEvent], alphas: Iterable[float]) -> Any:
 
     epsilons, deltas = _deltas(merged(events))
     factors, kept = np.exp(epsilons), 1 - deltas
-    return np.array(
-        [
-            max(0.0, (kept - factors * alpha).max(), ((kept - alpha) / factors).max())
-            for alpha in alphas
-        ]
-    )
+    bounds = [((kept - factors * a).max(), ((kept - a) / factors).max(), 0.0) for a in alphas]
+    return np.max(bounds, axis=1)
 
 
 def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
@@ -145,10 +144,8 @@ def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
     low, high = 1e-9, LARGEST_MU
     for _ in range(40):
         middle = math.sqrt(low * high)
-        if (gaussian_deltas(1 / middle, ends) >= most).all():
-            high = middle
-        else:
-            low = middle
+        holds = (gaussian_deltas(1 / middle, ends) >= most).all()
+        low, high = (low, middle) if holds else (middle, high)
     return high if high < LARGEST_MU else math.inf
 
 
@@ -160,6 +157,7 @@ def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
     epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, POINTS))
     if not parts or noiseless(parts):
         return epsilons, np.full_like(epsilons, 1.0 if parts else 0.0)
+    choose_accountant(parts)
     with np.errstate(over="ignore"):
         deltas = loss_distribution(parts).get_delta_for_epsilon(epsilons)
     falling = np.maximum.accumulate(deltas[::-1])[::-1]  # rounding errors lie about 1e-14

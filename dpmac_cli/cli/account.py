@@ -39,8 +39,14 @@ def account(
 ) -> None:
     """Answer the question and print the rows."""
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
-    errors = ["--json and --csv contradict each other: give one."] if json and csv else []
-    errors += _faults_of_risk(risk, plot, csv, flags.get("accountant"))
+    by_rdp = flags.get("accountant") in ("rdp", "all")
+    faults = {
+        "--json and --csv contradict each other: give one.": json and csv,
+        "--plot draws the trade-off curve of --risk: add --risk.": plot and not risk,
+        "--csv has no columns for --risk: use --json.": risk and csv,
+        "--risk needs privacy loss distributions: add --accountant pld.": risk and by_rdp,
+    }
+    errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(plot)]
     rows: list[Row] = []
     report = out_of_reach = None
     if run is not None:
@@ -68,22 +74,6 @@ def account(
         _judge(report)
     if out_of_reach is not None:
         raise out_of_reach
-
-
-def _faults_of_risk(
-    risk: bool, plot: Path | None, csv: bool, accountant: str | None
-) -> Iterator[str]:
-    """Yield what does not go with --risk, and what --plot lacks."""
-    if plot and not risk:
-        yield "--plot draws the trade-off curve of --risk: add --risk."
-    if risk and csv:
-        yield "--csv has no columns for --risk: use --json."
-    if risk and accountant in ("rdp", "all"):
-        yield (
-            f"--risk needs privacy loss distributions: leave out --accountant {accountant}, or "
-            "use --accountant pld."
-        )
-    yield from faults_of_picture(plot)
 
 
 def _judge(report: Recount) -> None:
@@ -131,10 +121,7 @@ def _print_risk(out: Console, risk: Risk) -> None:
     out.print(table)
     out.print(Text(COLUMNS_OF_RISK))
     out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {LEAST_DELTA:g}"))
-    costs = (
-        f"{format_epsilon(epsilon)} at delta {format_epsilon(delta)}"
-        for delta, epsilon in risk.epsilons
-    )
+    costs = (" at delta ".join(map(format_epsilon, reversed(pair))) for pair in risk.epsilons)
     out.print(Text(f"epsilon {', '.join(costs)} (1/n^1.1)"))
 
 
