@@ -10,6 +10,9 @@ from .accounting.pricing import EpsilonSchedule as EpsilonSchedule
 from .accounting.pricing import Row as Row
 from .accounting.pricing import epsilon_schedule as epsilon_schedule
 from .accounting.pricing import price as price
+from .accounting.risk import Risk as Risk
+from .accounting.risk import assess_risk as assess_risk
+from .accounting.risk import trade_off as trade_off
 from .accounting.statements import format_epsilon as format_epsilon
 from .accounting.statements import statement as statement
 from .config.plan import TrainPlan as TrainPlan

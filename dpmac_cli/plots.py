@@ -1,21 +1,35 @@
 """Pictures for print: readable without colour, on white, as PNG, SVG or PDF. Loads matplotlib."""
 
 import io
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpmac_cli.accounting.risk import trade_off
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from dpmac_cli.accounting.pricing import Row
 
 #: Colours that most colour-blind readers can tell apart (Okabe and Ito 2008), darkest first, and
 #: dashes for those who see none.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", "-.", ":")
 MOST_LINES = len(COLOURS) * len(DASHES)
+KINDS = (".png", ".svg", ".pdf")
+
+
+def faults_of_picture(path: Path | None) -> Iterator[str]:
+    """Yield why a picture cannot be written where --plot says."""
+    if path and (path.suffix.lower() not in KINDS or not path.parent.is_dir()):
+        yield (
+            f"--plot {path} must be a file in a folder that exists, ending in one of "
+            f"{', '.join(KINDS)}."
+        )
 
 
 def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
@@ -48,3 +62,26 @@ def write_figure(figure: "Figure", path: Path) -> None:
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
         figure.savefig(picture, dpi=200, format=kind, metadata=metadata)
     write_atomically(path, picture.getvalue())
+
+
+def draw_trade_offs(rows: Sequence["Row"], path: Path) -> None:
+    """Draw what attackers can reach: type I and II errors, beside a ROC curve on log scales.
+
+    One line per row. Raises OSError if the file cannot be written.
+    """
+    import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
+
+    figure, (errors, roc) = new_figure(2)
+    alphas = np.geomspace(1e-5, 1, 500)
+    for panel, guessing in ((errors, 1 - alphas), (roc, alphas)):
+        panel.plot(alphas, guessing, color="#bbbbbb", linewidth=1, label="guessing")
+    for number, row in enumerate(rows[:MOST_LINES]):
+        betas = trade_off(row.events, alphas)
+        name = f"epsilon {format_epsilon(row.epsilon)} at delta {format_epsilon(row.delta)}"
+        errors.plot(alphas, betas, label=name, **line_style(number))
+        roc.plot(alphas, 1 - betas, **line_style(number))
+    errors.set(xlabel="false positive rate", ylabel="least false negative rate")
+    roc.set(xlabel="false positive rate", ylabel="highest true positive rate")
+    roc.set(xscale="log", yscale="log")
+    errors.legend(fontsize="small")
+    write_figure(figure, path)

@@ -53,13 +53,13 @@ def total_epsilon(
         InputError: see :func:`choose_accountant`.
     """
     parts = merged(events)
-    if not parts or _noiseless(parts):
+    if not parts or noiseless(parts):
         return math.inf if parts else 0.0
     if choose_accountant(parts, accountant) == "pld":
         import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
 
         with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
-            return float(_compose(parts, _width(parts, widest)).get_epsilon_for_delta(delta))
+            return float(loss_distribution(parts, widest).get_epsilon_for_delta(delta))
     return float(_rdp(parts).get_epsilon(delta))
 
 
@@ -75,7 +75,7 @@ def repeat_and_select(events: tuple[TrainingEvent, ...], delta: float, mean: flo
     from dp_accounting import dp_event  # noqa: PLC0415  (a second to load)
 
     parts = merged(events)
-    if not parts or _noiseless(parts):
+    if not parts or noiseless(parts):
         return math.inf if parts else 0.0
     choose_accountant(parts, "rdp")
     accountant = rdp_accountant()
@@ -101,8 +101,14 @@ def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None
     return wanted or DEFAULT_ACCOUNTANT
 
 
-def _noiseless(events: Sequence[TrainingEvent]) -> bool:
+def noiseless(events: Sequence[TrainingEvent]) -> bool:
+    """Return whether a part was trained without noise."""
     return any(event.noise_multiplier == 0 for event in events)
+
+
+def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float = FINE) -> Any:
+    """Return the pessimistic privacy loss distribution of merged, noisy events: one at least."""
+    return _compose(parts, _width(parts, widest))
 
 
 @functools.lru_cache(maxsize=2)

@@ -78,7 +78,7 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     largest = 10 / noise_multiplier + 0.5 / noise_multiplier**2  # 10 standard deviations off
     most = math.ceil(largest / width)
     epsilons: Floats = width * np.arange(-most, most + 1, dtype=np.float64)
-    plain = _gaussian_deltas(noise_multiplier, epsilons)
+    plain = gaussian_deltas(noise_multiplier, epsilons)
     parts = (
         _convex(np.exp(epsilons), np.minimum(plain, bound)) for bound in ratios.deltas(epsilons)
     )
@@ -160,7 +160,7 @@ def _wrapped(masses: Floats, width: float, t: int, size: int) -> float:
     return math.exp(best)
 
 
-def _gaussian_deltas(sigma: float, epsilons: Floats) -> Floats:
+def gaussian_deltas(sigma: float, epsilons: Floats) -> Floats:
     """Return delta of one Gaussian mechanism (Balle and Wang 2018, Theorem 8)."""
     from scipy import stats  # noqa: PLC0415  (half a second to load)
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from dpmac_cli.accounting.accountants import COARSE, choose_accountant, total_epsilon
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
+from dpmac_cli.accounting.risk import Risk
 from dpmac_cli.accounting.statements import RECORD, common, statement
 
 
@@ -19,6 +20,7 @@ class Row:
         noise_multiplier, sampling_rate, dataset_size, batch_size: sigma, q, n, B.
         compositions: mechanisms on all records.
         solved: the setting that was worked out; None for epsilon.
+        risk: what an attacker can learn, where that was asked for.
     """
 
     statement: str
@@ -36,6 +38,7 @@ class Row:
     dataset_size: int | None = None
     batch_size: int | None = None
     solved: str | None = None
+    risk: Risk | None = None
 
 
 def price(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting.accountants import ACCOUNTANTS
 from dpmac_cli.accounting.pricing import Row
+from dpmac_cli.accounting.risk import LEAST_DELTA, PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import explained
@@ -19,11 +20,12 @@ from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.plots import draw_trade_offs, faults_of_picture
 from dpmac_cli.runs.report_file import Recount, recount
 from dpmac_cli.storage.files import to_csv, to_json
 
 #: Columns of --csv, and keys of a row of --json, in this order.
-COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement", "events")]
+COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement", "events", "risk")]
 
 
 @with_options(
@@ -32,11 +34,19 @@ COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement"
     settings=question.FLAGS,
 )
 @explained
-def account(run: Path | None, **given: Any) -> None:
+def account(
+    run: Path | None, risk: bool, plot: Path | None, json: bool, csv: bool, **given: Any
+) -> None:
     """Answer the question and print the rows."""
-    json, csv = given.pop("json"), given.pop("csv")
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
-    errors = ["--json and --csv contradict each other: give one."] if json and csv else []
+    by_rdp = flags.get("accountant") in ("rdp", "all")
+    faults = {
+        "--json and --csv contradict each other: give one.": json and csv,
+        "--plot draws the trade-off curve of --risk: add --risk.": plot and not risk,
+        "--csv has no columns for --risk: use --json.": risk and csv,
+        "--risk needs privacy loss distributions: add --accountant pld.": risk and by_rdp,
+    }
+    errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(plot)]
     rows: list[Row] = []
     report = out_of_reach = None
     if run is not None:
@@ -50,6 +60,10 @@ def account(run: Path | None, **given: Any) -> None:
                 raise
             out_of_reach = failure
     console.print_notes(question.notes(rows))
+    if risk:
+        rows = [replace(row, risk=assess_risk(row.events, row.dataset_size or 1)) for row in rows]
+    if plot:
+        draw_trade_offs(rows, plot)
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     elif csv:
@@ -77,7 +91,8 @@ def _values(row: Row) -> dict[str, Any]:
     """Return a row as JSON values: infinity is null."""
     epsilon = row.epsilon if math.isfinite(row.epsilon) else None
     values = {name: getattr(row, name) for name in COLUMNS}
-    return {**values, "epsilon": epsilon, "statement": row.statement}
+    found = {} if row.risk is None else {"risk": row.risk.values()}
+    return {**values, "epsilon": epsilon, "statement": row.statement, **found}
 
 
 def _print(out: Console, rows: Sequence[Row]) -> None:
@@ -88,8 +103,33 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
         out.print(Text(meaning("epsilon", "delta")))
         if any(row.noise_multiplier == 0 for row in rows):
             out.print(Text(NO_PRIVACY, style="bold red"))
+    if len(rows) == 1 and rows[0].risk is not None:
+        _print_risk(out, rows[0].risk)
 
 
+def _print_risk(out: Console, risk: Risk) -> None:
+    """Print bounds on attacks as a table, and the others below."""
+    out.print(Text(f"\n{risk.statement}", style="bold"))
+    if risk.noiseless:
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("FPR", "TPR", *(f"prior {percent(prior)}" for prior in PRIORS)):
+        table.add_column(name, justify="right")
+    for attack in risk.attacks:
+        shares = (attack.false_positive_rate, attack.true_positive_rate, *attack.posteriors)
+        table.add_row(*map(percent, shares))
+    out.print(table)
+    out.print(Text(COLUMNS_OF_RISK))
+    out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {LEAST_DELTA:g}"))
+    costs = (" at delta ".join(map(format_epsilon, reversed(pair))) for pair in risk.epsilons)
+    out.print(Text(f"epsilon {', '.join(costs)} (1/n^1.1)"))
+
+
+COLUMNS_OF_RISK = (
+    "TPR: highest true positive rate of any attack with this false positive rate (FPR). Right of "
+    "it: highest probability that the record was trained on, given an alarm at this FPR or a "
+    "higher one, by its prior probability."
+)
 SOLVED = {"sigma": "noise multiplier", "steps": "training", "batch-size": "batch"}
 
 
@@ -131,6 +171,8 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "epochs": lambda row: "" if row.epochs is None else f"{row.epochs:.4g}",
     "steps": lambda row: f"{row.steps:,}",
     "accountant": lambda row: row.accountant,
+    f"TPR at {percent(STATED)} FPR": lambda row: percent(row.risk.stated) if row.risk else "",
+    "mu": lambda row: format_epsilon(row.risk.mu) if row.risk else "",
 }
 
 

@@ -196,6 +196,7 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
             f" at delta {privacy['delta']:g} "
             f"({privacy['adjacency']}, {privacy['sampler']} sampling)",
         )
+        yield Text(privacy["risk"]["statement"])
         if privacy["seed_policy"]["given"]:
             yield Text("with --seed: no privacy against anyone who knows the seed", ATTENTION)
     else:

@@ -15,6 +15,7 @@ from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import DETAILS
 from dpmac_cli.errors import MISFIT, InputError
+from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.runs.folder import CARD
 from dpmac_cli.storage.files import to_json
@@ -22,7 +23,6 @@ from dpmac_cli.storage.files import to_json
 if TYPE_CHECKING:
     from dpmac_cli.runs.scoring import Scored
 
-PICTURES = (".png", ".svg", ".pdf")
 HOLDS = (
     "The attack does not contradict the claim. That does not prove it: a better attack might find "
     "more."
@@ -57,11 +57,8 @@ def evaluate(
             raise InputError(errors)
         _judge(read_audit(run), run, json)
         return
-    if plot and (plot.suffix.lower() not in PICTURES or not plot.parent.is_dir()):
-        raise InputError(
-            f"--plot {plot} must be a file in a folder that exists, ending in one of "
-            f"{', '.join(PICTURES)}."
-        )
+    if errors := [*faults_of_picture(plot)]:
+        raise InputError(errors)
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 

@@ -16,6 +16,7 @@ from torch import nn
 from dpmac_cli.accounting import accountants as accounting
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.events import ADJACENCY
+from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.plan import PublicFile, TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name, metric_key
 from dpmac_cli.data.schema import Source, listed
@@ -70,6 +71,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "abandoned": [vars(event) for event in spent.abandoned],
         "adjacency": ADJACENCY if private else None,
         "accountant": accounting.ACCOUNTANTS[accounting.DEFAULT_ACCOUNTANT] if private else None,
+        "risk": assess_risk(events, plan.facts.train_size).values() if private else None,
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
         "seed_policy": {"given": spent.seeded, "statement": seeds},
         "randomness": {"secure": spent.secure, "statement": drawn},

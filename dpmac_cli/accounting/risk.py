@@ -1,0 +1,175 @@
+"""What an attacker can learn: bounds on membership attacks, for training events of any kind.
+
+An attacker sees all that a run releases and decides whether one given record was trained on. With a
+false positive rate alpha (type I error), the false negative rate (type II error) is at least
+
+    beta(alpha) = max over epsilon >= 0 of    1 - delta(epsilon) - e^epsilon alpha
+                                       and    e^-epsilon (1 - delta(epsilon) - alpha),
+
+where delta(epsilon) is that of the pessimistic privacy loss distribution, for the worse of adding
+and removing the record (Dong, Roth and Su 2022, Proposition 6). Each epsilon gives a bound of its
+own, so the maximum over a grid is one, too.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpmac_cli.accounting.accountants import (
+    choose_accountant,
+    loss_distribution,
+    noiseless,
+    total_epsilon,
+)
+from dpmac_cli.accounting.events import TrainingEvent, merged
+from dpmac_cli.accounting.statements import format_epsilon
+
+#: False positive rates that attacks are bounded at, and the one that the statement names.
+FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
+STATED = 0.01
+#: Prior probabilities that the record was in the data.
+PRIORS = (0.01, 0.1, 0.5)
+#: mu of Gaussian DP is for every delta down to this one.
+LEAST_DELTA = 1e-10
+LARGEST_MU = 1e3
+#: Largest epsilon of the grid, and its number of points: neighbours differ by 0.1%.
+LARGEST_EPSILON, POINTS = 700.0, 20_000
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Bounds on every membership attack with one false positive rate.
+
+    Attributes:
+        false_positive_rate, true_positive_rate: alpha, and the highest 1 - beta(alpha).
+        posteriors: for each of :data:`PRIORS`, the highest probability that the record was in,
+            given an alarm at this or a higher false positive rate. There is no bound for all
+            rates: delta allows for rare alarms that are always right.
+    """
+
+    false_positive_rate: float
+    true_positive_rate: float
+    posteriors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Risk:
+    """Bounds on what an attacker can learn of one record.
+
+    Attributes:
+        attacks: one for each of :data:`FALSE_POSITIVE_RATES`.
+        mu: the smallest one, to 0.1%, such that beta is at least the trade-off curve of mu-Gaussian
+            DP, less :data:`LEAST_DELTA`; infinite if there is none.
+        epsilons: pairs of delta and epsilon, at 1e-5, 1e-6 and 1/n^1.1.
+        noiseless: a part was trained without noise.
+    """
+
+    attacks: tuple[Attack, ...]
+    mu: float
+    epsilons: tuple[tuple[float, float], ...]
+    noiseless: bool
+
+    @property
+    def stated(self) -> float:
+        """The true positive rate that the statement names."""
+        return self.attacks[FALSE_POSITIVE_RATES.index(STATED)].true_positive_rate
+
+    @property
+    def statement(self) -> str:
+        """The bound at a false positive rate of :data:`STATED`, in a sentence."""
+        if self.noiseless:
+            return "An attacker may detect any training record: no noise was added."
+        who = f"An attacker who accepts 1 false alarm in {1 / STATED:.0f}"
+        if (most := percent(self.stated)) == "100%":
+            return f"{who} may detect any training record: epsilon is too large for a bound."
+        return f"{who} detects a given training record with probability at most {most}."
+
+    def values(self) -> dict[str, Any]:
+        """Return the bounds as JSON values: infinity is null."""
+        return {
+            "statement": self.statement,
+            "priors": PRIORS,
+            "attacks": [vars(attack) for attack in self.attacks],
+            "gaussian_mu": self.mu if math.isfinite(self.mu) else None,
+            "gaussian_mu_down_to_delta": LEAST_DELTA,
+            "epsilons": [
+                {"delta": delta, "epsilon": epsilon if math.isfinite(epsilon) else None}
+                for delta, epsilon in self.epsilons
+            ],
+        }
+
+
+@functools.lru_cache(maxsize=64)
+def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int) -> Risk:
+    """Return what an attacker can learn from several trainings on the same records, at most.
+
+    Args:
+        events: as for :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+        dataset_size: n, for epsilon at delta 1/n^1.1.
+
+    Raises:
+        InputError: see :func:`~dpmac_cli.accounting.accountants.choose_accountant`.
+    """
+    deltas = (1e-5, 1e-6, dataset_size**-1.1)
+    epsilons = tuple((delta, total_epsilon(events, delta)) for delta in deltas)
+    attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, trade_off(events, FALSE_POSITIVE_RATES)))
+    return Risk(attacks, gaussian_mu(events), epsilons, noiseless(merged(events)))
+
+
+def trade_off(events: Sequence[TrainingEvent], alphas: Iterable[float]) -> Any:
+    """Return lower bounds of the type II error at type I errors, an array of float64."""
+    import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
+
+    epsilons, deltas = _deltas(merged(events))
+    factors, kept = np.exp(epsilons), 1 - deltas
+    bounds = [((kept - factors * a).max(), ((kept - a) / factors).max(), 0.0) for a in alphas]
+    return np.max(bounds, axis=1)
+
+
+def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
+    """Return the smallest mu of Gaussian DP, see :class:`Risk`.
+
+    Between neighbours of the grid, delta(epsilon) is at most that of the first, and delta of
+    mu-Gaussian DP at least that of the second.
+    """
+    from dpmac_cli.accounting.allocation import gaussian_deltas  # noqa: PLC0415  (numpy)
+
+    epsilons, deltas = _deltas(merged(events))
+    count = int((deltas >= LEAST_DELTA).sum())
+    if count in (0, len(deltas)):
+        return math.inf if count else 0.0
+    most, ends = deltas[:count], epsilons[1 : count + 1]
+    low, high = 1e-9, LARGEST_MU
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        holds = (gaussian_deltas(1 / middle, ends) >= most).all()
+        low, high = (low, middle) if holds else (middle, high)
+    return high if high < LARGEST_MU else math.inf
+
+
+@functools.lru_cache(maxsize=4)
+def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
+    """Return a grid of epsilons from 0 on, and upper bounds of delta at each."""
+    import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
+
+    epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, POINTS))
+    if not parts or noiseless(parts):
+        return epsilons, np.full_like(epsilons, 1.0 if parts else 0.0)
+    choose_accountant(parts)
+    with np.errstate(over="ignore"):
+        deltas = loss_distribution(parts).get_delta_for_epsilon(epsilons)
+    falling = np.maximum.accumulate(deltas[::-1])[::-1]  # rounding errors lie about 1e-14
+    return epsilons, np.clip(falling, 0.0, 1.0)
+
+
+def _attack(alpha: float, beta: float) -> Attack:
+    found = float(1 - beta)
+    posteriors = (prior * found / (prior * found + (1 - prior) * alpha) for prior in PRIORS)
+    return Attack(alpha, found, tuple(posteriors))
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage of four digits, rounded up."""
+    return f"{format_epsilon(100 * share)}%"
