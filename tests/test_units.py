@@ -1,6 +1,8 @@
 """Units of privacy that hold several records: persons, customers, devices."""
 
 import json
+import re
+import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +74,21 @@ def test_names_and_numbers_make_the_same_units() -> None:
     numbers = [4, 4, 9, 4, 1]
     one, other = units_of(numbers), units_of([f"p{number}" for number in numbers])
     assert one.sha256() == other.sha256() != units_of([4, 4, 9, 9, 1]).sha256()
+
+
+@pytest.mark.privacy
+def test_what_is_drawn_of_a_unit_does_not_depend_on_others() -> None:
+    """Else one unit would move the gradients of all."""
+    owners = np.random.default_rng(3).permutation(OWNERS)
+    for removed in range(len(SIZES)):
+        kept = np.flatnonzero(owners != removed)
+        less, more = units_of(owners[kept]), units_of(owners)
+        for unit in set(range(len(SIZES))) - {removed}:
+            place = unit - (unit > removed)
+            for word in words(20)[:, None]:
+                one = more.records(np.array([unit]), word, 4)
+                other = less.records(np.array([place]), word, 4)
+                assert np.array_equal(one, kept[other])
 
 
 # What a unit adds to a step.
@@ -310,3 +327,22 @@ def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
     Path("scans.npz").write_bytes(kept)
     run.finish(run.resume("stopped", {}))
     assert same_weights(Path("whole"), Path("stopped"))
+
+
+def test_the_commands_of_the_guide_work_as_they_stand() -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "units.md").read_text()
+    commands = re.findall(r"^dpmac train .*$", guide, re.MULTILINE)
+    assert len(commands) == 3
+    write_npz()
+    write_table()
+    Path("schema.yaml").rename("visits.yaml")
+    draws = np.random.default_rng(0)
+    for number in range(80):
+        place = Path("scans", "ill" if number % 2 else "well", f"patient{number % 20}_{number}.png")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draws.integers(0, 256, (64, 64), dtype=np.uint8)).save(place)
+    for command in commands:
+        _, *args = shlex.split(command, comments=True)
+        result = dpmac(*args, "--steps", "2", "--batch-size", "3", "--sigma", "4")
+        assert result.exit_code == 0, f"{command}\n{result.output}"
+        assert " units, " in result.output

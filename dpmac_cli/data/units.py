@@ -14,7 +14,7 @@ class Units:
     """Which records belong to which unit.
 
     Attributes:
-        order: records, those of one unit next to each other, shuffled; shape (records,).
+        order: records, those of one unit next to each other, as they come; shape (records,).
         starts: place in ``order`` where each unit begins, and its end; shape (units + 1,).
     """
 
@@ -48,7 +48,7 @@ class Units:
 def units_of(numbers: ArrayLike) -> Units:
     """Return the units of records, from the number or name of the unit of each."""
     _, which = np.unique(np.asarray(numbers), return_inverse=True)
-    # The order says nothing of the records; any fixed one will do.
-    shuffled = np.random.Generator(np.random.SFC64(0)).permutation(len(which))
-    order = shuffled[np.argsort(which[shuffled], kind="stable")]
+    # Within a unit as they come: an order that depended on other units would let one of them
+    # change what is drawn of this one.
+    order = np.argsort(which, kind="stable")
     return Units(order, np.append(0, np.cumsum(np.bincount(which))))
