@@ -30,7 +30,6 @@ VALUES: Mapping[str, Any] = {
     "dataset": "digits",
     "model": "mlp-small",
     "fix_norm": True,
-    "to_float32": True,
     "isolate": True,
     "features": "scatter",
     "backbone": "efficientnet-lite0",

@@ -236,7 +236,6 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
         plan.facts,
         int.from_bytes(keys.init[:4], "little"),
         fix_norm=plan.fix_norm,
-        to_float32=plan.to_float32,
         features=_features(plan),
         trained=plan.trained if plan.starts_public else None,
         isolated=plan.isolate,
@@ -259,8 +258,6 @@ def _check_at_hand(plan: TrainPlan, model: object) -> None:
         )
     if plan.fix_norm:
         without_batch_norm(model)
-    if plan.to_float32:
-        model.float()
     check_model(model, plan.facts.shape, len(plan.facts.classes), isolated=plan.isolate)
 
 
