@@ -1,6 +1,5 @@
 """Names that Python programs can rely on, each loaded when it is first used."""
 
-from .accounting.accountants import repeat_and_select as repeat_and_select
 from .accounting.accountants import total_epsilon as total_epsilon
 from .accounting.calibration import calibrate_noise as calibrate_noise
 from .accounting.calibration import largest_batch as largest_batch

@@ -642,7 +642,7 @@ account_lines = lines(
     "account",
     priced(),
     st.just(()) | st.just(()) | st.tuples(st.tuples(places)),
-    switches("--json", "--csv"),
+    switches("--json"),
 )
 other_lines = st.lists(odd | st.sampled_from(("--version", "--help", "trian", "Eval")), max_size=3)
 

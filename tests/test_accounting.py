@@ -22,12 +22,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from dpmac_cli.accounting import accountants as accounting
-from dpmac_cli.accounting.accountants import (
-    ACCOUNTANTS,
-    choose_accountant,
-    repeat_and_select,
-    total_epsilon,
-)
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, choose_accountant, total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.accounting.statements import format_epsilon, statement
@@ -263,15 +258,6 @@ def test_rdp_is_never_below_pld(event: TrainingEvent) -> None:
         <= total_epsilon((event,), DELTA, "rdp")
         < math.inf
     )
-
-
-def test_the_best_of_a_random_number_of_runs_costs_more_than_one() -> None:
-    run = (mnist("poisson"),)
-    few, many = (repeat_and_select(run, DELTA, mean) for mean in (2, 10))
-    assert total_epsilon(run, DELTA, "rdp") < few < many
-    assert many == pytest.approx(2.076, abs=1e-3)  # 2.56 for ten runs fixed in advance
-    assert repeat_and_select((mnist("poisson", 0.0),), DELTA, 2) == math.inf
-    assert repeat_and_select((), DELTA, 2) == 0
 
 
 # Edges.

@@ -66,7 +66,6 @@ def test_facts_are_the_catalogs(report: dict[str, Any]) -> None:
         "name": "mlp-small",
         "parameters": 4810,
         "fix_norm": False,
-        "to_float32": False,
         "built_by": None,
         "independence": {"kind": "built in", "statement": TEXTS.independence["built in"]},
     }

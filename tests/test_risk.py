@@ -272,7 +272,6 @@ def test_without_noise_the_screen_says_so() -> None:
     ("flags", "said"),
     [
         ("--plot a.png", "--plot draws the trade-off curve of --risk: add --risk."),
-        ("--risk --csv", "--csv has no columns for --risk"),
         ("--risk --accountant rdp", "add --accountant pld"),
         ("--risk --accountant all", "add --accountant pld"),
         ("--risk --plot a.gif", "--plot a.gif must be a file in a folder that exists"),

@@ -63,27 +63,6 @@ def total_epsilon(
     return float(_rdp(parts).get_epsilon(delta))
 
 
-def repeat_and_select(events: tuple[TrainingEvent, ...], delta: float, mean: float) -> float:
-    """Return epsilon of the best of a random number of such trainings, by RDP.
-
-    The number of trainings is Poisson with the given mean, and only the best is published
-    (Papernot and Steinke 2022, arXiv 2110.03620).
-
-    Raises:
-        InputError: see :func:`choose_accountant`.
-    """
-    from dp_accounting import dp_event  # noqa: PLC0415  (a second to load)
-
-    parts = merged(events)
-    if not parts or noiseless(parts):
-        return math.inf if parts else 0.0
-    choose_accountant(parts, "rdp")
-    accountant = rdp_accountant()
-    once = dp_event.ComposedDpEvent([event.dp_event() for event in parts])
-    accountant.compose(dp_event.RepeatAndSelectDpEvent(once, mean, math.inf))
-    return float(accountant.get_epsilon(delta))
-
-
 def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None) -> str:
     """Return the accountant asked for, or :data:`DEFAULT_ACCOUNTANT`.
 

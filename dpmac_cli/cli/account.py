@@ -22,10 +22,10 @@ from dpmac_cli.config.settings import flag_name
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.plots import draw_trade_offs, faults_of_picture
 from dpmac_cli.runs.report_file import Recount, recount
-from dpmac_cli.storage.files import to_csv, to_json
+from dpmac_cli.storage.files import to_json
 
-#: Columns of --csv, and keys of a row of --json, in this order.
-COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement", "events", "risk")]
+#: Keys of a row of --json, in this order; its statement and risk follow.
+KEYS = [field.name for field in fields(Row) if field.name not in ("statement", "events", "risk")]
 
 
 @with_options(
@@ -34,16 +34,12 @@ COLUMNS = [field.name for field in fields(Row) if field.name not in ("statement"
     settings=question.FLAGS,
 )
 @explained
-def account(
-    run: Path | None, risk: bool, plot: Path | None, json: bool, csv: bool, **given: Any
-) -> None:
+def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given: Any) -> None:
     """Answer the question and print the rows."""
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
     by_rdp = flags.get("accountant") in ("rdp", "all")
     faults = {
-        "--json and --csv contradict each other: give one.": json and csv,
         "--plot draws the trade-off curve of --risk: add --risk.": plot and not risk,
-        "--csv has no columns for --risk: use --json.": risk and csv,
         "--risk needs privacy loss distributions: add --accountant pld.": risk and by_rdp,
     }
     errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(plot)]
@@ -66,8 +62,6 @@ def account(
         draw_trade_offs(rows, plot)
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
-    elif csv:
-        console.print_result(to_csv(COLUMNS, map(_values, rows)))
     else:
         _print(console.stdout(), rows)
     if report is not None:
@@ -90,7 +84,7 @@ def _judge(report: Recount) -> None:
 def _values(row: Row) -> dict[str, Any]:
     """Return a row as JSON values: infinity is null."""
     epsilon = row.epsilon if math.isfinite(row.epsilon) else None
-    values = {name: getattr(row, name) for name in COLUMNS}
+    values = {name: getattr(row, name) for name in KEYS}
     found = {} if row.risk is None else {"risk": row.risk.values()}
     return {**values, "epsilon": epsilon, "statement": row.statement, **found}
 

@@ -49,10 +49,6 @@ def lonely(given: Mapping[str, Given]) -> Iterator[str]:
 def faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between settings, each a sentence that says what to do."""
     size, batch = plan.facts.train_size, plan.batch_size
-    if isinstance(plan.data, Source) and plan.data.feature_range:
-        low, high = plan.data.feature_range
-        if low >= high:
-            yield f"--feature-range {low:g},{high:g}: the first must be the smaller."
     low, high = plan.hyper.h1, plan.hyper.h2
     if low > high:
         yield f"--h1 ({low:g}) must not be above --h2 ({high:g})."
@@ -169,7 +165,7 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
     panel = {name: setting.panel for name, setting in SETTINGS.items()}
     idle = {n: plan.optimizer for n in panel if panel[n] == OPTIMIZER and n not in used}
     if not isinstance(plan.model, UserModel):
-        idle |= dict.fromkeys(("fix_norm", "to_float32"), plan.model.name)
+        idle["fix_norm"] = plan.model.name
     if plan.trained.part != "lora":
         idle |= dict.fromkeys(("lora_rank", "lora_alpha"), f"--train {plan.trained.part}")
     if not plan.found.unit:

@@ -74,7 +74,7 @@ class TrainPlan:
         dataset: as typed. data: the same as a registered name or a source of your own.
         found: facts of the dataset, so that sampling rate, epsilon and report are those of the
             records that the run began with.
-        model: the network. fix_norm, to_float32: how a user-supplied one is changed.
+        model: the network. fix_norm: whether batch norms of a user-supplied one are replaced.
         isolate: whether it is run on each sample alone even if it is proven to keep samples apart.
         features: what the network takes in place of images.
         start: weights to start from. trained: what of the network is trained.
@@ -98,7 +98,6 @@ class TrainPlan:
     found: Found
     model: BuiltIn | UserModel
     fix_norm: bool
-    to_float32: bool
     isolate: bool
     features: Features | Pixels
     start: PublicFile | RandomWeights

@@ -34,12 +34,12 @@ from dpmac_cli.training.schedules import LossKind, Recipe
 RUNS = Path("runs")
 #: Fields of the plan that are settings of the same name and need no conversion.
 AS_GIVEN = (
-    *("dataset", "fix_norm", "to_float32", "isolate", "delta", "secure", "optimizer", "batch_size"),
+    *("dataset", "fix_norm", "isolate", "delta", "secure", "optimizer", "batch_size"),
     *("physical_batch", "device", "force"),
     *("metric", "json", "quiet"),
 )
 #: Settings that config.yaml leaves out where they have their defaults.
-OMITTED = {*RECIPE_DEFAULTS, "isolate", "to_float32", "backbone_flips", "metric"}
+OMITTED = {*RECIPE_DEFAULTS, "isolate", "backbone_flips", "metric"}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ def build_model(
     seed: int,
     *,
     fix_norm: bool = False,
-    to_float32: bool = False,
     features: Features | None = None,
     trained: Trained | None = None,
     isolated: bool = False,
@@ -43,7 +42,6 @@ def build_model(
         dataset: gives the input shape and the number of classes.
         seed: of the initial weights; no global generator is touched.
         fix_norm: replace batch norms by group norms.
-        to_float32: convert parameters and buffers.
         features: fixed features that the network is put behind.
         trained: part of a network with public weights that is trained; None for other networks.
         isolated: as in :func:`~dpmac_cli.models.validation.check_model`.
@@ -61,8 +59,6 @@ def build_model(
             network = build_network(model.name, seen)
         if fix_norm:
             network = without_batch_norm(network)
-        if to_float32:
-            network = network.float()
         check = partial(check_model, classes=len(dataset.classes), isolated=isolated)
         own = isinstance(model, BuiltIn)
         if features is not None:

@@ -187,8 +187,8 @@ def _check_values(model: nn.Module, frozen: bool) -> None:
         exact = value.is_floating_point() and value.itemsize >= 4
         if value.requires_grad and not exact and not frozen:
             raise ModelError(
-                f"The parameter {name} is {value.dtype}. {ROUNDING} Convert the network "
-                "in its factory (.float()), or add --to-float32."
+                f"The parameter {name} is {value.dtype}. {ROUNDING} Add this line "
+                "to the network's factory, or before make_private: network.float()"
             )
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense one.")

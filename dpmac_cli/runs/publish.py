@@ -116,7 +116,6 @@ def load_model(
         described,
         seed=0,
         fix_norm=facts.fix_norm,
-        to_float32=facts.to_float32,
         features=features,
         trained=None if facts.trained_part is None else registry.Trained(part),
         isolated=True,  # scoring needs no independence across samples

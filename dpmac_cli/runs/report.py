@@ -108,7 +108,6 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             "name": plan.model.name,
             "parameters": task.parameters,
             "fix_norm": plan.fix_norm,
-            "to_float32": plan.to_float32,
             "built_by": task.built_by or None,
             "independence": {"kind": kind, "statement": TEXTS.independence[kind]},
             **_public_part(plan, task, trained),

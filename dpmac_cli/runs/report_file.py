@@ -114,7 +114,6 @@ class Facts(BaseModel):
     multilabel: bool = _at("dataset", "multilabel")
     model: Name = _at("model", "name")
     fix_norm: bool = _at("model", "fix_norm")
-    to_float32: bool = _at("model", "to_float32")
     trained_part: Name | None = _at("model", "public_part", "train", default=None)
     features: Name | None = _at("model", "public_part", "features", default=None)
     backbone: Name | None = _at("model", "public_part", "backbone", default=None)

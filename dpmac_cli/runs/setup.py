@@ -236,7 +236,6 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
         plan.facts,
         int.from_bytes(keys.init[:4], "little"),
         fix_norm=plan.fix_norm,
-        to_float32=plan.to_float32,
         features=_features(plan),
         trained=plan.trained if plan.starts_public else None,
         isolated=plan.isolate,
@@ -259,8 +258,6 @@ def _check_at_hand(plan: TrainPlan, model: object) -> None:
         )
     if plan.fix_norm:
         without_batch_norm(model)
-    if plan.to_float32:
-        model.float()
     check_model(model, plan.facts.shape, len(plan.facts.classes), isolated=plan.isolate)
 
 
@@ -325,8 +322,8 @@ def _check_size(plan: TrainPlan, data: Data) -> None:
     """Reject data with another number of records than the sampling rate, so epsilon, is for."""
     if data.size != plan.facts.train_size:
         raise InputError(
-            f"data has {data.size:,} training records or units, but epsilon was computed for the "
-            f"{plan.facts.train_size:,} of {plan.dataset_name}. Save your records as an .npz and "
+            f"data has {data.size:,} {plan.unit.split(' with ')[0]}s, but epsilon was computed for "
+            f"the {plan.facts.train_size:,} of {plan.dataset_name}. Save your records as an .npz and "
             "name that as the dataset."
         )
 

@@ -61,7 +61,8 @@ class ChunkedSum:
         if plan.isolated and self.theta.dtype != data.gain.dtype:
             raise ModelError(
                 f"The parameters are {self.theta.dtype}, and a network that runs on each sample "
-                f"alone has those of its input, {data.gain.dtype}. Add --to-float32."
+                f"alone has those of its input, {data.gain.dtype}. Add this line to the "
+                "network's factory, or before make_private: network.float()"
             )
         self.clipped_sum = ClippedSum(model, found, self.chunk, inputs, batch, isolated, loss)
         self._sum = torch.empty_like(self.theta)

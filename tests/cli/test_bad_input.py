@@ -116,7 +116,7 @@ def files(tmp_path: Path) -> Path:
         "schema_version": 1,
         "classes": list(DATASETS["digits"].classes),
         "dataset": {"name": "digits", "own": False, "multilabel": False},
-        "model": {"name": "mlp-small", "fix_norm": False, "to_float32": False},
+        "model": {"name": "mlp-small", "fix_norm": False},
         "input": {"shape": [1, 8, 8], "levels": 16, "mean": [0.305], "std": [0.376]},
     }
     save_model(
