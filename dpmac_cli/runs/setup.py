@@ -322,9 +322,9 @@ def _check_size(plan: TrainPlan, data: Data) -> None:
     """Reject data with another number of records than the sampling rate, so epsilon, is for."""
     if data.size != plan.facts.train_size:
         raise InputError(
-            f"data has {data.size:,} {plan.unit.split(' with ')[0]}s, but epsilon was computed for "
-            f"the {plan.facts.train_size:,} of {plan.dataset_name}. Save your records as an .npz and "
-            "name that as the dataset."
+            f"data has {data.size:,} {plan.unit.split(' with ')[0]}s, but epsilon was computed "
+            f"for the {plan.facts.train_size:,} of {plan.dataset_name}. Save your records as an "
+            ".npz and name that as the dataset."
         )
 
 
