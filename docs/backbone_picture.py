@@ -6,7 +6,7 @@ python docs/backbone_picture.py
 import json
 from pathlib import Path
 
-from dpmac_cli.plots import line_style, new_figure, write_figure
+from dpmac_cli.plots import new_figure, write_figure
 
 DOCS = Path(__file__).parent
 #: Studies by dpmac compare, the --json of each; docs/recipes.md has the commands.
@@ -24,17 +24,14 @@ OTHERS = {
 def main() -> None:
     """Draw it."""
     figure, (panel,) = new_figure(1)
-    number = 0
     for label, file in STUDIES.items():
         rows = json.loads((DOCS / "data" / file).read_text())["rows"]
         points = sorted((row["epsilon"], 100 * row["mean"], 100 * row["std"]) for row in rows)
         epsilons, means, spreads = zip(*points, strict=True)
-        look = {"marker": "o", "markersize": 3.5, "capsize": 3, **line_style(number)}
+        look = {"marker": "o", "markersize": 3.5, "capsize": 3}
         panel.errorbar(epsilons, means, spreads, label=label, **look)
-        number += 1
     for label, found in OTHERS.items():
-        panel.plot([*found], [*found.values()], label=label, marker="s", **line_style(number))
-        number += 1
+        panel.plot([*found], [*found.values()], label=label, marker="s")
     panel.set(xscale="log", xlabel="epsilon at delta 1e-5", ylabel="test accuracy, %")
     panel.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     panel.minorticks_off()

@@ -18,7 +18,6 @@ from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import plan
 from dpmac_cli.studies.results import (
     Cell,
-    Score,
     collect,
     holm,
     paired_p_value,
@@ -34,7 +33,8 @@ def cell(*accuracies: float, name: str = "a", **changes: Any) -> Cell:
         "column": 1.0,
         "sigma": 1.0,
         "epsilon": 2.0,
-        "scores": tuple(Score(seed, value, 1.0) for seed, value in enumerate(accuracies)),
+        "values": dict(enumerate(accuracies)),
+        "seconds": 1.0,
         "failures": {},
     }
     return Cell(**{**values, **changes})

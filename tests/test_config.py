@@ -147,7 +147,7 @@ _FIELDS = {
 PLANNED: Mapping[str, Callable[[Any], Any]] = {
     **{name: attrgetter(_FIELDS.get(name, name)) for name in SETTINGS if name != "debug"},
     "isolate": lambda plan: plan.isolate,
-    "pretrained": lambda plan: str(plan.start.path),
+    "pretrained": lambda plan: str(plan.pretrained),
     "channels": lambda plan: str(plan.data.channels),
     "classes": lambda plan: ",".join(plan.data.classes),
     "class_weights": lambda plan: ",".join(f"{w:g}" for w in plan.recipe.loss.weights),
@@ -156,7 +156,7 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     "epochs": lambda plan: plan.steps / plan.steps_per_epoch,
     "no_dp": lambda plan: not plan.private,
     "metric": lambda plan: plan.metric,
-    "checkpoint_every": lambda plan: str(plan.checkpoint_every.steps),
+    "checkpoint_every": lambda plan: str(plan.checkpoint_steps),
 }
 
 

@@ -6,14 +6,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from dpmac_cli.plots import MOST_LINES, line_style, new_figure, write_figure
+from dpmac_cli.plots import COLOURS, DASHES, new_figure, write_figure
 from dpmac_cli.runs.scoring import draw_evaluation
 from dpmac_cli.training.metrics import Answers
 
 
 def draw(path: Path) -> bytes:
     figure, (panel,) = new_figure(1)
-    panel.plot([0, 1], [2, 3], label="a line", **line_style(0))
+    panel.plot([0, 1], [2, 3], label="a line")
     panel.legend()
     write_figure(figure, path)
     return path.read_bytes()
@@ -36,11 +36,14 @@ def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
 
 
 def test_no_two_lines_look_alike() -> None:
-    styles = [line_style(number) for number in range(MOST_LINES)]
-    assert len({(style["color"], style["linestyle"]) for style in styles}) == MOST_LINES
+    _, (panel,) = new_figure(1)
+    most = len(COLOURS) * len(DASHES)
+    drawn = [panel.plot([0, 1], [2, 3])[0] for _ in range(most)]
+    styles = [(line.get_color(), line.get_linestyle()) for line in drawn]
+    assert len(set(styles)) == most
     # The first few differ in both, for those who see no colour.
-    assert len({style["linestyle"] for style in styles[:4]}) == 4
-    assert len({style["color"] for style in styles[:7]}) == 7
+    assert len({dash for _, dash in styles[:4]}) == 4
+    assert len({colour for colour, _ in styles[:7]}) == 7
 
 
 def test_curves_of_classes_with_odd_names_and_of_a_single_class(tmp_path: Path) -> None:

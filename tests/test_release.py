@@ -349,7 +349,7 @@ def other_bias(bias: torch.Tensor, said: str) -> tuple[Callable[[Path, Path], No
 
 DAMAGED: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
     "missing": (lambda run, file: None, "does not exist. Name a run folder"),
-    "a folder": (lambda run, file: file.mkdir(), "is a folder, but a model is a file"),
+    "a folder": (lambda run, file: file.mkdir(), "is a folder, not a file"),
     "empty": (written(b""), NOT_WHOLE),
     "text": (written(b"hello" * 99), NOT_WHOLE),
     "huge header": (written(b"\xff" * 99), NOT_WHOLE),
@@ -483,7 +483,7 @@ def test_a_run_without_a_model_can_be_resumed(run: Path, tmp_path: Path) -> None
 
 def test_a_folder_in_the_place_of_a_model_is_named(file: Path) -> None:
     file.mkdir()
-    said = f"{file} is a folder, but a model is a file. {NAME_ONE}"
+    said = f"{file} is a folder, not a file. {NAME_ONE}"
     assert refusal(file) == refusal(file.parent) == said
 
 

@@ -27,7 +27,7 @@ from dpmac_cli.accounting.risk import (
     percent,
     trade_off,
 )
-from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.accounting.statements import UNIT, format_epsilon
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs.ledger import Spent
@@ -216,6 +216,19 @@ def test_an_epsilon_that_rules_out_nothing_is_said_to() -> None:
     assert "epsilon is too large" in found.statement
     assert found.mu == math.inf
     json.dumps(found.values(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (POISSON, "detects a given {} with probability"),
+        (TrainingEvent(0.1, 0.0, 1), "may detect any {}: no noise was added."),
+        (TrainingEvent(0.5, 0.01, 1000), "may detect any {}: epsilon is too large"),
+    ],
+)
+def test_the_statement_is_about_the_unit_of_privacy(event: TrainingEvent, said: str) -> None:
+    assert said.format("training record") in assess_risk((event,), 1000).statement
+    assert said.format("unit") in assess_risk((event,), 1000, UNIT).statement
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from dpmac_cli.studies import local
 from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.results import collect
-from dpmac_cli.studies.tables import warnings
+from dpmac_cli.studies.tables import remarks
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, digits_config
 
@@ -362,7 +362,7 @@ def test_a_study_is_charged_for_attempts_begun_again(
     comparison = collect(study, {})
     [cell] = comparison.cells
     assert cell.epsilon < comparison.epsilon
-    assert any("attempts at these runs that were begun again" in s for s in warnings(comparison))
+    assert any("attempts at these runs that were begun again" in s for s in remarks(comparison))
     report = json.loads((where / folder.REPORT).read_bytes())
     assert [event["steps"] for event in report["privacy"]["events"]] == [STEPS]
     assert report["privacy"]["epsilon"] == cell.epsilon

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dpmac_cli.studies.grid import plan
-from dpmac_cli.studies.results import Cell, Comparison, Score, standing_of
+from dpmac_cli.studies.results import Cell, Comparison, standing_of
 from dpmac_cli.studies.tables import as_csv, as_markdown, as_values
 
 
@@ -19,7 +19,8 @@ def cell(name: str, sigma: float, *accuracies: float, **changes: Any) -> Cell:
         "column": sigma,
         "sigma": sigma,
         "epsilon": 3 / sigma if sigma else math.inf,
-        "scores": tuple(Score(seed, accuracy, 1.5) for seed, accuracy in enumerate(accuracies)),
+        "values": dict(enumerate(accuracies)),
+        "seconds": 1.5 if accuracies else math.nan,
         "failures": {},
     }
     return Cell(**{**values, **changes})

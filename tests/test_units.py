@@ -250,8 +250,22 @@ def test_a_run_names_its_unit_everywhere() -> None:
     account = dpmac("account", "run")
     assert account.exit_code == 0
     assert "any one unit with all of its training records" in " ".join(account.output.split())
+    everywhere = dpmac("account", "run", "--accountant", "all").output
+    assert said in " ".join(everywhere.split())
     again = dpmac("eval", "run")
     assert again.exit_code == 0, again.output
+
+
+def test_what_an_attacker_can_learn_is_about_a_unit() -> None:
+    write_table()
+    flags = ("--dataset", "visits.csv", "--schema", "schema.yaml", "--unit", "patient")
+    shown = dpmac("train", *flags, "--sigma", "8", "--steps", "2", "--out", "run").output
+    report = json.loads(Path("run/report.json").read_text())
+    said = report["privacy"]["risk"]["statement"]
+    assert " detects a given unit with probability at most " in said
+    account = dpmac("account", "run", "--risk").output
+    card = Path("run/model-card.md").read_text()
+    assert all(said in " ".join(text.split()) for text in (shown, account, card))
 
 
 def test_units_of_images_are_told_by_their_paths() -> None:

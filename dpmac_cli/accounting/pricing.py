@@ -16,7 +16,8 @@ class Row:
     """A privacy cost and all it depends on; None for what differs between parts.
 
     Attributes:
-        statement: the guarantee in plain sentences. events: what happened, one per part.
+        statement: the guarantee in plain sentences. unit: that of privacy, in words.
+        events: what happened, one per part.
         noise_multiplier, sampling_rate, dataset_size, batch_size: sigma, q, n, B.
         compositions: mechanisms on all records.
         solved: the setting that was worked out; None for epsilon.
@@ -39,6 +40,7 @@ class Row:
     batch_size: int | None = None
     solved: str | None = None
     risk: Risk | None = None
+    unit: str = RECORD
 
 
 def price(
@@ -70,6 +72,7 @@ def price(
         accountant=choose_accountant(noisy, accountant),
         adjacency=ADJACENCY,
         compositions=sum(event.compositions for event in events),
+        unit=unit,
     )
 
 

@@ -24,7 +24,7 @@ from dpmac_cli.accounting.accountants import (
     total_epsilon,
 )
 from dpmac_cli.accounting.events import TrainingEvent, merged
-from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.accounting.statements import RECORD, UNIT, format_epsilon
 
 #: False positive rates that attacks are bounded at, and the one that the statement names.
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
@@ -56,7 +56,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Risk:
-    """Bounds on what an attacker can learn of one record.
+    """Bounds on what an attacker can learn of one record, or one unit of privacy.
 
     Attributes:
         attacks: one for each of :data:`FALSE_POSITIVE_RATES`.
@@ -64,12 +64,14 @@ class Risk:
             DP, less :data:`LEAST_DELTA`; infinite if there is none.
         epsilons: pairs of delta and epsilon, at 1e-5, 1e-6 and 1/n^1.1.
         noiseless: a part was trained without noise.
+        unit: of privacy, in words.
     """
 
     attacks: tuple[Attack, ...]
     mu: float
     epsilons: tuple[tuple[float, float], ...]
     noiseless: bool
+    unit: str
 
     @property
     def stated(self) -> float:
@@ -79,12 +81,13 @@ class Risk:
     @property
     def statement(self) -> str:
         """The bound at a false positive rate of :data:`STATED`, in a sentence."""
+        unit = "unit" if self.unit == UNIT else RECORD
         if self.noiseless:
-            return "An attacker may detect any training record: no noise was added."
+            return f"An attacker may detect any {unit}: no noise was added."
         who = f"An attacker who accepts 1 false alarm in {1 / STATED:.0f}"
         if (most := percent(self.stated)) == "100%":
-            return f"{who} may detect any training record: epsilon is too large for a bound."
-        return f"{who} detects a given training record with probability at most {most}."
+            return f"{who} may detect any {unit}: epsilon is too large for a bound."
+        return f"{who} detects a given {unit} with probability at most {most}."
 
     def values(self) -> dict[str, Any]:
         """Return the bounds as JSON values: infinity is null."""
@@ -102,12 +105,13 @@ class Risk:
 
 
 @functools.lru_cache(maxsize=64)
-def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int) -> Risk:
+def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int, unit: str = RECORD) -> Risk:
     """Return what an attacker can learn from several trainings on the same records, at most.
 
     Args:
         events: as for :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
         dataset_size: n, for epsilon at delta 1/n^1.1.
+        unit: of privacy, as for :func:`~dpmac_cli.accounting.statements.statement`.
 
     Raises:
         InputError: see :func:`~dpmac_cli.accounting.accountants.choose_accountant`.
@@ -115,7 +119,7 @@ def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int) -> Risk:
     deltas = (1e-5, 1e-6, dataset_size**-1.1)
     epsilons = tuple((delta, total_epsilon(events, delta)) for delta in deltas)
     attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, trade_off(events, FALSE_POSITIVE_RATES)))
-    return Risk(attacks, gaussian_mu(events), epsilons, noiseless(merged(events)))
+    return Risk(attacks, gaussian_mu(events), epsilons, noiseless(merged(events)), unit)
 
 
 def trade_off(events: Sequence[TrainingEvent], alphas: Iterable[float]) -> Any:

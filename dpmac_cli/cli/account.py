@@ -21,11 +21,14 @@ from dpmac_cli.config import question
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.plots import draw_trade_offs, faults_of_picture
-from dpmac_cli.runs.report_file import Recount, recount
+from dpmac_cli.runs.report_file import recount
 from dpmac_cli.storage.files import to_json
 
+#: Relative difference of epsilon between versions of an accountant.
+TOLERANCE = 1e-3
 #: Keys of a row of --json, in this order; its statement and risk follow.
-KEYS = [field.name for field in fields(Row) if field.name not in ("statement", "events", "risk")]
+ASIDE = ("statement", "events", "risk", "unit")
+KEYS = [field.name for field in fields(Row) if field.name not in ASIDE]
 
 
 @with_options(
@@ -44,10 +47,9 @@ def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given
     }
     errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(plot)]
     rows: list[Row] = []
-    report = out_of_reach = None
+    costs = out_of_reach = None
     if run is not None:
-        report = recount(run, flags, errors)
-        rows = report.rows
+        rows, *costs = recount(run, flags, errors)
     else:
         try:
             rows.extend(question.answer(question.ask(flags, errors)))
@@ -57,28 +59,30 @@ def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given
             out_of_reach = failure
     console.print_notes(question.notes(rows))
     if risk:
-        rows = [replace(row, risk=assess_risk(row.events, row.dataset_size or 1)) for row in rows]
+        for number, row in enumerate(rows):
+            found = assess_risk(row.events, row.dataset_size or 1, row.unit)
+            rows[number] = replace(row, risk=found)
     if plot:
         draw_trade_offs(rows, plot)
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     else:
         _print(console.stdout(), rows)
-    if report is not None:
-        _judge(report)
+    if costs is not None:
+        _judge(*costs)
     if out_of_reach is not None:
         raise out_of_reach
 
 
-def _judge(report: Recount) -> None:
+def _judge(stored: float, again: float) -> None:
     """Say that a report's epsilon is right. Raises InputError if it is wrong."""
-    stored, again = format_epsilon(report.stored), format_epsilon(report.again)
-    if not report.right:
+    said = format_epsilon(stored)
+    if not math.isclose(again, stored, rel_tol=TOLERANCE, abs_tol=1e-9):
         raise InputError(
-            f"The report's epsilon is wrong: it says {stored}, but what it says was done costs "
-            f"{again}. Do not rely on it."
+            f"The report's epsilon is wrong: it says {said}, but what it says was done costs "
+            f"{format_epsilon(again)}. Do not rely on it."
         )
-    console.print_notes([f"the report's epsilon, {stored}, is right"])
+    console.print_notes([f"the report's epsilon, {said}, is right"])
 
 
 def _values(row: Row) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
     if len({row.epsilon for row in rows}) == 1:
         out.print(Text(rows[0].statement))
     else:
-        out.print(Text(meaning("epsilon", "delta")))
+        out.print(Text(meaning("epsilon", "delta", rows[0].unit)))
         if any(row.noise_multiplier == 0 for row in rows):
             out.print(Text(NO_PRIVACY, style="bold red"))
     if len(rows) == 1 and rows[0].risk is not None:

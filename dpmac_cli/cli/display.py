@@ -149,9 +149,9 @@ def _heading(event: Started) -> Iterator[Text]:
             f"sigma {plan.sigma:g}, expected batch {plan.batch_size}, {event.steps:,} steps "
             f"(epochs: {event.steps / plan.steps_per_epoch:.4g}), delta {plan.delta:g}"
         )
-    if plan.audit.canaries:
+    if plan.canaries:
         yield Text(
-            f"AUDIT: {plan.audit.canaries:,} canaries, about half of them "
+            f"AUDIT: {plan.canaries:,} canaries, about half of them "
             "trained on; the model will be unfit for release",
             style="bold red",
         )

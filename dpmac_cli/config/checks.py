@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.given import Given
-from dpmac_cli.config.plan import PublicFile, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import (
@@ -54,14 +54,13 @@ def faults(plan: TrainPlan) -> Iterator[str]:
         yield f"--h1 ({low:g}) must not be above --h2 ({high:g})."
     if batch > size:
         yield f"--batch-size ({batch}) must not be above the size of {plan.dataset}, {size}."
-    audit = plan.audit
-    if audit.canaries and plan.event.sampler != "poisson":
+    if plan.canaries and plan.event.sampler != "poisson":
         yield (
             f"--canaries: only poisson sampling can be audited, not {plan.event.sampler}. Leave "
             "out --sampler or --canaries."
         )
-    if 0 < audit.canaries < audit.guesses:
-        yield f"--guesses ({audit.guesses:,}) must not be above --canaries ({audit.canaries:,})."
+    if 0 < plan.canaries < plan.guesses:
+        yield f"--guesses ({plan.guesses:,}) must not be above --canaries ({plan.canaries:,})."
     yield from _frozen_faults(plan)
     if plan.steps > MOST_STEPS:
         yield (
@@ -90,13 +89,13 @@ def _loss_faults(plan: TrainPlan) -> Iterator[str]:
             f"--class-weights must be {len(facts.classes)} numbers above 0, one for each class of "
             f"{plan.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
         )
-    if facts.multilabel and (plan.audit.canaries or not isinstance(plan.features, Pixels)):
+    if facts.multilabel and (plan.canaries or not isinstance(plan.features, Pixels)):
         yield f"--canaries, --features and --backbone are for one class each, not {plan.dataset}."
 
 
 def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between what is frozen and other settings."""
-    features, start, part = plan.features, plan.start, plan.trained.part
+    features, weights, part = plan.features, plan.pretrained, plan.trained.part
     once = isinstance(features, Scattered) or part == "head"
     if isinstance(features, Features):
         flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
@@ -104,12 +103,12 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
             yield f"{flag} is of images, and {plan.dataset} holds numbers. Leave it out."
         elif (fault := features.fault(plan.facts.shape)) is not None:
             yield f"{flag}: images of {plan.dataset} {fault}"
-    if isinstance(features, Backbone) and not isinstance(start, PublicFile):
+    if isinstance(features, Backbone) and weights is None:
         package = BACKBONES[features.kind].package
         if package:
             yield from fault_of_package(package, "backbones", f"--backbone {features.kind}")
-    if isinstance(start, PublicFile) and not start.path.is_file():
-        yield f"--pretrained: there is no file {start.path}."
+    if weights is not None and not weights.is_file():
+        yield f"--pretrained: there is no file {weights}."
     if plan.recipe.augmented and once:
         yield (
             "--augmentations draws views again in every step, and what is frozen is computed once: "

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,57 +12,6 @@ from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
 from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Pixels, Trained, UserModel
 from dpmac_cli.training.schedules import Recipe
-
-
-class Secret(Enum):
-    """The seed of a run that draws its keys from the operating system and tells nobody."""
-
-    SEED = "secret"
-
-
-@dataclass(frozen=True)
-class NewFolder:
-    """The first free folder of ``root``/``stem``-1, ``root``/``stem``-2, ..."""
-
-    root: Path
-    stem: str
-
-
-@dataclass(frozen=True)
-class PublicFile:
-    """Public weights to start from, in a file."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
-class RandomWeights:
-    """Random weights to start from, or those that a backbone is published with."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """How often a checkpoint is written: every so many steps, or seconds, whichever is set.
-
-    Attributes:
-        steps: 0 for no checkpoints by steps. seconds: infinite for none by seconds.
-    """
-
-    steps: int = 0
-    seconds: float = float("inf")
-
-
-@dataclass(frozen=True)
-class AuditPlan:
-    """Canaries of an audit.
-
-    Attributes:
-        canaries: how many; 0 for a run that is no audit.
-        guesses: that the attack makes.
-    """
-
-    canaries: int = 0
-    guesses: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +25,9 @@ class TrainPlan:
         model: the network. fix_norm: whether batch norms of a user-supplied one are replaced.
         isolate: whether it is run on each sample alone even if it is proven to keep samples apart.
         features: what the network takes in place of images.
-        start: weights to start from. trained: what of the network is trained.
+        pretrained: file of public weights to start from; None for random weights, or those that a
+            backbone is published with.
+        trained: what of the network is trained.
         event: all that is done to the records, as it is priced.
         delta: of (epsilon, delta). private: whether it is trained privately.
         target_epsilon: that the noise was calibrated for; infinite where it was given.
@@ -86,9 +36,12 @@ class TrainPlan:
         optimizer: a key of :data:`~dpmac_cli.dp.optimizers.OPTIMIZERS`. hyper: its numbers.
         recipe: what is done besides the optimizer's steps.
         batch_size: B. physical_batch: samples worked on at a time.
-        audit: canaries, if any.
-        checkpoint_every: interval between checkpoints.
-        out: the run folder. force: whether a run that is there is replaced.
+        canaries: of an audit; 0 for a run that is none. guesses: that the attack makes.
+        checkpoint_steps: steps between checkpoints; 0 for none by steps.
+        checkpoint_seconds: seconds between checkpoints; infinite for none by seconds.
+        seed: of every draw; None for keys drawn from the operating system and told to nobody.
+        out: the run folder; None for the first free of runs/:attr:`stem`-1, -2, ...
+        force: whether a run that is there is replaced.
         metric: of the test records, to show.
         recorded: what config.yaml keeps, under the names of the flags.
     """
@@ -100,7 +53,7 @@ class TrainPlan:
     fix_norm: bool
     isolate: bool
     features: Features | Pixels
-    start: PublicFile | RandomWeights
+    pretrained: Path | None
     trained: Trained
     event: TrainingEvent
     delta: float
@@ -113,12 +66,14 @@ class TrainPlan:
     recipe: Recipe
     batch_size: int
     physical_batch: int
-    audit: AuditPlan
+    canaries: int
+    guesses: int
     device: str
-    seed: int | Secret
+    seed: int | None
     data_dir: Path
-    checkpoint_every: Interval
-    out: Path | NewFolder
+    checkpoint_steps: int
+    checkpoint_seconds: float
+    out: Path | None
     force: bool
     metric: str
     json: bool
@@ -130,6 +85,11 @@ class TrainPlan:
         """The run folder, of a plan that names it."""
         assert isinstance(self.out, Path)  # noqa: S101
         return self.out
+
+    @property
+    def stem(self) -> str:
+        """Name of a new run folder, before its number."""
+        return f"{self.dataset_name}-{self.optimizer}{'' if self.private else '-no-dp'}"
 
     @property
     def facts(self) -> Dataset:
@@ -144,7 +104,7 @@ class TrainPlan:
     @property
     def starts_public(self) -> bool:
         """Whether the network starts from public weights."""
-        return isinstance(self.start, PublicFile) or isinstance(self.features, Backbone)
+        return self.pretrained is not None or isinstance(self.features, Backbone)
 
     @property
     def head_only(self) -> bool:

@@ -11,15 +11,7 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.given import Given, combined, faults_of_model, typed, validated
-from dpmac_cli.config.plan import (
-    AuditPlan,
-    Interval,
-    NewFolder,
-    PublicFile,
-    RandomWeights,
-    Secret,
-    TrainPlan,
-)
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import DATA, DEFAULTS, RECIPE_DEFAULTS, SETTINGS, flag_name
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
@@ -31,11 +23,10 @@ from dpmac_cli.models import registry
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import LossKind, Recipe
 
-RUNS = Path("runs")
 #: Fields of the plan that are settings of the same name and need no conversion.
 AS_GIVEN = (
     *("dataset", "fix_norm", "isolate", "delta", "secure", "optimizer", "batch_size"),
-    *("physical_batch", "device", "force"),
+    *("physical_batch", "device", "seed", "out", "force"),
     *("metric", "json", "quiet"),
 )
 #: Settings that config.yaml leaves out where they have their defaults.
@@ -150,17 +141,15 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
         values: of :func:`~dpmac_cli.config.defaults.completed`.
         data: of the dataset. found: its facts.
     """
-    private = "" if not values["no_dp"] else "-no-dp"
-    default = NewFolder(RUNS, f"{found.name}-{values['optimizer']}{private}")
     interval: str = values["checkpoint_every"]
-    weights = values["pretrained"]
+    by_seconds, weights = interval.endswith("s"), values["pretrained"]
     return TrainPlan(
         **{name: values[name] for name in AS_GIVEN},
         data=data,
         found=found,
         model=registry.parse_model(values["model"]),
         features=_features(values),
-        start=RandomWeights() if weights is None else PublicFile(Path(weights)),
+        pretrained=None if weights is None else Path(weights),
         trained=_trained(values),
         event=_event(values, found.facts.train_size),
         private=not values["no_dp"],
@@ -181,15 +170,11 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
                 tuple(map(float, filter(None, (values["class_weights"] or "").split(",")))),
             ),
         ),
-        audit=AuditPlan(values["canaries"] or 0, values["guesses"] or 0),
-        seed=Secret.SEED if values["seed"] is None else values["seed"],
+        canaries=values["canaries"] or 0,
+        guesses=values["guesses"] or 0,
         data_dir=data_folder(values["data_dir"]),
-        checkpoint_every=(
-            Interval(seconds=float(interval[:-1]))
-            if interval.endswith("s")
-            else Interval(steps=int(interval))
-        ),
-        out=default if values["out"] is None else values["out"],
+        checkpoint_steps=0 if by_seconds else int(interval),
+        checkpoint_seconds=float(interval[:-1]) if by_seconds else math.inf,
         recorded=_recorded(values, data),
     )
 

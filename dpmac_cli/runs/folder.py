@@ -85,6 +85,30 @@ def reported_steps(run: Path) -> int:
         return 0
 
 
+def read(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
+    """Return a run's file ``name`` and its content, from the run's folder or the file's own path.
+
+    Raises InputError, saying what is there instead. It ends in ``wanted``, what to name.
+    """
+    file = path / name if path.is_dir() and path.name != name else path
+    try:
+        return file, file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as failure:
+        said = f"{path} does not exist. {wanted}"
+        if file.name == name and (file.parent / CONFIG).is_file():
+            said = (
+                f"The run in {file.parent} has not written its {name}: it is still training, or "
+                f"was stopped before it could. To go on: {resume_command(file.parent)}"
+            )
+        elif path.exists():
+            said = f"{path} is not a run folder: it holds no {name}. {wanted}"
+        raise InputError(said) from failure
+    except IsADirectoryError as failure:
+        raise InputError(f"{file} is a folder, not a file. {wanted}") from failure
+    except OSError as failure:
+        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
+
+
 def new_folder(root: Path, stem: str) -> Path:
     """Make the first free of root/stem-1, root/stem-2, ... Raises InputError."""
     if os.path.lexists(root) and not root.is_dir():

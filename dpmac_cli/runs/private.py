@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.config.plan import Secret
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.dp.losses import Loss
@@ -147,7 +146,7 @@ class PrivateTraining:
         folder.check_chosen_folder(where, force)
         trainer.check_finite()
         trainer.check_untrained()
-        seeded, step = not isinstance(plan.seed, Secret), trainer.state.step
+        seeded, step = plan.seed is not None, trainer.state.step
         spent = Spent((), plan.event_of(self._steps), 0, self._begun, seeded, plan.secure)
         epoch = step / plan.steps_per_epoch
         scored = Evaluated(

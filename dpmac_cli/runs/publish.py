@@ -93,8 +93,7 @@ def load_model(
             such factory.
         ModelError: the model does not fit the dataset.
     """
-    file = _find(Path(path))
-    tensors, kept, facts = _read(file)
+    file, tensors, kept, facts = _read(Path(path))
     name = dataset or facts.dataset
     described = own or (_described(facts) if dataset is None and facts.own else DATASETS.get(name))
     if described is None:
@@ -127,8 +126,8 @@ def load_model(
 
 def read_facts(path: Path) -> tuple[Path, Facts]:
     """Return the model file that a path names, and its facts. Raises InputError."""
-    file = _find(path)
-    return file, _read(file)[2]
+    file, _, _, facts = _read(path)
+    return file, facts
 
 
 def _network(
@@ -168,35 +167,15 @@ def _described(facts: Facts) -> Dataset:
     return replace(DATASETS["mnist"], **given, sha256=None)
 
 
-def _find(path: Path) -> Path:
-    """Return the model file that a path names. Raises InputError, saying what is there instead."""
-    file = path / folder.MODEL if path.is_dir() and path.name != folder.MODEL else path
-    if file.is_dir():
-        fault = f"{file} is a folder, but a model is a file."
-    elif file.exists():
-        return file
-    elif file.name == folder.MODEL and (file.parent / folder.CONFIG).is_file():
-        raise InputError(
-            f"The run in {file.parent} has not written its {folder.MODEL}: it is still training, "
-            f"or was stopped before it could. To go on: {folder.resume_command(file.parent)}"
-        )
-    elif path.exists():
-        fault = f"{path} is not a run folder: it holds no {folder.MODEL}."
-    else:
-        fault = f"{path} does not exist."
-    raise InputError(f"{fault} {WANTED}")
-
-
-def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], Facts]:
-    """Return weights and facts of a model file; the facts also validated. Raises InputError."""
+def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:
+    """Return a model file, its weights, and its facts, also validated. Raises InputError."""
+    file, content = folder.read(path, folder.MODEL, WANTED)
     try:
-        tensors, header = unpacked(file.read_bytes())
+        tensors, header = unpacked(content)
     except NOT_SAFE as failure:
         raise InputError(
             f"{file} is not a whole safetensors file: it is damaged, or of another kind. {WANTED}"
         ) from failure
-    except OSError as failure:
-        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
     if CHECKPOINT_HEADER in header:
         raise InputError(
             f"{file} is a private checkpoint, from which the noise of its run can be computed. "
@@ -210,7 +189,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], Facts]:
             "it came from, or train again."
         )
     _check_weights(file, tensors)
-    return tensors, kept, facts
+    return file, tensors, kept, facts
 
 
 def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:

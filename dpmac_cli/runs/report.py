@@ -17,7 +17,7 @@ from dpmac_cli.accounting import accountants as accounting
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.events import ADJACENCY
 from dpmac_cli.accounting.risk import assess_risk
-from dpmac_cli.config.plan import PublicFile, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name, metric_key
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
@@ -46,6 +46,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     events, private = spent.events, plan.private
     epsilon = accounting.total_epsilon(events, plan.delta)
     planned = accounting.total_epsilon((*spent.earlier, spent.event), plan.delta)
+    risk = assess_risk(events, plan.facts.train_size, plan.unit)
     promise = statements.statement(epsilon, plan.delta, events, plan.unit)
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
@@ -71,7 +72,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         "abandoned": [vars(event) for event in spent.abandoned],
         "adjacency": ADJACENCY if private else None,
         "accountant": accounting.ACCOUNTANTS[accounting.DEFAULT_ACCOUNTANT] if private else None,
-        "risk": assess_risk(events, plan.facts.train_size).values() if private else None,
+        "risk": risk.values() if private else None,
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
         "seed_policy": {"given": spent.seeded, "statement": seeds},
         "randomness": {"secure": spent.secure, "statement": drawn},
@@ -87,7 +88,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
     schema = plan.data.schema if isinstance(plan.data, Source) else None
     notes = [TEXTS.public] + [TEXTS.declared] * (schema is not None)
     notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
-    audit = {**vars(plan.audit), "statement": TEXTS.audit_run}
+    audit = {"canaries": plan.canaries, "guesses": plan.guesses, "statement": TEXTS.audit_run}
     return {
         "schema_version": SCHEMA_VERSION,
         "optimizer": plan.optimizer,
@@ -118,20 +119,19 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
         },
         "classes": list(facts.classes),
         "privacy": privacy(plan, spent),
-        "audit": audit if plan.audit.canaries else None,
+        "audit": audit if plan.canaries else None,
     }
 
 
 def _public_part(plan: TrainPlan, task: Task, trained: int) -> dict[str, Any]:
     """Return the part of a network that was public before its training; nothing for most."""
-    features, start = plan.features, plan.start
-    said, file = [], None
+    features, said, file = plan.features, [], None
     if isinstance(features, Scattered):
         said.append(TEXTS.scattered.format(about=FEATURES[features.kind]))
     elif isinstance(features, Backbone):
         said.append(TEXTS.of_backbone.format(about=BACKBONES[features.kind].about))
-    if isinstance(start, PublicFile):
-        file = start.path.name
+    if plan.pretrained is not None:
+        file = plan.pretrained.name
         said.append(TEXTS.pretrained.format(file=file))
     if plan.starts_public and plan.trained.part != "all":
         said.append(TEXTS.trained.format(part=PARTS[plan.trained.part]))

@@ -6,7 +6,7 @@ no value is converted to another type. Loads no torch.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -32,7 +32,6 @@ from dpmac_cli.runs import folder, ledger
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
-TOLERANCE = 1e-3
 #: Flags that make sense beside a run, which brings everything else.
 BESIDE_A_RUN = ("delta", "accountant")
 
@@ -170,35 +169,17 @@ def read_report(path: Path) -> Report:
     Raises:
         InputError: it is missing, cannot be read, or is not a report of this version.
     """
-    file = path / folder.REPORT if path.is_dir() else path
-    try:
-        text = file.read_bytes()
-    except FileNotFoundError as failure:
-        cut_off = (path / folder.CONFIG).exists()
-        hint = f" The run was cut off before it wrote one. Go on: {folder.resume_command(path)}"
-        raise InputError(f"{file} does not exist.{hint * cut_off}") from failure
-    except OSError as failure:
-        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
     remedy = f"Name a run folder of dpmac train, or the {folder.REPORT} in it."
+    file, text = folder.read(path, folder.REPORT, remedy)
     return parse(Report, text, file, "is not a report of dpmac, or not a whole one", remedy)
 
 
-@dataclass(frozen=True)
-class Recount:
-    """Rows for the delta and accountants asked for; epsilon as stored, and as it should be."""
-
-    rows: list[Row]
-    stored: float
-    again: float
-
-    @property
-    def right(self) -> bool:
-        """Whether they agree, up to differences between versions of the accountant."""
-        return math.isclose(self.again, self.stored, rel_tol=TOLERANCE, abs_tol=1e-9)
-
-
-def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> Recount:
+def recount(
+    path: Path, given: Mapping[str, str], found: Sequence[str] = ()
+) -> tuple[list[Row], float, float]:
     """Price a run again from its report.
+
+    Returns rows for the delta and accountants asked for; epsilon as stored, and as it should be.
 
     Args:
         path: a run folder, or a report.
@@ -223,7 +204,7 @@ def recount(path: Path, given: Mapping[str, str], found: Sequence[str] = ()) -> 
         )
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
-    return Recount(rows, stored, total_epsilon(events, own_delta))
+    return rows, stored, total_epsilon(events, own_delta)
 
 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:

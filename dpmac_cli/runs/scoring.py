@@ -10,7 +10,7 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.plots import COLOURS, line_style, new_figure, write_figure
+from dpmac_cli.plots import COLOURS, new_figure, write_figure
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.folder import CONFIG
 from dpmac_cli.runs.publish import load_model, read_facts
@@ -101,13 +101,11 @@ def draw_evaluation(answers: Answers, error: float, classes: Sequence[str], path
     from sklearn.metrics import RocCurveDisplay  # noqa: PLC0415  (a second to import)
 
     figure, (roc, reliability) = new_figure(2)
-    roc.plot([0, 1], [0, 1], color="#bbbbbb", linewidth=1)
-    for number, k in enumerate(answers.ranked[: len(COLOURS)]):
+    roc.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1)
+    for k in answers.ranked[: len(COLOURS)]:
         name = classes[k].replace("$", r"\$")  # which would begin a formula
         truth, scores = answers.truth[:, k], answers.scores[:, k]
-        RocCurveDisplay.from_predictions(
-            truth, scores, name=name, ax=roc, curve_kwargs=line_style(number)
-        )
+        RocCurveDisplay.from_predictions(truth, scores, name=name, ax=roc)
     roc.set(xlabel="1 - specificity", ylabel="sensitivity")
     confidence, hit = (part.ravel() for part in answers.judged)
     CalibrationDisplay.from_predictions(hit, confidence, n_bins=BINS, ax=reliability)

@@ -165,11 +165,11 @@ class Session:
 
     def _updates(self, stop: Callable[[], bool]) -> Iterator[Update | Reduced]:
         """Train, save checkpoints when they are due, and report progress."""
-        plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoint_every
+        plan, trainer, interval = self.plan, self.trainer, self.plan.checkpoint_steps
         saved, chunk, spent = time.perf_counter(), trainer.state.chunk, self.ledger.spent
 
         def due(step: int) -> bool:
-            return interval.steps > 0 and step % interval.steps == 0
+            return interval > 0 and step % interval == 0
 
         with ThreadPoolExecutor(1) as pool:
             # Costs are composed beside the training, which they must not hold up.
@@ -193,7 +193,7 @@ class Session:
                 # And one done again in chunks of another size would round the same sum otherwise,
                 # under the same noise: nothing of it may be seen before this is saved.
                 reduced = settled and trainer.state.chunk < chunk
-                late = time.perf_counter() - saved >= interval.seconds
+                late = time.perf_counter() - saved >= plan.checkpoint_seconds
                 if reduced or (settled and (late or due(event.step))):
                     kept = self.save()
                     saved = time.perf_counter()

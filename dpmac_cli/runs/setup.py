@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dpmac_cli.config.plan import PublicFile, Secret, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.loaders import loading
 from dpmac_cli.data.schema import Source
@@ -207,7 +207,7 @@ def make_task(
 
 def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
     """Load the public weights into a network; return them with notes."""
-    weights = read_weights(plan.start.path) if isinstance(plan.start, PublicFile) else None
+    weights = None if plan.pretrained is None else read_weights(plan.pretrained)
     if isinstance(plan.features, Backbone):
         weights = weights or public_weights(plan.features.kind)
         model, head = model.get_submodule("frozen.network"), BACKBONES[plan.features.kind].head
@@ -227,7 +227,7 @@ def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:
 
 def keys_of(plan: TrainPlan, base: int = 0) -> Keys:
     """Return the keys of a plan's seed, or fresh ones; ``base`` steps were taken before."""
-    return make_keys(None if isinstance(plan.seed, Secret) else plan.seed, base=base)
+    return make_keys(plan.seed, base=base)
 
 
 def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
@@ -246,7 +246,7 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
 
 def _check_at_hand(plan: TrainPlan, model: object) -> None:
     """Validate a network like one that is built. Raises InputError, ModelError."""
-    if isinstance(plan.features, Features) or isinstance(plan.start, PublicFile):
+    if isinstance(plan.features, Features) or plan.pretrained is not None:
         raise InputError(
             "features and pretrained are for a network that the settings name: leave them out, or "
             "do what they do in the network that is given."
@@ -337,14 +337,14 @@ def _mechanism(plan: TrainPlan) -> GaussianMechanism:
 
 def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> Canaries | None:
     """Return what an audit run adds to the records; None for any other."""
-    if plan.audit.canaries == 0:
+    if plan.canaries == 0:
         return None
     return Canaries(
         parameters=sum(p.numel() for p in task.trained.parameters()),
         rate=plan.event.sampling_rate,
         batch=plan.batch_size,
         first=task.data.size,
-        count=plan.audit.canaries,
+        count=plan.canaries,
         keys=keys,
         device=task.data.gain.device,
     )
@@ -358,7 +358,7 @@ def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomn
         return Randomness(keys=Keys(layers=keys.layers), sampler=None, noise=None, layers=layers)
     sampler = KeyedSampler(
         plan.event.sampler,
-        size=plan.facts.train_size + plan.audit.canaries,
+        size=plan.facts.train_size + plan.canaries,
         batch=plan.batch_size,
         key=keys.sampler,
         secure=plan.secure,

@@ -9,7 +9,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps, check_within_reach
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.plan import NewFolder, Secret, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import BudgetError, InputError
@@ -23,6 +23,9 @@ from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import Ranks
+
+#: Folder of runs without --out.
+RUNS = Path("runs")
 
 
 def train(
@@ -51,7 +54,7 @@ def train(
         RunError: training diverged, memory ran out, or the device failed.
     """
     with explained():
-        if isinstance(plan.out, Path):
+        if plan.out is not None:
             folder.check_chosen_folder(plan.out, plan.force)
         spent = Spent((), plan.event, 0, 0, False, True, abandoned)
         session = yield from _session(plan, Inherited(None, spent), stop, data, ranks)
@@ -62,7 +65,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Drive a session in a folder that is new to it."""
     plan, where = session.plan, session.where
     with folder.locked(where):
-        if isinstance(plan.out, Path):  # another run may have ended in it meanwhile
+        if plan.out is not None:  # another run may have ended in it meanwhile
             folder.check_chosen_folder(where, plan.force)
         # A kill on the way leaves the ledger of the old run or of this one, and never a
         # checkpoint of the old run beside the ledger of this one.
@@ -161,7 +164,7 @@ def _session(
 ) -> Generator[Computing, None, Session]:
     device = choose_device(plan.device, ranks)
     plan = replace(plan, device=str(device))
-    if ranks is not None and plan.audit.canaries:
+    if ranks is not None and plan.canaries:
         raise InputError("--canaries audits a run of one process: leave it out.")
     spent, saved = before.spent, before.saved
     steps = spent.base + affordable(plan, plan.steps - spent.base, spent.earlier)
@@ -175,14 +178,12 @@ def _session(
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
-    if isinstance(plan.out, NewFolder):
-        where = folder.new_folder(plan.out.root, plan.out.stem)
-    else:
-        where = folder.make_folder(plan.out)
+    out = plan.out
+    where = folder.new_folder(RUNS, plan.stem) if out is None else folder.make_folder(out)
     spent = replace(
         spent,
         event=plan.event_of(steps - spent.base),
-        seeded=spent.seeded or not isinstance(plan.seed, Secret),
+        seeded=spent.seeded or plan.seed is not None,
         secure=spent.secure and plan.secure,
     )
     return Session(
@@ -258,7 +259,7 @@ def _resumed(
         reasons.append("steps on a GPU cannot be repeated bit for bit")
     if len(before.spent.earlier) > len(saved.spent.earlier):
         reasons.append("the checkpoint of the last session is lost")
-    if reasons and plan.audit.canaries:
+    if reasons and plan.canaries:
         raise InputError(
             f"{where} is an audit run, which can only be resumed exactly ({'; '.join(reasons)}): "
             "an audit is of one guarantee, and guesses one set of coins. Start a new run."
@@ -284,7 +285,7 @@ def _check_unchanged(
     if not changes:
         return
     way = "Start a new run to change it."
-    if not plan.audit.canaries and not any(n.replace("-", "_") in FIXED for n in changes):
+    if not plan.canaries and not any(n.replace("-", "_") in FIXED for n in changes):
         others = [text for name, text in changes.items() if name not in ("out", "force")]
         command = folder.fork_command(where, others)
         way = f"To train on from it with other settings: {command}"
@@ -302,11 +303,11 @@ def _forked(
     check_given(parent, recorded, given, "--fork", FIXED)
     resolved = change(recorded, given)
     plan = resolved.plan
-    if isinstance(plan.out, Path):
+    if plan.out is not None:
         if plan.out.resolve() == parent.resolve():
             raise InputError(f"--out {plan.out} is the run to fork. Name a new folder.")
         folder.check_chosen_folder(plan.out, plan.force)
-    if plan.audit.canaries:
+    if plan.canaries:
         raise InputError(
             f"{parent} is an audit run, which cannot be forked: an audit is of one guarantee. "
             "Start a new run."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli.config.given import EXCLUSIVE, faults_of_model, near, parse
-from dpmac_cli.config.plan import PublicFile, TrainPlan
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.config.yaml_file import read_lists
@@ -210,9 +210,8 @@ def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
 def address(plan: TrainPlan, seed: int) -> str:
     """Return the name of a run's folder, a function of settings and seed. Raises OSError."""
     settings = {name: value for name, value in plan.recorded.items() if name not in ASIDE}
-    if isinstance(plan.start, PublicFile):
-        content = plan.start.path.read_bytes()
-        settings["pretrained"] = hashlib.sha256(content).hexdigest()
+    if plan.pretrained is not None:
+        settings["pretrained"] = hashlib.sha256(plan.pretrained.read_bytes()).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{plan.dataset_name}-{plan.optimizer}-{digest}"

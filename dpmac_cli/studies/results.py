@@ -22,15 +22,6 @@ LEAST_SPREAD = 1e-9
 LEVEL = 0.05
 
 
-@dataclass(frozen=True)
-class Score:
-    """A finished run: metric of the test records (0 to 1; nan if undefined), training seconds."""
-
-    seed: int
-    value: float
-    seconds: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """Runs that differ only by their seed.
@@ -38,7 +29,8 @@ class Cell:
     Attributes:
         labels, column: of the row, and value of the column.
         epsilon: of one run; ``inf`` without privacy.
-        scores: of the runs that finished.
+        values: metric of the test records (0 to 1; nan if undefined) by seed, of finished runs.
+        seconds: mean training time of the finished runs; nan if there is none.
         failures: why others did not, by seed.
         standing: "best" if significantly so, "tied" if not told apart from it, "" otherwise.
     """
@@ -47,7 +39,8 @@ class Cell:
     column: float
     sigma: float
     epsilon: float
-    scores: tuple[Score, ...]
+    values: Mapping[int, float]
+    seconds: float
     failures: Mapping[int, str]
     standing: str = ""
 
@@ -57,25 +50,15 @@ class Cell:
         return row_name(self.labels)
 
     @property
-    def values(self) -> dict[int, float]:
-        """Metric of the test records by seed."""
-        return {score.seed: score.value for score in self.scores}
-
-    @property
     def mean(self) -> float:
         """Mean metric, 0 to 1; nan if no run finished, or it is not defined."""
-        return fmean(self.values.values()) if self.scores else math.nan
+        return fmean(self.values.values()) if self.values else math.nan
 
     @property
     def std(self) -> float | None:
         """Sample standard deviation of the metric; None for fewer than two."""
-        defined = len(self.scores) > 1 and math.isfinite(self.mean)
+        defined = len(self.values) > 1 and math.isfinite(self.mean)
         return stdev(self.values.values()) if defined else None
-
-    @property
-    def seconds(self) -> float:
-        """Mean training time; nan if no run finished."""
-        return fmean(score.seconds for score in self.scores) if self.scores else math.nan
 
 
 @dataclass(frozen=True)
@@ -101,7 +84,7 @@ def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
-    scores, failed = [], {}
+    values, seconds, failed = {}, [], {}
     first = runs[0][1]
     plan = first.plan
     epsilon = total_epsilon((plan.event,), plan.delta) if plan.private else math.inf
@@ -113,15 +96,16 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
         if plan.private and (did := events_of(run.folder)) != (plan.event,):
             epsilon = max(epsilon, total_epsilon(did, plan.delta))
         key = metric_key(plan.metric).removeprefix("test_")
-        seconds = float(report["timings"]["training_seconds"])
+        seconds.append(float(report["timings"]["training_seconds"]))
         value = report["test"].get(key)
-        scores.append(Score(run.seed, math.nan if value is None else float(value), seconds))
+        values[run.seed] = math.nan if value is None else float(value)
     return Cell(
         labels=first.labels,
         column=first.column,
         sigma=plan.sigma,
         epsilon=epsilon,
-        scores=tuple(scores),
+        values=values,
+        seconds=fmean(seconds) if seconds else math.nan,
         failures=failed,
     )
 

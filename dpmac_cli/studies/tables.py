@@ -51,7 +51,7 @@ def _row(cell: Cell) -> dict[str, Any]:
         "epsilon": _finite(cell.epsilon),
         "mean": _finite(cell.mean),
         "std": cell.std,
-        "seeds": len(cell.scores),
+        "seeds": len(cell.values),
         "values": {str(seed): _finite(value) for seed, value in cell.values.items()},
         "failures": {str(seed): why for seed, why in cell.failures.items()},
         "standing": cell.standing,
@@ -79,7 +79,7 @@ def as_markdown(comparison: Comparison) -> str:
     by_place = {(cell.labels, cell.column): cell for cell in comparison.cells}
     for labels in dict.fromkeys(cell.labels for cell in comparison.cells):
         cells = [by_place.get((labels, column)) for column in epsilons]
-        seconds = [cell.seconds for cell in cells if cell and cell.scores]
+        seconds = [cell.seconds for cell in cells if cell and cell.values]
         time = str(timedelta(seconds=round(fmean(seconds)))) if seconds else MISSING
         rows.append([row_name(labels).replace("|", "\\|"), *map(_mean, cells), time])
     head = ["", *(f"{comparison.grid.column} {column:g}" for column in epsilons), "a run takes"]
@@ -101,25 +101,23 @@ def _mean(cell: Cell | None) -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return how rows were told apart, and :func:`warnings`."""
+    """Return how rows were told apart, what epsilons cover, and what publishing the best costs."""
     rivals = Counter(cell.column for cell in comparison.cells)
-    tested = Counter(cell.column for cell in comparison.cells if len(cell.scores) > 1)
+    tested = Counter(cell.column for cell in comparison.cells if len(cell.values) > 1)
+    said = []
     if max(tested.values(), default=0) > 1:
-        return [TEST, *warnings(comparison)]
-    return [*([NO_TEST] if max(rivals.values()) > 1 else []), *warnings(comparison)]
-
-
-def warnings(comparison: Comparison) -> list[str]:
-    """Return what the epsilons of a table cover, and what publishing its winner costs."""
+        said.append(TEST)
+    elif max(rivals.values()) > 1:
+        said.append(NO_TEST)
     epsilon, cells = comparison.epsilon, comparison.cells
     if not math.isfinite(epsilon) or epsilon == 0:
-        return []
-    said = [
+        return said
+    said.append(
         "Runs are drawn with the seeds named, to be repeatable: their epsilons hold only against "
         "those who do not know the seeds. Train what is to be published without one."
-    ]
+    )
     open_ends = sum(len(cell.failures) for cell in cells)
-    runs = open_ends + sum(len(cell.scores) for cell in cells)
+    runs = open_ends + sum(len(cell.values) for cell in cells)
     counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
     if runs > 1 or epsilon > cells[0].epsilon:
         said.append(
