@@ -336,6 +336,7 @@ PUBLIC = {
     "privacy.sampler",
     "privacy.sampling_rate",
     "privacy.randomness.statement",
+    "privacy.risk.statement",
     "privacy.seed_policy.given",
     "privacy.seed_policy.statement",
     "privacy.statement",

@@ -93,8 +93,8 @@ class Risk:
         """Return the bounds as JSON values: infinity is null."""
         return {
             "statement": self.statement,
-            "priors": PRIORS,
-            "attacks": [vars(attack) for attack in self.attacks],
+            "priors": list(PRIORS),
+            "attacks": [{**vars(a), "posteriors": list(a.posteriors)} for a in self.attacks],
             "gaussian_mu": self.mu if math.isfinite(self.mu) else None,
             "gaussian_mu_down_to_delta": LEAST_DELTA,
             "epsilons": [
