@@ -61,7 +61,7 @@ def meaning(epsilon: str, delta: str, unit: str = RECORD) -> str:
     """Return what (epsilon, delta)-differential privacy promises."""
     return (
         f"{neighbours(unit)} changes the probability of whatever the model and its report may "
-        f"show by a factor of at most e^{epsilon}, but for a probability of {delta}: "
+        f"show by a factor of at most e^{epsilon}, except with probability {delta}: "
         f"({epsilon}, {delta})-differential privacy under {ADJACENCY} adjacency."
     )
 
