@@ -362,16 +362,18 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
         "standardise": "half",
         "feature_range": "0,1",
         "schema": "schema.yaml",
+        "records_per_unit": "2",
         "skip_bad": True,
         "data_dir": "there",
     }
-    assert every.keys() == {n for n, s in SETTINGS.items() if s.panel == DATA} | {"data_dir"}
-    split_off = {"test_fraction", "split_seed"}
+    in_panel = {n for n, s in SETTINGS.items() if s.panel == DATA} | {"data_dir"}
+    assert every.keys() | {"unit"} == in_panel  # which is refused where it does nothing
+    split_off, always = {"test_fraction", "split_seed"}, {"schema", "data_dir", "records_per_unit"}
     idle = {
-        "photos": {*split_off, "feature_range", "schema", "data_dir"},
-        "album": {"feature_range", "schema", "data_dir"},
-        "wine.npz": {"channels", "image_size", "standardise", "schema", "data_dir"},
-        "images.npz": {*split_off, "feature_range", "schema", "data_dir"},
+        "photos": {*split_off, "feature_range", *always},
+        "album": {"feature_range", *always},
+        "wine.npz": {"channels", "image_size", "standardise", *always},
+        "images.npz": {*split_off, "feature_range", *always},
     }
     Path("schema.yaml").write_text(
         "label: {column: y, classes: [a, b]}\ncolumns: {x: {range: [0, 1]}}\n"

@@ -71,8 +71,9 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         ["epoch", "2", "step", "24"],
     ]
     assert all("epsilon" in line and "test accuracy" in line for line in epochs)
-    assert lines[-3].endswith("on 360 samples")
-    assert lines[-2].startswith("privacy epsilon 1.6")
+    assert lines[-4].endswith("on 360 samples")
+    assert lines[-3].startswith("privacy epsilon 1.6")
+    assert lines[-2].startswith("An attacker who accepts 1 false alarm in 100 detects a given")
     assert lines[-1] == (
         "runs/digits-dp-adam-1: model.safetensors, model-card.md, report.json, metrics.jsonl, "
         "config.yaml, SHA256SUMS"

@@ -107,9 +107,8 @@ def oracle(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tenso
     parameters = [p.requires_grad_() for of in layers for p in of.parameters.values()]
     rows = []
     for i in range(len(x)):
-        losses = nn.functional.cross_entropy(
-            model(x[i : i + 1].flatten(0, x.ndim - 3)), y[i].repeat(x[0, ..., 0, 0].numel())
-        )
+        outputs = model(x[i : i + 1].flatten(0, x.ndim - 3))
+        losses = nn.functional.cross_entropy(outputs, y[i].flatten())
         found = torch.autograd.grad(losses, parameters)
         rows.append(torch.cat([g.flatten() for g in found]))
     for p in parameters:
@@ -119,7 +118,8 @@ def oracle(model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor) -> Tenso
 
 def samples(views: int = 1) -> tuple[Tensor, Tensor]:
     shape = (SAMPLES, TOKENS, WIDTH) if views == 1 else (SAMPLES, views, TOKENS, WIDTH)
-    return torch.randn(shape, dtype=torch.float64), torch.arange(SAMPLES) % 3
+    labels = torch.arange(SAMPLES * views).view(SAMPLES, *[views] * (views > 1)) % 3
+    return torch.randn(shape, dtype=torch.float64), labels
 
 
 def example() -> Tensor:

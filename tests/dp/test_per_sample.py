@@ -805,7 +805,7 @@ def test_linear_layers_never_form_per_sample_gradients(
     samples = 64
     subject = prepare(nn.Sequential(nn.Linear(100, 80), nn.ReLU(), nn.Linear(80, 10)), views=views)
     shape = (samples, 100) if views == 1 else (samples, views, 100)
-    x, y = torch.randn(shape), torch.randint(10, (samples,))
+    x, y = torch.randn(shape), torch.randint(10, shape[:-1])
     m = torch.randn_like(subject.theta)
     region = (
         ellipsoid(m, torch.ones_like(m) * m.norm() / ratio) if ratio else ball(1.0, subject.theta)
