@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
@@ -32,7 +34,7 @@ from dpmac_cli.storage.progress import LISTENER, Computing, outcome
 from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 from dpmac_cli.studies.local import share_data
 from tests.digits_runs import after, same_weights, train_events
-from tests.helpers import load
+from tests.helpers import PLAN, Batches, load, make_trainer
 from tests.typed import dpmac
 
 CPU = torch.device("cpu")
@@ -359,6 +361,28 @@ def test_records_that_are_read_ahead_are_those_that_are_asked_for(
         assert torch.equal(labels, whole.labels[places])
     split.read_ahead(some)
     assert torch.equal(split.at(some)[0], whole.images[some])
+
+
+def test_every_chunk_of_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the chunk before it is worked on."""
+    photos(Path("photos"))
+    monkeypatch.setattr(dataset, "IN_MEMORY", 0)
+    data = load_data(plan_of().data, Path(), CPU)
+    assert data.train.stored is not None
+    reads: list[list[int]] = []
+    read = data.train.stored._read
+
+    def counted(places: Any) -> torch.Tensor:
+        reads.append(places.tolist())
+        return read(places)
+
+    monkeypatch.setattr(data.train.stored, "_read", counted)
+    plan = replace(PLAN, physical_batch=2)
+    whole = list(range(len(data.train)))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    make_trainer("dp-sgd", plan=plan, data=data, model=model, sampler=Batches(whole)).step()
+    assert len(reads) > 2
+    assert sorted(record for chunk in reads for record in chunk) == whole
 
 
 @pytest.mark.privacy
