@@ -55,8 +55,8 @@ def simulated(sigma: float, steps: int, epochs: int, runs: int) -> tuple[float, 
 
 def package(sigma: float, steps: int, epochs: int) -> list[float]:
     """Return the lower and upper bound of the package by Feldman and Shenfeld."""
-    from PLD_accounting import gaussian_allocation_epsilon_configurable  # noqa: PLC0415
-    from PLD_accounting.types import (  # noqa: PLC0415
+    from PLD_accounting import gaussian_allocation_epsilon_configurable  # noqa: PLC0415  (optional)
+    from PLD_accounting.types import (  # noqa: PLC0415  (optional)
         AllocationSchemeConfig,
         BoundType,
         PrivacyParams,

@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
 
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
@@ -105,8 +106,6 @@ def measure(results: Path) -> None:
 
 def draw(results: Path, picture: Path) -> None:
     """Draw accuracy against epsilon, and print the table."""
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     print(f"| unit of privacy | {' | '.join(f'epsilon {e:g}' for e in EPSILONS)} |")

@@ -281,8 +281,11 @@ def test_units_of_images_are_told_by_their_paths() -> None:
     assert train.units is not None
     assert len(train.units) + len(test.y) == 60
     assert own.inspect(source).facts.train_size == len(set(train.units.tolist())) < 12
-    with pytest.raises(InputError, match="has no match of --unit customer"):
-        own.inspect(replace(source, unit="customer"))
+    for pattern in ("customer", "patient(x)?"):
+        with pytest.raises(InputError, match="has no match of --unit"):
+            own.inspect(replace(source, unit=pattern))
+    with pytest.raises(InputError, match="is not a regular expression"):
+        own.inspect(replace(source, unit="patient("))
 
 
 def test_a_program_names_units() -> None:

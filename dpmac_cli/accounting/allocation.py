@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from numpy.typing import NDArray
+from scipy import fft, stats
 
 Floats = NDArray[np.float64]
 
@@ -68,8 +70,6 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     Returns:
         An object of dp-accounting. It is never worse than t = 1, the mechanism on all records.
     """
-    from dp_accounting.pld import pld_pmf, privacy_loss_distribution  # noqa: PLC0415  (a second)
-
     if steps == 1 or noise_multiplier < LEAST_NOISE:
         return privacy_loss_distribution.from_gaussian_mechanism(
             noise_multiplier, value_discretization_interval=width
@@ -93,8 +93,6 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
 @functools.lru_cache(maxsize=4)
 def likelihood_ratios(steps: int, noise_multiplier: float) -> Ratios:
     """Return the likelihood ratio of an epoch of t = ``steps`` >= 2, at sigma >= LEAST_NOISE."""
-    from scipy import fft, stats  # noqa: PLC0415  (half a second to load)
-
     sigma, t = noise_multiplier, steps
     spread = math.sqrt(math.expm1(1 / sigma**2))
     cap = min(
@@ -124,8 +122,6 @@ def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, fl
         Probabilities of ``0, width, ..., cells * width``, and those that Z is beyond, where the
         step is without the record and where it has it.
     """
-    from scipy import stats  # noqa: PLC0415  (half a second to load)
-
     normal = sigma * (np.log(width * np.arange(1, cells + 1)) + 0.5 / sigma**2)
 
     def between(bounds: Floats) -> Floats:
@@ -162,8 +158,6 @@ def _wrapped(masses: Floats, width: float, t: int, size: int) -> float:
 
 def gaussian_deltas(sigma: float, epsilons: Floats) -> Floats:
     """Return delta of one Gaussian mechanism (Balle and Wang 2018, Theorem 8)."""
-    from scipy import stats  # noqa: PLC0415  (half a second to load)
-
     more, less = 0.5 / sigma - epsilons * sigma, -0.5 / sigma - epsilons * sigma
     deltas: Floats = stats.norm.cdf(more) - np.exp(epsilons + stats.norm.logcdf(less))
     return deltas

@@ -230,8 +230,8 @@ def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
     if not {"low", "high"} <= arrays.keys():
         yield (
             f"{'rows of ' * (arrays['x'].ndim == 2)}numbers need a public range to be clipped to: "
-            "--feature-range LOW,HIGH, or arrays low and high with a number a column. Take it from "
-            "what the columns mean, not from these records, which are private"
+            "--feature-range LOW,HIGH, or arrays low and high with one number per column. Take it "
+            "from what the columns mean, not from these records, which are private"
         )
         return
     good, ends = np.zeros(columns, bool), (arrays["low"], arrays["high"])

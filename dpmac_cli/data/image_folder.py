@@ -200,12 +200,24 @@ class ImageFolder:
 
 def _units(names: list[str], pattern: str) -> list[str]:
     """Return the unit that each file is of: what the pattern, or its first group, matches."""
-    found = {name: re.search(pattern, name) for name in names}
+    try:
+        compiled = re.compile(pattern)
+    except re.error as failure:
+        raise InputError(
+            f"--unit {pattern} is not a regular expression ({failure}). To find 17 in "
+            "patient17.png: --unit 'patient([0-9]+)'."
+        ) from failure
+    found = [compiled.search(name) for name in names]
+    units = [(match and match[min(compiled.groups, 1)]) or "" for match in found]
     refuse(
-        [f"{name} has no match of --unit {pattern}" for name in names if not found[name]],
+        [
+            f"{name} has no match of --unit {pattern}"
+            for name, unit in zip(names, units, strict=True)
+            if not unit
+        ],
         " Rename such files, or give a pattern of all paths below the folder.",
     )
-    return [match[1 if match.re.groups else 0] or "" for match in found.values() if match]
+    return units
 
 
 def _parts(source: Source) -> list[Path]:

@@ -187,7 +187,7 @@ def recount(
         found: faults that were found before.
 
     Raises:
-        InputError: there is no report of ours, or a flag does not fit it.
+        InputError: the file is not a dpmac report, or a flag does not apply to it.
     """
     why = f"contradicts {path}, which says what was done: leave it out."
     errors = [*found, *(f"--{name} {why}" for name in given if name not in BESIDE_A_RUN)]
