@@ -44,7 +44,7 @@ def code(text: str) -> str:
 def cells(text: str) -> dict[str, str]:
     """The rows of its tables of two columns."""
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {row[0]: row[1] for row in rows if len(row) == 2}
+    return {row[0]: row[1] for row in reversed(rows) if len(row) == 2}
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +142,14 @@ def test_it_says_what_is_not_covered(finished: Finished) -> None:
         "The test records. The accuracy was measured on them without noise. Where settings, steps",
         "Times in `report.json` and `metrics.jsonl`: they are measured, with no noise added.",
         "the folder `checkpoint/`, which must never be published",
-        "The number of training records, 1,437, is public.",
     ):
         assert said in rest
+    rows = finished.report["privacy"]["computed_from_records"]
+    status = {row["what"]: row["status"] for row in rows}
+    assert status["number of training records"] == "declared public"
+    assert status["scores of the test records"] == "not covered"
+    for row in rows:
+        assert f"| {row['what']} | {row['status']} |" in card(finished.folder)
 
 
 @pytest.mark.privacy

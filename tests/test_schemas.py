@@ -42,6 +42,7 @@ RUNS: Mapping[str, dict[str, Any]] = {
     "ordinary": {},
     "seeded": {"seed": 1},
     "secure": {"secure": True},
+    "covered scores": {"cover_scores": True, "epsilon": "3", "metric": "balanced-accuracy"},
     "baseline": {"no_dp": True},
     "budget spent": {"max_epsilon": "0.08"},
     "audit": {"canaries": 1000},

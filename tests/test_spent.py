@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,6 +35,8 @@ from dpmac_cli.studies import results as compare
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.results import collect
 from dpmac_cli.studies.tables import remarks
+from dpmac_cli.training import covered, trainer
+from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.trainer import Trainer
 from tests.digits_runs import RATE, SIGMA, after, digits_config
 
@@ -73,6 +76,7 @@ class Truth:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.released: dict[str, float] = {}
+        self.scores: dict[str, float] = {}
         self.left: float = math.inf
         release, replace = GaussianMechanism.release, os.replace
 
@@ -88,7 +92,14 @@ class Truth:
             replace(*args)
             self.tick()
 
+        def scored(*args: Any, **rest: Any) -> CoveredScore:
+            score = covered.release(*args, **rest)
+            self.scores[repr(score)] = args[2]
+            self.tick()
+            return score
+
         monkeypatch.setattr(GaussianMechanism, "release", released)
+        monkeypatch.setattr(trainer, "release", scored)
         monkeypatch.setattr(os, "replace", replaced)
 
     def tick(self) -> None:
@@ -105,10 +116,10 @@ class Truth:
             self.left = math.inf
 
     def epsilon(self) -> float:
-        sigmas = sorted(self.released.values())
-        counts = {sigma: sigmas.count(sigma) for sigma in sigmas}
-        events = (TrainingEvent(RATE, s, n, "poisson", EPOCH) for s, n in counts.items())
-        return total_epsilon(tuple(events), 1e-5)
+        steps, scores = Counter(self.released.values()), Counter(self.scores.values())
+        training = (TrainingEvent(RATE, s, n, "poisson", EPOCH) for s, n in steps.items())
+        tested = (TrainingEvent(1.0, s, n) for s, n in scores.items())
+        return max(total_epsilon(tuple(training), 1e-5), total_epsilon(tuple(tested), 1e-5))
 
 
 def start(**flags: Any) -> Any:
@@ -116,8 +127,9 @@ def start(**flags: Any) -> Any:
     return digits_config(**{**defaults, "out": "run", "model": "mlp-small", **flags})
 
 
-def counted(report: Any) -> int:
-    return sum(event["steps"] for event in report["privacy"]["events"])
+def counted(report: Any, records: str = "training") -> int:
+    events = report["privacy"]["events"]
+    return sum(event["steps"] for event in events if event["records"] == records)
 
 
 def has_checkpoint(where: Path) -> bool:
@@ -139,11 +151,20 @@ def lose(draw: random.Random, where: Path) -> bool:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("seed", range(25))
-def test_epsilon_is_never_below_what_was_spent(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seed", "scores"),
+    [
+        *((seed, {}) for seed in range(25)),
+        *((seed, {"cover_scores": True, "score_every": "1"}) for seed in range(25, 37)),
+        *((seed, {"cover_scores": True}) for seed in range(37, 43)),
+    ],
+)
+def test_epsilon_is_never_below_what_was_spent(
+    seed: int, scores: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw, truth = random.Random(seed), Truth(monkeypatch)
     kills, lost, steps, where, here = 0, False, STEPS, RUN, environment.environment
-    begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start())
+    begin: Callable[[], Iterator[RunEvent]] = functools.partial(run.train, start(**scores))
     for attempt in range(8):
         ended: Finished | None = None
         try:
@@ -161,6 +182,8 @@ def test_epsilon_is_never_below_what_was_spent(seed: int, monkeypatch: pytest.Mo
             if not lost:
                 released = len(truth.released)
                 assert released <= counted(ended.report) <= released + kills
+                told = len(truth.scores)
+                assert told <= counted(ended.report, "test") <= told + kills
         if has_checkpoint(Path(f"fork-{attempt - 1}")):
             where = Path(f"fork-{attempt - 1}")
         if not has_checkpoint(where):

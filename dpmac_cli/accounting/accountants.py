@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from dpmac_cli.accounting.events import TrainingEvent, merged
+from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
 from dpmac_cli.errors import InputError
 
 #: Accountants by name, and what each is.
@@ -43,6 +43,8 @@ def total_epsilon(
 ) -> float:
     """Return epsilon of several trainings on the same records, in sequence or as forks.
 
+    Of events on training and on test records, it is the larger of the two costs.
+
     Args:
         events: what was done; order does not matter.
         delta: in (0, 1).
@@ -52,9 +54,16 @@ def total_epsilon(
     Raises:
         InputError: see :func:`choose_accountant`.
     """
-    parts = merged(events)
-    if not parts or noiseless(parts):
-        return math.inf if parts else 0.0
+    splits = by_records(merged(events))
+    return max((_epsilon(parts, delta, accountant, widest) for parts in splits), default=0.0)
+
+
+def _epsilon(
+    parts: tuple[TrainingEvent, ...], delta: float, accountant: str | None, widest: float
+) -> float:
+    """Return epsilon of merged events on one split."""
+    if noiseless(parts):
+        return math.inf
     if choose_accountant(parts, accountant) == "pld":
         import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
 

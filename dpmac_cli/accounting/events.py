@@ -51,6 +51,8 @@ class TrainingEvent:
         steps: T, how many steps saw data (an empty batch counts), >= 0.
         sampler: a key of :data:`SAMPLERS`; an earlier name is replaced by it.
         steps_per_epoch: ceil(n/B); matters where a record is in one batch of each epoch.
+        records: the split that it is on, "training" or "test". No record is in both, so that
+            events on one cost a record of the other nothing (parallel composition).
 
     Raises:
         InputError: steps are negative; summed with others, they would lower the privacy cost.
@@ -61,6 +63,7 @@ class TrainingEvent:
     steps: int
     sampler: str = "poisson"
     steps_per_epoch: int = 1
+    records: str = "training"
 
     def __post_init__(self) -> None:
         if self.steps < 0:
@@ -95,6 +98,37 @@ class TrainingEvent:
         if not self.sampling.once_an_epoch:
             one = dp_accounting.PoissonSampledDpEvent(self.rate, one)
         return dp_accounting.SelfComposedDpEvent(one, self.compositions)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of test records, released with Gaussian noise.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the sensitivity of a score.
+        every: steps between scores. There is one more after the last step.
+    """
+
+    noise_multiplier: float
+    every: int
+
+    def due(self, step: int, end: int) -> bool:
+        """Return whether a score is released after a step of a run that ends at step ``end``."""
+        return step == end or (step > 0 and step % self.every == 0)
+
+    def event(self, begun: int, end: int, base: int = 0) -> TrainingEvent:
+        """Return what the scores after steps ``base + 1, ..., begun`` do to the test records."""
+        count = begun // self.every - base // self.every
+        count += base < end <= begun and end % self.every > 0
+        return TrainingEvent(1.0, self.noise_multiplier, count, records="test")
+
+
+def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ...], ...]:
+    """Group events by the split that they are on. The privacy cost is that of the worst group."""
+    splits: dict[str, tuple[TrainingEvent, ...]] = {}
+    for event in events:
+        splits[event.records] = (*splits.get(event.records, ()), event)
+    return tuple(splits.values())
 
 
 def merged(

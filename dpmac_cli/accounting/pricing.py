@@ -55,23 +55,24 @@ def price(
     :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
     """
     epsilon = total_epsilon(events, delta, accountant)
-    last = events[-1]
-    rate = common(event.sampling_rate for event in events)
-    steps = sum(event.steps for event in events)
+    trained = [event for event in events if event.records == "training"]
+    last = trained[-1]
+    rate = common(event.sampling_rate for event in trained)
+    steps = sum(event.steps for event in trained)
     noisy = [event for event in events if event.noise_multiplier > 0]
     return Row(
         statement=statement(epsilon, delta, events, unit),
         events=events,
         epsilon=epsilon,
         delta=delta,
-        noise_multiplier=common(event.noise_multiplier for event in events),
+        noise_multiplier=common(event.noise_multiplier for event in trained),
         sampling_rate=rate,
         steps=steps,
         epochs=None if rate is None else steps / last.steps_per_epoch,
         sampler=last.sampler,
         accountant=choose_accountant(noisy, accountant),
         adjacency=ADJACENCY,
-        compositions=sum(event.compositions for event in events),
+        compositions=sum(event.compositions for event in trained),
         unit=unit,
     )
 

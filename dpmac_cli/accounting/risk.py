@@ -23,8 +23,8 @@ from dpmac_cli.accounting.accountants import (
     noiseless,
     total_epsilon,
 )
-from dpmac_cli.accounting.events import TrainingEvent, merged
-from dpmac_cli.accounting.statements import RECORD, UNIT, format_epsilon
+from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
+from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
 
 #: False positive rates that attacks are bounded at, and the one that the statement names.
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
@@ -81,7 +81,7 @@ class Risk:
     @property
     def statement(self) -> str:
         """The bound at a false positive rate of :data:`STATED`, in a sentence."""
-        unit = "unit" if self.unit == UNIT else RECORD
+        unit = short(self.unit)
         if self.noiseless:
             return f"An attacker may detect any {unit}: no noise was added."
         who = f"An attacker who accepts 1 false alarm in {1 / STATED:.0f}"
@@ -159,11 +159,14 @@ def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
     import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
 
     epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, POINTS))
-    if not parts or noiseless(parts):
-        return epsilons, np.full_like(epsilons, 1.0 if parts else 0.0)
+    if noiseless(parts):
+        return epsilons, np.ones_like(epsilons)
     choose_accountant(parts)
+    deltas = np.zeros_like(epsilons)
     with np.errstate(over="ignore"):
-        deltas = loss_distribution(parts).get_delta_for_epsilon(epsilons)
+        for split in by_records(parts):
+            found = loss_distribution(split).get_delta_for_epsilon(epsilons)
+            deltas = np.maximum(deltas, found)
     falling = np.maximum.accumulate(deltas[::-1])[::-1]  # rounding errors lie about 1e-14
     return epsilons, np.clip(falling, 0.0, 1.0)
 

@@ -9,9 +9,9 @@ PLD_ENDS = (
     "Privacy loss distributions end near a delta of 1e-14: ask for a larger delta, or price by "
     "RDP, which reaches further (dpmac account --accountant rdp)."
 )
-#: Unit of privacy: what neighbouring data sets differ by.
-RECORD = "training record"
-UNIT = "unit with all of its training records"
+#: Unit of privacy: what neighbouring data sets differ by; ``COVERED_`` where scores are covered.
+RECORD, COVERED_RECORD = "training record", "training or test record"
+UNIT, COVERED_UNIT = "unit with all of its training records", "unit with all of its records"
 NO_PRIVACY = "No privacy: no noise was added."
 
 
@@ -43,13 +43,23 @@ def statement(
             f"noise was added, but nothing can be promised. {PLD_ENDS}"
         )
     promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
-    counted = "units" if unit == UNIT else "training records"
+    counted = {RECORD: "training records", COVERED_RECORD: "records"}.get(unit, "units")
     done = " and ".join(map(_done, merged(events, "steps"))) or "no step"
+    tested = "Test records are not protected"
+    if unit in (COVERED_RECORD, COVERED_UNIT):
+        tested = (
+            f"A {short(unit)} is trained on or tested on, never both, so this is the larger of two "
+            "costs. Exact test scores are not protected"
+        )
     return (
-        f"{promise} This is for {done}. The number of {counted} is public. Test records are "
-        "not protected, and measured times not covered. Publishing the best of several runs costs "
-        "more."
+        f"{promise} This is for {done}. The number of {counted} is public. {tested}, and measured "
+        "times not covered. Publishing the best of several runs costs more."
     )
+
+
+def short(unit: str) -> str:
+    """Return a unit of privacy in a word or two: "unit", "training record" or "record"."""
+    return {RECORD: RECORD, COVERED_RECORD: "record"}.get(unit, "unit")
 
 
 def neighbours(unit: str = RECORD) -> str:
@@ -67,6 +77,8 @@ def meaning(epsilon: str, delta: str, unit: str = RECORD) -> str:
 
 
 def _done(event: TrainingEvent) -> str:
-    steps = f"{event.steps} {event.sampling.done} step{'s' if event.steps > 1 else ''}"
-    rate, sigma = event.sampling_rate, event.noise_multiplier
+    several, rate, sigma = "s" * (event.steps > 1), event.sampling_rate, event.noise_multiplier
+    if event.records == "test":
+        return f"{event.steps} score{several} of test records with noise multiplier {sigma:.10g}"
+    steps = f"{event.steps} {event.sampling.done} step{several}"
     return f"{steps} at rate {rate:.4g} with noise multiplier {sigma:.10g}"

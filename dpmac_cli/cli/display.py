@@ -20,6 +20,7 @@ from dpmac_cli.runs.report import TEXTS
 from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.training import evaluation, loop
+from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.metrics import sensitivity_and_specificity
 
 #: The epsilon above which a run's cost is remarked on.
@@ -111,10 +112,12 @@ class Display:
             epsilon=spent if self._plan.private else "no privacy",
         )
         if isinstance(event.event, loop.Evaluated):
-            self._scored = event.event.result
+            result = event.event.result
+            self._scored = result if isinstance(result, evaluation.Evaluation) else None
             self.console.print(_evaluated(event.event, event.epsilon, self._plan.metric))
-            value = percent(self._scored.metric(self._plan.metric))
-            self._bar.update(self._task, accuracy=f"test {value}")
+            value = result.metric(self._plan.metric)
+            if not math.isnan(value):
+                self._bar.update(self._task, accuracy=f"test {percent(value)}")
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
@@ -174,20 +177,30 @@ def _parameters(trained: int, total: int) -> str:
 
 
 def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Text:
-    private = epsilon is None or not math.isinf(epsilon)
-    return Text.assemble(
+    private, result = epsilon is None or not math.isinf(epsilon), event.result
+    line = Text.assemble(
         f"epoch {event.epoch:>3.4g}  step {event.step:>5}  ",
         f"epsilon {format_epsilon(epsilon)}" if private else ("no privacy", "red"),
-        f"  test {METRICS[metric]} ",
-        (percent(event.result.metric(metric)), "bold"),
     )
+    if not (isinstance(result, CoveredScore) and math.isnan(result.accuracy)):  # none released
+        line.append(f"  test {METRICS[metric]} ").append(percent(result.metric(metric)), "bold")
+    return line
 
 
 def _summary(event: Finished, metric: str) -> Iterator[Text]:
     report, where = event.report, event.folder
     test, privacy = report["test"], report["privacy"]
-    value = (percent(test[metric.replace("-", "_")]), "bold")
-    yield Text.assemble(f"test {METRICS[metric]} ", value, f" on {test['samples']:,} samples")
+    value = test[metric.replace("-", "_")]
+    shown = (percent(value), "bold")
+    scores = privacy["covered_scores"]
+    if scores and value is None:
+        yield Text("no test score was released: the run ended before one was due", ATTENTION)
+    else:
+        counted = "units" if scores and privacy["unit"]["told_by"] else "samples"
+        yield Text.assemble(f"test {METRICS[metric]} ", shown, f" on {test['samples']:,} {counted}")
+    if scores and value is not None:
+        low, high = map(percent, test["interval"])
+        yield Text(f"test records are covered: without the noise, accuracy {low} to {high} (95%)")
     if privacy["private"]:
         spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
         yield Text.assemble(

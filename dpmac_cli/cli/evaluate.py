@@ -118,7 +118,8 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
     intervals = metrics.intervals(answers, values)
     if plot:
         draw_evaluation(answers, values["calibration-error"], scored.classes, plot)
-    console.print_notes(display.doubts(result))
+    exact = "these scores are exact: epsilon covers those in report.json, and these are not covered"
+    console.print_notes([*display.doubts(result), *[exact] * scored.covered])
     if json:
         body = {
             "model": str(scored.path),

@@ -8,7 +8,7 @@ from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.settings import DATA, OPTIMIZER, SETTINGS, flag_name
+from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import (
     BACKBONES,
@@ -26,6 +26,7 @@ NEEDS = {
     "guesses": ("canaries", "is of an audit"),
     "backbone_size": ("backbone", "is of a backbone"),
     "backbone_flips": ("backbone", "is of a backbone"),
+    "score_every": ("cover_scores", "is of covered scores"),
     "train": ("pretrained FILE or --backbone", "is of public weights"),
     "lora_rank": ("train lora", "is of LoRA"),
     "lora_alpha": ("train lora", "is of LoRA"),
@@ -43,7 +44,7 @@ def lonely(given: Mapping[str, Given]) -> Iterator[str]:
     for name, (other, why) in NEEDS.items():
         enough = {word.strip("-") for word in other.split()}
         if name in given and not enough & given.keys():
-            yield f"--{flag_name(name)} {why}: add --{other}, or leave it out."
+            yield f"--{flag_name(name)} {why}: add --{flag_name(other)}, or leave it out."
 
 
 def faults(plan: TrainPlan) -> Iterator[str]:
@@ -62,6 +63,8 @@ def faults(plan: TrainPlan) -> Iterator[str]:
     if 0 < plan.canaries < plan.guesses:
         yield f"--guesses ({plan.guesses:,}) must not be above --canaries ({plan.canaries:,})."
     yield from _frozen_faults(plan)
+    if plan.scores is not None:
+        yield from _covered_faults(plan)
     if plan.steps > MOST_STEPS:
         yield (
             f"--epochs {plan.recorded['epochs']} is {plan.steps:,} steps in all at a --batch-size "
@@ -75,6 +78,18 @@ def faults(plan: TrainPlan) -> Iterator[str]:
         yield (
             f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
             f"{plan.steps:,}."
+        )
+
+
+def _covered_faults(plan: TrainPlan) -> Iterator[str]:
+    """Yield faults between --cover-scores and other settings."""
+    if not plan.private:
+        yield "--cover-scores protects test records, and --no-dp protects nothing: leave one out."
+    known = COVERED[:1] if plan.facts.multilabel else COVERED
+    if plan.metric not in known:
+        yield (
+            f"--metric {plan.metric} cannot be released with --cover-scores. Use "
+            f"{' or '.join(known)}, or leave out --cover-scores."
         )
 
 
@@ -130,7 +145,7 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
             "records and are treated as public. Declare them to avoid that: "
             f"{_declaration(found)}"
         )
-    if found.untested:
+    if found.untested and plan.scores is None:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (
             f"{plan.dataset} has no test record of the classes {', '.join(some)}"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.statements import RECORD, UNIT
+from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
@@ -43,6 +43,7 @@ class TrainPlan:
         out: the run folder; None for the first free of runs/:attr:`stem`-1, -2, ...
         force: whether a run that is there is replaced.
         metric: of the test records, to show.
+        scores: noise of test scores, which covers the test records; None for exact scores.
         recorded: what config.yaml keeps, under the names of the flags.
     """
 
@@ -76,6 +77,7 @@ class TrainPlan:
     out: Path | None
     force: bool
     metric: str
+    scores: Scores | None
     json: bool
     quiet: bool
     recorded: Mapping[str, Any] = field(hash=False, repr=False)
@@ -119,7 +121,9 @@ class TrainPlan:
     @property
     def unit(self) -> str:
         """Unit of privacy, in words."""
-        return UNIT if self.found.unit else RECORD
+        if self.scores is None:
+            return UNIT if self.found.unit else RECORD
+        return COVERED_UNIT if self.found.unit else COVERED_RECORD
 
     @property
     def method(self) -> Optimizer:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.calibration import calibrate_noise
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import calibrate_noise, check_within_reach
+from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
 from dpmac_cli.config.given import Given, combined, faults_of_model, typed, validated
@@ -30,7 +31,7 @@ AS_GIVEN = (
     *("metric", "json", "quiet"),
 )
 #: Settings that config.yaml leaves out where they have their defaults.
-OMITTED = {*RECIPE_DEFAULTS, "isolate", "backbone_flips", "metric"}
+OMITTED = {*RECIPE_DEFAULTS, "isolate", "backbone_flips", "metric", "cover_scores"}
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,23 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
 def _calibrated(plan: TrainPlan) -> TrainPlan:
     """Return a plan with the least noise whose whole run costs the target epsilon or less."""
     if not plan.private or math.isinf(plan.target_epsilon):
-        return plan
+        return _with_covered_scores(plan)
     sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
     recorded = {**plan.recorded, "sigma": sigma}
     recorded.pop("epsilon")
-    return replace(plan, event=replace(plan.event, noise_multiplier=sigma), recorded=recorded)
+    event = replace(plan.event, noise_multiplier=sigma)
+    return _with_covered_scores(replace(plan, event=event, recorded=recorded))
+
+
+def _with_covered_scores(plan: TrainPlan) -> TrainPlan:
+    """Return a plan whose test scores, if they are covered, cost what training does at most."""
+    if plan.scores is None:
+        return plan
+    target = min(total_epsilon((plan.event,), plan.delta), plan.max_epsilon)
+    check_within_reach(target, plan.delta)
+    scores = plan.scores.event(plan.steps, plan.steps)
+    sigma = calibrate_noise(scores, plan.delta, target)
+    return replace(plan, scores=replace(plan.scores, noise_multiplier=sigma))
 
 
 def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> TrainPlan:
@@ -143,6 +156,8 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
     """
     interval: str = values["checkpoint_every"]
     by_seconds, weights = interval.endswith("s"), values["pretrained"]
+    event = _event(values, found.facts.train_size)
+    every = event.steps_per_epoch * (values["score_every"] or event.steps)
     return TrainPlan(
         **{name: values[name] for name in AS_GIVEN},
         data=data,
@@ -151,7 +166,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
         features=_features(values),
         pretrained=None if weights is None else Path(weights),
         trained=_trained(values),
-        event=_event(values, found.facts.train_size),
+        event=event,
         private=not values["no_dp"],
         target_epsilon=values["epsilon"] or math.inf,
         max_epsilon=values["max_epsilon"] or math.inf,
@@ -170,6 +185,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
                 tuple(map(float, filter(None, (values["class_weights"] or "").split(",")))),
             ),
         ),
+        scores=Scores(0.0, every) if values["cover_scores"] else None,
         canaries=values["canaries"] or 0,
         guesses=values["guesses"] or 0,
         data_dir=data_folder(values["data_dir"]),

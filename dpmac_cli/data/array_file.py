@@ -55,7 +55,7 @@ class ArrayFile:
             train, test = split(keys, y, classes if inferred else None, source)
             arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
             if units is not None:
-                arrays["unit"] = units = units[train]
+                arrays |= {"unit": units[train], "unit_test": units[test]}
         channels, *side = _channels_first(x[:1]).shape[1:]
         ends = _ends(arrays) if _is_numbers(x) else None
         if ends is None:
@@ -71,7 +71,7 @@ class ArrayFile:
             (channels, *side),
             classes,
             ends,
-            units,
+            self._units,
             unit="" if units is None else source.unit or "unit",
             held_out=held_out,
             inferred=("classes",) * inferred,  # arrays declare a shape of themselves
@@ -84,7 +84,11 @@ class ArrayFile:
         train, test = (
             Records(self._records(self._arrays[x]), self._arrays[y].astype(kind)) for x, y in PAIRS
         )
-        return train._replace(units=self._arrays.get("unit")), test
+        return train._replace(units=self._units[0]), test._replace(units=self._units[1])
+
+    @property
+    def _units(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        return self._arrays.get("unit"), self._arrays.get("unit_test")
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         images = _channels_first(x)
@@ -196,6 +200,8 @@ def _faults_of_units(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
     """Faults of which unit records belong to; one unit is trained on or tested on, not both."""
     if source.unit is not None and "unit" not in arrays:
         yield f"--unit {source.unit}: arrays name the unit of each record in an array unit"
+    if ("unit" in arrays) > ("unit_test" in arrays or "x_test" not in arrays):
+        yield "x_test needs an array unit_test, which names the unit of each test record"
     for x_name, name in UNITS.items():
         if name in arrays and arrays[name].shape != arrays.get(x_name, arrays["x"]).shape[:1]:
             yield (

@@ -123,6 +123,7 @@ class Data:
     gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1)
     offset: Tensor
     units: Units | None = None  # of privacy; None where each training record is one
+    test_units: Units | None = None  # likewise of the test records
 
     @property
     def size(self) -> int:

@@ -84,7 +84,7 @@ class ImageFolder:
                 f"{len(both)} units, such as {min(both)}, have images in {parts[0]} and in "
                 f"{parts[1]}: test on other units."
             )
-        self._units = None if units is None else units[sides[0]]
+        self._units = [None if units is None else units[side] for side in sides]
         self._sides = [(side, labels[side]) for side in sides]
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
@@ -194,8 +194,11 @@ class ImageFolder:
         file = yield from self._decoded(stop)
         if not self._source.skip_bad:
             refuse(self._undecoded(file), REMEDY)
-        train, test = (Records(Rows(file, rows), labels) for rows, labels in self._sides)
-        return train._replace(units=self._units), test
+        train, test = (
+            Records(Rows(file, rows), labels, units)
+            for (rows, labels), units in zip(self._sides, self._units, strict=True)
+        )
+        return train, test
 
 
 def _units(names: list[str], pattern: str) -> list[str]:

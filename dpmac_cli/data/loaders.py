@@ -53,7 +53,7 @@ def loading(
         InputError: the files are missing and cannot be downloaded, damaged, of another kind, or no
             longer those that ``facts`` describes.
     """
-    units = None
+    units = test_units = None
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
         records = yield from load_own(chosen, facts, stop)
@@ -61,7 +61,9 @@ def loading(
             split_of(x, torch.as_tensor(y), device) if isinstance(x, Rows) else _split(x, y)
             for x, y, _ in records
         )
-        units = None if records[0].units is None else units_of(records[0].units)
+        units, test_units = (
+            None if part.units is None else units_of(part.units) for part in records
+        )
     else:
         facts = DATASETS[chosen]
         if chosen in BUNDLED:
@@ -70,7 +72,7 @@ def loading(
             train, test = _from_torchvision(chosen, data_dir, download)
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
-    return Data(train, test, gain, offset, units).to(device)
+    return Data(train, test, gain, offset, units, test_units).to(device)
 
 
 def _split(images: Any, labels: Any) -> Split:

@@ -94,7 +94,7 @@ def found(
     shape: tuple[int, int, int],
     classes: Sequence[str],
     ends: NDArray[np.float64] | None = None,
-    units: NDArray[Any] | None = None,
+    units: Sequence[NDArray[Any] | None] = (None, None),
     **rest: Any,
 ) -> Found:
     """Return facts like those of the registry, with cautious defaults.
@@ -103,13 +103,16 @@ def found(
         source: of the dataset. labels: of training and test split.
         shape, classes: of the records. rest: as of :class:`Found`.
         ends: of the range of numbers, shape (2, columns); None for images.
-        units: of the training records; None if each is one.
+        units: of training and test records; None if each is one.
 
     Raises:
         InputError: the constants that were chosen are for other images.
     """
-    sizes = len(labels[0] if units is None else np.unique(units)), len(labels[1])
-    batch = -(-sizes[0] // STEPS_PER_EPOCH)
+    train, test = (
+        len(side if some is None else np.unique(some))
+        for side, some in zip(labels, units, strict=True)
+    )
+    batch = -(-train // STEPS_PER_EPOCH)
     defaults = Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
     if min(shape[1:]) >= LEAST_CNN:
         physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
@@ -121,7 +124,16 @@ def found(
         levels, (low, high) = 1, ends
         mean, std = (tuple(part.tolist()) for part in ((low + high) / 2, (high - low) / 2))
     facts = Dataset(
-        *sizes, shape, tuple(classes), mean, std, defaults, "your own", levels, multilabel=several
+        train,
+        test,
+        shape,
+        tuple(classes),
+        mean,
+        std,
+        defaults,
+        "your own",
+        levels,
+        multilabel=several,
     )
     tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
     untested = tuple(name for label, name in enumerate(classes) if label not in tested)

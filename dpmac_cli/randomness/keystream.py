@@ -31,6 +31,7 @@ class Keys:
     canaries: bytes = b""  # what canaries are
     coins: bytes = b""  # which of them are in the data set
     layers: bytes = b""  # augmented views and dropout
+    scores: bytes = b""  # noise of covered scores
     base: int = 0  # steps taken before; epochs of a sampler are counted from there
 
     def as_json(self) -> dict[str, Any]:

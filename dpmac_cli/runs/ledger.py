@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 
@@ -30,6 +30,7 @@ class Spent:
         begun: last step of the run that may have begun.
         seeded: whether any part used a chosen seed. secure: whether all ran with --secure.
         abandoned: events of attempts at the same run of a study, begun again from scratch.
+        scores: of the test records, if they are covered.
     """
 
     earlier: tuple[TrainingEvent, ...]
@@ -39,6 +40,7 @@ class Spent:
     seeded: bool
     secure: bool
     abandoned: tuple[TrainingEvent, ...] = ()
+    scores: Scores | None = None
 
     @property
     def end(self) -> int:
@@ -48,13 +50,18 @@ class Spent:
     @property
     def events(self) -> tuple[TrainingEvent, ...]:
         """Events of all parts, up to the last step that may have begun."""
-        return (*self.earlier, replace(self.event, steps=self.begun - self.base))
+        done = (*self.earlier, replace(self.event, steps=self.begun - self.base))
+        if self.scores is None:
+            return done
+        return (*done, self.scores.event(self.begun, self.end, self.base))
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Spent":
         """Return what ``asdict`` gave. Raises KeyError, TypeError."""
         lists = {name: _events(values[name]) for name in ("earlier", "abandoned")}
-        return Spent(**{**values, "event": TrainingEvent(**values["event"]), **lists})
+        scores = values.get("scores") and Scores(**values["scores"])
+        event = TrainingEvent(**values["event"])
+        return Spent(**{**values, "event": event, "scores": scores, **lists})
 
 
 def read(run: Path) -> Spent | None:

@@ -14,7 +14,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
-from dpmac_cli.errors import BudgetError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
@@ -53,6 +53,8 @@ class PrivateTraining:
         resolved = resolve(settings, dataset=data, model=name)
         device = choose_device(resolved.plan.device)
         plan = replace(resolved.plan, device=str(device))
+        if plan.scores is not None:
+            raise InputError("cover_scores is for dpmac train: evaluate() gives exact scores.")
         if loss is not None:  # the report names it
             called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
             recorded = {**plan.recorded, "loss": called}
@@ -148,9 +150,9 @@ class PrivateTraining:
         trainer.check_untrained()
         seeded, step = plan.seed is not None, trainer.state.step
         spent = Spent((), plan.event_of(self._steps), 0, self._begun, seeded, plan.secure)
-        epoch = step / plan.steps_per_epoch
+        epoch, result = step / plan.steps_per_epoch, self.evaluate()
         scored = Evaluated(
-            step, epoch, self._seconds, self.evaluate(), last=True, public=trainer.public_values()
+            step, epoch, self._seconds, result, last=True, public=trainer.public_values()
         )
         session = Session(
             plan=replace(plan, out=where),
@@ -159,7 +161,7 @@ class PrivateTraining:
             where=folder.make_folder(where),
             ledger=Ledger(where, spent),
             history=[metrics_line(scored, self.epsilon, plan)],
-            scored=scored.result,
+            scored=result,
             seconds=self._seconds,
         )
         with folder.locked(where):

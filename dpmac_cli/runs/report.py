@@ -24,9 +24,15 @@ from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scat
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
+from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.metrics import shown
 
+#: Keys of test scores in the report, besides accuracy and loss; null where there is none.
+METRICS = (
+    *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
+    *("sensitivity", "specificity", "noise", "interval"),
+)
 PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 State = Literal["finished", "interrupted", "budget-spent"]
@@ -44,6 +50,8 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     parts differ.
     """
     events, private = spent.events, plan.private
+    trained = [event for event in events if event.records == "training"]
+    tested = tuple(event for event in events if event.records == "test")
     epsilon = accounting.total_epsilon(events, plan.delta)
     planned = accounting.total_epsilon((*spent.earlier, spent.event), plan.delta)
     risk = assess_risk(events, plan.facts.train_size, plan.unit)
@@ -57,26 +65,55 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     return {
         "private": private,
         "epsilon": shown(epsilon),
-        "epsilon_planned": shown(planned),
+        "epsilon_planned": shown(max(planned, epsilon)),
         "delta": plan.delta if private else None,
-        "noise_multiplier": statements.common(event.noise_multiplier for event in events),
+        "noise_multiplier": statements.common(event.noise_multiplier for event in trained),
         "unit": {
             "name": plan.unit,
             "told_by": plan.found.unit or None,
             "records_in_a_step": plan.recipe.records,
         },
         "sampler": plan.event.sampler,
-        "sampling_rate": statements.common(event.sampling_rate for event in events),
-        "steps": sum(event.steps for event in events),
+        "sampling_rate": statements.common(event.sampling_rate for event in trained),
+        "steps": sum(event.steps for event in trained),
+        "covered_scores": {
+            "released": sum(event.steps for event in tested),
+            "noise_multiplier": statements.common(event.noise_multiplier for event in tested),
+            "epsilon": shown(accounting.total_epsilon(tested, plan.delta)),
+            "epsilon_of_training": shown(accounting.total_epsilon(tuple(trained), plan.delta)),
+            "statement": TEXTS.covered,
+        }
+        if plan.scores
+        else None,
         "events": [vars(event) for event in events],
         "abandoned": [vars(event) for event in spent.abandoned],
         "adjacency": ADJACENCY if private else None,
         "accountant": accounting.ACCOUNTANTS[accounting.DEFAULT_ACCOUNTANT] if private else None,
         "risk": risk.values() if private else None,
+        "computed_from_records": _computed(plan) if private else None,
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
         "seed_policy": {"given": spent.seeded, "statement": seeds},
         "randomness": {"secure": spent.secure, "statement": drawn},
     }
+
+
+def _computed(plan: TrainPlan) -> list[dict[str, str]]:
+    """Return what a run computes from its records, and whether that is protected."""
+    facts, found = plan.facts, plan.found
+    shape = ("channels", "image size") if facts.is_images else ("columns and their ranges",)
+    counted = "units" if found.unit else "records"
+    status = {
+        "weights, and all numbers of the report but those below": "protected",
+        f"number of training {counted}": "declared public",
+        f"number of test {counted if plan.scores else 'records'}": "declared public",
+        **dict.fromkeys(("classes", *shape), "declared public" if plan.own_data else "published"),
+        **dict.fromkeys(found.inferred, "not covered"),
+        "scores of the test records": "protected" if plan.scores else "not covered",
+        "measured times": "not covered",
+        "notes on the screen: records left out, classes without test records": "not covered",
+        "state in checkpoint/, with its keys": "secret",
+    }
+    return [{"what": what, "status": value} for what, value in status.items()]
 
 
 def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dict[str, Any]:
@@ -100,7 +137,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             "own": plan.own_data,
             "multilabel": facts.multilabel,
             "held_out": plan.found.held_out,
-            "test_note": TEXTS.held_out if plan.found.held_out else None,
+            "test_note": TEXTS.held_out if plan.found.held_out and not plan.scores else None,
             "taken_from_records": list(inferred),
             "schema": None if schema is None else schema.model_dump(mode="json"),
             "public_note": " ".join(notes),
@@ -171,7 +208,8 @@ def build_report(
         machine: facts of the machine, beside those of the operating system.
     """
     last = history[-1]
-    best = max(history, key=lambda line: float(line["test_accuracy"]))
+    scored = [line for line in history if line.get("test_accuracy") is not None]
+    best = max(scored, key=lambda line: float(line["test_accuracy"]), default=last)
     used = plan.method.settings if plan.private else plan.method.settings_without_clipping
     speed = steps / seconds if seconds > 0 else 0.0
     return {
@@ -179,10 +217,12 @@ def build_report(
         "state": state,
         "test": {
             "accuracy": last["test_accuracy"],
-            "accuracy_interval": sampling_error(last["test_accuracy"], last["test_samples"]),
+            "accuracy_interval": sampling_error(
+                last["test_accuracy"], last["test_samples"], last.get("test_noise") or 0.0
+            ),
             "loss": last["test_loss"],
             "samples": last["test_samples"],
-            **{name: value for name, value in metrics.items() if name != "accuracy"},
+            **_metrics(last, metrics),
             "best_accuracy": best["test_accuracy"],
             "best_epoch": best["epoch"],
         },
@@ -209,27 +249,40 @@ def build_report(
     }
 
 
-def sampling_error(accuracy: float, samples: int) -> list[float]:
-    """Return Wilson's 95% interval for the accuracy on a population, from a sample of it."""
+def _metrics(last: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics besides accuracy and loss: exact ones, or those that were released."""
+    return {name: exact.get(name, last.get(f"test_{name}")) for name in METRICS}
+
+
+def sampling_error(accuracy: float | None, samples: int, noise: float = 0.0) -> list[float] | None:
+    """Return Wilson's 95% interval for the accuracy on a population, from a sample of it.
+
+    ``noise`` is the standard deviation of noise that was added, which widens the interval.
+    """
+    if accuracy is None:
+        return None
     z = NormalDist().inv_cdf(0.975)
     scale = 1 + z**2 / samples
     middle = (accuracy + z**2 / (2 * samples)) / scale
     reach = z * math.sqrt(accuracy * (1 - accuracy) / samples + (z / (2 * samples)) ** 2) / scale
+    reach = math.hypot(reach, z * noise)
     return [max(0.0, middle - reach), min(1.0, middle + reach)]
 
 
 def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:
     """Return a line of metrics.jsonl."""
+    result = evaluated.result
     return {
         "step": evaluated.step,
         "epoch": evaluated.epoch,
         "epsilon": shown(epsilon),
         "delta": plan.delta if plan.private else None,
-        "test_accuracy": evaluated.result.accuracy,
-        metric_key(plan.metric): shown(evaluated.result.metric(plan.metric)),
-        "test_loss": shown(evaluated.result.loss),
-        "test_samples": evaluated.result.samples,
+        "test_accuracy": shown(result.accuracy),
+        metric_key(plan.metric): shown(result.metric(plan.metric)),
+        "test_loss": shown(result.loss),
+        "test_samples": result.samples,
         "seconds": round(evaluated.seconds, 3),
+        **(result.values() if isinstance(result, CoveredScore) else {}),
         **evaluated.public,
     }
 

@@ -66,6 +66,7 @@ class Event(BaseModel):
     steps: int = Field(ge=0, le=MOST_STEPS)
     sampler: Literal[(*SAMPLERS, *ALIASES)]  # type: ignore[valid-type]
     steps_per_epoch: Count
+    records: Literal["training", "test"] = "training"
 
 
 class Report(BaseModel):
@@ -120,6 +121,7 @@ class Facts(BaseModel):
         "model", "public_part", "backbone_size", default=None, ge=1, le=1024
     )
     backbone_flips: bool = _at("model", "public_part", "backbone_flips", default=False)
+    covered_scores: dict[str, Any] | None = _at("privacy", "covered_scores", default=None)
     classes: tuple[Name, ...]
     shape: tuple[Count, Count, Count] = _at("input", "shape")
     levels: Count = _at("input", "levels")

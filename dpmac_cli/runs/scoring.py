@@ -22,12 +22,16 @@ from dpmac_cli.training.metrics import BINS, Answers
 
 @dataclass(frozen=True)
 class Scored:
-    """Result of a model file on every test sample; classes as ordered in the confusion matrix."""
+    """Result of a model file on every test sample; classes as ordered in the confusion matrix.
+
+    ``covered`` says whether the run that trained it released scores with noise.
+    """
 
     result: Evaluation
     dataset: str
     classes: list[str]
     path: Path
+    covered: bool = False
 
 
 def score(
@@ -65,7 +69,8 @@ def score(
         )
     data = data.prepared_by({"levels": facts.levels, "mean": facts.mean, "std": facts.std})
     result = evaluate(released.model, data, data.test)
-    return Scored(result, plan.dataset_name, list(plan.facts.classes), file)
+    covered = facts.covered_scores is not None
+    return Scored(result, plan.dataset_name, list(plan.facts.classes), file, covered)
 
 
 def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan:

@@ -24,7 +24,6 @@ from dpmac_cli.storage.progress import Computing
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.loop import Evaluated, Progress, fit
-from dpmac_cli.training.metrics import all_metrics, as_values
 from dpmac_cli.training.trainer import Trainer
 
 
@@ -185,7 +184,11 @@ class Session:
                     if event.last:  # as in the report: a run may end between the schedule's points
                         epsilon = total_epsilon(self.spent().events, plan.delta)
                     assert epsilon is not None  # noqa: S101  (the schedule was waited for)
-                    self.scored = event.result
+                    if plan.scores is not None:
+                        tested = plan.scores.event(event.step, self.steps, spent.base)
+                        epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
+                    if isinstance(event.result, Evaluation):
+                        self.scored = event.result
                     self.history.append(metrics_line(event, epsilon, plan))
                 # A step that is yet to be scored would never be, if a run went on from after it.
                 scores = event.step % plan.steps_per_epoch == 0 or event.step == self.steps
@@ -194,7 +197,9 @@ class Session:
                 # under the same noise: nothing of it may be seen before this is saved.
                 reduced = settled and trainer.state.chunk < chunk
                 late = time.perf_counter() - saved >= plan.checkpoint_seconds
-                if reduced or (settled and (late or due(event.step))):
+                # Nor may another score be released in place of one that was seen.
+                released = scored and plan.scores is not None
+                if reduced or released or (settled and (late or due(event.step))):
                     kept = self.save()
                     saved = time.perf_counter()
                     if reduced:  # nor may one from before serve, where chunks were larger
@@ -213,7 +218,9 @@ class Session:
         state: State = "finished" if self.steps == plan.steps else "budget-spent"
         if trainer.state.step < self.steps:
             state = "interrupted"
-        answers = (self.scored or trainer.evaluate()).answers  # a run may be resumed at its end
+        scored = self.scored
+        if scored is None and plan.scores is None:  # a run may be resumed at its end
+            scored = trainer.evaluate()
         theta, chunk = trainer.state.theta, trainer.state.chunk
         facts = public_facts(plan, self.spent(), task, theta.numel())
         with trainer.published():
@@ -224,7 +231,7 @@ class Session:
             state=state,
             steps=trainer.state.step,
             history=self.history,
-            metrics=as_values(answers, all_metrics(answers)),
+            metrics={} if scored is None else scored.values(),
             post_noise=trainer.public_values(),
             seconds=self.seconds,
             total_seconds=total_seconds,

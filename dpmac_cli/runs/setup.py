@@ -126,6 +126,8 @@ def make_trainer(
             private=plan.private,
             recipe=plan.recipe,
             loss=None if loss is None else _checked(loss, plan, device),
+            scores=plan.scores,
+            scores_by_class=plan.metric != "accuracy",
             isolated=isolated,
         ),
         randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),
@@ -366,4 +368,5 @@ def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomn
         base=keys.base,
     )
     noise = Noise(keys.noise, secure=plan.secure)
-    return Randomness(keys=keys, sampler=sampler, noise=noise, layers=layers)
+    scores = Noise(keys.scores, secure=True) if plan.scores else None
+    return Randomness(keys=keys, sampler=sampler, noise=noise, layers=layers, scores=scores)

@@ -185,6 +185,7 @@ def _session(
         event=plan.event_of(steps - spent.base),
         seeded=spent.seeded or plan.seed is not None,
         secure=spent.secure and plan.secure,
+        scores=plan.scores,
     )
     return Session(
         plan=plan,
@@ -231,8 +232,9 @@ FIXED = (
     *("canaries", "guesses", "features", "pretrained", "train"),
     *("backbone", "backbone_size", "backbone_flips", "lora_rank", "lora_alpha"),
     *("channels", "image_size", "classes"),
-    # The report says of all steps how samples are known to be kept apart.
-    "isolate",
+    # The report says of all steps how samples are known to be kept apart, and of all scores
+    # whether they are covered.
+    *("isolate", "cover_scores"),
 )
 
 

@@ -20,7 +20,7 @@ from dpmac_cli.errors import InputError
 #: Settings of a run that a study chooses itself or does not support.
 NOT_IN_A_STUDY = (
     *("seed", "secure", "out", "force", "json", "quiet", "debug"),
-    *("max_epsilon", "canaries", "guesses"),
+    *("max_epsilon", "canaries", "guesses", "cover_scores", "score_every"),
 )
 #: Settings of a study other than the optimizers.
 STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))

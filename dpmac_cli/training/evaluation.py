@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,13 @@ from torch.nn.functional import one_hot
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.torch_errors import code_of_network
-from dpmac_cli.training.metrics import Answers, metric, sensitivity_and_specificity
+from dpmac_cli.training.metrics import (
+    Answers,
+    all_metrics,
+    as_values,
+    metric,
+    sensitivity_and_specificity,
+)
 
 #: Records that are scored at a time, and most numbers in their images.
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
@@ -78,6 +85,10 @@ class Evaluation:
     def metric(self, name: str) -> float:
         """Return a metric by its name, 0 to 1; nan where it is not defined."""
         return self.accuracy if name == "accuracy" else metric(name, self.answers)
+
+    def values(self) -> dict[str, Any]:
+        """Return all metrics and the rates of each class, as JSON values."""
+        return as_values(self.answers, all_metrics(self.answers))
 
     @property
     def answers(self) -> Answers:

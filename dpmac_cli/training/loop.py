@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.trainer import Trainer
 
@@ -26,7 +27,7 @@ class Evaluated:
     step: int
     epoch: float  # t over ceil(n/B)
     seconds: float  # of training so far, evaluation left out
-    result: Evaluation
+    result: Evaluation | CoveredScore
     last: bool  # no step follows in this session
     public: dict[str, float] = field(default_factory=dict)  # of :meth:`Trainer.public_values`
 
@@ -68,7 +69,7 @@ def fit(
         if last or state.step % plan.steps_per_epoch == 0:
             trainer.check_finite()
             seconds += time.perf_counter() - mark
-            result = trainer.evaluate()
+            result = trainer.score()
             trainer.check_untrained()
             epoch = state.step / plan.steps_per_epoch
             yield Evaluated(state.step, epoch, seconds, result, last, trainer.public_values())

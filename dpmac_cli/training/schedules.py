@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpmac_cli.accounting.events import Scores
+
 #: Courses of the learning rate after the warm-up.
 SCHEDULES = ("constant", "cosine", "linear")
 #: Losses by name: see :func:`~dpmac_cli.dp.losses.build_loss`.
@@ -78,4 +80,6 @@ class Plan:
     private: bool = True  # False trains without clipping and noise, as a baseline
     recipe: Recipe = field(default_factory=Recipe)
     loss: Callable[[Any, Any], Any] | None = None  # a program's own, in place of the recipe's
+    scores: Scores | None = None  # of test records with noise; None for exact ones, every epoch
+    scores_by_class: bool = False  # also of each class
     isolated: bool = False  # run the network on each sample alone, so that it cannot mix samples

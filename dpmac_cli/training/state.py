@@ -27,6 +27,7 @@ class Randomness:
     sampler: Sampler | None
     noise: Noise | None
     layers: LayerDraws | None = None  # augmented views and dropout, if there are any
+    scores: Noise | None = None  # noise of covered scores
 
 
 @dataclass(kw_only=True)

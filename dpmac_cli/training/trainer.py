@@ -1,6 +1,7 @@
 """Training step: Algorithm 1 on one state. Prints nothing."""
 
 import copy
+import math
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.storage.digest import identical
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import ChunkedSum
+from dpmac_cli.training.covered import CoveredScore, release
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
 from dpmac_cli.training.schedules import Plan
@@ -177,6 +179,26 @@ class Trainer:
             # An isolated network may keep something of what it sees: not of test records.
             scored = copy.deepcopy(model) if self.plan.isolated else model
             return evaluate(scored, self.data, self.data.test)
+
+    def score(self) -> Evaluation | CoveredScore:
+        """Return the scores that may be shown: exact ones or, of covered test records, noisy ones.
+
+        Raises ValueError if those of this step were released before.
+        """
+        scores, step, data = self.plan.scores, self.state.step, self.data
+        if scores is None:
+            return self.evaluate()
+        units = data.test if data.test_units is None else data.test_units
+        if not scores.due(step, self.plan.steps):
+            return CoveredScore(math.nan, len(units))
+        assert self.randomness.scores is not None  # noqa: S101
+        return release(
+            self.evaluate(),
+            data.test_units,
+            scores.noise_multiplier,
+            self.randomness.scores.at(step),
+            by_class=self.plan.scores_by_class,
+        )
 
     def check_finite(self) -> None:
         """Raise DivergedError if a parameter is not finite. Synchronises with the device."""

@@ -1,0 +1,116 @@
+"""Scores of test records that are released with noise, so that these are protected as well.
+
+A unit of privacy adds at most 1 to the counts that are released: its test records share it equally.
+Adding or removing one unit moves them by at most 1 in the L2 norm, so that noise of standard
+deviation sigma is a Gaussian mechanism with noise multiplier sigma.
+"""
+
+import math
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpmac_cli.data.units import Units
+from dpmac_cli.dp.mechanism import GRID
+from dpmac_cli.randomness.noise import SeededNormals
+from dpmac_cli.training.evaluation import Evaluation
+
+#: Standard deviations of a normal distribution on both sides of its mean that hold 95%.
+REACH = NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True)
+class CoveredScore:
+    """Accuracy on the test records with noise; everything derived from it costs no more privacy.
+
+    Attributes:
+        accuracy: 0 to 1; nan where no score was released.
+        samples: number of test units, which is public.
+        noise: standard deviation of the noise in ``accuracy``.
+        sensitivity: of each class, 0 to 1; empty where it was not asked for.
+        loss: nan, for none is released.
+    """
+
+    accuracy: float
+    samples: int
+    noise: float = math.nan
+    sensitivity: tuple[float, ...] = field(default=())
+    loss: float = math.nan
+
+    def metric(self, name: str) -> float:
+        """Return the accuracy or balanced accuracy, 0 to 1; nan where no score was released."""
+        if name == "balanced-accuracy" and self.sensitivity:
+            return float(np.mean(self.sensitivity))
+        return self.accuracy
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% interval of the accuracy on these test records, from the noise alone."""
+        reach = REACH * self.noise
+        return max(0.0, self.accuracy - reach), min(1.0, self.accuracy + reach)
+
+    def values(self) -> dict[str, Any]:
+        """Return what a line of metrics.jsonl holds besides accuracy, as JSON values."""
+        released = not math.isnan(self.accuracy)
+        return {
+            "test_sensitivity": list(self.sensitivity) if released and self.sensitivity else None,
+            "test_noise": self.noise if released else None,
+            "test_interval": list(self.interval) if released else None,
+        }
+
+
+def counts(result: Evaluation, units: Units | None, *, by_class: bool) -> NDArray[np.int64]:
+    """Return what each unit adds to the counts, in multiples of :data:`GRID`; (units, cells).
+
+    The cells of a unit are at least 0 and add up to at most 1 / GRID. They count records that are
+    classified correctly; with ``by_class`` those of each true class, and then those that are not.
+
+    Args:
+        result: on the test records.
+        units: which of them belong together; None where each is a unit.
+    """
+    truth, guess = result.answers.truth, result.answers.guess
+    whole = 1  # what the cells of a record add up to at most
+    if by_class:
+        cells = np.concatenate([truth & guess, truth & ~guess], 1).astype(np.int64)
+    elif result.multilabel:
+        cells, whole = (truth == guess).sum(1, keepdims=True), truth.shape[1]
+    else:
+        cells = (truth & guess).sum(1, keepdims=True)
+    sizes = np.ones((len(cells), 1), np.int64)
+    if units is not None:
+        cells = np.add.reduceat(cells[units.order], units.starts[:-1])
+        sizes = np.diff(units.starts)[:, None]
+    # Whole numbers, rounded down: a unit adds at most 1 / GRID, and the sum is exact.
+    shares: NDArray[np.int64] = cells * round(1 / GRID) // (sizes * whole)
+    return shares
+
+
+def release(
+    result: Evaluation,
+    units: Units | None,
+    noise_multiplier: float,
+    noise: SeededNormals,
+    *,
+    by_class: bool,
+) -> CoveredScore:
+    """Return the score with fresh Gaussian noise.
+
+    Args:
+        result, units, by_class: as of :func:`counts`.
+        noise_multiplier: sigma > 0.
+        noise: draws that are used here once.
+    """
+    cells = counts(result, units, by_class=by_class)
+    z = noise.standard_normal(torch.empty(cells.shape[1], dtype=torch.float64)).numpy()
+    added = np.rint(z * (noise_multiplier / GRID)).astype(np.int64)
+    found = (cells.sum(0) + added) * GRID
+    right, wrong = (found[:1], ()) if not by_class else np.split(found, 2)
+    accuracy = float(np.clip(right.sum() / len(cells), 0.0, 1.0))
+    deviation = noise_multiplier * math.sqrt(len(right)) / len(cells)
+    rates = np.clip(right / np.maximum(right + wrong, 1.0), 0.0, 1.0) if by_class else np.empty(0)
+    return CoveredScore(accuracy, len(cells), deviation, tuple(rates.tolist()))

@@ -1,0 +1,347 @@
+"""Test scores released with noise: sensitivity, noise, privacy cost, and what a run shows."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import brentq
+from scipy.stats import kstest, norm
+
+import dpmac_cli
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import Scores, TrainingEvent
+from dpmac_cli.accounting.risk import gaussian_mu, trade_off
+from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.units import Units, units_of
+from dpmac_cli.dp.mechanism import GRID
+from dpmac_cli.errors import InputError
+from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.runs import train as run
+from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.training import covered
+from dpmac_cli.training.covered import CoveredScore, counts, release
+from dpmac_cli.training.evaluation import Evaluation
+from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits, train_events
+from tests.typed import dpmac
+
+WHOLE = round(1 / GRID)
+#: Records of each unit.
+SIZES = (1, 2, 3, 7, 20, 1, 5)
+CLASSES = 3
+TRAINING = TrainingEvent(0.05, 1.2, 200)
+
+
+def outputs(records: int, *, several: bool = False, seed: int = 0) -> Evaluation:
+    """Random outputs, right for about half of the records; one of them is not a number."""
+    draws = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (records,), generator=draws)
+    if several:
+        labels = torch.randint(2, (records, CLASSES), generator=draws).to(torch.uint8)
+    logits = torch.randn(records, CLASSES, generator=draws)
+    if not several:
+        logits[torch.arange(records), labels] += 0.7
+    logits[0] = math.nan
+    return Evaluation(0.0, logits, labels)
+
+
+def without(result: Evaluation, kept: Any) -> Evaluation:
+    return replace(result, logits=result.logits[kept], labels=result.labels[kept])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("several", "by_class"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_one_unit_moves_the_counts_by_at_most_one(
+    several: bool, by_class: bool, grouped: bool
+) -> None:
+    owners = np.random.default_rng(1).permutation(np.repeat(np.arange(len(SIZES)), SIZES))
+    result = outputs(len(owners), several=several)
+    if not grouped:
+        owners = np.arange(len(owners))
+
+    def total(kept: Any) -> Any:
+        units = units_of(owners[kept]) if grouped else None
+        cells = counts(without(result, kept), units, by_class=by_class)
+        assert cells.shape == (len(set(owners[kept])), 2 * CLASSES if by_class else 1)
+        assert cells.min() >= 0
+        return cells.sum(0)
+
+    whole = total(np.ones(len(owners), bool))
+    moves = [np.linalg.norm(whole - total(owners != unit)) / WHOLE for unit in set(owners)]
+    assert max(moves) <= 1
+    assert max(moves) > 0.6
+
+
+def test_counts_are_those_of_the_records() -> None:
+    result = outputs(40)
+    right = result.accuracy * 40
+    assert counts(result, None, by_class=False).sum() == round(right) * WHOLE
+    cells = counts(result, None, by_class=True).sum(0) / WHOLE
+    np.testing.assert_array_equal(cells[:CLASSES], result.confusion.diagonal())
+    np.testing.assert_array_equal(
+        cells[:CLASSES] + cells[CLASSES:], result.labels.bincount(minlength=CLASSES)
+    )
+    labels = outputs(40, several=True)
+    assert counts(labels, None, by_class=False).mean() / WHOLE == pytest.approx(labels.accuracy)
+    pair = units_of(np.repeat(np.arange(20), 2))
+    assert counts(result, pair, by_class=False).sum() / WHOLE == pytest.approx(right / 2)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("by_class", [False, True])
+def test_the_noise_has_the_promised_distribution(by_class: bool) -> None:
+    result, sigma, size = outputs(400), 3.0, 400
+    noise = Noise(bytes(32), secure=True)
+    found = [
+        release(result, None, sigma, noise.at(step), by_class=by_class) for step in range(1, 2001)
+    ]
+    deviation = found[0].noise
+    assert deviation == pytest.approx(sigma * (CLASSES**0.5 if by_class else 1) / size)
+    errors = np.array([score.accuracy for score in found]) - result.accuracy
+    assert kstest(errors / deviation, norm.cdf).pvalue > 0.001
+    inside = [score.interval[0] <= result.accuracy <= score.interval[1] for score in found]
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
+    if by_class:
+        rates = np.mean([score.sensitivity for score in found], 0)
+        np.testing.assert_allclose(rates, result.per_class, atol=0.01)
+
+
+def test_a_score_is_a_share() -> None:
+    noise = Noise(bytes(32), secure=True)
+    few = [
+        release(outputs(4), None, 50.0, noise.at(step), by_class=by_class)
+        for step, by_class in enumerate([False, True] * 20)
+    ]
+    assert {0.0, 1.0} <= {score.accuracy for score in few}
+    for score in few:
+        for value in (score.accuracy, *score.interval, *score.sensitivity):
+            assert 0 <= value <= 1
+
+
+# The privacy cost.
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Epsilon of mu-Gaussian DP, by its closed form."""
+
+    def excess(epsilon: float) -> float:
+        tail = math.exp(epsilon) * norm.cdf(-epsilon / mu - mu / 2)
+        return float(norm.cdf(-epsilon / mu + mu / 2) - tail - delta)
+
+    return float(brentq(excess, 0.0, 100.0))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("sigma", "count"), [(0.9, 1), (2.0, 5), (30.0, 1)])
+def test_scores_cost_what_gaussian_mechanisms_do(sigma: float, count: int) -> None:
+    tested = TrainingEvent(1.0, sigma, count, records="test")
+    exact = gaussian_epsilon(count**0.5 / sigma, 1e-5)
+    assert exact <= total_epsilon((tested,), 1e-5) <= exact * 1.001 + 1e-4
+    for accountant in ("pld", "rdp"):
+        alone = [total_epsilon((event,), 1e-5, accountant) for event in (TRAINING, tested)]
+        assert total_epsilon((TRAINING, tested), 1e-5, accountant) == max(alone)
+
+
+@pytest.mark.privacy
+def test_risk_is_that_of_the_split_with_more_to_lose() -> None:
+    alphas = (0.001, 0.01, 0.1)
+    for sigma in (0.5, 1.5, 20.0):
+        tested = TrainingEvent(1.0, sigma, 1, records="test")
+        both = trade_off((TRAINING, tested), alphas)
+        one, other = (trade_off((event,), alphas) for event in (TRAINING, tested))
+        assert (both <= np.minimum(one, other) + 1e-12).all()
+        worse = max(gaussian_mu((TRAINING,)), gaussian_mu((tested,)))
+        assert gaussian_mu((TRAINING, tested)) == pytest.approx(worse, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("every", "end", "due"), [(4, 10, (4, 8, 10)), (5, 10, (5, 10)), (12, 10, (10,))]
+)
+def test_scores_are_due_as_often_as_they_are_priced(
+    every: int, end: int, due: tuple[int, ...]
+) -> None:
+    scores = Scores(2.0, every)
+    assert tuple(step for step in range(end + 1) if scores.due(step, end)) == due
+    for base in range(end + 1):
+        for begun in range(base, end + 1):
+            seen = [step for step in due if base < step <= begun]
+            assert scores.event(begun, end, base).steps == len(seen)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("every", [None, "1", "7"])
+def test_all_scores_together_cost_what_training_does(every: str | None) -> None:
+    plan = resolve(dataset="digits", epsilon="3", cover_scores=True, score_every=every).plan
+    assert plan.scores is not None
+    released = [step for step in range(plan.steps + 1) if plan.scores.due(step, plan.steps)]
+    assert len(released) == {None: 1, "1": 20, "7": 3}[every]
+    tested = plan.scores.event(plan.steps, plan.steps)
+    assert tested == TrainingEvent(1.0, plan.scores.noise_multiplier, len(released), records="test")
+    training = total_epsilon((plan.event,), plan.delta)
+    assert 0.99 * training <= total_epsilon((tested,), plan.delta) <= training
+
+
+@pytest.mark.parametrize(("dataset", "size"), [("digits", 360), ("mnist", 10_000)])
+def test_defaults_are_covered_to_a_point_and_a_half(dataset: str, size: int) -> None:
+    plan = resolve(dataset=dataset, cover_scores=True).plan
+    assert plan.scores is not None
+    assert covered.REACH * plan.scores.noise_multiplier / size <= 0.015
+
+
+# Runs.
+
+COVERED = {"cover_scores": True, "epsilon": "3", "steps": 36}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.privacy
+def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = []
+
+    def kept(result: Evaluation, *args: Any, **rest: Any) -> CoveredScore:
+        exact.append(result.accuracy)
+        return release(result, *args, **rest)
+
+    monkeypatch.setattr("dpmac_cli.training.trainer.release", kept)
+    events, finished = train_events(digits_config(**COVERED, score_every="2"))
+    shown = [event.event.result for event in events if hasattr(getattr(event, "event", 0), "last")]
+    assert [type(result) for result in shown] == [CoveredScore] * 3
+    accuracies = [line["test_accuracy"] for line in lines(finished.folder)]
+    assert [value is None for value in accuracies] == [True, False, False]
+    assert len(exact) == 2
+    report, plan = finished.report, digits_config(**COVERED, score_every="2")
+    assert plan.scores is not None
+    assert report["privacy"]["covered_scores"]["released"] == 2
+    assert report["privacy"]["covered_scores"]["noise_multiplier"] == plan.scores.noise_multiplier
+    assert report["test"]["accuracy"] == accuracies[-1] not in exact
+    low, high = report["test"]["accuracy_interval"]
+    assert low < report["test"]["interval"][0] < report["test"]["interval"][1] < high
+    exact_metrics = ("loss", "auroc", "f1", "specificity", "calibration_error", "sensitivity")
+    assert not any(report["test"].get(name) for name in exact_metrics)
+    card = (finished.folder / "model-card.md").read_text()
+    assert "| scores of the test records | protected |" in card
+    assert "None" not in card
+    for file in finished.folder.iterdir():
+        if file.is_file():
+            assert not any(repr(value).encode() in file.read_bytes() for value in exact)
+
+
+@pytest.mark.privacy
+def test_every_run_and_every_score_has_noise_of_its_own() -> None:
+    """With the same noise, the difference of two scores would be exact."""
+    keys = [run.keys_of(digits_config(**COVERED)).scores for _ in range(2)]
+    seeded = run.keys_of(digits_config(**COVERED, seed=SEED))
+    every = {*keys, seeded.scores, seeded.noise, seeded.layers, seeded.sampler}
+    assert len(every) == 6
+    trainer = make_trainer(digits_config(**COVERED, score_every="1"))
+    errors = []
+    for _ in range(3):
+        for _ in range(12):
+            trainer.step()
+        errors.append(trainer.score().accuracy - trainer.evaluate().accuracy)
+    assert len({round(error, 9) for error in errors}) == 3
+    with pytest.raises(ValueError, match="the noise of step 36 follows that of step 36"):
+        trainer.score()
+
+
+def test_an_interrupted_run_releases_no_score_and_is_resumed_exactly() -> None:
+    settings = {**COVERED, "seed": SEED}
+    whole = train_digits(**settings, out="whole")
+    stopped = train_events(digits_config(**settings, out="stopped"), after(20))[1]
+    assert stopped.report["test"]["accuracy"] is None
+    assert stopped.report["test"]["accuracy_interval"] is None
+    assert stopped.report["privacy"]["covered_scores"]["released"] == 0
+    assert [line["test_accuracy"] for line in lines(Path("stopped"))] == [None, None]
+    resumed = run.finish(run.resume("stopped", {}))
+    assert same_weights(Path("whole"), Path("stopped"))
+    assert resumed.report["test"] == whole.report["test"]
+    assert resumed.report["privacy"]["covered_scores"]["released"] == 1
+
+
+def test_classes_are_scored_where_balanced_accuracy_is_asked_for() -> None:
+    finished = train_digits(**{**COVERED, "epsilon": "50"}, metric="balanced-accuracy")
+    test = finished.report["test"]
+    assert len(test["sensitivity"]) == 10
+    assert test["balanced_accuracy"] == pytest.approx(np.mean(test["sensitivity"]))
+    assert abs(test["balanced_accuracy"] - test["accuracy"]) < 0.05
+
+
+def test_units_of_test_records_are_counted_once() -> None:
+    draws = np.random.default_rng(0)
+    y = draws.integers(0, 2, 400)
+    unit = draws.integers(0, 60, 400)
+    x = draws.normal(size=(400, 3)) + y[:, None]
+    np.savez("visits.npz", x=x, y=y, unit=unit, low=-5, high=5)
+    data: dict[str, Any] = {"dataset": "visits.npz", "steps": "4", "batch_size": "20"}
+    plan = resolve(data | {"cover_scores": True, "sigma": "4", "out": "run"}).plan
+    assert plan.unit == "unit with all of its records"
+    finished = run.finish(run.train(plan))
+    dataset = finished.report["dataset"]
+    assert dataset["train_size"] + dataset["test_size"] == 60
+    assert finished.report["test"]["samples"] == dataset["test_size"]
+    assert "units" in finished.report["privacy"]["statement"]
+    test = {"x_test": np.zeros((2, 3)), "y_test": [0, 1]}
+    np.savez("visits.npz", x=x, y=y, unit=unit, low=-5, high=5, **test)
+    with pytest.raises(InputError, match="x_test needs an array unit_test"):
+        resolve(data)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--cover-scores", "--no-dp"), "--cover-scores protects test records, and --no-dp"),
+        (("--cover-scores", "--metric", "auroc"), "Use accuracy or balanced-accuracy"),
+        (("--score-every", "2"), "--score-every is of covered scores: add --cover-scores"),
+        (("--cover-scores", "--delta", "1e-300"), "No finite epsilon can be shown at delta 1e-300"),
+    ],
+)
+def test_what_cannot_be_covered_is_refused(flags: tuple[str, ...], message: str) -> None:
+    result = dpmac("train", "--dataset", "digits", "--sigma", "6", "--steps", "3", *flags)
+    assert result.exit_code in {2, 3}, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert not Path("runs").exists()
+
+
+def test_a_fork_keeps_the_promise_about_the_test_records() -> None:
+    train_digits(out="exact")
+    with pytest.raises(InputError, match="--cover-scores cannot change in a fork"):
+        run.finish(run.fork("exact", {"cover_scores": True, "steps": "6", "out": "fork"}))
+    train_digits(**COVERED, out="covered")
+    finished = run.finish(run.fork("covered", {"steps": "40", "out": "fork"}))
+    scores = finished.report["privacy"]["covered_scores"]
+    assert scores["released"] == 2
+    tested = [event for event in finished.report["privacy"]["events"] if event["records"] == "test"]
+    assert len(tested) == 2
+    cost = total_epsilon(tuple(TrainingEvent(**event) for event in tested), 1e-5)
+    assert finished.report["privacy"]["epsilon"] >= cost == scores["epsilon"]
+
+
+def test_exact_scores_of_a_covered_run_come_with_a_warning() -> None:
+    train_digits(**COVERED, out="covered")
+    result = dpmac("eval", "covered")
+    assert "exact" in result.stderr
+    assert "not covered" in " ".join(result.stderr.split())
+    assert dpmac("account", "covered").exit_code == 0
+
+
+def test_a_program_is_told_where_to_cover_scores() -> None:
+    with pytest.raises(InputError, match="evaluate\\(\\) gives exact scores"):
+        dpmac_cli.make_private(
+            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
+            data="digits",
+            cover_scores=True,
+        )
+
+
+def test_units_have_their_mean() -> None:
+    units = Units(np.array([2, 0, 1]), np.array([0, 2, 3]))
+    result = Evaluation(0.0, torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 0]))
+    assert (counts(result, units, by_class=False) / WHOLE).tolist() == [[0.5], [1.0]]
