@@ -75,6 +75,8 @@ VALUES: Mapping[str, Any] = {
     "phi": "tracked",
     "canaries": 100,
     "guesses": 30,
+    "cover_scores": True,
+    "score_every": 2,
     "lr_schedule": "cosine",
     "warmup_steps": 3,
     "weight_decay": 0.01,
@@ -105,6 +107,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "records_per_unit": {"dataset": PICTURES, "unit": "[0-9]+"},
     "schema": {"dataset": TABLE},
     "guesses": {"canaries": 100},
+    "score_every": {"cover_scores": True},
     "augment": {"augmentations": 2},
     "backbone_size": {"backbone": "efficientnet-lite1"},
     "backbone_flips": {"backbone": "efficientnet-lite1"},
@@ -155,6 +158,8 @@ PLANNED: Mapping[str, Callable[[Any], Any]] = {
     "epochs": lambda plan: plan.steps / plan.steps_per_epoch,
     "no_dp": lambda plan: not plan.private,
     "metric": lambda plan: plan.metric,
+    "cover_scores": lambda plan: plan.scores is not None,
+    "score_every": lambda plan: plan.scores.every / plan.steps_per_epoch,
     "checkpoint_every": lambda plan: str(plan.checkpoint_steps),
 }
 
@@ -452,6 +457,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "h2": ("0", "-1", "1e300"),
     "canaries": ("0", "1", "1000001"),
     "guesses": ("0", "-1", "1000001"),
+    "score_every": ("0", "-1", "1000000001"),
     "physical_batch": ("0", "-1", "1000000001"),
     "seed": ("-1",),
     "test_fraction": ("0", "1", "-0.5"),
