@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binom
+from scipy.optimize import linprog
+from scipy.stats import binom, norm
 
+from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
-from dpmac_cli.runs.audit import Audit, chance, lower_bound, read_audit
+from dpmac_cli.runs.audit import Audit, as_likely, chance, curve_bound, lower_bound, read_audit
 from dpmac_cli.storage import files
 
 DELTA = 1e-5
@@ -88,6 +91,77 @@ def test_many_guesses_come_near_the_truth() -> None:
     assert 0.95 < lower_bound(100_000, 100_000, int(right), 1e-9) < 1.0
 
 
+# The bound for a trade-off curve.
+
+
+def gaussian(mu: float) -> Callable[[float], float]:
+    """The trade-off curve of mu-Gaussian DP."""
+    return lambda alpha: float(norm.cdf(norm.ppf(1 - alpha) - mu))
+
+
+def most_likely(mu: float, m: int, r: int, v: int) -> float:
+    """The largest probability of v right guesses or more of r, by linear programming.
+
+    Over the probabilities p_0, ..., p_r, with W >= f(1 - R) at 400 tangents of the curve.
+    """
+    counts = np.arange(r + 1)
+    slopes, ends = [], []
+    for alpha in norm.cdf(np.linspace(-6, 6, 400)):
+        z = norm.ppf(1 - alpha)
+        slope = -norm.pdf(z - mu) / norm.pdf(z)
+        for j in range(1, r + 1):
+            # f(alpha) + slope (1 - R_j - alpha) <= W_(j-1)
+            row = -slope * np.where(counts >= j, counts, 0) / m
+            row -= np.where(counts >= j - 1, r - counts, 0) / m
+            slopes.append(row)
+            ends.append(-norm.cdf(z - mu) - slope * (1 - alpha))
+    found = linprog(
+        -(counts >= v).astype(float), A_ub=slopes, b_ub=ends, A_eq=np.ones((1, r + 1)), b_eq=[1]
+    )
+    assert found.success
+    return float(-found.fun)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("mu", "m", "r", "v"), [(0.5, 10, 10, 8), (1.0, 20, 8, 7), (2.0, 12, 12, 12), (0.2, 40, 9, 9)]
+)
+def test_the_bound_for_a_curve_is_the_largest_that_the_theorem_leaves(
+    mu: float, m: int, r: int, v: int
+) -> None:
+    most = most_likely(mu, m, r, v)
+    assert as_likely(gaussian(mu), m, r, v, most * 0.999)
+    assert not as_likely(gaussian(mu), m, r, v, most * 1.01)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("mu", [0.2, 1.0])
+@pytest.mark.parametrize(("m", "r"), [(200, 200), (1000, 100)])
+def test_a_true_curve_is_contradicted_once_in_twenty_at_most(mu: float, m: int, r: int) -> None:
+    """Canaries that do not disturb one another: the best that an attack can have."""
+    rng = np.random.default_rng(1)
+    refused = cache(lambda right: not as_likely(gaussian(mu), m, r, right))
+    broken = 0
+    for _ in range(2000):
+        coins = rng.integers(0, 2, m)
+        order = np.argsort(rng.normal(size=m) + mu * coins)
+        broken += refused(int(coins[order[-r // 2 :]].sum() + (1 - coins[order[: r // 2]]).sum()))
+    assert broken <= binom.ppf(0.999, 2000, 0.05)
+
+
+def test_many_canaries_come_near_the_truth_of_a_curve() -> None:
+    """Of one Gaussian mechanism with sigma 1: epsilon 4.38 at delta 1e-5."""
+    event = (TrainingEvent(1.0, 1.0, 1),)
+    rng = np.random.default_rng(0)
+    coins = rng.integers(0, 2, 100_000)
+    order = np.argsort(rng.normal(size=len(coins)) + coins)
+    right = int(coins[order[-250:]].sum() + (1 - coins[order[:250]]).sum())
+    bound = curve_bound(event, DELTA, len(coins), 500, right)
+    assert 0.65 * total_epsilon(event, DELTA) < bound < total_epsilon(event, DELTA)
+    assert bound > lower_bound(len(coins), 500, right, DELTA)
+    assert curve_bound(event, DELTA, len(coins), 500, 250) == 0
+
+
 # Guesses.
 
 
@@ -125,6 +199,18 @@ def test_a_claim_holds_up_to_the_bound() -> None:
     assert not replace(sharp, claimed=bound * (1 - 1e-6)).holds
     assert replace(sharp, claimed=bound * (1 + 1e-6)).holds
     assert replace(sharp, claimed=None).holds
+
+
+@pytest.mark.privacy
+def test_a_claim_with_its_events_holds_up_to_the_bound_of_its_curve() -> None:
+    count, events = 1000, (TrainingEvent(0.01, 1.0, 100),)
+    coins = tuple(bool(i % 4) == (i >= count // 2) for i in range(count))  # 3 of 4 are right
+    found = Audit(1.0, DELTA, 200, tuple(map(float, range(count))), coins, events)
+    assert found.right == 150
+    assert found.curve_bound > found.lower_bound > 0.3
+    assert replace(found, claimed=found.curve_bound * 1.001).holds
+    assert not replace(found, claimed=found.curve_bound * 0.999).holds
+    assert found.true_positive_rates[0.1] == pytest.approx(0.3, abs=0.02)
 
 
 # Files.

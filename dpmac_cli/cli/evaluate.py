@@ -1,8 +1,9 @@
 """dpmac eval and dpmac predict: scores of a trained model, its audit, classes of new records."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
@@ -55,7 +56,10 @@ def evaluate(
         what = "--audit scores guesses, not test samples: leave out"
         if errors := [f"{what} --{name}." for name, given in others.items() if given is not None]:
             raise InputError(errors)
-        _judge(read_audit(run), run, json)
+        found = read_audit(run)
+        with console.waiting(json, "bounds"):
+            verdict = found.verdict()
+        _judge(found, verdict, run, json)
         return
     if errors := [*faults_of_picture(plot)]:
         raise InputError(errors)
@@ -150,18 +154,24 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
         out.print(f"what it is and what its privacy is worth: {card}")
 
 
-def _judge(found: Audit, run: Path, json: bool) -> None:
+def _judge(found: Audit, verdict: Mapping[str, Any], run: Path, json: bool) -> None:
     """Print what an audit proves; exit code 4 if it is that the claim is false."""
     if json:
-        console.print_result(to_json({"run": str(run), **found.verdict()}))
+        console.print_result(to_json({"run": str(run), **verdict}))
     else:
         claimed = math.inf if found.claimed is None else found.claimed
         console.stdout().print(
             f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}\n"
             f"attack: {found.right:,} of {found.guesses:,} guesses right, "
             f"{len(found.coins):,} canaries\n"
-            f"proven: epsilon at least {found.lower_bound:.3f} (lower bound at "
-            f"{CONFIDENCE:.0%} confidence)\n{HOLDS if found.holds else BROKEN}"
+            f"proven: epsilon at least {found.lower_bound:.3f} for any training, and at least "
+            f"{found.curve_bound:.3f} if only the amount of noise is in doubt "
+            f"({CONFIDENCE:.0%} confidence)"
         )
+        for rate, share in found.true_positive_rates.items():
+            console.stdout().print(
+                f"included canaries found at {rate:.1%} false alarms: {share:.1%}"
+            )
+        console.stdout().print(HOLDS if found.holds else BROKEN)
     if not found.holds:
         raise typer.Exit(MISFIT)

@@ -2,16 +2,22 @@
 
 Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846): one training run, in which each of m canaries
 is included with probability 1/2, independently. An attacker who sees the outcome guesses r of the
-coins; if training is (epsilon, delta)-differentially private, few guesses are right.
+coins; if training is (epsilon, delta)-differentially private, few guesses are right. If its whole
+trade-off curve is as claimed, fewer are (Mahloujifar, Melis and Chaudhuri 2024, arXiv 2410.22235).
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN, total_epsilon
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.risk import FALSE_POSITIVE_RATES, trade_off_curve
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 
@@ -19,6 +25,10 @@ from dpmac_cli.runs import folder
 CONFIDENCE = 0.95
 #: Largest bound to search for, and the precision of the search.
 MOST, PRECISION = 50.0, 1e-9
+#: Most that the noise of a claim is multiplied or divided by, and how near the search gets.
+MOST_FACTOR, NEAR = 64.0, 1.005
+#: One of so many points of a trade-off curve is used.
+THINNING = 8
 
 
 def lower_bound(canaries: int, guesses: int, right: int, delta: float) -> float:
@@ -57,6 +67,58 @@ def chance(epsilon: float, canaries: int, guesses: int, right: int, delta: float
     return min(1.0, beta + 2 * canaries * delta * alpha)
 
 
+def curve_bound(
+    events: Sequence[TrainingEvent], delta: float, canaries: int, guesses: int, right: int
+) -> float:
+    """Return epsilon of the least noisy training like this one that right guesses rule out.
+
+    That is training with the same events and more noise, or less. With 95% confidence epsilon is
+    above the bound, or the trade-off curve is no such training's. It is 0 if none is ruled out.
+
+    Args:
+        events: that are claimed. delta: that epsilon is for.
+        canaries, guesses, right: as for :func:`lower_bound`.
+    """
+
+    def with_noise(factor: float) -> tuple[TrainingEvent, ...]:
+        sigmas = (min(max(e.noise_multiplier * factor, SIGMA_MIN), SIGMA_MAX) for e in events)
+        return tuple(replace(e, noise_multiplier=s) for e, s in zip(events, sigmas, strict=True))
+
+    def ruled_out(factor: float) -> bool:
+        curve = trade_off_curve(with_noise(factor), THINNING)
+        return not as_likely(curve, canaries, guesses, right)
+
+    low, high = 1 / MOST_FACTOR, MOST_FACTOR
+    if not ruled_out(high):
+        return 0.0
+    while high > NEAR * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if ruled_out(middle) else (middle, high)
+    return total_epsilon(with_noise(high), delta)
+
+
+def as_likely(
+    curve: Callable[[float], float], canaries: int, guesses: int, right: int, level: float = 0.05
+) -> bool:
+    """Return whether v right guesses or more may have a probability of ``level``.
+
+    Let R_j be the expected number of right guesses, and W_j that of wrong ones, in outcomes with j
+    or more right, both over m. Then W_(j-1) >= f(1 - R_j) for the trade-off curve f. From the
+    least R_v and W_v down to 0, the least that follows must not exceed R_0 + W_0 = r/m.
+
+    Args:
+        curve: f. canaries, guesses, right: as for :func:`lower_bound`.
+    """
+    rights, wrongs = level * right / canaries, level * (guesses - right) / canaries
+    for j in range(right, 0, -1):
+        more = max(0.0, curve(1 - rights) - wrongs)  # in outcomes with j - 1 right
+        wrongs += more
+        rights += more * (j - 1) / (guesses - j + 1)
+        if rights + wrongs > guesses / canaries:
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class Audit:
     """Audit of a run, as audit.json keeps it.
@@ -66,6 +128,7 @@ class Audit:
         guesses: r, chosen before the run.
         scores: of every canary; a higher one makes its inclusion likelier.
         coins: whether each canary was included.
+        events: that the claim is for.
 
     Raises:
         ValueError: a number is out of range, or scores and coins differ in number.
@@ -78,6 +141,7 @@ class Audit:
     guesses: int
     scores: tuple[float, ...]
     coins: tuple[bool, ...]
+    events: tuple[TrainingEvent, ...] = ()
 
     def __post_init__(self) -> None:
         if self.claimed is not None and self.claimed < 0:
@@ -93,19 +157,40 @@ class Audit:
         coins = np.asarray(self.coins)[order]
         return int(coins[len(coins) - highest :].sum() + (~coins[:lowest]).sum())
 
-    @property
+    @cached_property
     def lower_bound(self) -> float:
-        """Lower bound on epsilon that the guesses prove."""
+        """Lower bound on epsilon that the guesses prove for any training."""
         return lower_bound(len(self.coins), self.guesses, self.right, self.delta)
+
+    @cached_property
+    def curve_bound(self) -> float:
+        """Lower bound on epsilon that they prove for training with this trade-off curve."""
+        if not self.events:
+            return 0.0
+        return curve_bound(self.events, self.delta, len(self.coins), self.guesses, self.right)
+
+    @property
+    def true_positive_rates(self) -> dict[float, float]:
+        """Share of included canaries that score above all but a share of the others."""
+        scores, coins = np.asarray(self.scores), np.asarray(self.coins)
+        if coins.all() or not coins.any():
+            return {}
+        others = np.sort(scores[~coins])[::-1]
+        return {
+            rate: float((scores[coins] > others[int(rate * len(others))]).mean())
+            for rate in FALSE_POSITIVE_RATES
+        }
 
     @property
     def holds(self) -> bool:
-        """Whether the claim is at least the lower bound."""
-        return self.claimed is None or self.lower_bound <= self.claimed
+        """Whether the claim is at least the bound for its trade-off curve, if that is known."""
+        # One of the two bounds: of both, the larger would contradict more than 5% of sound claims.
+        bound = self.curve_bound if self.events else self.lower_bound
+        return self.claimed is None or bound <= self.claimed
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of audit.json."""
-        return {"schema_version": 1, "canaries": len(self.coins), **vars(self)}
+        return {"schema_version": 1, "canaries": len(self.coins), **asdict(self)}
 
     def verdict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -113,6 +198,11 @@ class Audit:
             "claimed_epsilon": self.claimed,
             "delta": self.delta,
             "lower_bound": self.lower_bound,
+            "curve_bound": self.curve_bound,
+            "true_positive_rates": [
+                {"false_positive_rate": rate, "true_positive_rate": found}
+                for rate, found in self.true_positive_rates.items()
+            ],
             "confidence": CONFIDENCE,
             "canaries": len(self.coins),
             "guesses": self.guesses,

@@ -252,7 +252,8 @@ class Session:
         cost, settings = report["privacy"], report["audit"]
         claim = (cost["epsilon"], cost["delta"], settings["guesses"])
         seen = (tuple(canaries.scores.tolist()), tuple(canaries.coins.tolist()))
-        text = files.to_json(audit.Audit(*claim, *seen).as_json())
+        events = tuple(e for e in self.spent().events if e.records == "training")
+        text = files.to_json(audit.Audit(*claim, *seen, events).as_json())
         files.write_atomically(self.where / folder.AUDIT, text.encode())
 
     def _write_metrics(self) -> None:

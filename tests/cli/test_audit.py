@@ -87,8 +87,14 @@ def test_what_the_attack_found_beside_the_claim(trained: tuple[Path, Result]) ->
     lines = told.stdout.splitlines()
     assert lines[0].startswith("claimed: epsilon 0.08674 at delta 1e-05")
     assert lines[1].startswith(f"attack: {body['right']} of 20 guesses right, 100 canaries")
-    assert lines[2].startswith(f"proven: epsilon at least {body['lower_bound']:.3f} (lower bound")
-    assert lines[3].startswith("The attack does not contradict the claim. That does not prove it")
+    bounds = (
+        f"{body['lower_bound']:.3f} for any training, and at least {body['curve_bound']:.3f} if"
+    )
+    assert lines[2].startswith(f"proven: epsilon at least {bounds} only the amount of noise is in")
+    rates = [rate["false_positive_rate"] for rate in body["true_positive_rates"]]
+    assert rates == [0.001, 0.01, 0.1]
+    assert lines[3].startswith("included canaries found at 0.1% false alarms: ")
+    assert lines[6].startswith("The attack does not contradict the claim. That does not prove it")
 
 
 @pytest.mark.privacy
