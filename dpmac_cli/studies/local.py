@@ -132,10 +132,9 @@ class Pool(Executor):
     def _begin(self, plan: TrainPlan) -> _Worker:
         place = self._places.pop(0)
         mine, theirs = CONTEXT.Pipe()
-        # What a process is forked from keeps the folder and the variables that it began with.
-        here = (os.getcwd(), dict(os.environ))
-        arguments = (theirs, plan, self.data[plan.data], place, self._threads)
-        process = CONTEXT.Process(target=_work, args=(*here, *arguments))
+        # What a process is forked from keeps the variables that it began with.
+        arguments = (dict(os.environ), theirs, plan, self.data[plan.data], place, self._threads)
+        process = CONTEXT.Process(target=_work, args=arguments)
         process.start()
         theirs.close()
         return _Worker(process, mine, place)
@@ -156,15 +155,11 @@ class Pool(Executor):
     def _cancel(self, job: _Worker) -> None:
         job.process.terminate()
 
-    def close(self) -> None:
-        """Stop the processes and wait for them."""
-        super().close()
-        for job in self._jobs.values():
-            job.process.join()
+    def _wait(self, job: _Worker) -> None:
+        job.process.join()
 
 
 def _work(
-    folder: str,
     variables: Mapping[str, str],
     pipe: Connection,
     plan: TrainPlan,
@@ -172,8 +167,7 @@ def _work(
     place: int,
     threads: int,
 ) -> None:
-    """Train one run where the command is, and send its result: the main function of a process."""
-    os.chdir(folder)
+    """Train one run and send its result: the main function of a process."""
     os.environ.clear()
     os.environ.update(variables)
     device = choose_device(plan.device)
