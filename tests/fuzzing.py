@@ -247,10 +247,9 @@ def _load_data(name: str, where: Path, device: torch.device, **facts: Any) -> Da
 
 
 def _loading(
-    name: str, where: Path, device: torch.device, *, stop: Callable[[], bool], **facts: Any
+    name: str, where: Path, device: torch.device, **facts: Any
 ) -> Generator[Computing, None, Data]:
     """The same, where a run is set up."""
-    del stop
     yield from ()
     return _load_data(name, where, device, **facts)
 

@@ -51,14 +51,13 @@ class ImageFile(NamedTuple):
 
 
 def decoded(
-    rows: RowFile, images: Sequence[ImageFile], stop: Callable[[], bool]
+    rows: RowFile, images: Sequence[ImageFile]
 ) -> Generator[Computing, None, dict[str, str]]:
     """Decode the images that are missing from a file.
 
     Args:
         rows: of the decoded images, one for each.
         images: in the order of the rows.
-        stop: asked meanwhile; KeyboardInterrupt is raised if it returns True.
 
     Returns:
         What is wrong with those that could not be decoded, by row.
@@ -68,11 +67,10 @@ def decoded(
     """
     yield _progress(rows)
     if len(rows.missing()) > FEW:
-        yield from _by_processes(rows, images, stop)
-    faults = dict[str, str]()
+        yield from _by_processes(rows, images)
+    faults, progress = dict[str, str](), _progress(rows)
     for row in rows.missing().tolist():  # few, or those at fault, to say why
-        if stop():
-            raise KeyboardInterrupt
+        yield progress  # whoever is told may stop here
         if fault := decode_into(rows, row, images[row]):
             faults[str(row)] = fault
     changed = [f"{images[int(row)].path} {CHANGED}" for row in faults if faults[row] == CHANGED]
@@ -86,9 +84,7 @@ def _progress(rows: RowFile) -> Computing:
     return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.nbytes)
 
 
-def _by_processes(
-    rows: RowFile, images: Sequence[ImageFile], stop: Callable[[], bool]
-) -> Iterator[Computing]:
+def _by_processes(rows: RowFile, images: Sequence[ImageFile]) -> Iterator[Computing]:
     """Decode images by one process per core, except those at fault."""
     job, count = [(row, images[row]) for row in rows.missing().tolist()], usable_cores()
     with ExitStack() as stack:
@@ -108,8 +104,6 @@ def _by_processes(
             stack.callback(worker.kill)
             workers.append(worker)
         while any(worker.poll() is None for worker in workers):
-            if stop():
-                raise KeyboardInterrupt
             time.sleep(PATIENCE)
             yield _progress(rows)
     for worker in workers:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -113,7 +113,7 @@ class ImageFolder:
             return rows
         if self._faults:
             raise InputError(self._faults)
-        file = outcome(self._decoded(lambda: False))  # contents decide, not headers alone
+        file = outcome(self._decoded())  # contents decide, not headers alone
         skipped += self._undecoded(file)
         return np.setdiff1d(rows, file.missing())
 
@@ -173,25 +173,24 @@ class ImageFolder:
         height, width = next(iter(sizes), (0, 0))
         return channels, height, width
 
-    def _decoded(self, stop: Callable[[], bool]) -> Generator[Computing, None, RowFile]:
+    def _decoded(self) -> Generator[Computing, None, RowFile]:
         """Return the file of the decoded images."""
         return kept_file(
             self._path,
             len(self._images),
             self._shape,
             np.dtype(np.uint8),
-            lambda file: decoded(file, self._images, stop),
+            lambda file: decoded(file, self._images),
             what="images",
-            stop=stop,
         )
 
     def _undecoded(self, file: RowFile) -> list[str]:
         """Return what is wrong with images that could not be decoded."""
         return [f"{self._images[int(row)].path} {fault}" for row, fault in file.notes().items()]
 
-    def load(self, stop: Callable[[], bool]) -> Generator[Computing, None, tuple[Records, Records]]:
+    def load(self) -> Generator[Computing, None, tuple[Records, Records]]:
         """Return training and test images, decoded."""
-        file = yield from self._decoded(stop)
+        file = yield from self._decoded()
         if not self._source.skip_bad:
             refuse(self._undecoded(file), REMEDY)
         train, test = (Records(Rows(file, rows), labels) for rows, labels in self._sides)

@@ -4,7 +4,7 @@ Nothing here loads torch. All faults of the files are reported together.
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
@@ -24,7 +24,7 @@ def inspect(source: Source) -> Found:
 
 
 def load(
-    source: Source, facts: Dataset | None, stop: Callable[[], bool]
+    source: Source, facts: Dataset | None
 ) -> Generator[Computing, None, tuple[Records, Records]]:
     """Return training and test records, each with its labels.
 
@@ -44,7 +44,7 @@ def load(
             f"before, {now} now). Run the command again when nothing writes to it any more."
         )
     if isinstance(reader, ImageFolder):
-        return (yield from reader.load(stop))
+        return (yield from reader.load())
     return reader.load()
 
 

@@ -44,7 +44,6 @@ def kept_file(
     fill: Callable[[RowFile], Generator[Computing, None, dict[str, Any]]],
     *,
     what: str = "features",
-    stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Computing, None, RowFile]:
     """Return a whole file, computed if it is missing. What a killed process computed is used.
 
@@ -55,7 +54,6 @@ def kept_file(
         rows, shape, dtype: of what is in it.
         fill: writes the missing rows of a file, reports progress, and returns the notes to keep.
         what: what the rows are, for messages.
-        stop: asked while another process computes; KeyboardInterrupt is raised if it returns True.
 
     Raises:
         InputError: the file cannot be kept.
@@ -73,8 +71,6 @@ def kept_file(
                         partial = begin(begun, rows, shape, dtype)
                         partial.finish(path, (yield from fill(partial)))
             except Timeout:
-                if stop():
-                    raise KeyboardInterrupt from None
                 yield Computing(0, rows, folder, elsewhere=True, what=what)
         make_room(folder, cache_size(), path)
     except OSError as failure:

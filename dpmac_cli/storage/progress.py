@@ -1,6 +1,7 @@
 """Progress of what is computed once: decoded images and features. Loads nothing."""
 
 from collections.abc import Callable, Generator
+from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,3 +34,19 @@ def outcome(events: Generator[Computing, None, Made]) -> Made:
         except StopIteration as end:
             made: Made = end.value
             return made
+
+
+def until(
+    stop: Callable[[], bool], events: Generator[Computing, None, Made]
+) -> Generator[Computing, None, Made]:
+    """Return what a generator makes; raise KeyboardInterrupt once ``stop`` returns True."""
+    with closing(events):
+        while True:
+            try:
+                event = next(events)
+            except StopIteration as end:
+                made: Made = end.value
+                return made
+            if stop():
+                raise KeyboardInterrupt
+            yield event
