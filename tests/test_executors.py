@@ -329,14 +329,14 @@ def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
     asked = Scripted(configs, (0, None), (1, None), (1, ("cancelled", None)), (0, (None, 1)))
     ended = list(carry_out(asked, [0, 1, 2], lambda: next(answers)))
     assert asked.started == asked.cancelled == [0, 1]
-    assert ended == [Ended(1), Moved(0, 1, configs[0].steps, None), Ended(0)]
+    assert ended == [Ended(1), Moved(0, 1, None), Ended(0)]
 
 
 def test_jobs_that_are_left_are_cancelled(tmp_path: Path) -> None:
     configs = [run.plan for run in grid_in(tmp_path, epochs="1").runs]
     left = Scripted(configs, (0, ("failed", 3)))
     events = carry_out(left, [0, 1], never)
-    assert next(events) == Moved(0, 3, configs[0].steps, None)
+    assert next(events) == Moved(0, 3, None)
     del events
     assert left.cancelled == [0, 1]
 

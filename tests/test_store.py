@@ -368,15 +368,15 @@ def test_every_chunk_of_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     photos(Path("photos"))
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
     data = load_data(plan_of().data, Path(), CPU)
-    assert data.train.stored is not None
+    assert isinstance(data.train, dataset.StoredSplit)
     reads: list[list[int]] = []
-    read = data.train.stored._read
+    read = data.train._read
 
     def counted(places: Any) -> torch.Tensor:
         reads.append(places.tolist())
         return read(places)
 
-    monkeypatch.setattr(data.train.stored, "_read", counted)
+    monkeypatch.setattr(dataset.StoredSplit, "_read", lambda _, places: counted(places))
     plan = replace(PLAN, physical_batch=2)
     whole = list(range(len(data.train)))
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))

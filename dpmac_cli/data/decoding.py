@@ -50,9 +50,7 @@ class ImageFile(NamedTuple):
         return cls(path, label, facts.st_size, facts.st_ctime_ns)
 
 
-def decoded(
-    rows: RowFile, images: Sequence[ImageFile]
-) -> Generator[Computing, None, dict[str, str]]:
+def decoded(rows: RowFile, images: Sequence[ImageFile]) -> Generator[Computing, None, list[str]]:
     """Decode the images that are missing from a file.
 
     Args:
@@ -60,7 +58,7 @@ def decoded(
         images: in the order of the rows.
 
     Returns:
-        What is wrong with those that could not be decoded, by row.
+        What is wrong with those that could not be decoded.
 
     Raises:
         InputError: files changed meanwhile.
@@ -68,12 +66,12 @@ def decoded(
     yield _progress(rows)
     if len(rows.missing()) > FEW:
         yield from _by_processes(rows, images)
-    faults, progress = dict[str, str](), _progress(rows)
+    faults, progress = list[str](), _progress(rows)
     for row in rows.missing().tolist():  # few, or those at fault, to say why
         yield progress  # whoever is told may stop here
         if fault := decode_into(rows, row, images[row]):
-            faults[str(row)] = fault
-    changed = [f"{images[int(row)].path} {CHANGED}" for row in faults if faults[row] == CHANGED]
+            faults.append(f"{images[row].path} {fault}")
+    changed = [fault for fault in faults if fault.endswith(CHANGED)]
     refuse(changed, " Run the command again when nothing writes to it any more.")
     yield _progress(rows)
     return faults

@@ -124,8 +124,11 @@ def found(
         *sizes, shape, tuple(classes), mean, std, defaults, "your own", levels, multilabel=several
     )
     tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
+    unit = "" if units is None else source.unit or "unit"
     untested = tuple(name for label, name in enumerate(classes) if label not in tested)
-    return Found(facts, source.path.resolve().stem.strip("<>"), untested=untested, **rest)
+    return Found(
+        facts, source.path.resolve().stem.strip("<>"), unit=unit, untested=untested, **rest
+    )
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

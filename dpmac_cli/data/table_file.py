@@ -59,8 +59,9 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     target, classes = schema.label.column, schema.label.classes
     labels = _indices(cells[target], classes)
     bad = {f"no class of the schema in {target}": labels < 0}
-    units = None if source.unit is None else _units(cells[source.unit])
-    if units is not None:
+    units = None
+    if source.unit is not None:
+        units = np.asarray(_text(cells[source.unit]).fill_null("").to_pylist(), np.str_)
         bad[f"no value in {source.unit}"] = units == ""
     x, low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
@@ -202,11 +203,6 @@ def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     """Return the place of each cell's text among values; -1 for others."""
     found = compute.index_in(_text(cells), pa.array(values))
     return np.asarray(found.fill_null(-1), np.int64)
-
-
-def _units(cells: pa.Array) -> NDArray[np.str_]:
-    """Return the text of each cell, "" where there is none."""
-    return np.asarray(_text(cells).fill_null("").to_pylist(), np.str_)
 
 
 def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], strict: bool) -> Inputs:

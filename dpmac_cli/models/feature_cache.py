@@ -83,9 +83,7 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
     return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
 
 
-def _computed(
-    parts: FrozenFeatures, data: Data, file: RowFile
-) -> Generator[Computing, None, dict[str, Any]]:
+def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Computing, None, None]:
     """Compute the features that are missing from a file, of both splits in turn."""
     missing, first = set(file.missing().tolist()), 0
     yield Computing(0, len(file), file.path.parent)
@@ -99,7 +97,6 @@ def _computed(
                     file.write(row, values)
             yield Computing(rows.stop, len(file), file.path.parent)
         first += len(split)
-    return {}
 
 
 def _features(parts: FrozenFeatures, images: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def kept_file(
     rows: int,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    fill: Callable[[RowFile], Generator[Computing, None, dict[str, Any]]],
+    fill: Callable[[RowFile], Generator[Computing, None, Any]],
     *,
     what: str = "features",
 ) -> Generator[Computing, None, RowFile]:

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -105,7 +104,7 @@ class RowFile:
         size = os.fstat(self._handle).st_size - self._end
         return json.loads(os.pread(self._handle, size, self._end))
 
-    def finish(self, path: Path, notes: Mapping[str, Any]) -> None:
+    def finish(self, path: Path, notes: Any) -> None:
         """Add notes, sync the file to the disk and rename it. Raises OSError, naming the file."""
         with naming(self.path):
             os.pwrite(self._handle, json.dumps(notes).encode(), self._end)

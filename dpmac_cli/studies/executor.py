@@ -27,11 +27,10 @@ GRACE = 15.0
 
 @dataclass(frozen=True)
 class Moved:
-    """Progress of a run of the grid: steps taken, steps in all, metric once evaluated."""
+    """Progress of a run of the grid: steps taken, and the metric once evaluated."""
 
     number: int
     step: int
-    steps: int
     score: float | None
 
 
@@ -143,7 +142,7 @@ def _progress(number: int, plan: TrainPlan, result: Result | None) -> Moved:
     lines = files.read_lines(plan.folder / folder.METRICS)
     last = lines[-1] if lines else {"step": 0}
     step = max(int(last["step"]), (result and result[1]) or 0)
-    return Moved(number, step, plan.steps, last.get(metric_key(plan.metric)))
+    return Moved(number, step, last.get(metric_key(plan.metric)))
 
 
 def _judge(
