@@ -51,11 +51,7 @@ class ImageFile(NamedTuple):
 
 
 def decoded(rows: RowFile, images: Sequence[ImageFile]) -> Generator[Computing, None, list[str]]:
-    """Decode the images that are missing from a file.
-
-    Args:
-        rows: of the decoded images, one for each.
-        images: in the order of the rows.
+    """Decode the images that are missing from a file, which has a row for each.
 
     Returns:
         What is wrong with those that could not be decoded.
@@ -118,10 +114,7 @@ def usable_cores() -> int:
 
 
 def decode_into(rows: RowFile, row: int, image: ImageFile) -> str | None:
-    """Decode an image into its row, or return what is wrong with it.
-
-    Raises OSError where the row cannot be written.
-    """
+    """Decode an image into its row, or return what is wrong with it. Raises OSError."""
     found = looked_at(image.path, lambda opened: decode(opened, rows.shape))
     if isinstance(found, str):
         return found

@@ -189,10 +189,7 @@ def _unreadable(path: Path | str, failure: Exception) -> InputError:
 
 
 def _plain(cells: pa.Array) -> pa.Array:
-    """Return a dictionary's values, and all kinds of text and truth values as strings."""
-    kind = cells.type.value_type if pa.types.is_dictionary(cells.type) else cells.type
-    texts = pa.types.is_large_string(kind) or pa.types.is_boolean(kind)
-    return cells.cast(kind).cast(pa.string()) if texts else cells.cast(kind)
+    return cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
 
 
 def _text(cells: pa.Array) -> pa.Array:

@@ -47,16 +47,12 @@ def kept_file(
 ) -> Generator[Computing, None, RowFile]:
     """Return a whole file, computed if it is missing. What a killed process computed is used.
 
-    Of several processes one computes; the others wait.
+    Of several processes one computes; the others wait. Raises InputError if it cannot be kept.
 
     Args:
-        path: of the whole file.
-        rows, shape, dtype: of what is in it.
+        path: of the whole file. rows, shape, dtype: of what is in it.
         fill: writes the missing rows of a file, reports progress, and returns the notes to keep.
-        what: what the rows are, for messages.
-
-    Raises:
-        InputError: the file cannot be kept.
+        what: name of the rows in messages.
     """
     folder, begun = path.parent, path.with_suffix(BEGUN)
     try:

@@ -33,10 +33,6 @@ class DamagedError(InputError):
 class RowFile:
     """An open file of rows. Several processes may write to one, each other rows.
 
-    Args:
-        path: of the file.
-        writable: whether rows will be written.
-
     Attributes:
         shape: of a row. dtype: of its values. nbytes: of all rows.
 

@@ -54,9 +54,7 @@ Result = tuple[str | None, int | None]
 
 
 class Executor(ABC):
-    """Runs as jobs, in other processes or on other machines.
-
-    :func:`carry_out` decides which are started, and how often.
+    """Runs as jobs, in other processes or on other machines, for :func:`carry_out`.
 
     Args:
         plans: of all runs, each with its ``out``.
@@ -150,27 +148,22 @@ def _judge(
 ) -> Ended:
     """Decide from the result of a job, its step and which start it was, whether its run is over."""
     why, reached = result
-    if reached is None:
-        if stopped or _finished(plan):  # killed after its run was finished
-            return Ended(number)
-    elif stopped or why is not None:
-        return Ended(number, why)
-    elif step < plan.steps:
-        why = "it was asked to end by its cluster"
-    elif _appears(plan):
+    if reached is None and (stopped or _finished(plan)):  # killed after its run was finished
         return Ended(number)
-    else:
-        return Ended(
-            number,
-            f"it ended on another machine, and its folder {plan.folder} is not seen here. Name "
-            "an --out on storage that all machines share.",
-        )
+    if reached is not None:
+        if stopped or why is not None:
+            return Ended(number, why)
+        if step >= plan.steps:
+            unseen = (
+                f"it ended on another machine, and its folder {plan.folder} is not seen here. "
+                "Name an --out on storage that all machines share."
+            )
+            return Ended(number, None if _appears(plan) else unseen)
+        why = "it was asked to end by its cluster"
     if attempt < ATTEMPTS:
         return Ended(number, f"its process died ({why})", again=True)
-    return Ended(
-        number,
-        f"its process died {ATTEMPTS} times ({why}). If memory ran out, try fewer --jobs.",
-    )
+    died = f"its process died {ATTEMPTS} times ({why}). If memory ran out, try fewer --jobs."
+    return Ended(number, died)
 
 
 def _finished(plan: TrainPlan) -> bool:

@@ -90,13 +90,6 @@ def _events(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Ite
     return run.train(plan, stop, data, abandoned=before)
 
 
-def default_jobs(device: str) -> int:
-    """Return one process per GPU, or one per core, since a small step fills only one."""
-    if choose_device(device).type == "cuda":
-        return torch.cuda.device_count()
-    return usable_cores()
-
-
 def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
     """Load every data set once. torch shares the memory of tensors that it sends to processes."""
     cpu = torch.device("cpu")
@@ -106,7 +99,7 @@ def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
 
 @dataclass
 class _Worker:
-    """A process that trains one run, and its place among those of the pool."""
+    """Process that trains one run, and its place among those of the pool."""
 
     process: Any
     pipe: Connection
@@ -114,11 +107,16 @@ class _Worker:
 
 
 class Pool(Executor):
-    """Executor with up to ``jobs`` processes at a time on this machine, which share ``data``."""
+    """Executor with ``jobs`` processes at a time on this machine, which share ``data``.
+
+    The default is one per GPU, or one per core, since a small step fills only one.
+    """
 
     pause = 0.05
 
-    def __init__(self, plans: Sequence[TrainPlan], jobs: int, data: SharedData) -> None:
+    def __init__(self, plans: Sequence[TrainPlan], jobs: int | None, data: SharedData) -> None:
+        on_gpu = choose_device(plans[0].device).type == "cuda"
+        jobs = jobs or (torch.cuda.device_count() if on_gpu else usable_cores())
         super().__init__(plans, min(jobs, len(plans)))
         self.data = data
         self._places = list(range(self.slots))
