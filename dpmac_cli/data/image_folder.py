@@ -73,12 +73,10 @@ class ImageFolder:
         names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
         units = None if source.unit is None else np.array(_units(names, source.unit))
         if not parts:
-            keys = [os.fsencode(name) for name in (names if units is None else units)]
+            tellers = names if units is None else units.tolist()
+            keys = [os.fsencode(tellers[row]) for row in rows]
             needed = self._classes if declared is None else None
-            sides = [
-                rows[some]
-                for some in split([keys[row] for row in rows], labels[rows], needed, source)
-            ]
+            sides = [rows[some] for some in split(keys, labels[rows], needed, source)]
         elif units is not None and (both := {*units[sides[0]]} & {*units[sides[1]]}):
             raise InputError(
                 f"{len(both)} units, such as {min(both)}, have images in {parts[0]} and in "

@@ -26,15 +26,10 @@ def inspect(source: Source) -> Found:
 def load(
     source: Source, facts: Dataset | None
 ) -> Generator[Computing, None, tuple[Records, Records]]:
-    """Return training and test records, each with its labels.
+    """Return training and test records, which still have the facts that were found before.
 
     Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or
-    float32, shape (records, columns, 1, 1). Labels are int64, shape (records,).
-
-    Arguments are those of :func:`dpmac_cli.data.loaders.loading`.
-
-    Raises:
-        InputError: naming the files that cannot be read; or the dataset no longer has the facts.
+    float32, shape (records, columns, 1, 1). Labels are int64, shape (records,). Raises InputError.
     """
     reader = _reader_of(source)
     if facts is not None and reader.found.facts != facts:

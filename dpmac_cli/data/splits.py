@@ -100,10 +100,9 @@ def found(
     """Return facts like those of the registry, with cautious defaults.
 
     Args:
-        source: of the dataset. labels: of training and test split.
-        shape, classes: of the records. rest: as of :class:`Found`.
+        labels: of training and test split. shape, classes: of the records.
         ends: of the range of numbers, shape (2, columns); None for images.
-        units: of the training records; None if each is one.
+        units: of the training records; None if each is one. rest: as of :class:`Found`.
 
     Raises:
         InputError: the constants that were chosen are for other images.

@@ -41,12 +41,12 @@ def until(
 ) -> Generator[Computing, None, Made]:
     """Return what a generator makes; raise KeyboardInterrupt once ``stop`` returns True."""
     with closing(events):
-        while True:
-            try:
+        try:
+            while True:
                 event = next(events)
-            except StopIteration as end:
-                made: Made = end.value
-                return made
-            if stop():
-                raise KeyboardInterrupt
-            yield event
+                if stop():
+                    raise KeyboardInterrupt
+                yield event
+        except StopIteration as end:
+            made: Made = end.value
+            return made

@@ -89,10 +89,9 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     """Turn flags and a YAML file, with lists for values, into a grid. Flags win.
 
     Args:
-        flags: field name -> text with commas, or None; ``optimizers`` and ``seeds`` beside the
-            fields of a training
+        flags: field name -> text with commas, or None; with ``optimizers`` and ``seeds``.
         file: YAML with flag names for keys, and values or lists of them.
-        root: the folder of all runs.
+        root: folder of all runs.
 
     Raises:
         InputError: with every fault found.

@@ -125,30 +125,28 @@ class Pool(Executor):
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
     def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[_Worker]:
-        return [self._begin(plan) for plan in plans]
-
-    def _begin(self, plan: TrainPlan) -> _Worker:
-        place = self._places.pop(0)
-        mine, theirs = CONTEXT.Pipe()
-        # What a process is forked from keeps the variables that it began with.
-        arguments = (dict(os.environ), theirs, plan, self.data[plan.data], place, self._threads)
-        process = CONTEXT.Process(target=_work, args=arguments)
-        process.start()
-        theirs.close()
-        return _Worker(process, mine, place)
+        workers = []
+        for plan in plans:
+            place = self._places.pop(0)
+            mine, theirs = CONTEXT.Pipe()
+            # What a process is forked from keeps the variables that it began with.
+            arguments = (dict(os.environ), theirs, plan, self.data[plan.data], place, self._threads)
+            process = CONTEXT.Process(target=_work, args=arguments)
+            process.start()
+            theirs.close()
+            workers.append(_Worker(process, mine, place))
+        return workers
 
     def _result(self, job: _Worker) -> Result | None:
         if not job.pipe.poll():
             return None
         self._places.append(job.place)
-        try:
-            result: Result = job.pipe.recv()
-        except (EOFError, OSError):
-            job.process.join()
-            code = job.process.exitcode
-            return f"signal {-code}" if code < 0 else f"exit code {code}", None
+        result: Result | None = None
+        with contextlib.suppress(EOFError, OSError):
+            result = job.pipe.recv()
         job.process.join()
-        return result
+        code = job.process.exitcode
+        return result or (f"signal {-code}" if code < 0 else f"exit code {code}", None)
 
     def _cancel(self, job: _Worker) -> None:
         job.process.terminate()

@@ -60,9 +60,7 @@ class Cell:
 class Comparison:
     """Results of a study, row by row. :mod:`~dpmac_cli.studies.tables` renders them.
 
-    Attributes:
-        epsilon: of all runs of the grid together, and of all attempts at them; 0 if none is
-            private.
+    ``epsilon`` covers all attempts at all runs of the grid; it is 0 if none is private.
     """
 
     grid: Grid
