@@ -25,12 +25,9 @@ ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high", *UNITS.values(
 
 
 class ArrayFile:
-    """Arrays of an .npz or a table: images, or rows of numbers.
+    """Arrays of an .npz or a table, by the names in :data:`ARRAYS`: images, or rows of numbers.
 
-    Args:
-        source: where they are from.
-        arrays: of the names in :data:`ARRAYS`.
-        skipped: records that were left out when they were read.
+    ``skipped`` are records that were left out when they were read.
     """
 
     def __init__(
@@ -136,17 +133,15 @@ def _number_labels(arrays: dict[str, NDArray[Any]]) -> None:
 def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str, ...]:
     """With --skip-bad, remove records that cannot be used, in place, and name each.
 
-    Raises:
-        InputError: with everything that keeps arrays from being a data set.
+    Raises InputError with everything that keeps arrays from being a data set.
     """
     faults, skipped, classes = list[str](), list[str](), arrays.get("classes")
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test go together; one of them is missing.")
     pairs = [pair for pair in PAIRS if pair[0] in arrays]
     for x_name, y_name in pairs:
-        wrong = list(_faults_of_pair(arrays, x_name, y_name))
-        faults += wrong
-        if wrong:
+        if wrong := list(_faults_of_pair(arrays, x_name, y_name)):
+            faults += wrong
             continue
         x, y = arrays[x_name], arrays[y_name]
         reasons = _bad_records(x_name, x, y_name, y, None if classes is None else len(classes))
@@ -203,9 +198,8 @@ def _faults_of_units(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
                 f"whole numbers or text, not {arrays[name].dtype} of shape {arrays[name].shape}"
             )
             return
-    if both := set(arrays.get("unit", np.array([])).tolist()) & set(
-        arrays.get("unit_test", np.array([])).tolist()
-    ):
+    sides = [set(arrays[name].tolist()) for name in UNITS.values() if name in arrays]
+    if len(sides) == 2 and (both := set.intersection(*sides)):
         yield f"{len(both)} units are in unit and in unit_test: test on other units"
 
 

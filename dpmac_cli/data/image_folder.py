@@ -1,7 +1,6 @@
 """Images in folders named after their classes."""
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -53,7 +52,7 @@ class ImageFolder:
             strange = sorted(set(_class_names(parts[1])) - set(self._classes))
             self._faults += complaints([f"The class {name} {where}" for name in strange])
         listed = [self._listed(part) for part in parts or [root]]
-        self._images = list(itertools.chain(*listed))
+        self._images = [image for images in listed for image in images]
         if not source.skip_bad:
             self._faults += complaints(self._skipped, REMEDY)
         # Decoded images are named by all that decides them.
@@ -61,8 +60,7 @@ class ImageFolder:
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self._path = cache_folder() / f"{name}{WHOLE}"
         file = whole(self._path)
-        channels, height, width = self._survey() if file is None else file.shape
-        self._shape = channels, height, width
+        self._shape: tuple[int, int, int] = self._survey() if file is None else file.shape
         rows, count = self._used(), len(listed[0])
         sides = [rows[rows < count], rows[rows >= count]] if parts else [rows]
         labels = np.array([image.label for image in self._images], np.int64)
@@ -201,12 +199,9 @@ def _units(names: list[str], pattern: str) -> list[str]:
         ) from failure
     found = [compiled.search(name) for name in names]
     units = [(match and match[min(compiled.groups, 1)]) or "" for match in found]
+    strange = [name for name, unit in zip(names, units, strict=True) if not unit]
     refuse(
-        [
-            f"{name} has no match of --unit {pattern}"
-            for name, unit in zip(names, units, strict=True)
-            if not unit
-        ],
+        [f"{name} has no match of --unit {pattern}" for name in strange],
         " Rename such files, or give a pattern of all paths below the folder.",
     )
     return units

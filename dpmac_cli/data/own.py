@@ -15,8 +15,6 @@ from dpmac_cli.data.splits import Records
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing
 
-Reader = ImageFolder | ArrayFile
-
 
 def inspect(source: Source) -> Found:
     """Return what names and headers say. Raises InputError with every fault found."""
@@ -43,7 +41,7 @@ def load(
     return reader.load()
 
 
-def _reader_of(source: Source) -> Reader:
+def _reader_of(source: Source) -> ImageFolder | ArrayFile:
     """Return what reads a dataset, kept while its folders stay the same: a look takes seconds."""
     path = source.path.resolve()
     # Folders change when a file comes or goes.
@@ -53,7 +51,7 @@ def _reader_of(source: Source) -> Reader:
 
 
 @functools.lru_cache(maxsize=8)
-def _reader(source: Source, _path: Path, _changed: int) -> Reader:
+def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
     at_hand = source.at_hand
     if at_hand is not None and at_hand.arrays is not None:
         return ArrayFile(source, dict(at_hand.arrays))

@@ -33,11 +33,7 @@ Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-    """Return arrays like those of an .npz, and which records were left out.
-
-    Raises:
-        InputError: with every fault found.
-    """
+    """Return arrays like those of an .npz, and the records left out. Raises InputError."""
     table = None if source.at_hand is None else _table_of(source.at_hand.frame)
     path, schema = source.path, source.schema
     if schema is None:

@@ -36,7 +36,6 @@ def featured(
     """Return a dataset of the features of every image, which need no standardisation.
 
     They are from the cache, or computed and kept there. Beside them is their SHA-256.
-    Of several processes one computes them; the others wait. What a killed one had computed is used.
 
     Args:
         parts: computes them, on the device of the data.

@@ -91,11 +91,7 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def make_room(folder: Path, size: float, kept: Path | None = None) -> list[Path]:
-    """Remove the files used longest ago, until at most ``size`` bytes are left.
-
-    Returns:
-        The files that were removed. ``kept`` is not.
-    """
+    """Remove the files used longest ago but ``kept``, down to ``size`` bytes, and return them."""
     removed, total = [], 0
     for file in kept_files(folder):
         total += file.stat().st_size

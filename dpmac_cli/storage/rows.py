@@ -81,8 +81,7 @@ class RowFile:
     def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return rows in the order that they are asked for, shape (rows, ...).
 
-        Raises:
-            DamagedError: a row is not what was written. The file is removed.
+        Raises DamagedError if a row is not what was written, and removes the file.
         """
         found = np.empty((len(rows), *self.shape), self.dtype)
         for place, row in zip(found, rows.tolist(), strict=True):

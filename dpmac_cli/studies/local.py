@@ -58,8 +58,7 @@ def train_run(
     """Train a run, or resume it where that is exact.
 
     Args:
-        plan: with its ``out``.
-        data: on the run's device; None to load it.
+        plan: with its ``out``. data: on the run's device; None to load it.
         stop: called after every step; True saves the run and ends it.
     """
     failure, step = None, 0
