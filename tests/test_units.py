@@ -303,12 +303,13 @@ def test_a_program_names_units() -> None:
     ("more", "said"),
     [
         ({"unit": np.arange(5)}, "unit must name the unit of each of the 120 records"),
+        ({"unit_test": np.arange(5)}, "unit_test must name the unit of each of the 120 records"),
         (
             {"x_test": np.zeros((2, 3)), "y_test": [0, 1], "unit_test": [0, 1]},
             "test on other units",
         ),
     ],
-    ids=["too few", "on both sides"],
+    ids=["too few", "no test set", "on both sides"],
 )
 def test_faults_of_units_are_named(more: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):

@@ -73,8 +73,7 @@ def from_dataframe(
     """
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
-    schema = schema_of(schema, "schema")
-    return AtHand(_place(name), frame=frame, schema=schema)
+    return AtHand(_place(name), frame=frame, schema=schema_of(schema, "schema"))
 
 
 def from_torch(train: Any, test: Any = None, **facts: Any) -> ArrayData:

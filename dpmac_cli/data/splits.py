@@ -125,9 +125,8 @@ def found(
     tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
     unit = "" if units is None else source.unit or "unit"
     untested = tuple(name for label, name in enumerate(classes) if label not in tested)
-    return Found(
-        facts, source.path.resolve().stem.strip("<>"), unit=unit, untested=untested, **rest
-    )
+    name = source.path.resolve().stem.strip("<>")
+    return Found(facts, name, unit=unit, untested=untested, **rest)
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
