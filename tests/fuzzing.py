@@ -38,7 +38,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.runs import folder, scoring, setup
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import local as workers
-from dpmac_cli.studies.executor import Ended, Moved, RunEvent
+from dpmac_cli.studies.executor import Result
 from dpmac_cli.studies.grid import NOT_IN_A_STUDY
 from dpmac_cli.studies.local import train_run
 from tests.digits_runs import contents
@@ -247,10 +247,9 @@ def _load_data(name: str, where: Path, device: torch.device, **facts: Any) -> Da
 
 
 def _loading(
-    name: str, where: Path, device: torch.device, *, stop: Callable[[], bool], **facts: Any
+    name: str, where: Path, device: torch.device, **facts: Any
 ) -> Generator[Computing, None, Data]:
     """The same, where a run is set up."""
-    del stop
     yield from ()
     return _load_data(name, where, device, **facts)
 
@@ -273,15 +272,18 @@ class InlinePool(workers.Pool):
         """As the command is asked to stop."""
         return False
 
-    def start(self, numbers: Sequence[int]) -> None:
-        [self._number] = numbers
+    def _submit(self, plans: Any) -> Any:
+        return plans
 
-    def poll(self) -> Iterator[RunEvent]:
-        plan = self.plans[self._number]
+    def _result(self, job: Any) -> Result:
         with contextlib.redirect_stdout(sys.stderr):
-            failure, step = train_run(plan, self.data[plan.data], self.stop)
-        yield Moved(self._number, step, plan.steps, None)
-        yield Ended(self._number, failure)
+            return train_run(job, self.data[job.data], self.stop)
+
+    def _cancel(self, job: Any) -> None:
+        pass
+
+    def _wait(self, job: Any) -> None:
+        pass
 
 
 @contextlib.contextmanager

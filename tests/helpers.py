@@ -244,6 +244,6 @@ Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 def load(source: Source, facts: Dataset | None = None) -> tuple[Arrays, Arrays]:
     """Training and test records of a dataset of your own, read from their file."""
-    (x, y, _), (x_test, y_test, _) = outcome(own.load(source, facts, lambda: False))
+    (x, y, _), (x_test, y_test, _) = outcome(own.load(source, facts))
     records = (part.read() if isinstance(part, Rows) else part for part in (x, x_test))
     return (next(records), y), (next(records), y_test)

@@ -24,7 +24,7 @@ from dpmac_cli.runs.train import finish
 from dpmac_cli.studies import executor
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.choice import Choice
-from dpmac_cli.studies.executor import Ended, Executor, Moved, RunEvent, carry_out
+from dpmac_cli.studies.executor import Ended, Executor, Moved, Result, RunEvent, carry_out
 from dpmac_cli.studies.grid import Grid, plan
 from dpmac_cli.studies.local import Pool, share_data, train_run
 from dpmac_cli.studies.results import collect, finished_report
@@ -291,62 +291,62 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
 
 
 class Scripted(Executor):
-    """An executor whose runs end as they are told to."""
+    """An executor whose jobs, the numbers of their runs, end one by one as they are told to."""
 
-    def __init__(self, plans: Sequence[TrainPlan], *ends: RunEvent) -> None:
+    pause = 0.0
+
+    def __init__(self, plans: Sequence[TrainPlan], *ends: tuple[int, Result | None]) -> None:
         super().__init__(plans, slots=2)
-        self.ends, self.started = list(ends), list[int]()
+        self.ends, self.started, self.cancelled = list(ends), list[int](), list[int]()
 
-    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
-        return plans
-
-    def _result(self, job: Any) -> None:
-        return None
-
-    def _cancel(self, job: Any) -> None:
-        pass
-
-    def start(self, numbers: Sequence[int]) -> None:
+    def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[int]:
+        numbers = [self.plans.index(plan) for plan in plans]
         self.started += numbers
+        return numbers
 
-    def poll(self) -> Iterator[RunEvent]:
-        yield self.ends.pop(0)
+    def _result(self, job: int) -> Result | None:
+        return self.ends.pop(0)[1] if self.ends and self.ends[0][0] == job else None
 
-    def ask_to_stop(self) -> None:
-        self.started.append(-1)
-
-    def close(self) -> None:
-        self.ends.append(Ended(-1))
+    def _cancel(self, job: int) -> None:
+        self.cancelled.append(job)
 
 
 def test_a_run_whose_process_dies_is_started_three_times_in_all(tmp_path: Path) -> None:
     configs = [run.plan for run in grid_in(tmp_path, seeds="2", epochs="1").runs]
-    dies = Scripted(
-        configs, *(Ended(number, "signal 9", again=True) for number in (0, 1, 1, 0, 0, 1))
-    )
+    dies = Scripted(configs, *((number, ("signal 9", None)) for number in (0, 1, 1, 0, 0, 1)))
     ended = list(carry_out(dies, [0, 1], never))
-    assert dies.started == [0, 1, 0, 1, 1, 0]
-    assert [event.again for event in ended if isinstance(event, Ended)] == [True] * 4 + [False] * 2
+    assert sorted(dies.started) == [0, 0, 0, 1, 1, 1]
+    for number in (0, 1):
+        again = [e.again for e in ended if isinstance(e, Ended) and e.number == number]
+        assert again == [True, True, False]
     assert "its process died 3 times (signal 9)" in str(ended[-1])
-    assert dies.ends == [Ended(-1)]
+    assert not dies.cancelled
 
 
 def test_asked_to_stop_no_run_is_started_any_more(tmp_path: Path) -> None:
     configs = [run.plan for run in grid_in(tmp_path, epochs="1").runs]
     answers = iter([False, True])
-    asked = Scripted(configs, Moved(0, 1, 9, None), Ended(1, "cancelled", again=True), Ended(0))
+    asked = Scripted(configs, (0, None), (1, None), (1, ("cancelled", None)), (0, (None, 1)))
     ended = list(carry_out(asked, [0, 1, 2], lambda: next(answers)))
-    assert asked.started == [0, 1, -1]
-    assert ended[1:] == [Ended(1), Ended(0)]
+    assert asked.started == asked.cancelled == [0, 1]
+    assert ended == [Ended(1), Moved(0, 1, None), Ended(0)]
+
+
+def test_jobs_that_are_left_are_cancelled(tmp_path: Path) -> None:
+    configs = [run.plan for run in grid_in(tmp_path, epochs="1").runs]
+    left = Scripted(configs, (0, ("failed", 3)))
+    events = carry_out(left, [0, 1], never)
+    assert next(events) == Moved(0, 3, None)
+    del events
+    assert left.cancelled == [0, 1]
 
 
 def test_a_process_killed_after_its_run_was_finished_is_no_failure(tmp_path: Path) -> None:
     grid = grid_in(tmp_path, seeds="1", epochs="1", optimizers="dp-sgd")
     config = grid.runs[0].plan
     assert train_run(config, None, never) == (None, config.steps)
-    assert list(carry_out(Scripted([config], Ended(0, "job 7_0", again=True)), [0], never)) == [
-        Ended(0)
-    ]
+    *_, last = carry_out(Scripted([config], (0, ("job 7_0", None))), [0], never)
+    assert last == Ended(0)
 
 
 def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -458,9 +458,9 @@ with ray_cluster.connected(None):
     config = resolve(dataset="digits", sigma=6, device="cpu", out="run").plan
     begun = []
     class Counted(ray_cluster.Tasks):
-        def start(self, numbers):
-            begun.extend(numbers)
-            super().start(numbers)
+        def _submit(self, plans):
+            begun.extend(range(len(plans)))
+            return super()._submit(plans)
     configs = [config] * 3
     for answers in (iter([]), iter([False])):
         stop = lambda: next(answers, True)
@@ -495,7 +495,7 @@ def test_a_folder_that_is_not_seen_here_is_told(
     steps = config.steps
 
     def ended(*, step: int = steps, attempt: int = 1, stopped: bool = False) -> Ended:
-        return executor._judge(Ended(0), config, step, attempt, stopped=stopped)
+        return executor._judge(0, config, (None, step), step, attempt, stopped=stopped)
 
     unseen = ended()
     assert not unseen.again

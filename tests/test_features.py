@@ -37,7 +37,7 @@ from dpmac_cli.runs.publish import load_model
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Finished, RunEvent, Started
 from dpmac_cli.runs.setup import keys_of, make_task
-from dpmac_cli.storage.progress import Computing, outcome
+from dpmac_cli.storage.progress import Computing, outcome, until
 from dpmac_cli.studies.grid import address
 from tests.digits_runs import (
     digits_config,
@@ -501,7 +501,7 @@ def test_who_waits_says_so_and_computes_nothing(cache: Path) -> None:
     second = featured(parts, data, {}, cache)
     assert next(second).elsewhere
     assert of(first)[1] == of(second)[1]
-    again = featured(parts, data, {}, cache, stop=lambda: True)
+    again = until(lambda: True, featured(parts, data, {}, cache))
     kept(cache).unlink()
     with pytest.raises(KeyboardInterrupt):
         of(again)

@@ -30,7 +30,7 @@ from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.train import finish, resume, train
 from dpmac_cli.storage import rows
 from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files
-from dpmac_cli.storage.progress import LISTENER, Computing, outcome
+from dpmac_cli.storage.progress import LISTENER, Computing, outcome, until
 from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 from dpmac_cli.studies.local import share_data
 from tests.digits_runs import after, same_weights, train_events
@@ -148,7 +148,7 @@ def test_a_kill_loses_no_image_that_was_decoded(
         "import time\nfrom pathlib import Path\nfrom dpmac_cli.data import decoding as d, own\n"
         "from dpmac_cli.data.schema import Source\nd.FEW = 1000\n"
         "plain = d.decode\ndef decode(*a):\n    time.sleep(0.01)\n    return plain(*a)\n"
-        "d.decode = decode\nlist(own.load(Source(Path('photos')), None, lambda: False))\n"
+        "d.decode = decode\nlist(own.load(Source(Path('photos')), None))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", slow], cwd=tmp_path)
     end = time.monotonic() + 60
@@ -290,7 +290,7 @@ def test_stopped_while_images_are_decoded_nothing_is_begun(
     photos(Path("photos"))
     monkeypatch.setattr(decoding, "FEW", 8)
     with pytest.raises(KeyboardInterrupt):
-        outcome(own.load(Source(Path("photos")), None, lambda: True))
+        outcome(until(lambda: True, own.load(Source(Path("photos")), None)))
     [begun] = kept_files(cache)
     assert begun.suffix == BEGUN
     (x, _), (x_test, _) = load(Source(Path("photos")))
@@ -368,15 +368,15 @@ def test_every_chunk_of_a_step_is_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     photos(Path("photos"))
     monkeypatch.setattr(dataset, "IN_MEMORY", 0)
     data = load_data(plan_of().data, Path(), CPU)
-    assert data.train.stored is not None
+    assert isinstance(data.train, dataset.StoredSplit)
     reads: list[list[int]] = []
-    read = data.train.stored._read
+    read = data.train._read
 
     def counted(places: Any) -> torch.Tensor:
         reads.append(places.tolist())
         return read(places)
 
-    monkeypatch.setattr(data.train.stored, "_read", counted)
+    monkeypatch.setattr(dataset.StoredSplit, "_read", lambda _, places: counted(places))
     plan = replace(PLAN, physical_batch=2)
     whole = list(range(len(data.train)))
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))

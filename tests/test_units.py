@@ -196,7 +196,7 @@ def write_table() -> None:
 
 @pytest.mark.privacy
 def test_a_unit_is_trained_on_or_tested_on() -> None:
-    train, test = outcome(own.load(Source(write_npz()), None, lambda: False))
+    train, test = outcome(own.load(Source(write_npz()), None))
     x, _, unit = patients()
     owner = {row.astype(np.float32).tobytes(): u for row, u in zip(x, unit, strict=True)}
     sides = [
@@ -211,10 +211,10 @@ def test_a_unit_is_trained_on_or_tested_on() -> None:
 @pytest.mark.privacy
 def test_another_unit_moves_no_unit_to_the_other_side() -> None:
     x, y, unit = patients()
-    _, test = outcome(own.load(Source(write_npz()), None, lambda: False))
+    _, test = outcome(own.load(Source(write_npz()), None))
     kept = unit != unit[0]
     np.savez("less.npz", x=x[kept], y=y[kept], unit=unit[kept], low=-4, high=4, classes=["n", "y"])
-    _, less = outcome(own.load(Source(Path("less.npz")), None, lambda: False))
+    _, less = outcome(own.load(Source(Path("less.npz")), None))
     before, after = ({row.tobytes() for row in np.asarray(part.x)} for part in (test, less))
     assert after <= before
 
@@ -277,7 +277,7 @@ def test_units_of_images_are_told_by_their_paths() -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draws.integers(0, 256, (8, 8), dtype=np.uint8)).save(place)
     source = Source(Path("photos"), unit=r"patient(\d+)", test_fraction=0.3)
-    train, test = outcome(own.load(source, None, lambda: False))
+    train, test = outcome(own.load(source, None))
     assert train.units is not None
     assert len(train.units) + len(test.y) == 60
     assert own.inspect(source).facts.train_size == len(set(train.units.tolist())) < 12
@@ -303,12 +303,13 @@ def test_a_program_names_units() -> None:
     ("more", "said"),
     [
         ({"unit": np.arange(5)}, "unit must name the unit of each of the 120 records"),
+        ({"unit_test": np.arange(5)}, "unit_test must name the unit of each of the 120 records"),
         (
             {"x_test": np.zeros((2, 3)), "y_test": [0, 1], "unit_test": [0, 1]},
             "test on other units",
         ),
     ],
-    ids=["too few", "on both sides"],
+    ids=["too few", "no test set", "on both sides"],
 )
 def test_faults_of_units_are_named(more: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
@@ -332,7 +333,7 @@ def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
     run.finish(run.train(whole))
     run.finish(run.train(stopped, after(6)))
     kept = Path("scans.npz").read_bytes()
-    train, _ = outcome(own.load(Source(Path("scans.npz")), None, lambda: False))
+    train, _ = outcome(own.load(Source(Path("scans.npz")), None))
     assert train.units is not None
     one, other = np.unique(train.units)[:2]
     unit = patients()[2]

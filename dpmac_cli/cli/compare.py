@@ -148,33 +148,29 @@ class Display:
     """One line per finished run; below them, on a terminal, a bar of the study's steps."""
 
     def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
-        self._screen, self._grid = screen, grid
-        self._left = {n: grid.runs[n].plan.steps for n in missing}
-        self._scores: dict[int, str] = {}
+        self._screen, self._grid, self._count = screen, grid, len(missing)
+        self._moved: dict[int, Moved] = {}
         self._ended = 0
         columns = TextColumn("{task.fields[text]}"), BarColumn(), TimeRemainingColumn(compact=True)
         self._bar = console.bar(*columns, console=screen)
         found = len(grid.runs) - len(missing)
         screen.print(f"{len(grid.runs)} runs{f', {found} of them found finished' * bool(found)}")
-        self._steps = self._bar.add_task("", total=max(1, sum(self._left.values())), text="")
+        total = sum(grid.runs[number].plan.steps for number in missing)
+        self._task = self._bar.add_task("", total=max(1, total), text="")
         self._bar.start()
 
     def show(self, event: RunEvent) -> None:
         """Move the bar, and print a line when a run ends."""
         if isinstance(event, Moved):
-            left = event.steps - event.step
-            self._bar.advance(self._steps, self._left[event.number] - left)
-            self._left[event.number] = left
-            if event.score is not None:
-                metric = METRICS[self._grid.plan.metric]
-                self._scores[event.number] = f"  test {metric} {event.score:.2%}"
+            self._moved[event.number] = event
         else:
             self._end(event)
-        self._bar.update(self._steps, text=f"{self._ended}/{len(self._left)} runs")
+        done = sum(moved.step for moved in self._moved.values())
+        self._bar.update(self._task, completed=done, text=f"{self._ended}/{self._count} runs")
 
     def _end(self, event: Ended) -> None:
-        number, done = event.number, self._left[event.number] == 0
-        run = self._grid.runs[number]
+        run, moved = self._grid.runs[event.number], self._moved.get(event.number)
+        done = moved is not None and moved.step == run.plan.steps
         name = f"{row_name(run.labels)}  sigma {run.plan.sigma:.4g}  seed {run.seed}"
         self._ended += not event.again and (event.failure is not None or done)
         if event.again:
@@ -182,9 +178,10 @@ class Display:
             self._screen.print(line)
         elif event.failure:
             self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
-        elif done:
-            count = f"{self._ended}/{len(self._left)}"
-            self._screen.print(Text(f"{count}  {name}{self._scores.get(number, '')}"))
+        elif moved and done:
+            metric = METRICS[run.plan.metric]
+            score = "" if moved.score is None else f"  test {metric} {moved.score:.2%}"
+            self._screen.print(Text(f"{self._ended}/{self._count}  {name}{score}"))
 
     def close(self) -> None:
         """Remove the bar."""

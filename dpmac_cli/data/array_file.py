@@ -25,12 +25,9 @@ ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high", *UNITS.values(
 
 
 class ArrayFile:
-    """Arrays of an .npz or a table: images, or rows of numbers.
+    """Arrays of an .npz or a table, by the names in :data:`ARRAYS`: images, or rows of numbers.
 
-    Args:
-        source: where they are from.
-        arrays: of the names in :data:`ARRAYS`.
-        skipped: records that were left out when they were read.
+    ``skipped`` are records that were left out when they were read.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class ArrayFile:
         check_classes(classes, source)
         units = arrays.get("unit")
         if held_out:
-            keys = _keys(x, y) if units is None else map(_key_of_unit, units.tolist())
+            keys = _keys(x, y) if units is None else (str(u).encode() for u in units.tolist())
             train, test = split(keys, y, classes if inferred else None, source)
             arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
             if units is not None:
@@ -72,7 +69,6 @@ class ArrayFile:
             classes,
             ends,
             self._units,
-            unit="" if units is None else source.unit or "unit",
             held_out=held_out,
             inferred=("classes",) * inferred,  # arrays declare a shape of themselves
             skipped=skipped,
@@ -141,17 +137,15 @@ def _number_labels(arrays: dict[str, NDArray[Any]]) -> None:
 def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str, ...]:
     """With --skip-bad, remove records that cannot be used, in place, and name each.
 
-    Raises:
-        InputError: with everything that keeps arrays from being a data set.
+    Raises InputError with everything that keeps arrays from being a data set.
     """
     faults, skipped, classes = list[str](), list[str](), arrays.get("classes")
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test go together; one of them is missing.")
     pairs = [pair for pair in PAIRS if pair[0] in arrays]
     for x_name, y_name in pairs:
-        wrong = list(_faults_of_pair(arrays, x_name, y_name))
-        faults += wrong
-        if wrong:
+        if wrong := list(_faults_of_pair(arrays, x_name, y_name)):
+            faults += wrong
             continue
         x, y = arrays[x_name], arrays[y_name]
         reasons = _bad_records(x_name, x, y_name, y, None if classes is None else len(classes))
@@ -203,20 +197,16 @@ def _faults_of_units(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
     if ("unit" in arrays) > ("unit_test" in arrays or "x_test" not in arrays):
         yield "x_test needs an array unit_test, which names the unit of each test record"
     for x_name, name in UNITS.items():
-        if name in arrays and arrays[name].shape != arrays.get(x_name, arrays["x"]).shape[:1]:
+        count = len(arrays.get(x_name, arrays["x"]))
+        if name in arrays and arrays[name].shape != (count,):
             yield (
-                f"{name} must name the unit of each of the {len(arrays[x_name])} records, in "
+                f"{name} must name the unit of each of the {count} records, in "
                 f"whole numbers or text, not {arrays[name].dtype} of shape {arrays[name].shape}"
             )
             return
-    if both := set(arrays.get("unit", np.array([])).tolist()) & set(
-        arrays.get("unit_test", np.array([])).tolist()
-    ):
+    sides = [set(arrays[name].tolist()) for name in UNITS.values() if name in arrays]
+    if len(sides) == 2 and (both := set.intersection(*sides)):
         yield f"{len(both)} units are in unit and in unit_test: test on other units"
-
-
-def _key_of_unit(unit: int | str) -> bytes:
-    return str(unit).encode()
 
 
 def _faults_of_classes(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
@@ -259,14 +249,15 @@ def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
 def _faults_of_pair(arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str) -> Iterator[str]:
     """Faults of shapes and types, which no single record is the cause of."""
     x, y, classes = arrays[x_name], arrays[y_name], arrays.get("classes")
+    pixels = x.ndim in (3, 4) and x.dtype == np.uint8
     if x.ndim == 2 and x.dtype.kind not in "fiu":
         yield f"{x_name} must be numbers, not {x.dtype}"
-    elif x.ndim not in (2, 3, 4) or not (_is_numbers(x) or _is_images(x)):
+    elif not _is_numbers(x) and not (pixels and _channels_first(x[:1]).shape[1] in (1, 3)):
         scale = ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits"
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or numbers in rows or channels, not {x.dtype} of shape "
-            f"{x.shape}" + (scale if x.ndim in (3, 4) and x.dtype != np.uint8 else "")
+            f"{x.shape}" + (scale if x.ndim in (3, 4) and not pixels else "")
         )
     if x.shape[1:] != arrays["x"].shape[1:]:
         yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
@@ -302,10 +293,6 @@ def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
 def _is_numbers(x: NDArray[Any]) -> bool:
     """Return whether arrays hold numbers, which have a public range, and not images."""
     return x.ndim == 2 or (x.ndim in (3, 4) and x.dtype.kind == "f")
-
-
-def _is_images(x: NDArray[Any]) -> bool:
-    return x.dtype == np.uint8 and _channels_first(x[:1]).shape[1] in (1, 3)
 
 
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:

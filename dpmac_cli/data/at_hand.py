@@ -50,9 +50,9 @@ class ArrayData(AtHand):
         unit_test: ArrayLike | None = None,
         name: str = "arrays",
     ) -> None:
+        names = None if classes is None else list(classes)
         given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, "low": low, "high": high}
-        given |= {"unit": unit, "unit_test": unit_test}
-        given["classes"] = None if classes is None else list(classes)
+        given |= {"unit": unit, "unit_test": unit_test, "classes": names}
         arrays = {name: np.asarray(array) for name, array in given.items() if array is not None}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
         super().__init__(_place(name), arrays)
@@ -73,8 +73,7 @@ def from_dataframe(
     """
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
-    schema = schema_of(schema, "schema")
-    return AtHand(_place(name), frame=frame, schema=schema)
+    return AtHand(_place(name), frame=frame, schema=schema_of(schema, "schema"))
 
 
 def from_torch(train: Any, test: Any = None, **facts: Any) -> ArrayData:

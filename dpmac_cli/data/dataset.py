@@ -19,99 +19,85 @@ Places = slice | NDArray[np.int64]
 IN_MEMORY, GPU_SHARE = 1e9, 0.25
 
 
-class StoredRecords:
-    """Records that are read from a file when they are used.
-
-    Args:
-        rows: of the file. device: that they are used on.
-    """
-
-    def __init__(self, rows: Rows, device: torch.device) -> None:
-        self.rows, self._device = rows, device
-        self._reader = ThreadPoolExecutor(1)
-        self._ahead: tuple[Places, Future[Tensor]] | None = None
-
-    def __reduce__(self) -> tuple[type["StoredRecords"], tuple[Rows, torch.device]]:
-        return StoredRecords, (self.rows, self._device)
-
-    def nothing(self) -> Tensor:
-        """Return a tensor of the records' shape and dtype, without contents."""
-        none = torch.from_numpy(np.empty((0, *self.rows.file.shape), self.rows.file.dtype))
-        return none.new_empty((len(self.rows), *none.shape[1:]), device="meta")
-
-    def at(self, places: Places) -> Tensor:
-        """Return some records on the device. Raises DamagedError."""
-        ahead, self._ahead = self._ahead, None
-        known = ahead is not None and np.array_equal(np.asarray(ahead[0]), np.asarray(places))
-        found = ahead[1].result() if ahead is not None and known else self._read(places)
-        return found.to(self._device, non_blocking=True)
-
-    def read_ahead(self, places: Places) -> None:
-        """Begin to read records that will be asked for next."""
-        self._ahead = places, self._reader.submit(self._read, places)
-
-    def _read(self, places: Places) -> Tensor:
-        found = torch.from_numpy(self.rows.read(places))
-        return found.pin_memory() if self._device.type == "cuda" else found
-
-
 @dataclass(frozen=True)
 class Split:
     """Images and labels on the device. Rows of numbers are float32, (records, columns, 1, 1).
 
     Attributes:
-        images: uint8, shape (records, channels, height, width); on the device "meta", without
-            contents, where they are ``stored``.
+        images: uint8, shape (records, channels, height, width).
         labels: int64, shape (records,); or with several labels per record uint8, (records, labels).
         sha256: of the images, where the file that they are from has it.
-        stored: reads the images when they are used; None where they are in memory.
     """
 
     images: Tensor
     labels: Tensor
     sha256: str = ""
-    stored: StoredRecords | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), **({"images": None} if self.stored else {})}  # "meta" has no pickle
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        images = state["stored"].nothing() if state["stored"] else state["images"]
-        vars(self).update(state, images=images)
 
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
         """Return some images and their labels, on the device. Raises DamagedError."""
         rows: slice | Tensor = places if isinstance(places, slice) else torch.from_numpy(places)
         if isinstance(rows, Tensor):
             rows = rows.to(self.labels.device, non_blocking=True)
-        images = self.images[rows] if self.stored is None else self.stored.at(places)
-        return images, self.labels[rows]
+        return self._images(places, rows), self.labels[rows]
+
+    def _images(self, places: Places, rows: slice | Tensor) -> Tensor:
+        return self.images[rows]
 
     def read_ahead(self, places: Places) -> None:
         """Begin to read images that will be asked for next."""
-        if self.stored is not None:
-            self.stored.read_ahead(places)
 
     def to(self, device: torch.device) -> "Split":
         """Return the same records on a device."""
-        labels = self.labels.to(device)
-        if self.stored is not None:
-            return replace(self, labels=labels, stored=StoredRecords(self.stored.rows, device))
-        return replace(self, images=self.images.to(device), labels=labels)
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+
+class StoredSplit(Split):
+    """Images that are read from a file when they are used; ``images`` is on the device "meta".
+
+    Args:
+        rows: of the file. labels: on the device that the images are used on.
+    """
+
+    def __init__(self, rows: Rows, labels: Tensor) -> None:
+        none = torch.from_numpy(np.empty(0, rows.file.dtype))
+        images = none.new_empty((len(rows), *rows.file.shape), device="meta")
+        super().__init__(images, labels, rows.sha256())
+        self._rows, self._reader = rows, ThreadPoolExecutor(1)
+        self._ahead: tuple[Places, Future[Tensor]] | None = None
+
+    def __reduce__(self) -> tuple[type["StoredSplit"], tuple[Rows, Tensor]]:
+        return StoredSplit, (self._rows, self.labels)
+
+    def _images(self, places: Places, rows: slice | Tensor) -> Tensor:
+        ahead, self._ahead = self._ahead, None
+        known = ahead is not None and np.array_equal(np.asarray(ahead[0]), np.asarray(places))
+        found = ahead[1].result() if ahead is not None and known else self._read(places)
+        return found.to(self.labels.device, non_blocking=True)
+
+    def read_ahead(self, places: Places) -> None:
+        """Begin to read images that will be asked for next."""
+        self._ahead = places, self._reader.submit(self._read, places)
+
+    def _read(self, places: Places) -> Tensor:
+        found = torch.from_numpy(self._rows.read(places))
+        return found.pin_memory() if self.labels.device.type == "cuda" else found
+
+    def to(self, device: torch.device) -> Split:
+        """Return the same records on a device."""
+        return StoredSplit(self._rows, self.labels.to(device))
 
 
 def split_of(rows: Rows, labels: Tensor, device: torch.device) -> Split:
     """Return records of a file, in memory unless the file is too large. Raises DamagedError."""
-    most, sha256 = IN_MEMORY, rows.sha256()
+    most = IN_MEMORY
     if device.type == "cuda":
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     if rows.file.nbytes <= most:
-        return Split(torch.from_numpy(rows.read()), labels, sha256).to(device)
-    stored = StoredRecords(rows, device)
-    return Split(stored.nothing(), labels.to(device), sha256, stored)
+        return Split(torch.from_numpy(rows.read()), labels, rows.sha256()).to(device)
+    return StoredSplit(rows, labels.to(device))
 
 
 @dataclass(frozen=True)

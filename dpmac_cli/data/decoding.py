@@ -50,32 +50,24 @@ class ImageFile(NamedTuple):
         return cls(path, label, facts.st_size, facts.st_ctime_ns)
 
 
-def decoded(
-    rows: RowFile, images: Sequence[ImageFile], stop: Callable[[], bool]
-) -> Generator[Computing, None, dict[str, str]]:
-    """Decode the images that are missing from a file.
-
-    Args:
-        rows: of the decoded images, one for each.
-        images: in the order of the rows.
-        stop: asked meanwhile; KeyboardInterrupt is raised if it returns True.
+def decoded(rows: RowFile, images: Sequence[ImageFile]) -> Generator[Computing, None, list[str]]:
+    """Decode the images that are missing from a file, which has a row for each.
 
     Returns:
-        What is wrong with those that could not be decoded, by row.
+        What is wrong with those that could not be decoded.
 
     Raises:
         InputError: files changed meanwhile.
     """
     yield _progress(rows)
     if len(rows.missing()) > FEW:
-        yield from _by_processes(rows, images, stop)
-    faults = dict[str, str]()
+        yield from _by_processes(rows, images)
+    faults, progress = list[str](), _progress(rows)
     for row in rows.missing().tolist():  # few, or those at fault, to say why
-        if stop():
-            raise KeyboardInterrupt
+        yield progress  # whoever is told may stop here
         if fault := decode_into(rows, row, images[row]):
-            faults[str(row)] = fault
-    changed = [f"{images[int(row)].path} {CHANGED}" for row in faults if faults[row] == CHANGED]
+            faults.append(f"{images[row].path} {fault}")
+    changed = [fault for fault in faults if fault.endswith(CHANGED)]
     refuse(changed, " Run the command again when nothing writes to it any more.")
     yield _progress(rows)
     return faults
@@ -86,9 +78,7 @@ def _progress(rows: RowFile) -> Computing:
     return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.nbytes)
 
 
-def _by_processes(
-    rows: RowFile, images: Sequence[ImageFile], stop: Callable[[], bool]
-) -> Iterator[Computing]:
+def _by_processes(rows: RowFile, images: Sequence[ImageFile]) -> Iterator[Computing]:
     """Decode images by one process per core, except those at fault."""
     job, count = [(row, images[row]) for row in rows.missing().tolist()], usable_cores()
     with ExitStack() as stack:
@@ -108,8 +98,6 @@ def _by_processes(
             stack.callback(worker.kill)
             workers.append(worker)
         while any(worker.poll() is None for worker in workers):
-            if stop():
-                raise KeyboardInterrupt
             time.sleep(PATIENCE)
             yield _progress(rows)
     for worker in workers:
@@ -126,10 +114,7 @@ def usable_cores() -> int:
 
 
 def decode_into(rows: RowFile, row: int, image: ImageFile) -> str | None:
-    """Decode an image into its row, or return what is wrong with it.
-
-    Raises OSError where the row cannot be written.
-    """
+    """Decode an image into its row, or return what is wrong with it. Raises OSError."""
     found = looked_at(image.path, lambda opened: decode(opened, rows.shape))
     if isinstance(found, str):
         return found

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +29,7 @@ NO_CLASS = -1
 #: Headers between reports of progress.
 SOME = 1000
 #: Of how images are decoded: part of the name of their file.
-VERSION = 1
+VERSION = 2
 REMEDY = " Remove them, or add --skip-bad to leave them out."
 
 
@@ -42,6 +42,7 @@ class ImageFolder:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._faults: list[str] = []  # messages, raised together
+        self._skipped: list[str] = []
         root, declared = source.path, source.classes
         parts = _parts(source)
         self._classes = declared or tuple(_class_names(parts[0] if parts else root))
@@ -51,19 +52,16 @@ class ImageFolder:
             strange = sorted(set(_class_names(parts[1])) - set(self._classes))
             self._faults += complaints([f"The class {name} {where}" for name in strange])
         listed = [self._listed(part) for part in parts or [root]]
-        self._images = [image for part in listed for image in part[0]]
-        skipped = [fault for part in listed for fault in part[1]]
+        self._images = [image for images in listed for image in images]
         if not source.skip_bad:
-            self._faults += complaints(skipped, REMEDY)
+            self._faults += complaints(self._skipped, REMEDY)
         # Decoded images are named by all that decides them.
         key = [VERSION, str(root.resolve()), source.channels, source.image_size, self._images]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self._path = cache_folder() / f"{name}{WHOLE}"
         file = whole(self._path)
-        channels, height, width = self._survey() if file is None else file.shape
-        self._shape = channels, height, width
-        rows = self._used(skipped)
-        count = len(listed[0][0])
+        self._shape: tuple[int, int, int] = self._survey() if file is None else file.shape
+        rows, count = self._used(), len(listed[0])
         sides = [rows[rows < count], rows[rows >= count]] if parts else [rows]
         labels = np.array([image.label for image in self._images], np.int64)
         for part, side in zip(parts or [root], sides, strict=True):
@@ -73,12 +71,10 @@ class ImageFolder:
         names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
         units = None if source.unit is None else np.array(_units(names, source.unit))
         if not parts:
-            keys = [os.fsencode(name) for name in (names if units is None else units)]
+            tellers = names if units is None else units.tolist()
+            keys = [os.fsencode(tellers[row]) for row in rows]
             needed = self._classes if declared is None else None
-            sides = [
-                rows[some]
-                for some in split([keys[row] for row in rows], labels[rows], needed, source)
-            ]
+            sides = [rows[some] for some in split(keys, labels[rows], needed, source)]
         elif units is not None and (both := {*units[sides[0]]} & {*units[sides[1]]}):
             raise InputError(
                 f"{len(both)} units, such as {min(both)}, have images in {parts[0]} and in "
@@ -93,28 +89,38 @@ class ImageFolder:
             self._shape,
             self._classes,
             units=self._units,
-            unit=source.unit or "",
             held_out=not parts,
             inferred=tuple(name for name, value in schema.items() if value is None),
-            skipped=tuple(skipped),
+            skipped=tuple(self._skipped),
         )
 
-    def _listed(self, part: Path) -> tuple[list[ImageFile], list[str]]:
-        """Return the images of a part, in order, and what else is there, with the reason."""
-        found = [(entry.path, _image(entry, label)) for entry, label in self._candidates(part)]
-        images = [image for _, image in found if isinstance(image, ImageFile)]
-        strange = [f"{path} {fault}" for path, fault in found if isinstance(fault, str)]
-        return sorted(images, key=lambda image: image.label), strange
+    def _listed(self, part: Path) -> list[ImageFile]:
+        """Return the images of a part, in order; note what else is there, with the reason."""
+        labels = {name: label for label, name in enumerate(self._classes)}
+        candidates, images = list[tuple["os.DirEntry[str]", int]](), []
+        for entry in _visible(part):
+            if not os.path.isdir(entry):
+                candidates += [(entry, NO_CLASS)] * _is_image(entry.name)
+            elif entry.name in labels or self._source.classes is not None:
+                label = labels.get(entry.name, NO_CLASS)
+                candidates += [(inner, label) for inner in _visible(entry)]
+        for entry, label in candidates:
+            image = _image(entry, label)
+            if isinstance(image, str):
+                self._skipped.append(f"{entry.path} {image}")
+            else:
+                images.append(image)
+        return sorted(images, key=lambda image: image.label)
 
-    def _used(self, skipped: list[str]) -> NDArray[np.int64]:
-        """Return the rows of images that are used; add why others are not to ``skipped``."""
+    def _used(self) -> NDArray[np.int64]:
+        """Return the rows of images that are used; note why others are not."""
         rows = np.arange(len(self._images))
         if not self._source.skip_bad or not len(rows):
             return rows
         if self._faults:
             raise InputError(self._faults)
-        file = outcome(self._decoded(lambda: False))  # contents decide, not headers alone
-        skipped += self._undecoded(file)
+        file = outcome(self._decoded())  # contents decide, not headers alone
+        self._skipped += file.notes()
         return np.setdiff1d(rows, file.missing())
 
     def _check_not_empty(self, part: Path, labels: NDArray[np.int64]) -> None:
@@ -128,17 +134,6 @@ class ImageFolder:
             )
         if not held:
             self._faults.append(f"{part} holds no images.")
-
-    def _candidates(self, part: Path) -> "Iterator[tuple[os.DirEntry[str], int]]":
-        """Files and their labels; NO_CLASS for those of no declared class."""
-        labels = {name: label for label, name in enumerate(self._classes)}
-        for entry in _visible(part):
-            if not os.path.isdir(entry):
-                if _is_image(entry.name):
-                    yield entry, NO_CLASS
-            elif entry.name in labels or self._source.classes is not None:
-                label = labels.get(entry.name, NO_CLASS)
-                yield from ((inner, label) for inner in _visible(entry))
 
     def _survey(self) -> tuple[int, int, int]:
         """Channels, height and width, as declared or else by the headers of all images."""
@@ -173,27 +168,22 @@ class ImageFolder:
         height, width = next(iter(sizes), (0, 0))
         return channels, height, width
 
-    def _decoded(self, stop: Callable[[], bool]) -> Generator[Computing, None, RowFile]:
+    def _decoded(self) -> Generator[Computing, None, RowFile]:
         """Return the file of the decoded images."""
         return kept_file(
             self._path,
             len(self._images),
             self._shape,
             np.dtype(np.uint8),
-            lambda file: decoded(file, self._images, stop),
+            lambda file: decoded(file, self._images),
             what="images",
-            stop=stop,
         )
 
-    def _undecoded(self, file: RowFile) -> list[str]:
-        """Return what is wrong with images that could not be decoded."""
-        return [f"{self._images[int(row)].path} {fault}" for row, fault in file.notes().items()]
-
-    def load(self, stop: Callable[[], bool]) -> Generator[Computing, None, tuple[Records, Records]]:
+    def load(self) -> Generator[Computing, None, tuple[Records, Records]]:
         """Return training and test images, decoded."""
-        file = yield from self._decoded(stop)
+        file = yield from self._decoded()
         if not self._source.skip_bad:
-            refuse(self._undecoded(file), REMEDY)
+            refuse(file.notes(), REMEDY)
         train, test = (
             Records(Rows(file, rows), labels, units)
             for (rows, labels), units in zip(self._sides, self._units, strict=True)
@@ -212,12 +202,9 @@ def _units(names: list[str], pattern: str) -> list[str]:
         ) from failure
     found = [compiled.search(name) for name in names]
     units = [(match and match[min(compiled.groups, 1)]) or "" for match in found]
+    strange = [name for name, unit in zip(names, units, strict=True) if not unit]
     refuse(
-        [
-            f"{name} has no match of --unit {pattern}"
-            for name, unit in zip(names, units, strict=True)
-            if not unit
-        ],
+        [f"{name} has no match of --unit {pattern}" for name in strange],
         " Rename such files, or give a pattern of all paths below the folder.",
     )
     return units

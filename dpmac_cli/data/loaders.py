@@ -39,7 +39,6 @@ def loading(
     *,
     download: bool = True,
     facts: Dataset | None = None,
-    stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Computing, None, Data]:
     """Load a dataset onto a device, and report progress where images are decoded.
 
@@ -47,7 +46,6 @@ def loading(
         chosen: a key of :data:`dpmac_cli.data.registry.DATASETS`, or your own dataset.
         data_dir: where registered data sets lie, or are downloaded to if ``download``.
         facts: of your own dataset, as they were read when the run was configured.
-        stop: asked while images are decoded; KeyboardInterrupt is raised if it returns True.
 
     Raises:
         InputError: the files are missing and cannot be downloaded, damaged, of another kind, or no
@@ -56,7 +54,7 @@ def loading(
     units = test_units = None
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
-        records = yield from load_own(chosen, facts, stop)
+        records = yield from load_own(chosen, facts)
         train, test = (
             split_of(x, torch.as_tensor(y), device) if isinstance(x, Rows) else _split(x, y)
             for x, y, _ in records

@@ -4,7 +4,7 @@ Nothing here loads torch. All faults of the files are reported together.
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 
 from dpmac_cli.data.array_file import ArrayFile, read_npz
@@ -15,8 +15,6 @@ from dpmac_cli.data.splits import Records
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing
 
-Reader = ImageFolder | ArrayFile
-
 
 def inspect(source: Source) -> Found:
     """Return what names and headers say. Raises InputError with every fault found."""
@@ -24,17 +22,12 @@ def inspect(source: Source) -> Found:
 
 
 def load(
-    source: Source, facts: Dataset | None, stop: Callable[[], bool]
+    source: Source, facts: Dataset | None
 ) -> Generator[Computing, None, tuple[Records, Records]]:
-    """Return training and test records, each with its labels.
+    """Return training and test records, which still have the facts that were found before.
 
     Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or
-    float32, shape (records, columns, 1, 1). Labels are int64, shape (records,).
-
-    Arguments are those of :func:`dpmac_cli.data.loaders.loading`.
-
-    Raises:
-        InputError: naming the files that cannot be read; or the dataset no longer has the facts.
+    float32, shape (records, columns, 1, 1). Labels are int64, shape (records,). Raises InputError.
     """
     reader = _reader_of(source)
     if facts is not None and reader.found.facts != facts:
@@ -44,11 +37,11 @@ def load(
             f"before, {now} now). Run the command again when nothing writes to it any more."
         )
     if isinstance(reader, ImageFolder):
-        return (yield from reader.load(stop))
+        return (yield from reader.load())
     return reader.load()
 
 
-def _reader_of(source: Source) -> Reader:
+def _reader_of(source: Source) -> ImageFolder | ArrayFile:
     """Return what reads a dataset, kept while its folders stay the same: a look takes seconds."""
     path = source.path.resolve()
     # Folders change when a file comes or goes.
@@ -58,7 +51,7 @@ def _reader_of(source: Source) -> Reader:
 
 
 @functools.lru_cache(maxsize=8)
-def _reader(source: Source, _path: Path, _changed: int) -> Reader:
+def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
     at_hand = source.at_hand
     if at_hand is not None and at_hand.arrays is not None:
         return ArrayFile(source, dict(at_hand.arrays))

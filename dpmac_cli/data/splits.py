@@ -100,10 +100,9 @@ def found(
     """Return facts like those of the registry, with cautious defaults.
 
     Args:
-        source: of the dataset. labels: of training and test split.
-        shape, classes: of the records. rest: as of :class:`Found`.
+        labels: of training and test split. shape, classes: of the records.
         ends: of the range of numbers, shape (2, columns); None for images.
-        units: of training and test records; None if each is one.
+        units: of training and test records; None if each is one. rest: as of :class:`Found`.
 
     Raises:
         InputError: the constants that were chosen are for other images.
@@ -136,8 +135,10 @@ def found(
         multilabel=several,
     )
     tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
+    unit = "" if units[0] is None else source.unit or "unit"
     untested = tuple(name for label, name in enumerate(classes) if label not in tested)
-    return Found(facts, source.path.resolve().stem.strip("<>"), untested=untested, **rest)
+    name = source.path.resolve().stem.strip("<>")
+    return Found(facts, name, unit=unit, untested=untested, **rest)
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

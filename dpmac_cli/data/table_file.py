@@ -33,11 +33,7 @@ Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-    """Return arrays like those of an .npz, and which records were left out.
-
-    Raises:
-        InputError: with every fault found.
-    """
+    """Return arrays like those of an .npz, and the records left out. Raises InputError."""
     table = None if source.at_hand is None else _table_of(source.at_hand.frame)
     path, schema = source.path, source.schema
     if schema is None:
@@ -59,8 +55,9 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     target, classes = schema.label.column, schema.label.classes
     labels = _indices(cells[target], classes)
     bad = {f"no class of the schema in {target}": labels < 0}
-    units = None if source.unit is None else _units(cells[source.unit])
-    if units is not None:
+    units = None
+    if source.unit is not None:
+        units = np.asarray(_text(cells[source.unit]).fill_null("").to_pylist(), np.str_)
         bad[f"no value in {source.unit}"] = units == ""
     x, low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
@@ -188,10 +185,7 @@ def _unreadable(path: Path | str, failure: Exception) -> InputError:
 
 
 def _plain(cells: pa.Array) -> pa.Array:
-    """Return a dictionary's values, and all kinds of text and truth values as strings."""
-    kind = cells.type.value_type if pa.types.is_dictionary(cells.type) else cells.type
-    texts = pa.types.is_large_string(kind) or pa.types.is_boolean(kind)
-    return cells.cast(kind).cast(pa.string()) if texts else cells.cast(kind)
+    return cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
 
 
 def _text(cells: pa.Array) -> pa.Array:
@@ -202,11 +196,6 @@ def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
     """Return the place of each cell's text among values; -1 for others."""
     found = compute.index_in(_text(cells), pa.array(values))
     return np.asarray(found.fill_null(-1), np.int64)
-
-
-def _units(cells: pa.Array) -> NDArray[np.str_]:
-    """Return the text of each cell, "" where there is none."""
-    return np.asarray(_text(cells).fill_null("").to_pylist(), np.str_)
 
 
 def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], strict: bool) -> Inputs:

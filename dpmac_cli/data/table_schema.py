@@ -148,13 +148,9 @@ def schema_of(given: Any, origin: str) -> TableSchema:
 def draft(
     file: Path, numeric: Mapping[str, bool | None], label: str | None, drop: tuple[str, ...]
 ) -> str:
-    """Return a schema to fill in.
+    """Return a schema to fill in for a table.
 
-    Args:
-        file: the table.
-        numeric: for each column, whether it holds numbers; None where the file does not say.
-        label: the column to predict, if it is known.
-        drop: columns that are not used.
+    ``numeric`` says for each column whether it holds numbers; None where the file does not say.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 

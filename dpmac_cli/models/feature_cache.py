@@ -3,7 +3,7 @@
 They are the records in another shape, and as private.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,17 +32,14 @@ def featured(
     data: Data,
     settings: Mapping[str, Any],
     folder: Path,
-    stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Computing, None, tuple[Data, str]]:
     """Return a dataset of the features of every image, which need no standardisation.
 
     They are from the cache, or computed and kept there. Beside them is their SHA-256.
-    Of several processes one computes them; the others wait. What a killed one had computed is used.
 
     Args:
         parts: computes them, on the device of the data.
         settings: what defines them beside weights and records, as JSON values.
-        stop: asked between batches; KeyboardInterrupt is raised when it returns True.
     """
     like = parts.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
     kept = partial(
@@ -51,8 +48,7 @@ def featured(
         len(data.train) + len(data.test),
         like.shape[1:],
         like.dtype,
-        lambda file: _computed(parts, data, file, stop),
-        stop=stop,
+        lambda file: _computed(parts, data, file),
     )
     file = yield from kept()
     try:
@@ -86,16 +82,12 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
     return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)
 
 
-def _computed(
-    parts: FrozenFeatures, data: Data, file: RowFile, stop: Callable[[], bool]
-) -> Generator[Computing, None, dict[str, Any]]:
+def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Computing, None, None]:
     """Compute the features that are missing from a file, of both splits in turn."""
     missing, first = set(file.missing().tolist()), 0
     yield Computing(0, len(file), file.path.parent)
     for split in (data.train, data.test):
         for begin in range(0, len(split), AT_A_TIME):
-            if stop():
-                raise KeyboardInterrupt
             rows = range(first + begin, first + min(begin + AT_A_TIME, len(split)))
             if not missing.isdisjoint(rows):
                 images = data.standardised(split.at(slice(begin, begin + AT_A_TIME))[0])
@@ -104,7 +96,6 @@ def _computed(
                     file.write(row, values)
             yield Computing(rows.stop, len(file), file.path.parent)
         first += len(split)
-    return {}
 
 
 def _features(parts: FrozenFeatures, images: Tensor) -> Tensor:

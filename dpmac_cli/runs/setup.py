@@ -1,6 +1,6 @@
 """From a plan to a trainer: network, data, optimizer and secret keys put together."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -151,15 +151,13 @@ def make_task(
     device: torch.device,
     keys: Keys,
     data: Data | None = None,
-    stop: Callable[[], bool] = lambda: False,
     *,
     model: nn.Module | None = None,
 ) -> Generator[Computing, None, Task]:
     """Load the data and build the network of a run; report progress where that takes time.
 
     Whatever is wrong with the network is found before the first record is read. Arguments and
-    errors are those of :func:`make_trainer`. ``stop`` is asked between batches of features and of
-    images; KeyboardInterrupt is raised if it returns True.
+    errors are those of :func:`make_trainer`.
     """
     shape, at_hand = plan.facts.shape, model is not None
     seen = seen_by_network(plan.facts, _features(plan))
@@ -181,7 +179,7 @@ def make_task(
         whole, given = (parts.head, seen.shape) if parts and cached else (model, shape)
         check_precision(whole, given)
     if data is None:
-        data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts, stop=stop)
+        data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts)
     if isinstance(plan.data, Source):
         fingerprints["data"] = fingerprint(data.train, data.test)
         if data.units is not None:
@@ -191,7 +189,7 @@ def make_task(
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
         if isinstance(plan.features, Features):
             settings |= vars(plan.features)
-        data, sha256 = yield from featured(parts, data, settings, cache_folder(), stop)
+        data, sha256 = yield from featured(parts, data, settings, cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
     built = ""
     if isinstance(plan.model, UserModel) and not at_hand:

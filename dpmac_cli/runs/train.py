@@ -20,7 +20,7 @@ from dpmac_cli.runs.environment import choose_device, differences, environment, 
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
 from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
-from dpmac_cli.storage.progress import Computing
+from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import Ranks
 
@@ -172,7 +172,7 @@ def _session(
     keys = keys_of(plan, spent.base)
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
-    task = yield from make_task(plan, device, keys, data, stop)
+    task = yield from until(stop, make_task(plan, device, keys, data))
     if saved is not None:
         check_same(task.fingerprints, saved.record["fingerprints"], exactly=exact)
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)

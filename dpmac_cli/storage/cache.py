@@ -41,24 +41,18 @@ def kept_file(
     rows: int,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    fill: Callable[[RowFile], Generator[Computing, None, dict[str, Any]]],
+    fill: Callable[[RowFile], Generator[Computing, None, Any]],
     *,
     what: str = "features",
-    stop: Callable[[], bool] = lambda: False,
 ) -> Generator[Computing, None, RowFile]:
     """Return a whole file, computed if it is missing. What a killed process computed is used.
 
-    Of several processes one computes; the others wait.
+    Of several processes one computes; the others wait. Raises InputError if it cannot be kept.
 
     Args:
-        path: of the whole file.
-        rows, shape, dtype: of what is in it.
+        path: of the whole file. rows, shape, dtype: of what is in it.
         fill: writes the missing rows of a file, reports progress, and returns the notes to keep.
-        what: what the rows are, for messages.
-        stop: asked while another process computes; KeyboardInterrupt is raised if it returns True.
-
-    Raises:
-        InputError: the file cannot be kept.
+        what: name of the rows in messages.
     """
     folder, begun = path.parent, path.with_suffix(BEGUN)
     try:
@@ -73,8 +67,6 @@ def kept_file(
                         partial = begin(begun, rows, shape, dtype)
                         partial.finish(path, (yield from fill(partial)))
             except Timeout:
-                if stop():
-                    raise KeyboardInterrupt from None
                 yield Computing(0, rows, folder, elsewhere=True, what=what)
         make_room(folder, cache_size(), path)
     except OSError as failure:
@@ -99,11 +91,7 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def make_room(folder: Path, size: float, kept: Path | None = None) -> list[Path]:
-    """Remove the files used longest ago, until at most ``size`` bytes are left.
-
-    Returns:
-        The files that were removed. ``kept`` is not.
-    """
+    """Remove the files used longest ago but ``kept``, down to ``size`` bytes, and return them."""
     removed, total = [], 0
     for file in kept_files(folder):
         total += file.stat().st_size

@@ -20,10 +20,9 @@ def cache_folder() -> Path:
 
 
 def cache_size() -> float:
-    """Return how many bytes the cache may have: DPMAC_CACHE_SIZE, in gigabytes, or 20 of them.
+    """Return the most bytes of the cache: DPMAC_CACHE_SIZE, in gigabytes, or 20 of them.
 
-    Raises:
-        InputError: it is no number.
+    Raises InputError if that is no number.
     """
     text = os.environ.get("DPMAC_CACHE_SIZE", "20")
     with contextlib.suppress(ValueError):

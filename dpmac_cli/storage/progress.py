@@ -1,6 +1,7 @@
 """Progress of what is computed once: decoded images and features. Loads nothing."""
 
 from collections.abc import Callable, Generator
+from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,22 @@ def outcome(events: Generator[Computing, None, Made]) -> Made:
     while True:
         try:
             LISTENER.get()(next(events))
+        except StopIteration as end:
+            made: Made = end.value
+            return made
+
+
+def until(
+    stop: Callable[[], bool], events: Generator[Computing, None, Made]
+) -> Generator[Computing, None, Made]:
+    """Return what a generator makes; raise KeyboardInterrupt once ``stop`` returns True."""
+    with closing(events):
+        try:
+            while True:
+                event = next(events)
+                if stop():
+                    raise KeyboardInterrupt
+                yield event
         except StopIteration as end:
             made: Made = end.value
             return made

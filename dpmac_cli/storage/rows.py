@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,10 +32,6 @@ class DamagedError(InputError):
 
 class RowFile:
     """An open file of rows. Several processes may write to one, each other rows.
-
-    Args:
-        path: of the file.
-        writable: whether rows will be written.
 
     Attributes:
         shape: of a row. dtype: of its values. nbytes: of all rows.
@@ -86,8 +81,7 @@ class RowFile:
     def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Return rows in the order that they are asked for, shape (rows, ...).
 
-        Raises:
-            DamagedError: a row is not what was written. The file is removed.
+        Raises DamagedError if a row is not what was written, and removes the file.
         """
         found = np.empty((len(rows), *self.shape), self.dtype)
         for place, row in zip(found, rows.tolist(), strict=True):
@@ -105,7 +99,7 @@ class RowFile:
         size = os.fstat(self._handle).st_size - self._end
         return json.loads(os.pread(self._handle, size, self._end))
 
-    def finish(self, path: Path, notes: Mapping[str, Any]) -> None:
+    def finish(self, path: Path, notes: Any) -> None:
         """Add notes, sync the file to the disk and rename it. Raises OSError, naming the file."""
         with naming(self.path):
             os.pwrite(self._handle, json.dumps(notes).encode(), self._end)

@@ -81,16 +81,10 @@ class Choice:
 def opened(
     choice: Choice, plans: Sequence[TrainPlan], data: "SharedData", jobs: Path
 ) -> Iterator[Executor]:
-    """Provide the chosen executor. Writes nothing yet.
+    """Provide the executor of a choice without faults. Writes nothing yet.
 
-    Args:
-        choice: without faults.
-        plans: of all runs, each with its ``out``.
-        data: see :func:`dpmac_cli.studies.local.share_data`; for processes here only.
-        jobs: folder for what SLURM's jobs print.
-
-    Raises:
-        InputError: there is no such cluster.
+    ``data``, of :func:`~dpmac_cli.studies.local.share_data`, is for processes here only, and
+    ``jobs`` is the folder for what SLURM's jobs print. Raises InputError: there is no such cluster.
     """
     # Another machine chooses among its own GPUs.
     placed = [replace(plan, device=plan.device.partition(":")[0]) for plan in plans]
@@ -107,4 +101,4 @@ def opened(
     else:
         from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
 
-        yield local.Pool(plans, choice.jobs or local.default_jobs(plans[0].device), data)
+        yield local.Pool(plans, choice.jobs, data)

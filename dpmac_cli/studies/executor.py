@@ -27,11 +27,10 @@ GRACE = 15.0
 
 @dataclass(frozen=True)
 class Moved:
-    """Progress of a run of the grid: steps taken, steps in all, metric once evaluated."""
+    """Progress of a run of the grid: steps taken, and the metric once evaluated."""
 
     number: int
     step: int
-    steps: int
     score: float | None
 
 
@@ -55,9 +54,7 @@ Result = tuple[str | None, int | None]
 
 
 class Executor(ABC):
-    """Runs as jobs, in other processes or on other machines.
-
-    :func:`carry_out` decides which are started, and how often.
+    """Runs as jobs, in other processes or on other machines, for :func:`carry_out`.
 
     Args:
         plans: of all runs, each with its ``out``.
@@ -69,8 +66,6 @@ class Executor(ABC):
 
     def __init__(self, plans: Sequence[TrainPlan], slots: int) -> None:
         self.plans, self.slots = plans, slots
-        self._jobs: dict[int, Any] = {}
-        self._steps: dict[int, int] = {}
 
     @abstractmethod
     def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
@@ -84,40 +79,8 @@ class Executor(ABC):
     def _cancel(self, job: Any) -> None:
         """Send a job a signal that asks it to stop, or take it out of the queue."""
 
-    def start(self, numbers: Sequence[int]) -> None:
-        """Submit runs."""
-        jobs = self._submit([self.plans[number] for number in numbers])
-        self._jobs |= zip(numbers, jobs, strict=True)
-
-    def poll(self) -> Iterator[RunEvent]:
-        """Look at every job, then wait. Each started run ends with one Ended."""
-        for number, job in list(self._jobs.items()):
-            result = self._result(job)
-            failure, step = result or (None, 0)
-            yield from self._progress(number, step or 0)
-            if result:
-                del self._jobs[number]
-                yield Ended(number, failure, again=step is None)
-        time.sleep(self.pause if self._jobs else 0)
-
-    def _progress(self, number: int, step: int) -> Iterator[Moved]:
-        """Yield how far a run is by its folder, or by ``step`` where that is further."""
-        plan = self.plans[number]
-        lines = files.read_lines(plan.folder / folder.METRICS)
-        last = lines[-1] if lines else {"step": 0}
-        step = max(step, int(last["step"]))
-        if step != self._steps.get(number, 0):
-            self._steps[number] = step
-            yield Moved(number, step, plan.steps, last.get(metric_key(plan.metric)))
-
-    def ask_to_stop(self) -> None:
-        """Ask every run to finish its step, save and end."""
-        for job in self._jobs.values():
-            self._cancel(job)
-
-    def close(self) -> None:
-        """End the jobs that are left."""
-        self.ask_to_stop()
+    def _wait(self, job: Any) -> None:  # noqa: B027  (most jobs outlive the command)
+        """Wait for the end of a job that was cancelled, if it runs here."""
 
 
 def carry_out(
@@ -129,62 +92,78 @@ def carry_out(
     not affected. Every run that was started ends with one :class:`Ended` that is not ``again``.
 
     Args:
-        executor: trains the runs; closed at the end.
+        executor: trains the runs. Jobs that are left at the end are cancelled.
         numbers: of the runs to carry out, as indices into its plans.
-        stop: called between events; True lets every run finish its step, save and end.
+        stop: called between looks at the jobs; True lets every run finish its step, save and end.
     """
     waiting, attempts, asked = deque(numbers), Counter[int](), False
-    steps: dict[int, int] = {}  # of the runs under way
+    jobs: dict[int, Any] = {}  # of the runs under way
+    steps = dict.fromkeys(numbers, 0)
+
+    def cancel() -> None:
+        for job in jobs.values():
+            executor._cancel(job)
+
     try:
-        while waiting or steps:
+        while waiting or jobs:
             if not asked and stop():
                 asked = True
                 waiting.clear()
-                executor.ask_to_stop()
-            free = min(executor.slots - len(steps), len(waiting))
+                cancel()
+            free = min(executor.slots - len(jobs), len(waiting))
             if starting := [waiting.popleft() for _ in range(free)]:
                 attempts.update(starting)
-                steps |= dict.fromkeys(starting, 0)
-                executor.start(starting)
-            for event in executor.poll():
-                number = event.number
-                if isinstance(event, Moved):
-                    steps[number] = event.step
-                    yield event
+                started = executor._submit([executor.plans[number] for number in starting])
+                jobs |= zip(starting, started, strict=True)
+            for number, job in list(jobs.items()):
+                plan, result = executor.plans[number], executor._result(job)
+                moved = _progress(number, plan, result)
+                if moved.step != steps[number]:
+                    steps[number] = moved.step
+                    yield moved
+                if result is None:
                     continue
-                plan, step = executor.plans[number], steps.pop(number)
-                ended = _judge(event, plan, step, attempts[number], stopped=asked)
+                del jobs[number]
+                ended = _judge(number, plan, result, moved.step, attempts[number], stopped=asked)
                 if ended.again:
                     waiting.appendleft(number)
                 yield ended
+            time.sleep(executor.pause if jobs else 0)
     finally:
-        executor.close()
+        cancel()
+        for job in jobs.values():
+            executor._wait(job)
 
 
-def _judge(end: Ended, plan: TrainPlan, step: int, attempt: int, *, stopped: bool) -> Ended:
-    """Decide from how a process ended, after which step and start, whether its run is over."""
-    number, why = end.number, end.failure
-    if end.again:
-        if stopped or _finished(plan):  # killed after its run was finished
-            return Ended(number)
-    elif stopped or why is not None:
-        return end
-    elif step < plan.steps:
+def _progress(number: int, plan: TrainPlan, result: Result | None) -> Moved:
+    """Return how far a run is by its folder, or by its result where that is further."""
+    lines = files.read_lines(plan.folder / folder.METRICS)
+    last = lines[-1] if lines else {"step": 0}
+    step = max(int(last["step"]), (result and result[1]) or 0)
+    return Moved(number, step, last.get(metric_key(plan.metric)))
+
+
+def _judge(
+    number: int, plan: TrainPlan, result: Result, step: int, attempt: int, *, stopped: bool
+) -> Ended:
+    """Decide from the result of a job, its step and which start it was, whether its run is over."""
+    why, reached = result
+    if reached is None and (stopped or _finished(plan)):  # killed after its run was finished
+        return Ended(number)
+    if reached is not None:
+        if stopped or why is not None:
+            return Ended(number, why)
+        if step >= plan.steps:
+            unseen = (
+                f"it ended on another machine, and its folder {plan.folder} is not seen here. "
+                "Name an --out on storage that all machines share."
+            )
+            return Ended(number, None if _appears(plan) else unseen)
         why = "it was asked to end by its cluster"
-    elif _appears(plan):
-        return end
-    else:
-        return Ended(
-            number,
-            f"it ended on another machine, and its folder {plan.folder} is not seen here. Name "
-            "an --out on storage that all machines share.",
-        )
     if attempt < ATTEMPTS:
         return Ended(number, f"its process died ({why})", again=True)
-    return Ended(
-        number,
-        f"its process died {ATTEMPTS} times ({why}). If memory ran out, try fewer --jobs.",
-    )
+    died = f"its process died {ATTEMPTS} times ({why}). If memory ran out, try fewer --jobs."
+    return Ended(number, died)
 
 
 def _finished(plan: TrainPlan) -> bool:

@@ -89,10 +89,9 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     """Turn flags and a YAML file, with lists for values, into a grid. Flags win.
 
     Args:
-        flags: field name -> text with commas, or None; ``optimizers`` and ``seeds`` beside the
-            fields of a training
+        flags: field name -> text with commas, or None; with ``optimizers`` and ``seeds``.
         file: YAML with flag names for keys, and values or lists of them.
-        root: the folder of all runs.
+        root: folder of all runs.
 
     Raises:
         InputError: with every fault found.
@@ -178,9 +177,11 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
     for values in itertools.product(*given.values()):
         flags: dict[str, Any] = dict(zip(given, map(_meant, given, values), strict=True))
         labels = {name: str(flags[name]) for name in axes}
-        for name in set(varied).intersection(_without_effect(flags)):
-            flags.pop(name)  # the same run for each of its values
-            labels[name] = ""
+        used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
+        for name in varied:
+            if SETTINGS[name].panel == OPTIMIZER and name not in used:
+                flags.pop(name)  # of another optimizer: the same run for each of its values
+                labels[name] = ""
         try:
             resolved = resolve(flags)
         except InputError as failure:
@@ -199,12 +200,6 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
             placed = replace(plan, seed=seed, out=root / address(plan, seed), force=True)
             runs.append(Run(placed, seed, row, value))
     return Grid(tuple(runs), tuple(map(flag_name, axes)), column, seeds, tuple(notes))
-
-
-def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
-    """Yield settings of other optimizers."""
-    used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
-    return (name for name in flags if SETTINGS[name].panel == OPTIMIZER and name not in used)
 
 
 def address(plan: TrainPlan, seed: int) -> str:

@@ -58,8 +58,7 @@ def train_run(
     """Train a run, or resume it where that is exact.
 
     Args:
-        plan: with its ``out``.
-        data: on the run's device; None to load it.
+        plan: with its ``out``. data: on the run's device; None to load it.
         stop: called after every step; True saves the run and ends it.
     """
     failure, step = None, 0
@@ -90,13 +89,6 @@ def _events(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Ite
     return run.train(plan, stop, data, abandoned=before)
 
 
-def default_jobs(device: str) -> int:
-    """Return one process per GPU, or one per core, since a small step fills only one."""
-    if choose_device(device).type == "cuda":
-        return torch.cuda.device_count()
-    return usable_cores()
-
-
 def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
     """Load every data set once. torch shares the memory of tensors that it sends to processes."""
     cpu = torch.device("cpu")
@@ -106,7 +98,7 @@ def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
 
 @dataclass
 class _Worker:
-    """A process that trains one run, and its place among those of the pool."""
+    """Process that trains one run, and its place among those of the pool."""
 
     process: Any
     pipe: Connection
@@ -114,11 +106,16 @@ class _Worker:
 
 
 class Pool(Executor):
-    """Executor with up to ``jobs`` processes at a time on this machine, which share ``data``."""
+    """Executor with ``jobs`` processes at a time on this machine, which share ``data``.
+
+    The default is one per GPU, or one per core, since a small step fills only one.
+    """
 
     pause = 0.05
 
-    def __init__(self, plans: Sequence[TrainPlan], jobs: int, data: SharedData) -> None:
+    def __init__(self, plans: Sequence[TrainPlan], jobs: int | None, data: SharedData) -> None:
+        on_gpu = choose_device(plans[0].device).type == "cuda"
+        jobs = jobs or (torch.cuda.device_count() if on_gpu else usable_cores())
         super().__init__(plans, min(jobs, len(plans)))
         self.data = data
         self._places = list(range(self.slots))
@@ -127,44 +124,37 @@ class Pool(Executor):
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
     def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[_Worker]:
-        return [self._begin(plan) for plan in plans]
-
-    def _begin(self, plan: TrainPlan) -> _Worker:
-        place = self._places.pop(0)
-        mine, theirs = CONTEXT.Pipe()
-        # What a process is forked from keeps the folder and the variables that it began with.
-        here = (os.getcwd(), dict(os.environ))
-        arguments = (theirs, plan, self.data[plan.data], place, self._threads)
-        process = CONTEXT.Process(target=_work, args=(*here, *arguments))
-        process.start()
-        theirs.close()
-        return _Worker(process, mine, place)
+        workers = []
+        for plan in plans:
+            place = self._places.pop(0)
+            mine, theirs = CONTEXT.Pipe()
+            # What a process is forked from keeps the variables that it began with.
+            arguments = (dict(os.environ), theirs, plan, self.data[plan.data], place, self._threads)
+            process = CONTEXT.Process(target=_work, args=arguments)
+            process.start()
+            theirs.close()
+            workers.append(_Worker(process, mine, place))
+        return workers
 
     def _result(self, job: _Worker) -> Result | None:
         if not job.pipe.poll():
             return None
         self._places.append(job.place)
-        try:
-            result: Result = job.pipe.recv()
-        except (EOFError, OSError):
-            job.process.join()
-            code = job.process.exitcode
-            return f"signal {-code}" if code < 0 else f"exit code {code}", None
+        result: Result | None = None
+        with contextlib.suppress(EOFError, OSError):
+            result = job.pipe.recv()
         job.process.join()
-        return result
+        code = job.process.exitcode
+        return result or (f"signal {-code}" if code < 0 else f"exit code {code}", None)
 
     def _cancel(self, job: _Worker) -> None:
         job.process.terminate()
 
-    def close(self) -> None:
-        """Stop the processes and wait for them."""
-        super().close()
-        for job in self._jobs.values():
-            job.process.join()
+    def _wait(self, job: _Worker) -> None:
+        job.process.join()
 
 
 def _work(
-    folder: str,
     variables: Mapping[str, str],
     pipe: Connection,
     plan: TrainPlan,
@@ -172,8 +162,7 @@ def _work(
     place: int,
     threads: int,
 ) -> None:
-    """Train one run where the command is, and send its result: the main function of a process."""
-    os.chdir(folder)
+    """Train one run and send its result: the main function of a process."""
     os.environ.clear()
     os.environ.update(variables)
     device = choose_device(plan.device)

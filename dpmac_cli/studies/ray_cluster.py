@@ -30,8 +30,7 @@ ANSWER = 5.0
 def connected(address: str | None) -> Iterator[None]:
     """Connect to a Ray cluster: the one named, that of RAY_ADDRESS, or a new one on this machine.
 
-    Raises:
-        InputError: it does not answer.
+    Raises InputError if it does not answer.
     """
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

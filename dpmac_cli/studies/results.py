@@ -14,7 +14,7 @@ from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.report_file import events_of
-from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
+from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run
 
 #: Smaller differences are rounding errors, and leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -45,11 +45,6 @@ class Cell:
     standing: str = ""
 
     @property
-    def name(self) -> str:
-        """Name of the row."""
-        return row_name(self.labels)
-
-    @property
     def mean(self) -> float:
         """Mean metric, 0 to 1; nan if no run finished, or it is not defined."""
         return fmean(self.values.values()) if self.values else math.nan
@@ -65,9 +60,7 @@ class Cell:
 class Comparison:
     """Results of a study, row by row. :mod:`~dpmac_cli.studies.tables` renders them.
 
-    Attributes:
-        epsilon: of all runs of the grid together, and of all attempts at them; 0 if none is
-            private.
+    ``epsilon`` covers all attempts at all runs of the grid; it is 0 if none is private.
     """
 
     grid: Grid
@@ -78,9 +71,14 @@ class Comparison:
 def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
     """Read what the runs of a grid have left; ``failures`` by number say why some failed."""
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
-    cells = _judged([_cell(list(runs), failures) for _, runs in groups])
+    cells = [_cell(list(runs), failures) for _, runs in groups]
+    standings = {
+        column: iter(standing_of([cell for cell in cells if cell.column == column]))
+        for column in {cell.column for cell in cells}
+    }
+    judged = tuple(replace(cell, standing=next(standings[cell.column])) for cell in cells)
     events = tuple(_events(grid.runs))
-    return Comparison(grid, cells, total_epsilon(events, grid.plan.delta))
+    return Comparison(grid, judged, total_epsilon(events, grid.plan.delta))
 
 
 def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
@@ -139,15 +137,6 @@ def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
             yield from events_of(run.folder, attempts=True)
         else:
             yield from attempts(run.folder, run.plan.event, whole=True)
-
-
-def _judged(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Give each cell its standing within its column."""
-    columns: dict[float, list[Cell]] = {}
-    for cell in cells:
-        columns.setdefault(cell.column, []).append(cell)
-    standings = {column: iter(standing_of(rivals)) for column, rivals in columns.items()}
-    return tuple(replace(cell, standing=next(standings[cell.column])) for cell in cells)
 
 
 def standing_of(cells: Sequence[Cell]) -> list[str]:

@@ -135,7 +135,7 @@ def test_the_bar_of_a_study_keeps_to_one_line(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
     display = compare.Display(console, grid, range(len(grid.runs)))
     for number in (0, 5, 30):
-        display.show(Moved(number, 58_799, 58_800, 0.98765))
+        display.show(Moved(number, 58_799, 0.98765))
     lines = console.render_lines(display._bar.get_renderable())
     (shown,) = ["".join(segment.text for segment in line) for line in lines]
     display.close()
