@@ -20,11 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.direct import tensors_in
-from dpmac_cli.dp.clipping.forms import choose_form
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.clipping.recorder import record_uses
-from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.state import first_change, first_opaque
 from dpmac_cli.models.tracing import (
@@ -286,12 +282,10 @@ def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
     layers = find_layers(model, x)
     theta = flatten_parameters(layers)
     total = torch.empty_like(theta)
-    ClippedSum(model, layers, len(x)).of(x, y, Metric(ball(1.0, theta)), total)
     with _same_draws():
-        _, uses = record_uses(model, layers, x, y)
-    for layer, used in zip(layers, uses, strict=True):
-        part = total[layer.start : layer.stop]
-        choose_form(layer, used, ball=True).weighted_sum(x.new_ones(len(x)), None, part)
+        gradients = ClippedSum(model, layers).gradients(x, y, ball=True)
+    for layer, form in gradients:
+        form.weighted_sum(x.new_ones(FEW), None, total[layer.start : layer.stop])
     trained = [p.requires_grad_() for layer in layers for p in layer.parameters.values()]
     with _same_draws():
         loss = cross_entropy(model(x), y, reduction="sum")
