@@ -32,10 +32,7 @@ class SameConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for images, (samples, channels, height, width)."""
         (kernel, _), (stride, _) = self.kernel_size, self.stride
-        both = [
-            max((ceil(size / stride) - 1) * stride + kernel - size, 0)
-            for size in (x.shape[3], x.shape[2])
-        ]
+        both = [max(kernel - (size % stride or stride), 0) for size in (x.shape[3], x.shape[2])]
         sides = [side for total in both for side in (total // 2, total - total // 2)]
         return super().forward(pad(x, sides))
 
@@ -56,7 +53,7 @@ class Block(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for images, (samples, channels, height, width)."""
-        found: Tensor = super().forward(x)
+        found: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return x + found if self._adds else found
 
 

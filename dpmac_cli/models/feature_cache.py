@@ -39,10 +39,8 @@ def featured(
     They are from the cache, or computed and kept there. Beside them is their SHA-256.
     Of several processes one computes them; the others wait. What a killed one had computed is used.
 
-    Args:
-        parts: computes them, on the device of the data.
-        settings: what defines them beside weights and records, as JSON values.
-        stop: asked between batches; KeyboardInterrupt is raised when it returns True.
+    ``parts`` is on the device of the data. ``settings`` is what defines features beside weights and
+    records, as JSON values. KeyboardInterrupt is raised between batches when ``stop`` returns True.
     """
     like = parts.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
     kept = partial(

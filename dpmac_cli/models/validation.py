@@ -71,8 +71,7 @@ def check_model(
         isolated: each sample is run alone, by a copy that keeps nothing.
         built_in: the network is dpmac's own: only its output is checked.
 
-    Raises:
-        ModelError: naming the layer and the remedy.
+    Raises ModelError, which names the layer and the remedy.
     """
     _check_layers(model, frozen)
     _check_values(model, frozen)
@@ -109,12 +108,9 @@ def independence(
 ) -> tuple[Independence, str]:
     """Prove that a user-supplied network is independent across samples, or return why not.
 
-    Args:
-        model: has passed :func:`check_model`, with this shape and number of classes.
-        frozen: the part of it that is not trained, if only its last layer is.
-
-    Returns:
-        "traced" or "isolated", and in the latter case why, as a sentence.
+    The model has passed :func:`check_model`, with this shape and number of classes; ``frozen`` is
+    what is not trained of it, if only its last layer is. Returns "traced", or "isolated" and why,
+    as a sentence.
     """
     probe = _prepared(copy.deepcopy(frozen or model), frozen is not None)
     try:

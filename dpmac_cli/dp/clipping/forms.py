@@ -119,11 +119,8 @@ def choose_form(
 ) -> PerSampleGradients:
     """Return the cheapest form that the layer's type, its shapes and its uses allow.
 
-    Args:
-        layer: the layer.
-        uses: each use of it in a forward pass, at least one; or its gradients, written out.
-        views: rows per sample in each use, next to each other; its gradient is their sum.
-        ball: True if norms are taken in a ball.
+    ``uses`` are all of a forward pass, or its gradients, written out. Each has ``views`` rows per
+    sample, next to each other, whose gradients are summed. ``ball``: norms are taken in a ball.
     """
     if isinstance(uses, Tensor):
         return held(uses)

@@ -42,8 +42,7 @@ class Isolated:
         loss: of each row, that does not mix them.
         label: of an input, an example that is not private.
 
-    Raises:
-        ModelError: the network fails on a random sample.
+    Raises ModelError if the network fails on a random sample.
     """
 
     def __init__(
