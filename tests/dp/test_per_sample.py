@@ -728,7 +728,7 @@ def test_infinite_activations_times_zero_gradients(form: int, kind: str) -> None
     theta = torch.zeros(10)
     region = ball(1.0, theta) if kind == "ball" else ellipsoid(theta + 0.1, theta + 1)
     layer = find_layers(nn.Linear(4, 2))[0]
-    c, valid = clip_weights(gradients.squared_norms(Metric(region).of(layer)))
+    c, valid = clip_weights(gradients.squared_norms(Metric(region).of(layer)), clip_limit(1))
     assert valid.tolist() == [True, False, True]
 
     gradients.weighted_sum(c.float(), valid, theta)

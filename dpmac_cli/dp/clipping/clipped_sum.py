@@ -146,11 +146,7 @@ def cancellation_limit(samples: int, batch: float) -> float:
     return CANCELLATION_LIMIT * max(1.0, batch / FEW) * samples / batch
 
 
-#: The clipping norm of steps of up to :data:`FEW` samples.
-CLIP_LIMIT = clip_limit(FEW)
-
-
-def clip_weights(squared: SquaredNorms, limit: float = CLIP_LIMIT) -> tuple[Tensor, Tensor]:
+def clip_weights(squared: SquaredNorms, limit: float) -> tuple[Tensor, Tensor]:
     """Return c_i = min(1, limit / ||w_i||) for the largest ||w_i|| within the rounding bound.
 
     Returns:

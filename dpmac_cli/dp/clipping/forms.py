@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Metric, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, Metric, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.products import DEVICE_PIECE, PositionProducts, sizes
 
@@ -27,18 +27,15 @@ class PerSampleGradients(Protocol):
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Return ||(g_i - m)/b||^2 over this layer, with bounds on rounding."""
 
-    def weighted_sum(
-        self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
-    ) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
         """Write the sum of c_i g_i over the valid samples into ``out``.
 
         Args:
             c: weights, shape (samples,); 0 where not valid.
-            valid: mask of finite samples, bool, shape (samples,); None if all are. The others add
-                exactly 0.
+            valid: finite samples; None if all are. The others add exactly 0.
             out: the layer's slice, shape (d_layer,).
-            exact: mask of samples to add in float64, whose terms cancel within the sample; None if
-                there are none. Forms that hold the gradients ignore it.
+            exact: samples to add in float64, whose terms cancel within the sample; None if there
+                are none. Forms that hold the gradients ignore it.
         """
 
     def select(self, rows: Tensor | slice) -> "PerSampleGradients":
@@ -72,9 +69,7 @@ class Instantiated:
             for g in torch.split(piece, _at_a_time(piece, piece.shape[1]))
         )
 
-    def weighted_sum(
-        self, c: Tensor, valid: Tensor | None, out: Tensor, _: Tensor | None = None
-    ) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, _: Mask = None) -> None:
         """Compute one matrix-vector product per piece."""
         out.zero_()
         begin = 0

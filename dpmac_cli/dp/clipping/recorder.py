@@ -47,8 +47,7 @@ def record_uses(
             them.
         loss: of each sample, that does not mix them.
 
-    Raises:
-        ModelError: a layer was not used, or not row by row, or its input was changed in place.
+    Raises ModelError if a layer was not used, or not row by row, or its input was changed in place.
     """
     rows, labels = (x, y) if views == 1 else (x.flatten(0, 1), y.flatten(0, 1))
     hooked: list[list[_Record]] = [[] for _ in layers]
