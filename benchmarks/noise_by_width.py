@@ -79,7 +79,8 @@ def ideal(trainer: Trainer, mean: Tensor) -> Ellipsoid:
     """About 0, line 20 with the true standard deviation of the gradient's coordinates."""
     data = trainer.data
     x = data.standardised(data.train.images[:RECORDS])
-    _, gradients = trainer._sums.clipped_sum._per_sample(x, data.train.labels[:RECORDS], False)
+    y = data.train.labels[:RECORDS]
+    gradients = trainer._sums.clipped_sum.gradients(x, y, ball=False)
     squares = []
     for _, form in gradients:
         assert isinstance(form, OuterProducts)

@@ -17,6 +17,7 @@ from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.dp.algorithm import build_algorithm
+from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean, SecureMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters
 from dpmac_cli.randomness.keystream import generator, make_keys
@@ -48,6 +49,8 @@ HYPER = Hyperparameters(
     phi="paper",
 )
 MECHANISM = GaussianMechanism(1.0, 8)
+#: The norm that small steps are clipped to.
+CLIP_LIMIT = clip_limit(1)
 PLAN = Plan(steps=20, steps_per_epoch=5, physical_batch=1000)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
 from dpmac_cli.dp.clipping.isolation import Isolated
-from dpmac_cli.dp.clipping.recorder import recorded_gradients
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.randomness.keystream import STREAMS, Keys, KeyStream, make_keys
 from dpmac_cli.randomness.noise import SeededNormals
@@ -231,7 +231,7 @@ def _record_values(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
         secrets.scalar(float(clipped.norm()), "the norm of an un-noised sum")
         return release(mechanism, clipped, region, _Overheard(noise, secrets))
 
-    monkeypatch.setattr(per_sample, "recorded_gradients", watched(recorded_gradients))
+    monkeypatch.setattr(per_sample, "record_uses", watched(record_uses))
     monkeypatch.setattr(Isolated, "__call__", watched(Isolated.__call__))
     monkeypatch.setattr(per_sample, "clip_weights", clip_weights)
     monkeypatch.setattr(GaussianMechanism, "release", released)

@@ -12,7 +12,6 @@ from scipy.stats import binom, norm
 from torch import Tensor
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
-from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import GaussianMechanism, ellipsoid
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import generator, make_keys
@@ -27,6 +26,7 @@ from tests import secret_search
 from tests.conftest import every_optimizer
 from tests.digits_runs import SEED, after, contents, digits_config, same_weights, train_digits
 from tests.helpers import (
+    CLIP_LIMIT,
     DIMENSION,
     Batches,
     Spy,

@@ -47,12 +47,9 @@ def build_algorithm(
 ) -> Algorithm:
     """Build the algorithm of a row of the table.
 
-    Args:
-        optimizer: the row.
-        hyper: its numbers.
-        private: False for a ball that clips nothing.
-        rule: how the private mean moves theta, in place of the table's. It is given a block of
-            theta, and of the moments, at a time, so it must treat each coordinate by itself.
+    Not ``private``, it has a ball that clips nothing. A ``rule`` moves theta in place of the
+    table's. It is given a block of theta, and of the moments, at a time, so it must treat each
+    coordinate by itself.
     """
     return Algorithm(
         geometry=_with_settings(GEOMETRIES[optimizer.geometry], hyper)

@@ -58,14 +58,10 @@ def build_loss(
 def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
     """Return a user-supplied loss that is run on each sample alone, by vmap or in a loop.
 
-    What it keeps in globals or closures from one call to the next cannot be isolated.
-
-    Args:
-        loss: is given one output, shape (1, classes), and its label.
-        outputs, labels: examples, to validate it on; not private.
-
-    Raises:
-        ModelError: it fails, or gives no finite number per sample, or not the same one twice.
+    What it keeps in globals or closures from one call to the next cannot be isolated. It is given
+    one output, shape (1, classes), and its label. ``outputs`` and ``labels`` are examples, not
+    private. Raises ModelError if it fails on them, or gives no finite number per sample, or not the
+    same one twice.
     """
 
     def single(output: Tensor, label: Tensor) -> Tensor:

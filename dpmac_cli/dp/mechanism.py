@@ -52,17 +52,11 @@ def ball(radius: float, like: Tensor) -> Ellipsoid:
 
 @dataclass(frozen=True)
 class PrivateMean:
-    """The noisy mean gradient of one step. Everything computed from it costs no more privacy.
+    """The noisy mean gradient of one step. Everything computed from it costs no more privacy."""
 
-    Attributes:
-        value: g-tilde_t, shape (d,).
-        scale: b, that the noise was scaled by; shape (d,), or () for a ball. Public.
-        noise_ratio: sigma / B.
-    """
-
-    value: Tensor
-    scale: Tensor
-    noise_ratio: float
+    value: Tensor  # g-tilde_t, (d,)
+    scale: Tensor  # b, that the noise was scaled by; (d,), or () for a ball. Public
+    noise_ratio: float  # sigma / B
 
     @property
     def noise_variance(self) -> Tensor:

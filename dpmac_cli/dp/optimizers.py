@@ -42,24 +42,15 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        geometry: the clipping region, a name of :data:`dpmac_cli.dp.geometry.GEOMETRIES`.
-        rule: the update, a name of :data:`dpmac_cli.dp.rules.RULES`.
-        summary: one line for help and reports.
-        lr: default learning rate.
-        lr_on: default learning rate on some datasets.
-        extra: settings that only this combination has.
-    """
-
-    geometry: str
-    rule: str
-    summary: str
+    geometry: str  # the clipping region, a name of dpmac_cli.dp.geometry.GEOMETRIES
+    rule: str  # the update, a name of dpmac_cli.dp.rules.RULES
+    summary: str  # one line for help and reports
     _: KW_ONLY
-    lr: float = 1e-3
-    lr_on: Mapping[str, float] = field(default_factory=dict)
-    extra: frozenset[str] = frozenset()
+    lr: float = 1e-3  # default learning rate
+    lr_on: Mapping[str, float] = field(default_factory=dict)  # by name of a dataset
+    extra: frozenset[str] = frozenset()  # settings that only this combination has
 
     @property
     def settings(self) -> frozenset[str]:

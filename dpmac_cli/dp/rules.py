@@ -16,23 +16,14 @@ from dpmac_cli.dp.mechanism import PrivateMean
 
 @dataclass
 class Moments:
-    """Exponential moving averages of g-tilde, started at 0. Post-noise, so public.
+    """Exponential moving averages of g-tilde, started at 0. Post-noise, so public."""
 
-    Attributes:
-        beta1, beta2: decay rates in [0, 1).
-        m: average of g-tilde, shape (d,).
-        v: average of g-tilde^2, shape (d,).
-        noise: average of the noise variance in g-tilde with v's weights, shape (d,); None unless
-            the rule asks for it.
-        step: t, counted from 1, of the private mean taken in last, or being taken in.
-    """
-
-    beta1: float
+    beta1: float  # decay rates in [0, 1)
     beta2: float
-    m: Tensor
-    v: Tensor
-    noise: Tensor | None
-    step: int = 0
+    m: Tensor  # of g-tilde, (d,)
+    v: Tensor  # of g-tilde^2, (d,)
+    noise: Tensor | None  # of its noise's variance, as v; None unless the rule asks for it
+    step: int = 0  # t, from 1, of the private mean taken in last, or being taken in
 
     def update(self, private: PrivateMean) -> None:
         """Take in g-tilde_t, in place."""

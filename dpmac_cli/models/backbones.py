@@ -25,11 +25,8 @@ class PublicBackbone(nn.Module):
 
     Each image is resized, standardised as the network was trained, and its features normalised by
     their own mean and deviation: a function of that image alone. It is in evaluation mode always,
-    so that batch norms are constants, and nothing in it is drawn at random.
-
-    Args:
-        backbone: which, and at what size.
-        dataset: gives the shape of images and the constants that they were standardised with.
+    so that batch norms are constants, and nothing in it is drawn at random. ``dataset`` gives the
+    shape of images and the constants that they were standardised with.
     """
 
     def __init__(self, backbone: Backbone, dataset: Dataset) -> None:
@@ -90,8 +87,7 @@ def of_torchvision(name: str, head: str) -> nn.Module:
 def public_weights(name: str) -> PublicWeights:
     """Read the public weights of a backbone; torchvision's are downloaded once.
 
-    Raises:
-        InputError: they are neither installed nor can be downloaded, or are not the known ones.
+    Raises InputError if they can be neither found nor downloaded, or are not the known ones.
     """
     known, flag = BACKBONES[name], f"--backbone {name}"
     if known.package:

@@ -46,9 +46,8 @@ def build_model(
         trained: part of a network with public weights that is trained; None for other networks.
         isolated: as in :func:`~dpmac_cli.models.validation.check_model`.
 
-    Raises:
-        InputError: there is no such factory.
-        ModelError: the factory fails, or the network mixes samples or does not fit the data.
+    Raises InputError if there is no such factory; ModelError if it fails, or the network mixes
+    samples or does not fit the data.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,14 +1,14 @@
 """EfficientNet-Lite: convolutional networks with public weights of ImageNet (Tan and Le 2019).
 
 Without squeeze-and-excitation and with ReLU6 (Liu 2020, tensorflow/tpu). Modules are named as in
-the published files.
+the published files, and run in the order in which they are set.
 """
 
 from functools import partial
 from math import ceil
 
 from torch import Tensor, nn
-from torch.nn.functional import pad, relu6
+from torch.nn.functional import pad
 
 STEM, WIDTH = 32, 1280
 #: Stages of blocks of one width: how many blocks at depth 1; kernel and stride of the depthwise
@@ -32,37 +32,33 @@ class SameConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for images, (samples, channels, height, width)."""
         (kernel, _), (stride, _) = self.kernel_size, self.stride
-        both = [
-            max((ceil(size / stride) - 1) * stride + kernel - size, 0)
-            for size in (x.shape[3], x.shape[2])
-        ]
+        both = [max(kernel - (size % stride or stride), 0) for size in (x.shape[3], x.shape[2])]
         sides = [side for total in both for side in (total // 2, total - total // 2)]
         return super().forward(pad(x, sides))
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     """Expand, convolve each channel alone, project; add the input where the shape allows it."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
         inner = inputs * expansion
-        self._expands = expansion > 1
-        if self._expands:
+        if expansion > 1:
             self._expand_conv, self._bn0 = SameConv(inputs, inner, 1, bias=False), _norm(inner)
+            self.relu0 = nn.ReLU6()
         self._depthwise_conv = SameConv(inner, inner, kernel, stride, groups=inner, bias=False)
-        self._bn1 = _norm(inner)
+        self._bn1, self.relu1 = _norm(inner), nn.ReLU6()
         self._project_conv, self._bn2 = SameConv(inner, outputs, 1, bias=False), _norm(outputs)
         self._adds = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for images, (samples, channels, height, width)."""
-        inner = relu6(self._bn0(self._expand_conv(x))) if self._expands else x
-        found: Tensor = self._bn2(self._project_conv(relu6(self._bn1(self._depthwise_conv(inner)))))
+        found: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return x + found if self._adds else found
 
 
-class EfficientNetLite(nn.Module):
-    """Maps standardised images to the mean over positions of 1,280 features.
+class EfficientNetLite(nn.Sequential):
+    """Maps standardised images to the mean over positions of 1,280 features, (images, 1280).
 
     Args:
         width: factor of the channels, but for those of the stem and of the features.
@@ -72,7 +68,7 @@ class EfficientNetLite(nn.Module):
     def __init__(self, width: float, depth: float) -> None:
         super().__init__()
         self._conv_stem, self._bn0 = SameConv(3, STEM, 3, 2, bias=False), _norm(STEM)
-        self._blocks, inputs = nn.Sequential(), STEM
+        self.relu0, self._blocks, inputs = nn.ReLU6(), nn.Sequential(), STEM
         for stage, (repeats, kernel, stride, expansion, channels) in enumerate(STAGES):
             outputs = int(channels * width + 4) // 8 * 8  # the nearest multiple of 8
             fixed = stage in (0, len(STAGES) - 1)
@@ -81,8 +77,5 @@ class EfficientNetLite(nn.Module):
                 self._blocks.append(Block(inputs, outputs, kernel, step, expansion))
                 inputs = outputs
         self._conv_head, self._bn1 = SameConv(inputs, WIDTH, 1, bias=False), _norm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return features, shape (images, 1280)."""
-        inner = self._blocks(relu6(self._bn0(self._conv_stem(x))))
-        return relu6(self._bn1(self._conv_head(inner))).mean((2, 3))
+        self.relu1, self.pool = nn.ReLU6(), nn.AdaptiveAvgPool2d(1)
+        self.flat = nn.Flatten()

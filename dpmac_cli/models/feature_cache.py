@@ -37,9 +37,8 @@ def featured(
 
     They are from the cache, or computed and kept there. Beside them is their SHA-256.
 
-    Args:
-        parts: computes them, on the device of the data.
-        settings: what defines them beside weights and records, as JSON values.
+    ``parts`` is on the device of the data. ``settings`` is what defines features beside weights and
+    records, as JSON values.
     """
     like = parts.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
     kept = partial(

@@ -24,12 +24,7 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
 
 
 class WithHead(nn.Module):
-    """A network and its head, which is trained on its outputs.
-
-    Args:
-        frozen: maps images to features.
-        head: maps features to logits.
-    """
+    """A network, which maps images to features, and its head, which maps them to logits."""
 
     #: Images that a CPU works on at a time where no gradient is needed.
     at_a_time = 256
@@ -52,10 +47,8 @@ class WithHead(nn.Module):
 class FrozenFeatures(WithHead):
     """A network of which only the head is trained.
 
-    Args:
-        frozen: maps images to features, (samples, ...), of three dimensions or more.
-        head: maps features to logits.
-        stored: dtype that features are rounded to, in training and evaluation alike.
+    Features have three dimensions or more beside the samples', and are rounded to the dtype
+    ``stored``, in training and evaluation alike.
     """
 
     #: Whether the features of the records are computed one record at a time.
@@ -105,12 +98,8 @@ def with_features(
 ) -> FrozenFeatures:
     """Put a network behind the scattering of images, stored in float16 to save memory and disk.
 
-    A norm of 27 groups is between them, as in Tramer and Boneh 2021, arXiv 2011.11660.
-
-    Args:
-        head: takes the shape of :meth:`dpmac_cli.models.registry.Scattered.shape_of`.
-        shape: (channels, height, width) of an image.
-        kind: a key of :data:`dpmac_cli.models.registry.FEATURES`.
+    A norm of 27 groups is between them, as in Tramer and Boneh 2021, arXiv 2011.11660. ``shape`` is
+    (channels, height, width) of an image; the head takes that of ``Scattered(kind).shape_of``.
     """
     channels, height, width = shape
     norm = nn.GroupNorm(27, channels * SCATTERED, affine=False)
@@ -119,30 +108,11 @@ def with_features(
     return FrozenFeatures(network, head, torch.float16)
 
 
-class Before(nn.Module):
-    """The input of a layer of a network, (samples, ...), of four dimensions where it has two."""
-
-    def __init__(self, network: nn.Module, layer: nn.Module) -> None:
-        super().__init__()
-        self.network, self._layer = network, [layer]  # in a list, it is no part of this module
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the input of the layer in a forward pass."""
-        seen: list[Tensor] = []
-        with self._layer[0].register_forward_pre_hook(lambda _, given: seen.append(given[0])):
-            self.network(x)
-        # Where images are split there are several; the proof for networks knows no cat.
-        given = seen[0] if len(seen) == 1 else torch.cat(seen)
-        return given[:, :, None, None] if given.ndim == 2 else given
-
-
 def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeatures:
     """Split a network into a frozen part and its last linear layer, which remain parts of it.
 
-    The frozen part is in evaluation mode: batch norms in it are public constants.
-
-    Raises:
-        ModelError: it does not end in a linear layer of its own.
+    The frozen part is in evaluation mode: batch norms in it are public constants. Raises ModelError
+    if the network does not end in a linear layer of its own.
     """
     name = head_of(network, shape)
     if name is None:
@@ -151,10 +121,12 @@ def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeature
             "network does not end in one that is called once, on one row per sample, and shares no "
             "parameter. Use --train all."
         )
-    layer = network.get_submodule(name)
-    return FrozenFeatures(
-        Before(network.eval(), layer), nn.Sequential(nn.Flatten(), layer), torch.float32
-    )
+    shared = {id(t): t for t in (*network.parameters(), *network.buffers())}
+    frozen = copy.deepcopy(network.eval(), shared)
+    frozen.get_submodule(name).forward = lambda x: x  # the output is what the layer is given
+    head = nn.Sequential(nn.Flatten(), network.get_submodule(name))
+    frozen = nn.Sequential(frozen, nn.Unflatten(1, (-1, 1, 1)))
+    return FrozenFeatures(frozen, head, torch.float32)
 
 
 #: Samples on which calls are looked at.
@@ -199,11 +171,8 @@ def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
 class LoraLinear(nn.Linear):
     """A frozen linear layer, and a trained addition of low rank (Hu et al. 2021, arXiv 2106.09685).
 
-    Weight and bias keep their names. The addition is 0 at first.
-
-    Args:
-        layer: the layer, whose parameters it takes over.
-        trained: gives rank and alpha; the addition is scaled by alpha / rank.
+    Weight and bias are those of ``layer`` and keep their names. The addition has the rank that is
+    given; it is scaled by alpha / rank, and 0 at first.
     """
 
     def __init__(self, layer: nn.Linear, trained: Trained) -> None:
@@ -229,10 +198,7 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
     """Have only a part of a network trained; in place.
 
     Batch norms become constants. The head is that of :func:`head_of`, or the child ``head`` of a
-    network with a backbone.
-
-    Raises:
-        ModelError: it has no such part.
+    network with a backbone. Raises ModelError if it has no such part.
     """
     for name, module in list(network.named_modules()):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and name:

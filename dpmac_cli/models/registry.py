@@ -104,35 +104,21 @@ TORCHVISION_WEIGHTS = "https://download.pytorch.org/models/"
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneKind:
-    """A network with public weights.
+    """A network with public weights."""
 
-    Attributes:
-        about: one line for help and reports.
-        file: of the weights, below the folder of ``package`` or at :data:`TORCHVISION_WEIGHTS`.
-        sha256: of the file, or its first digits. licence: of the weights.
-        package: Python module that holds the file; "" if torchvision publishes it.
-        network: a name of torchvision, or width and depth of an EfficientNet-Lite.
-        head: name of the layer that is left out, in the weights' file.
-        width: features of an image.
-        size: pixels of a side of the images that it was trained on.
-        mean, std: of the channels of pixels in [0, 1], which those images were standardised with.
-        any_size: whether it takes images of other sizes, too.
-        top1: share of ImageNet's validation images that it gets right, as published.
-    """
-
-    about: str
-    file: str
-    sha256: str
-    licence: str
-    package: str = ""
-    network: str | tuple[float, float]
-    head: str
-    width: int
-    size: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    any_size: bool = True
-    top1: float
+    about: str  # one line for help and reports
+    file: str  # of the weights, below the folder of ``package`` or at TORCHVISION_WEIGHTS
+    sha256: str  # of the file, or its first digits
+    licence: str  # of the weights
+    package: str = ""  # Python module that holds the file; "" if torchvision publishes it
+    network: str | tuple[float, float]  # of torchvision, or width and depth of an EfficientNet-Lite
+    head: str  # name of the layer that is left out, in the weights' file
+    width: int  # features of an image
+    size: int  # pixels of a side of the images that it was trained on
+    mean: tuple[float, float, float]  # by channel, of pixels in [0, 1], that was subtracted
+    std: tuple[float, float, float]  # by channel, that was divided by
+    any_size: bool = True  # whether it takes images of other sizes, too
+    top1: float  # share of ImageNet's validation images that it gets right, as published
 
 
 BACKBONES: Mapping[str, BackboneKind] = catalogue(BackboneKind, HERE / "backbones.toml")

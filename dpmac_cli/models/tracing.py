@@ -249,10 +249,9 @@ def _following(x: Tensor) -> Iterator[Dependence]:
 
 def _check_backward(losses: Tensor) -> None:
     """Reject functions with a backward of their own, of which only one batch was seen."""
-    waiting: list[Any] = [losses.grad_fn]
+    nodes: list[Any] = [losses.grad_fn]
     seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
+    for node in nodes:  # grows
         if node in seen:
             continue
         seen.add(node)
@@ -260,7 +259,7 @@ def _check_backward(losses: Tensor) -> None:
         own = isinstance(node, torch.autograd.function.BackwardCFunction)
         if own and kind != "_StartedBackward":
             raise UnprovenError(f"{kind} is a backward of its own.")
-        waiting += [function for function, _ in node.next_functions]
+        nodes += [function for function, _ in node.next_functions]
 
 
 def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:

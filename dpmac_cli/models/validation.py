@@ -20,11 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.direct import tensors_in
-from dpmac_cli.dp.clipping.forms import choose_form
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.norms import Metric
-from dpmac_cli.dp.clipping.recorder import record_uses
-from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models.state import first_change, first_opaque
 from dpmac_cli.models.tracing import (
@@ -75,8 +71,7 @@ def check_model(
         isolated: each sample is run alone, by a copy that keeps nothing.
         built_in: the network is dpmac's own: only its output is checked.
 
-    Raises:
-        ModelError: naming the layer and the remedy.
+    Raises ModelError, which names the layer and the remedy.
     """
     _check_layers(model, frozen)
     _check_values(model, frozen)
@@ -113,12 +108,9 @@ def independence(
 ) -> tuple[Independence, str]:
     """Prove that a user-supplied network is independent across samples, or return why not.
 
-    Args:
-        model: has passed :func:`check_model`, with this shape and number of classes.
-        frozen: the part of it that is not trained, if only its last layer is.
-
-    Returns:
-        "traced" or "isolated", and in the latter case why, as a sentence.
+    The model has passed :func:`check_model`, with this shape and number of classes; ``frozen`` is
+    what is not trained of it, if only its last layer is. Returns "traced", or "isolated" and why,
+    as a sentence.
     """
     probe = _prepared(copy.deepcopy(frozen or model), frozen is not None)
     try:
@@ -286,12 +278,10 @@ def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
     layers = find_layers(model, x)
     theta = flatten_parameters(layers)
     total = torch.empty_like(theta)
-    ClippedSum(model, layers, len(x)).of(x, y, Metric(ball(1.0, theta)), total)
     with _same_draws():
-        _, uses = record_uses(model, layers, x, y)
-    for layer, used in zip(layers, uses, strict=True):
-        part = total[layer.start : layer.stop]
-        choose_form(layer, used, ball=True).weighted_sum(x.new_ones(len(x)), None, part)
+        gradients = ClippedSum(model, layers).gradients(x, y, ball=True)
+    for layer, form in gradients:
+        form.weighted_sum(x.new_ones(FEW), None, total[layer.start : layer.stop])
     trained = [p.requires_grad_() for layer in layers for p in layer.parameters.values()]
     with _same_draws():
         loss = cross_entropy(model(x), y, reduction="sum")

@@ -121,14 +121,9 @@ def read_weights(
 ) -> PublicWeights:
     """Read a safetensors file of public weights, or a pickle of tensors that is known.
 
-    Args:
-        path: of the file.
-        flag: that the file belongs to, for messages.
-        sha256: the first digits of the checksum of a known file, a pickle; "" for others.
-        remedy: for a file that cannot be read, or has another checksum, as a sentence.
-
-    Raises:
-        InputError: it cannot be read, is no safetensors file, or has another checksum.
+    ``sha256`` are the first digits of the checksum of a known file, a pickle; "" for others.
+    Messages name the ``flag`` that the file belongs to and give the ``remedy``, a sentence. Raises
+    InputError if it cannot be read, is no safetensors file, or has another checksum.
     """
     try:
         content = path.read_bytes()

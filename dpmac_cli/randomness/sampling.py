@@ -17,7 +17,6 @@ class Sampler(Protocol):
 
     def draw(self, step: int) -> Batch:
         """Return the records of step t = 1, 2, ..., a function of the key and t."""
-        ...
 
 
 class SeededDraws:

@@ -73,7 +73,7 @@ class Subject:
 
     def gradients(self, x: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:
         """The layers, each with its per-sample gradients as the program stores them."""
-        return self.clipped_sum._per_sample(x, y, ball)[1]
+        return self.clipped_sum.gradients(x, y, ball=ball)
 
     def forms(self, x: Tensor, y: Tensor, *, ball: bool = True) -> list[PerSampleGradients]:
         """The layers' per-sample gradients as the program stores them."""

@@ -13,10 +13,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import Hyperparameters
 from tests.helpers import (
+    CLIP_LIMIT,
     HYPER,
     Batches,
     KeptNoise,

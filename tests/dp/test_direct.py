@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.forms import choose_form
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
-from dpmac_cli.dp.clipping.recorder import record_uses, recorded_gradients
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.mechanism import ball
 from dpmac_cli.errors import ModelError
 
@@ -211,7 +211,7 @@ def test_another_use_than_on_the_example_is_an_error(how: str) -> None:
     flatten_parameters(layers)
     odd.append(True)
     with pytest.raises(ModelError, match=r"The parameter p was not only broadcast"):
-        recorded_gradients(model, layers, *samples(), True)
+        record_uses(model, layers, *samples())
 
 
 @pytest.mark.privacy

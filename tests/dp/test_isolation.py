@@ -313,7 +313,7 @@ def test_views_of_one_sample_may_be_mixed() -> None:
 
 def test_recorded_layers_are_held_in_the_cheapest_form() -> None:
     subject = alone("lora")
-    _, gradients = subject.isolated(*subject.batch(), ball=True)
+    gradients = subject.sum.gradients(*subject.batch(), ball=True)
     assert [type(form) for _, form in gradients] == [Instantiated, OuterProducts]
 
 
@@ -517,7 +517,7 @@ def test_dropout_differs_between_samples_and_repeats_with_the_seed(loop: bool) -
 
     def losses(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return subject.isolated(x, y, ball=True)[0]
+        return subject.isolated(x, y)[0]
 
     assert subject.isolated.vmapped is not loop
     assert len(set(losses(0).tolist())) == len(x)
@@ -547,7 +547,7 @@ def test_a_sample_that_seeds_the_generator_seeds_no_other() -> None:
 
     def losses(x: Tensor) -> Tensor:
         torch.manual_seed(0)
-        return subject.isolated(x, y, ball=True)[0]
+        return subject.isolated(x, y)[0]
 
     moved = torch.cat([x[:1] + 1, x[1:]])
     assert not subject.isolated.vmapped

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from tests.conftest import OPTIMIZER_NAMES, every_optimizer
 from tests.helpers import (
+    CLIP_LIMIT,
     DIMENSION,
     HYPER,
     Batches,

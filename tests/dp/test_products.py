@@ -345,7 +345,8 @@ def test_gradients_that_are_held_are_those_that_are_added(
     assert isinstance(form, Instantiated)
     found = squared(form, region_of(kind, layer), layer)
     assert not found.reach.any()
-    torch.testing.assert_close(form.g, by_autograd(layer, uses, 1), rtol=2e-5, atol=2e-5)
+    [g] = form.pieces()
+    torch.testing.assert_close(g, by_autograd(layer, uses, 1), rtol=2e-5, atol=2e-5)
 
 
 # (2) Slack and (3) reach.
@@ -481,20 +482,19 @@ class Given:
 
     def __init__(self, layer: Layer, use: Use, capacity: int, batch: int) -> None:
         self.layer, self.use = layer, use
-        self.clipped_sum = ClippedSum(
-            layer.module, [layer], capacity, batch=batch, per_sample=self._per_sample
-        )
+        self.clipped_sum = ClippedSum(layer.module, [layer], capacity, batch=batch)
+        self.clipped_sum.gradients = self.gradients  # type: ignore[assignment, method-assign]
         self.limit = clip_limit(max(capacity, batch))
         self.chunk = capacity
 
-    def _per_sample(self, rows: Tensor, y: Tensor, ball: bool) -> tuple[Tensor, ByLayer]:
+    def gradients(self, rows: Tensor, y: Tensor, *, ball: bool = True) -> ByLayer:
         use = Use((self.use.inputs[0][rows],), self.use.delta[rows])
-        return torch.zeros(len(rows)), [(self.layer, make_form(self.layer, (use,)))]
+        return [(self.layer, make_form(self.layer, (use,)))]
 
     def reach(self, region: Ellipsoid) -> float:
         """The largest c_i R_i of the first samples."""
         rows = torch.arange(min(32, len(self.use.delta)))
-        form = self._per_sample(rows, rows, region.is_ball)[1][0][1]
+        [(_, form)] = self.gradients(rows, rows)
         found = squared(form, region, self.layer)
         return float((clipping.clip_weights(found, self.limit)[0] * found.reach.sqrt()).max())
 
@@ -650,7 +650,7 @@ def test_samples_beyond_reach_are_added_in_float64(
         region = ellipsoid(0.1 * b, b / 2)
     given, rows = Given(layer, use, 40, 40), torch.arange(40)
     norms = whiten(g, region).norm(dim=1)
-    form = given._per_sample(rows, rows, kind == "ball")[1]
+    form = given.gradients(rows, rows)
     found = given.clipped_sum._squared_norms(form, Metric(region))
     c = clipping.clip_weights(found, given.limit)[0]
     assert torch.equal(c * found.reach.sqrt() > REACH, far)

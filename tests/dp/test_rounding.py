@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping import clipped_sum as per_sample
-from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_weights
+from dpmac_cli.dp.clipping.clipped_sum import SLACK_SHARE, clip_limit, clip_weights
 from dpmac_cli.dp.clipping.forms import total_squared_norms
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer, find_layers
@@ -374,7 +374,7 @@ def test_squares_that_underflow_are_not_free(kind: str, delta: float, a: float) 
     small = torch.full((1,), 1e-6)
     region = ball(1e-6, small) if kind == "ball" else ellipsoid(torch.zeros(1), small)
     pair = OuterProducts(torch.full((1, 1, 1), delta), torch.full((1, 1, 1), a), False)
-    c, _ = clip_weights(pair.squared_norms(Metric(region).of(layer)))
+    c, _ = clip_weights(pair.squared_norms(Metric(region).of(layer)), clip_limit(1))
     assert float(c) * delta * a / 1e-6 <= 1
 
 

@@ -11,7 +11,6 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from dpmac_cli.dp import mechanism as mechanisms
-from dpmac_cli.dp.clipping.clipped_sum import CLIP_LIMIT
 from dpmac_cli.dp.mechanism import (
     GRID,
     GaussianMechanism,
@@ -25,6 +24,7 @@ from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.training.trainer import ROUNDING_SHARE
 from tests.conftest import every_optimizer
 from tests.helpers import (
+    CLIP_LIMIT,
     DIMENSION,
     Batches,
     SecureSpy,

@@ -4,16 +4,17 @@ Rounding is a privacy matter: a norm that is computed too small lets a sample co
 1. Samples are clipped by norm plus error bound, computed in float64 where terms cancel too much.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.dp.clipping.forms import ByLayer, total_squared_norms
+from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norms
+from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
-from dpmac_cli.dp.clipping.recorder import recorded_gradients
+from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
 
@@ -32,20 +33,19 @@ REACH = 8.0
 #: c_i below which a sample adds nothing: float32 has few digits left for it.
 LEAST_WEIGHT = 1e-30
 
-#: Computes per-sample losses, shape (samples,), and every layer's per-sample gradients, in the
-#: forms for a ball or an ellipsoid.
-PerSample = Callable[[Tensor, Tensor, bool], tuple[Tensor, ByLayer]]
+#: Computes per-sample losses, shape (samples,), and every layer's uses, or its gradients.
+PerSample = Callable[[Tensor, Tensor], tuple[Tensor, Sequence[Sequence[Use] | Tensor]]]
 
 
 class ClippedSum:
     """Turns a chunk of samples into the sum of their clipped, centred gradients.
 
     Args:
-        model, layers, views, loss: as in :func:`.recorded_gradients`. The mean gradient of a
-            sample's views, or of a unit's records, is clipped once.
+        model, layers, views, loss: as in :func:`.record_uses`. The mean gradient of a sample's
+            views, or of a unit's records, is clipped once.
         capacity: the largest number of samples in a call of :meth:`of`; public.
         batch: B, the expected number of samples in a step; by default one chunk.
-        per_sample: :class:`.Isolated`, with its layers; by default :func:`.recorded_gradients`.
+        per_sample: :class:`.Isolated`, with its layers; by default :func:`.record_uses`.
     """
 
     def __init__(
@@ -58,9 +58,7 @@ class ClippedSum:
         per_sample: PerSample | None = None,
         loss: Loss = plain,
     ) -> None:
-        self._per_sample = per_sample or partial(
-            recorded_gradients, model, layers, views=views, loss=loss
-        )
+        self._per_sample = per_sample or partial(record_uses, model, layers, views=views, loss=loss)
         self._layers, self._views = layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
@@ -77,7 +75,7 @@ class ClippedSum:
             out: shape (d,).
 
         Raises:
-            ModelError: see :func:`.recorded_gradients`.
+            ModelError: see :func:`.record_uses`.
             ValueError: more samples than the capacity, or another number of views than ``views``.
         """
         if len(x) > self._capacity:
@@ -85,7 +83,7 @@ class ClippedSum:
         if self._views > 1 and x.shape[1:2] != (self._views,):
             raise ValueError(f"inputs of shape {tuple(x.shape)}, but {self._views} views of each")
         with code_of_network(x):
-            _, gradients = self._per_sample(x, y, metric.region.is_ball)
+            gradients = self.gradients(x, y, ball=metric.region.is_ball)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
         exact = c * squared.reach.sqrt() > REACH
@@ -105,6 +103,12 @@ class ClippedSum:
             result.addcmul_(region.centre.to(result.dtype), -total.to(result.dtype))
         if result is not out:
             out.copy_(result)
+
+    def gradients(self, x: Tensor, y: Tensor, *, ball: bool) -> ByLayer:
+        """Return every layer's per-sample gradients, in the form for a ball or an ellipsoid."""
+        _, by_layer = self._per_sample(x, y)
+        pairs = zip(self._layers, by_layer, strict=True)
+        return [(layer, choose_form(layer, uses, self._views, ball=ball)) for layer, uses in pairs]
 
     def weights(self, squares: Tensor) -> Tensor:
         """Return c_i for squared norms without rounding, float64, shape (samples,)."""
@@ -142,11 +146,7 @@ def cancellation_limit(samples: int, batch: float) -> float:
     return CANCELLATION_LIMIT * max(1.0, batch / FEW) * samples / batch
 
 
-#: The clipping norm of steps of up to :data:`FEW` samples.
-CLIP_LIMIT = clip_limit(FEW)
-
-
-def clip_weights(squared: SquaredNorms, limit: float = CLIP_LIMIT) -> tuple[Tensor, Tensor]:
+def clip_weights(squared: SquaredNorms, limit: float) -> tuple[Tensor, Tensor]:
     """Return c_i = min(1, limit / ||w_i||) for the largest ||w_i|| within the rounding bound.
 
     Returns:

@@ -41,7 +41,6 @@ class Copies(TorchFunctionMode):
         super().__init__()
         # What stands for a tensor that a network reads, and the parameter that it is computed from.
         self._read = {id(p): (p.detach().requires_grad_(), p) for p in parameters}
-        self._leaves = {key: leaf for key, (leaf, _) in self._read.items()}
         # The copies that each parameter was given, by its id.
         self.by_parameter: dict[int, list[tuple[Tensor, PullBack]]] = {i: [] for i in self._read}
         self.refused: set[int] = set()  # ids of those that were read in a way that is not known
@@ -106,7 +105,7 @@ class Copies(TorchFunctionMode):
 
     def _keep(self, source: Tensor, parameter: nn.Parameter, copies: Tensor) -> Tensor:
         started = copies.detach().requires_grad_()
-        back = partial(_pull_back, source, self._leaves[id(parameter)])
+        back = partial(_pull_back, source, self._read[id(parameter)][0])
         self.by_parameter[id(parameter)].append((started, back))
         return started
 

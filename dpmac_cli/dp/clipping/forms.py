@@ -1,8 +1,8 @@
 """Forms of a layer's per-sample gradients, and the choice of the cheapest one for each layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, instantiate
 from dpmac_cli.dp.clipping.layers import Layer
-from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Metric, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, Metric, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.products import DEVICE_PIECE, PositionProducts, sizes
 
@@ -27,18 +27,15 @@ class PerSampleGradients(Protocol):
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Return ||(g_i - m)/b||^2 over this layer, with bounds on rounding."""
 
-    def weighted_sum(
-        self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
-    ) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
         """Write the sum of c_i g_i over the valid samples into ``out``.
 
         Args:
             c: weights, shape (samples,); 0 where not valid.
-            valid: mask of finite samples, bool, shape (samples,); None if all are. The others add
-                exactly 0.
+            valid: finite samples; None if all are. The others add exactly 0.
             out: the layer's slice, shape (d_layer,).
-            exact: mask of samples to add in float64, whose terms cancel within the sample; None if
-                there are none. Forms that hold the gradients ignore it.
+            exact: samples to add in float64, whose terms cancel within the sample; None if there
+                are none. Forms that hold the gradients ignore it.
         """
 
     def select(self, rows: Tensor | slice) -> "PerSampleGradients":
@@ -56,85 +53,72 @@ def total_squared_norms(gradients: ByLayer, metric: Metric) -> SquaredNorms:
 
 @dataclass(frozen=True)
 class Instantiated:
-    """Gradients written out, for layers with few parameters."""
+    """Gradients written out: whole or, where they are too large to hold, some samples at a time.
 
-    g: Tensor  # (samples, d_layer)
+    ``pieces`` gives (samples, d_layer) for a few samples after the other, the same floats every
+    time: norms and sum read the same.
+    """
+
+    pieces: Callable[[], Iterable[Tensor]]
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly; nothing cancels."""
-        step = max(1, _piece(self.g) // max(1, self.g.shape[1]))
-        value = torch.cat([metric.squares(g) for g in torch.split(self.g, step)])
-        value.div_(metric.factor)
-        slack = roundoff(ROW, self.g.dtype) * value
-        return SquaredNorms(value, slack, torch.zeros_like(value))
+        return SquaredNorms.of(
+            _norms(g, metric)
+            for piece in self.pieces()
+            for g in torch.split(piece, _at_a_time(piece, piece.shape[1]))
+        )
 
-    def weighted_sum(
-        self, c: Tensor, valid: Tensor | None, out: Tensor, _: Tensor | None = None
-    ) -> None:
-        """Compute one matrix-vector product."""
-        torch.mv(kept(self.g, valid).T, c, out=out)
-
-    def select(self, rows: Tensor | slice) -> "Instantiated":
-        """Return some samples, in float64."""
-        return Instantiated(self.g[rows].double())
-
-
-@dataclass(frozen=True)
-class InPieces:
-    """Gradients too large to hold, instantiated for a few samples at a time.
-
-    Norms and sum instantiate the same samples in the same pieces, so both read the same floats.
-    ``chosen`` samples are in float64; None is all of them, in their own dtype.
-    """
-
-    layer: Layer
-    uses: tuple[Use, ...]
-    views: int = 1
-    chosen: Tensor | slice | None = None
-
-    def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Compute the norms directly, from instantiated gradients."""
-        return SquaredNorms.of(Instantiated(g).squared_norms(metric) for g in self._pieces())
-
-    def weighted_sum(
-        self, c: Tensor, valid: Tensor | None, out: Tensor, _: Tensor | None = None
-    ) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, _: Mask = None) -> None:
         """Compute one matrix-vector product per piece."""
         out.zero_()
         begin = 0
-        for g in self._pieces():
+        for g in self.pieces():
             rows = slice(begin, begin + len(g))
             out.addmv_(kept(g, None if valid is None else valid[rows]).T, c[rows])
             begin += len(g)
 
-    def select(self, rows: Tensor | slice) -> "InPieces":
+    def select(self, rows: Tensor | slice) -> "Instantiated":
         """Return some samples, in float64."""
-        return InPieces(self.layer, self.uses, self.views, rows)
+        return Instantiated(partial(_selected, self.pieces, rows))
 
-    def _pieces(self) -> Iterator[Tensor]:
-        """Yield gradients of the selected samples, piece by piece, shape (samples, d_layer)."""
-        step = max(1, _piece(self.uses[0].delta) // (self.layer.stop - self.layer.start))
-        begin = 0
-        for uses in in_groups(self.uses, self.views, step):
-            g = instantiate(self.layer, uses, self.views)
-            if isinstance(self.chosen, Tensor):
-                yield g[self.chosen[begin : begin + step]].double()
-            else:
-                yield g if self.chosen is None else g.double()
-            begin += step
+
+def held(g: Tensor) -> Instantiated:
+    """Return the form of gradients that are all written out, shape (samples, d_layer)."""
+    return Instantiated(lambda: [g])
+
+
+def in_pieces(layer: Layer, uses: Sequence[Use], views: int = 1) -> Instantiated:
+    """Return the form of gradients that are written out, again, whenever they are read."""
+    step = _at_a_time(uses[0].delta, layer.stop - layer.start)
+    return Instantiated(
+        lambda: (instantiate(layer, some, views) for some in in_groups(uses, views, step))
+    )
+
+
+def _norms(g: Tensor, metric: LayerMetric) -> SquaredNorms:
+    value = metric.squares(g).div_(metric.factor)
+    return SquaredNorms(value, roundoff(ROW, g.dtype) * value, torch.zeros_like(value))
+
+
+def _selected(pieces: Callable[[], Iterable[Tensor]], rows: Tensor | slice) -> Iterator[Tensor]:
+    begin = 0
+    for g in pieces():
+        chosen = rows[begin : begin + len(g)] if isinstance(rows, Tensor) else rows
+        yield g[chosen].double()
+        begin += len(g)
 
 
 def choose_form(
-    layer: Layer, uses: Sequence[Use], views: int = 1, *, ball: bool
+    layer: Layer, uses: Sequence[Use] | Tensor, views: int = 1, *, ball: bool
 ) -> PerSampleGradients:
     """Return the cheapest form that the layer's type, its shapes and its uses allow.
 
-    Args:
-        layer: the layer.
-        uses: each use of it in a forward pass, at least one.
-        views: rows per sample in each use, next to each other; its gradient is their sum.
-        ball: True if norms are taken in a ball.
+    ``uses`` are all of a forward pass, or its gradients, written out. Each has ``views`` rows per
+    sample, next to each other, whose gradients are summed. ``ball``: norms are taken in a ball.
     """
+    if isinstance(uses, Tensor):
+        return held(uses)
     delta = uses[0].delta
     samples, size = len(delta) // views, layer.stop - layer.start
     found = sizes(layer, uses, views)
@@ -148,11 +132,16 @@ def choose_form(
             return products
     elif not small and not isinstance(layer.module, nn.Conv2d):
         # Gradients of other convolutions are too expensive to compute twice.
-        return InPieces(layer, tuple(uses), views)
+        return in_pieces(layer, uses, views)
     # A few samples at a time, whose gradients stay in a cache while they are written.
-    return Instantiated(instantiate(layer, uses, views, max(2, _piece(delta) // 4 // size)))
+    return held(instantiate(layer, uses, views, max(2, _piece(delta) // 4 // size)))
 
 
 def _piece(like: Tensor) -> int:
     """Return how many numbers to instantiate at a time."""
     return DEVICE_PIECE if like.is_cuda else PIECE
+
+
+def _at_a_time(like: Tensor, size: int) -> int:
+    """Return for how many samples that is, of ``size`` numbers each."""
+    return max(1, _piece(like) // max(1, size))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpmac_cli.dp.clipping.forms import ByLayer, Instantiated, choose_form
 from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
 from dpmac_cli.dp.losses import Loss, plain
@@ -43,8 +42,7 @@ class Isolated:
         loss: of each row, that does not mix them.
         label: of an input, an example that is not private.
 
-    Raises:
-        ModelError: the network fails on a random sample.
+    Raises ModelError if the network fails on a random sample.
     """
 
     def __init__(
@@ -82,20 +80,14 @@ class Isolated:
         size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
         self.most = max(1, WRITTEN_OUT // max(1, size))  # samples in a chunk; public
 
-    def __call__(self, x: Tensor, y: Tensor, ball: bool) -> tuple[Tensor, ByLayer]:
-        """Return losses and per-sample gradients of a chunk, as ``recorded_gradients`` does."""
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use] | Tensor]]:
+        """Return losses of a chunk, and each layer's uses or, if not recorded, its gradients."""
         if not self.vmapped:
             losses, g = self._looped(self._model, x, y)
-            return losses, [(la, Instantiated(g[:, la.start : la.stop])) for la in self._layers]
+            return losses, [g[:, layer.start : layer.stop] for layer in self._layers]
         loose = [name for name in self._names if name not in self.recorded]
         losses, uses, written = self._vmapped(self._model, x, y, loose)
-        forms = [
-            choose_form(layer, uses[layer.name], self._views, ball=ball)
-            if layer.name in uses
-            else Instantiated(written[layer.name])
-            for layer in self._layers
-        ]
-        return losses, list(zip(self._layers, forms, strict=True))
+        return losses, [uses[name] if name in uses else written[name] for name in self._names]
 
     def _loss(self, network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of one sample, the mean over its views."""

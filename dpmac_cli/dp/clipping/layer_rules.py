@@ -124,13 +124,12 @@ def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
     values = {n: p.detach().to(use.delta.dtype) for n, p in layer.module.named_parameters()}
     trained = {name: values.pop(name) for name in layer.parameters}
 
-    def one(inputs: tuple[Tensor, ...], delta: Tensor) -> Gradients:
+    def one(inputs: tuple[Tensor, ...], delta: Tensor) -> Any:
         def forward(parameters: Mapping[str, Tensor]) -> Tensor:
             return use.call.again(layer.module, {**values, **parameters}, inputs)
 
         pull_back: Any = vjp(forward, trained)[1]
-        gradients: Gradients = pull_back(delta)[0]
-        return gradients
+        return pull_back(delta)[0]
 
     inputs = tuple(_by_sample(rows, views) for rows in use.inputs)
     try:

@@ -48,14 +48,10 @@ def blocks(size: int, device: torch.device, about: int | None = None) -> list[sl
 def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
     """Split a model's trainable parameters into layers, in the order of ``model.parameters()``.
 
-    Args:
-        model: the model.
-        example: made-up inputs of two samples or more, to find parameters that the forward of a
-            module reads itself, and self-attention, that can be layers of their own. By default,
-            their module is one layer.
-
-    Raises:
-        ModelError: a parameter is shared by two modules, or nothing is trainable.
+    Parameters that the forward of a module reads itself, and projections of self-attention, are
+    layers of their own if made-up inputs of two samples or more, ``example``, show that they can
+    be; else their module is one layer. Raises ModelError if a parameter is shared by two modules,
+    or nothing is trainable.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared = sorted(set(names) - {name for name, _ in model.named_parameters()})

@@ -42,15 +42,9 @@ class StandardisedConv2d(nn.Conv2d):
 class ConstantNorm(nn.Module):
     """A batch norm by constants: scale (x - mean) / sqrt(var + eps) + shift, channel by channel.
 
-    Each sample is normalised by the statistics of public data, so that none depends on others. Its
-    parameters and buffers keep their names.
-
-    Args:
-        norm: the batch norm, whose parameters and statistics it takes over.
-        name: of the layer, for errors.
-
-    Raises:
-        ModelError: it keeps no statistics.
+    Each sample is normalised by the statistics of public data, so that none depends on others.
+    Parameters and buffers are those of a batch norm, ``norm``, under the same names. Raises
+    ModelError, which calls the layer ``name``, if it keeps no statistics.
     """
 
     def __init__(self, norm: Any, name: str) -> None:

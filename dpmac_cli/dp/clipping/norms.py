@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch.linalg import vector_norm
 from dpmac_cli.dp.clipping.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
 
+#: Which samples of a chunk, bool, shape (samples,).
+Mask: TypeAlias = Tensor | None
 #: Terms of a sum that are added up in float32 before it continues in float64.
 ROW = 256
 
@@ -106,7 +109,7 @@ class Metric:
         return LayerMetric(inverse, times, centre, total, top, factor)
 
 
-def kept(rows: Tensor, valid: Tensor | None) -> Tensor:
+def kept(rows: Tensor, valid: Mask) -> Tensor:
     """Set rows that are not valid to 0: 0 times a number that is not finite is not 0."""
     if valid is None:
         return rows

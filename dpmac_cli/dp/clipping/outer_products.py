@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from dpmac_cli.dp.clipping.norms import LayerMetric, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
 
 #: Terms of a product that is faster by MKL because no copy of it is needed.
 FEW_TERMS = 64
@@ -69,9 +69,7 @@ class OuterProducts:
         reach = reach.square_() if terms > 1 else torch.zeros_like(reach)
         return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
 
-    def weighted_sum(
-        self, c: Tensor, valid: Tensor | None, out: Tensor, _: Tensor | None = None
-    ) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, _: Mask = None) -> None:
         """Compute (c delta)^T a, one matrix product."""
         weighted = kept(self.delta * c.view(-1, 1, 1), valid).view(-1, self.delta.shape[2])
         weight, bias = self._split(out)

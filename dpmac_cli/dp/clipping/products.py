@@ -18,7 +18,7 @@ from dpmac_cli.dp.clipping.kernels import Kernel
 from dpmac_cli.dp.clipping.layer_rules import Use, in_groups, is_plain
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
-from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, SquaredNorms, kept, roundoff
+from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import FEW_TERMS, OuterProducts, matmul
 from dpmac_cli.dp.clipping.patches import (
     gradients_by_position,
@@ -124,9 +124,7 @@ class PositionProducts:
         numbers = 4 * sizes.gram / (sizes.inputs + sizes.outputs)
         return SquaredNorms.of(self._by_gram(uses, kernel) for uses in self._groups(numbers))
 
-    def weighted_sum(
-        self, c: Tensor, valid: Tensor | None, out: Tensor, exact: Tensor | None = None
-    ) -> None:
+    def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
         """Compute the plain weight gradient with c_i delta_i, of some samples at a time."""
         if exact is None:
             self._add_up(c, valid, out)
@@ -224,7 +222,7 @@ class PositionProducts:
             for i in range(0, len(delta), samples):
                 yield slice(i, i + samples), slice(o, min(o + step, outputs))
 
-    def _add_up(self, c: Tensor, valid: Tensor | None, out: Tensor) -> None:
+    def _add_up(self, c: Tensor, valid: Mask, out: Tensor) -> None:
         """Write the sum of c_i G_i; products of at most :data:`ADDED` samples."""
         layer = self.layer
         by_row = c.to(self.uses[0].delta.dtype).repeat_interleave(self.views)
@@ -247,7 +245,7 @@ class PositionProducts:
         for name, slot in layer.slices.items():
             out[slot] = total[name].flatten()
 
-    def _product(self, use: Use, c: Tensor, finite: Tensor | None) -> dict[str, Tensor]:
+    def _product(self, use: Use, c: Tensor, finite: Mask) -> dict[str, Tensor]:
         """Return the sums over rows and positions of c delta a^T, (O, K), and of c delta."""
         module: Any = self.layer.module
         a, delta = kept(use.inputs[0], finite), kept(use.delta, finite)

@@ -1,4 +1,4 @@
-"""Per-sample gradients of a batch, from layers' inputs and output gradients recorded by hooks."""
+"""Uses of layers: their inputs and output gradients in a batch, recorded by hooks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -11,7 +11,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpmac_cli.dp.clipping.attention import calling_projections
 from dpmac_cli.dp.clipping.direct import Copies, PullBack
-from dpmac_cli.dp.clipping.forms import ByLayer, choose_form
 from dpmac_cli.dp.clipping.layer_rules import Call, Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.losses import Loss, plain
@@ -29,35 +28,6 @@ class _Record:
     pull_back: PullBack = Tensor.detach  # of a gradient by copies
 
 
-def recorded_gradients(
-    model: nn.Module,
-    layers: list[Layer],
-    x: Tensor,
-    y: Tensor,
-    ball: bool,
-    views: int = 1,
-    loss: Loss = plain,
-) -> tuple[Tensor, ByLayer]:
-    """Run a model on a whole chunk; return losses and every layer's per-sample gradients.
-
-    Args:
-        model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
-        layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
-        x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
-        y: a label of each input, shape (samples, ...), or (samples, views, ...) like ``x``.
-        ball: True if norms are taken in a ball.
-        views: inputs of each sample, such as augmented views; public. Its loss is the mean over
-            them.
-        loss: of each sample, that does not mix them.
-
-    Raises:
-        ModelError: a layer was not used, or not row by row, or its input was changed in place.
-    """
-    losses, uses = record_uses(model, layers, x, y, views, loss)
-    pairs = zip(layers, uses, strict=True)
-    return losses, [(layer, choose_form(layer, used, views, ball=ball)) for layer, used in pairs]
-
-
 def record_uses(
     model: nn.Module,
     layers: list[Layer],
@@ -66,7 +36,19 @@ def record_uses(
     views: int = 1,
     loss: Loss = plain,
 ) -> tuple[Tensor, list[list[Use]]]:
-    """Return losses, shape (samples,), and each layer's uses; see :func:`recorded_gradients`."""
+    """Run a model on a whole chunk; return losses, shape (samples,), and each layer's uses.
+
+    Args:
+        model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
+        layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
+        x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
+        y: a label of each input, shape (samples, ...), or (samples, views, ...) like ``x``.
+        views: inputs of each sample, such as augmented views; public. Its loss is the mean over
+            them.
+        loss: of each sample, that does not mix them.
+
+    Raises ModelError if a layer was not used, or not row by row, or its input was changed in place.
+    """
     rows, labels = (x, y) if views == 1 else (x.flatten(0, 1), y.flatten(0, 1))
     hooked: list[list[_Record]] = [[] for _ in layers]
     hooks = [
