@@ -1,6 +1,7 @@
 """Faults between settings, and notes on what is legal but probably not meant."""
 
 import importlib.util
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -20,16 +21,6 @@ from dpmac_cli.models.registry import (
 )
 from dpmac_cli.training.schedules import LOSSES
 
-#: Settings that mean something only beside another, and why.
-NEEDS = {
-    "augment": ("augmentations", "says how views are drawn"),
-    "guesses": ("canaries", "is of an audit"),
-    "backbone_size": ("backbone", "is of a backbone"),
-    "backbone_flips": ("backbone", "is of a backbone"),
-    "train": ("pretrained FILE or --backbone", "is of public weights"),
-    "lora_rank": ("train lora", "is of LoRA"),
-    "lora_alpha": ("train lora", "is of LoRA"),
-}
 #: Package of each extra, which is a module of the same name.
 EXTRAS = {"ray": "ray", "slurm": "submitit"}
 #: Share of the records from which a batch is most of them.
@@ -40,10 +31,10 @@ NAMED = 5
 
 def lonely(given: Mapping[str, Given]) -> Iterator[str]:
     """Yield faults of settings that need another one which was not given."""
-    for name, (other, why) in NEEDS.items():
-        enough = {word.strip("-") for word in other.split()}
-        if name in given and not enough & given.keys():
-            yield f"--{flag_name(name)} {why}: add --{other}, or leave it out."
+    for name in given:
+        needs = SETTINGS[name].needs
+        if needs and given.keys().isdisjoint(re.findall(r"--(\w+)", needs)):
+            yield f"--{flag_name(name)} has no effect without {needs}: add that, or leave it out."
 
 
 def faults(plan: TrainPlan) -> Iterator[str]:

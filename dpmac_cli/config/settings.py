@@ -37,8 +37,7 @@ OWN_DATA = (
 )
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
-DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
-#: What settings.toml cannot say of a setting: names that are known elsewhere, and patterns.
+#: What settings.toml cannot say of a setting: names that are known elsewhere, and their patterns.
 DETAILS: Mapping[str, Mapping[str, Any]] = {
     "dataset": {"choices": tuple(DATASETS), "besides": OWN_DATA},
     "model": {"choices": tuple(MODELS), "besides": OWN_MODEL},
@@ -52,16 +51,9 @@ DETAILS: Mapping[str, Mapping[str, Any]] = {
     "augment": {"choices": AUGMENTS},
     "loss": {"choices": LOSSES},
     "metric": {"choices": tuple(METRICS)},
-    "classes": {
-        "pattern": (r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog")
-    },
     "feature_range": {"pattern": (rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1")},
     "class_weights": {
         "pattern": (rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5")
-    },
-    "device": {"pattern": DEVICE},
-    "checkpoint_every": {
-        "pattern": (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
     },
 }
 #: Types of values by the names that the TOML files have for them, and their limits, as pydantic
@@ -102,8 +94,10 @@ class Setting:
         otherwise: that default in words; empty where nothing is done if it is not given.
         choices: of a name. renamed: earlier names of choices, and what they are called now.
         besides: what may be given besides the choices: a test, and what it is in words.
-        pattern: of other text, and what it stands for in words.
+        pattern: of other text, and what it stands for in words; empty for any text.
+        needs: other flags, one of which must be given for it to mean something.
         recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
+        fixed: whether another value makes another run, for which a fork is not enough.
         metavar: stands for the value in the help; empty where the type or the choices do.
         also: names of it in other libraries; who types one is told this one.
     """
@@ -118,8 +112,10 @@ class Setting:
     choices: Sequence[str] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     besides: tuple[Callable[[str], bool], str] | None = None
-    pattern: tuple[str, str] | None = None
+    pattern: Sequence[str] = ()
+    needs: str = ""
     recorded: bool = True
+    fixed: bool = False
     metavar: str = ""
     also: Sequence[str] = ()
 
@@ -164,7 +160,7 @@ class Setting:
         elif self.choices:
             fits = value in self.choices or bool(self.besides and self.besides[0](value))
         else:
-            fits = self.pattern is None or re.fullmatch(self.pattern[0], value) is not None
+            fits = not self.pattern or re.fullmatch(self.pattern[0], value) is not None
         if not fits:
             raise ValueError("neither a choice nor of the pattern")
         return value

@@ -107,7 +107,7 @@ def make_trainer(
         ModelError: the model is no torch module, or mixes samples.
     """
     device = device or choose_device(plan.device)
-    keys = keys or keys_of(plan)
+    keys = keys or make_keys(plan.seed)
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
     canaries = _canaries(plan, task, keys)
@@ -223,11 +223,6 @@ def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:
     if isinstance(model, FrozenFeatures):
         return model
     return cut_before_head(model, plan.facts.shape) if plan.head_only else None
-
-
-def keys_of(plan: TrainPlan, base: int = 0) -> Keys:
-    """Return the keys of a plan's seed, or fresh ones; ``base`` steps were taken before."""
-    return make_keys(plan.seed, base=base)
 
 
 def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
