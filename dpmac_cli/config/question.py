@@ -41,20 +41,13 @@ class Question:
 
     dataset_size: int
     batch_size: int | None = None
-    epochs: tuple[int, ...] | None = None
-    steps: tuple[int, ...] | None = None
+    lengths: Sequence[tuple[str, int]] = ()  # such as ("epochs", 5) or ("steps", 1000)
     sigma: tuple[float, ...] | None = None
     epsilon: tuple[float, ...] | None = None
     solve: str | None = None
     delta: float
     sampler: str
     accountant: str
-
-    @property
-    def lengths(self) -> list[tuple[str, int]]:
-        """Lengths of training, such as ("epochs", 5) or ("steps", 1000)."""
-        units = {"epochs": self.epochs, "steps": self.steps}
-        return [(unit, count) for unit, counts in units.items() for count in counts or ()]
 
 
 def parse(given: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
@@ -98,7 +91,8 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
         raise InputError(errors)
     asked = {**DEFAULTS, **typed, "solve": solve}
     del asked["dataset"]
-    return Question(**asked)
+    lengths = [(unit, n) for unit in ("epochs", "steps") for n in asked.pop(unit) or ()]
+    return Question(**asked, lengths=lengths)
 
 
 def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[str]:

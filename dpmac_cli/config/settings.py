@@ -96,6 +96,7 @@ class Setting:
         besides: what may be given besides the choices: a test, and what it is in words.
         pattern: of other text, and what it stands for in words; empty for any text.
         needs: other flags, one of which must be given for it to mean something.
+        not_with: other settings that contradict it, and why.
         recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
         fixed: whether another value makes another run, for which a fork is not enough.
         metavar: stands for the value in the help; empty where the type or the choices do.
@@ -114,6 +115,7 @@ class Setting:
     besides: tuple[Callable[[str], bool], str] | None = None
     pattern: Sequence[str] = ()
     needs: str = ""
+    not_with: Mapping[str, str] = field(default_factory=dict)
     recorded: bool = True
     fixed: bool = False
     metavar: str = ""
