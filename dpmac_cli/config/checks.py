@@ -1,9 +1,10 @@
 """Faults between settings, and notes on what is legal but probably not meant."""
 
 import importlib.util
+import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import SAMPLERS
@@ -39,12 +40,11 @@ def lonely(given: Mapping[str, Given]) -> Iterator[str]:
 
 def faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between settings, each a sentence that says what to do."""
-    size, batch = plan.facts.train_size, plan.batch_size
+    epochs = [plan.recorded["epochs"]] if "epochs" in plan.recorded else []
     low, high = plan.hyper.h1, plan.hyper.h2
     if low > high:
         yield f"--h1 ({low:g}) must not be above --h2 ({high:g})."
-    if batch > size:
-        yield f"--batch-size ({batch}) must not be above the size of {plan.dataset}, {size}."
+    yield from misfits(plan.dataset, plan.facts.train_size, plan.batch_size, epochs)
     if plan.canaries and plan.event.sampler != "poisson":
         yield (
             f"--canaries: only poisson sampling can be audited, not {plan.event.sampler}. Leave "
@@ -53,12 +53,6 @@ def faults(plan: TrainPlan) -> Iterator[str]:
     if 0 < plan.canaries < plan.guesses:
         yield f"--guesses ({plan.guesses:,}) must not be above --canaries ({plan.canaries:,})."
     yield from _frozen_faults(plan)
-    if plan.steps > MOST_STEPS:
-        yield (
-            f"--epochs {plan.recorded['epochs']} is {plan.steps:,} steps in all at a --batch-size "
-            f"of {batch:,}; a run takes at most {MOST_STEPS:,}. Choose fewer epochs or larger "
-            "batches."
-        )
     if plan.recipe.augmented and plan.facts.is_table:
         yield f"--augmentations is for images, and {plan.dataset} is a table. Leave it out."
     yield from _loss_faults(plan)
@@ -82,6 +76,19 @@ def _loss_faults(plan: TrainPlan) -> Iterator[str]:
         )
     if facts.multilabel and (plan.canaries or not isinstance(plan.features, Pixels)):
         yield f"--canaries, --features and --backbone are for one class each, not {plan.dataset}."
+
+
+def misfits(data: str, size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
+    """Yield faults between the size of a data set, a batch size, and numbers of epochs."""
+    if batch > size:
+        yield f"--batch-size ({batch}) must not be above the size of {data}, {size}."
+    for epochs in lengths:
+        steps = epochs * math.ceil(size / batch)
+        if steps > MOST_STEPS:
+            yield (
+                f"--epochs {epochs} is {steps:,} steps in all at a --batch-size of {batch:,}; a "
+                f"run takes at most {MOST_STEPS:,}. Choose fewer epochs or larger batches."
+            )
 
 
 def _frozen_faults(plan: TrainPlan) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
-from dpmac_cli.config.checks import delta_note
+from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.given import Given, validated
 from dpmac_cli.config.settings import read_table
 from dpmac_cli.data.registry import DATASETS
@@ -41,13 +41,20 @@ class Question:
 
     dataset_size: int
     batch_size: int | None = None
-    lengths: Sequence[tuple[str, int]] = ()  # such as ("epochs", 5) or ("steps", 1000)
+    epochs: tuple[int, ...] | None = None
+    steps: tuple[int, ...] | None = None
     sigma: tuple[float, ...] | None = None
     epsilon: tuple[float, ...] | None = None
     solve: str | None = None
     delta: float
     sampler: str
     accountant: str
+
+    @property
+    def lengths(self) -> list[tuple[str, int]]:
+        """Lengths of training, such as ("epochs", 5) or ("steps", 1000)."""
+        units = {"epochs": self.epochs, "steps": self.steps}
+        return [(unit, count) for unit, counts in units.items() for count in counts or ()]
 
 
 def parse(given: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
@@ -86,13 +93,14 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
         if solve != "steps" and not typed.keys() & {"epochs", "steps"}:
             typed["epochs"] = (facts.defaults.epochs,)
     if typed.keys() >= {"dataset_size", "batch_size"}:
-        errors += _misfits(typed["dataset_size"], typed["batch_size"], typed.get("epochs", ()))
+        errors += misfits(
+            "the data set", typed["dataset_size"], typed["batch_size"], typed.get("epochs", ())
+        )
     if errors:
         raise InputError(errors)
     asked = {**DEFAULTS, **typed, "solve": solve}
     del asked["dataset"]
-    lengths = [(unit, n) for unit in ("epochs", "steps") for n in asked.pop(unit) or ()]
-    return Question(**asked, lengths=lengths)
+    return Question(**asked)
 
 
 def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
@@ -122,19 +130,6 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
     if missing:
         them = "it" if len(missing) == 1 else "them"
         yield f"Add {', and '.join(missing)}: without {them} there is no answer."
-
-
-def _misfits(size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
-    """Yield what is wrong between the data set's size, a batch size, and epochs."""
-    if batch > size:
-        yield f"--batch-size ({batch}) must not be above the data set's size, {size}."
-    for epochs in lengths:
-        steps = epochs * math.ceil(size / batch)
-        if steps > MOST_STEPS:
-            yield (
-                f"--epochs {epochs} is {steps:,} steps in all; a run takes at most "
-                f"{MOST_STEPS:,}. Choose fewer epochs or larger batches."
-            )
 
 
 def accountants_for(wanted: str) -> tuple[str, ...]:
