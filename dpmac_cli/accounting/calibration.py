@@ -93,13 +93,8 @@ def longest_run(
 ) -> int:
     """Return the largest number of steps, at most :data:`MOST_STEPS`, that the budget allows.
 
-    Args:
-        event: one step of the run, or any number.
-        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
-        budget: epsilon > 0.
-
-    Raises:
-        BudgetError: the first step costs more.
+    ``event`` is any number of steps of the run; other arguments as for :func:`largest_batch`.
+    Raises BudgetError if the first step costs more.
     """
 
     def cost(steps: int, by: str | None = accountant) -> float:

@@ -105,13 +105,9 @@ def validated(
 
 
 def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn flags into values, each checked for itself, for a command that takes only a few.
+    """Turn flags into values, each checked for itself; what is not given is left out.
 
-    Args:
-        flags: as in :func:`~dpmac_cli.config.resolve.resolve`; what is not given is left out.
-
-    Raises:
-        InputError: with every fault found.
+    Raises InputError with every fault found.
     """
     errors: list[str] = []
     values = validated(typed(flags, errors), errors)

@@ -64,14 +64,9 @@ def parse(given: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
 
 
 def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
-    """Turn what was typed into one checked question.
+    """Turn text by flag name ("batch-size") into one checked question.
 
-    Args:
-        given: text by flag name ("batch-size").
-        found: faults that were found before.
-
-    Raises:
-        InputError: with every fault found.
+    Raises InputError with every fault, those ``found`` before among them.
     """
     errors = list(found)
     typed = parse(given, errors)

@@ -171,12 +171,7 @@ class Setting:
 def settings_in(
     groups: Mapping[str, Mapping[str, Any]], details: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Setting]:
-    """Return the settings of a TOML file by name.
-
-    Args:
-        groups: a table for each group of settings, and in it one for each setting.
-        details: more fields of some settings, by name.
-    """
+    """Return settings by name: a table for each group, and ``details``, more fields of some."""
     return {
         name: Setting(panel=panel, **entry, **details.get(name, {}))
         for panel, entries in groups.items()

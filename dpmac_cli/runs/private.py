@@ -136,8 +136,7 @@ class PrivateTraining:
     def publish(self, out: str | Path, *, force: bool = False) -> Finished:
         """Write the model, its report and its card to a run folder, as ``train`` does.
 
-        Args:
-            out: a folder that is new or empty. force: replace a run that is there.
+        ``out`` is a folder that is new or empty; ``force`` replaces a run that is there.
 
         Raises:
             DivergedError: a weight is no longer finite.

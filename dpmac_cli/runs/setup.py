@@ -93,9 +93,8 @@ def make_trainer(
         steps, device: None for the plan's.
         keys: those of a run that is resumed exactly; None for those of the plan's seed, or fresh
             ones. Ranks other than the first use that of the layers alone.
-        data: on the device; None to load it.
+        data: on the device; None to load it. ranks: the processes of the run.
         task: of :func:`make_task`; None to make it of ``data`` and ``model``.
-        ranks: the processes of the run.
         model: a network to train in place, instead of the one that the plan names.
         rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
         loss: of one output, shape (1, classes), and its label, in place of the plan's. It is run on

@@ -102,16 +102,13 @@ def resume(
     new keys from here on, so that no noise is added to two different gradients, and epsilon covers
     the steps that were lost, too.
 
-    Args:
-        where: a run folder.
-        flags: settings that change nothing about what is computed, such as ``device``; and
-            ``model`` if it is user-supplied: its code is not imported because a file names it.
-        stop, data, ranks: as in :func:`train`.
+    ``flags`` are settings that change nothing about what is computed, such as ``device``; and
+    ``model`` if it is user-supplied: its code is not imported because a file names it. Other
+    arguments and errors are those of :func:`train`.
 
     Raises:
         InputError: there is no such run, it is finished, a setting would change, no checkpoint is
             whole, or config.yaml was altered.
-        RunError: as in :func:`train`.
     """
     where = Path(where)
     folder.check_run_folder(where)
@@ -139,14 +136,11 @@ def fork(
     The parent is left as it is. Noise and batches are drawn with new keys, and epsilon covers all
     that was done to the records up to the checkpoint and since.
 
-    Args:
-        parent: a run folder.
-        flags: settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``.
-        stop, data, ranks: as in :func:`train`.
+    ``flags`` are settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``;
+    other arguments and errors are those of :func:`train`.
 
     Raises:
         InputError: there is no such run, or the change cannot be made to it.
-        RunError: as in :func:`train`.
     """
     parent = Path(parent)
     folder.check_run_folder(parent, "--fork")

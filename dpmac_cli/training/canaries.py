@@ -39,12 +39,8 @@ class Canaries:
         coins: which are in the data set, bool, shape (K,). Secret while training.
         scores: the higher, the likelier is it that a canary is in; float64, shape (K,).
 
-    Args:
-        parameters: d. rate: q. batch: B.
-        keys: of coins and signs. device: of the model.
-
-    Raises:
-        ModelError: there are fewer coordinates than canaries.
+    ``parameters``, ``rate`` and ``batch`` are d, q and B; ``keys`` those of coins and signs. Raises
+    ModelError if there are fewer coordinates than canaries.
     """
 
     def __init__(
