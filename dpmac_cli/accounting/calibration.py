@@ -38,10 +38,8 @@ def calibrate_noise(
 ) -> float:
     """Return the smallest noise multiplier, on a grid of 1e-5, that costs at most ``target``.
 
-    Args:
-        event: the run; its own noise multiplier does not matter.
-        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
-        target: epsilon > 0.
+    The event's own noise multiplier does not matter; ``target`` is an epsilon > 0, and the others
+    are those of :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
 
     Raises:
         BudgetError: no noise multiplier up to 10,000 meets the target, or none has a price.

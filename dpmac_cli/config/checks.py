@@ -35,7 +35,7 @@ def lonely(given: Mapping[str, Given]) -> Iterator[str]:
     for name in given:
         needs = SETTINGS[name].needs
         if needs and given.keys().isdisjoint(re.findall(r"--(\w+)", needs)):
-            yield f"--{flag_name(name)} has no effect without {needs}: add that, or leave it out."
+            yield f"--{flag_name(name)} has no effect alone: add {needs}, or leave it out."
 
 
 def faults(plan: TrainPlan) -> Iterator[str]:

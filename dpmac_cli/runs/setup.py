@@ -54,8 +54,7 @@ class Task:
         independence: how it is known that the network keeps samples apart.
         fingerprints: SHA-256 of what must be the same for a run to be resumed: your own records
             with their classes and constants, your own network, the file of public weights, and
-            the features. Private, like the records.
-        notes: for the person who runs it.
+            the features. Private, like the records. notes: for the person who runs it.
         built_by: how a user-supplied network was constructed, as code; its file may change later.
     """
 
@@ -109,7 +108,6 @@ def make_trainer(
     keys = keys or make_keys(plan.seed)
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
-    canaries = _canaries(plan, task, keys)
     # Built-in networks draw no random numbers in their forward pass; others may.
     own = model is not None or isinstance(plan.model, UserModel)
     isolated = task.independence == "isolated" and not plan.head_only
@@ -128,7 +126,7 @@ def make_trainer(
             isolated=isolated,
         ),
         randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),
-        hooks=[] if canaries is None else [canaries],
+        hooks=_canaries(plan, task, keys),
         ranks=ranks,
     )
 
@@ -329,11 +327,11 @@ def _mechanism(plan: TrainPlan) -> GaussianMechanism:
     return kind(plan.sigma, plan.batch_size)
 
 
-def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> Canaries | None:
-    """Return what an audit run adds to the records; None for any other."""
+def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
+    """Return what an audit run adds to the records; nothing for any other."""
     if plan.canaries == 0:
-        return None
-    return Canaries(
+        return []
+    canaries = Canaries(
         parameters=sum(p.numel() for p in task.trained.parameters()),
         rate=plan.event.sampling_rate,
         batch=plan.batch_size,
@@ -342,6 +340,7 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> Canaries | None:
         keys=keys,
         device=task.data.gain.device,
     )
+    return [canaries]
 
 
 def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomness:

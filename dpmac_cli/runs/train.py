@@ -39,6 +39,8 @@ def train(
 ) -> Iterator[RunEvent]:
     """Train, write the run folder, and report progress.
 
+    With ``force``, the run that was there is removed once this one is ready for its first step.
+
     Args:
         plan: from :func:`dpmac_cli.config.resolve.resolve`.
         stop: asked after every step; True ends the run early with everything written.
@@ -46,8 +48,6 @@ def train(
         ranks: the processes of the run; the others :func:`~dpmac_cli.runs.assist.assist` this one.
         abandoned: events of attempts that this run replaces in a study. Its report lists them; the
             study's epsilon covers them, and its own does not.
-
-    With ``force``, the run that was there is removed once this one is ready for its first step.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
