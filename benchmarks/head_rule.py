@@ -20,7 +20,8 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Split
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH
-from dpmac_cli.runs.setup import keys_of, make_task, outcome
+from dpmac_cli.randomness.keystream import make_keys
+from dpmac_cli.runs.setup import make_task, outcome
 
 CONFIG = Path(__file__).parents[1] / "sample_configs" / "cifar10-backbone.yaml"
 RULE = (STEPS_PER_EPOCH, EPOCHS, 0.003)
@@ -57,7 +58,7 @@ def accuracy(theta: Tensor, split: Split) -> float:
 def main() -> None:
     """Search, and print a line for each n and epsilon."""
     plan = resolve({"seed": 0, "device": "cpu"}, CONFIG).plan
-    data = outcome(make_task(plan, torch.device("cpu"), keys_of(plan))).data
+    data = outcome(make_task(plan, torch.device("cpu"), make_keys(plan.seed))).data
     test = Split(data.test.images[:SCORED], data.test.labels[:SCORED])
     for n, epsilon in itertools.product(map(int, sys.argv[1].split(",")), (1.0, 3.0, 8.0)):
         found = []

@@ -55,6 +55,7 @@ def gradients_of(seed: int | None, count: int = 60) -> Canaries:
         batch=RATE * RECORDS,
         first=RECORDS,
         count=count,
+        inputs=1,
         keys=make_keys(seed),
         device=CPU,
     )

@@ -20,12 +20,16 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import InputError
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
+from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.training import covered
 from dpmac_cli.training.covered import CoveredScore, counts, release
 from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.loop import Evaluated
 from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits, train_events
 from tests.typed import dpmac
 
@@ -195,7 +199,7 @@ def test_defaults_are_covered_to_a_point_and_a_half(dataset: str, size: int) -> 
 
 # Runs.
 
-COVERED = {"cover_scores": True, "epsilon": "3", "steps": 36}
+COVERED: dict[str, Any] = {"cover_scores": True, "epsilon": "3", "steps": 36}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -212,7 +216,8 @@ def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("dpmac_cli.training.trainer.release", kept)
     events, finished = train_events(digits_config(**COVERED, score_every="2"))
-    shown = [event.event.result for event in events if hasattr(getattr(event, "event", 0), "last")]
+    updates = [event.event for event in events if isinstance(event, Update)]
+    shown = [event.result for event in updates if isinstance(event, Evaluated)]
     assert [type(result) for result in shown] == [CoveredScore] * 3
     accuracies = [line["test_accuracy"] for line in lines(finished.folder)]
     assert [value is None for value in accuracies] == [True, False, False]
@@ -237,8 +242,8 @@ def test_only_scores_that_are_paid_for_are_shown(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.privacy
 def test_every_run_and_every_score_has_noise_of_its_own() -> None:
     """With the same noise, the difference of two scores would be exact."""
-    keys = [run.keys_of(digits_config(**COVERED)).scores for _ in range(2)]
-    seeded = run.keys_of(digits_config(**COVERED, seed=SEED))
+    keys = [make_keys(digits_config(**COVERED).seed).scores for _ in range(2)]
+    seeded = make_keys(SEED)
     every = {*keys, seeded.scores, seeded.noise, seeded.layers, seeded.sampler}
     assert len(every) == 6
     trainer = make_trainer(digits_config(**COVERED, score_every="1"))
@@ -266,6 +271,15 @@ def test_an_interrupted_run_releases_no_score_and_is_resumed_exactly() -> None:
     assert resumed.report["privacy"]["covered_scores"]["released"] == 1
 
 
+@pytest.mark.privacy
+def test_a_score_is_saved_before_it_is_shown() -> None:
+    """Or a resume with other noise would release another one in its place."""
+    for event in run.train(digits_config(**COVERED, score_every="1", out="run")):
+        if isinstance(event, Update) and isinstance(event.event, Evaluated):
+            break
+    assert checkpoint.newest(Path("run")).step == 12
+
+
 def test_classes_are_scored_where_balanced_accuracy_is_asked_for() -> None:
     finished = train_digits(**{**COVERED, "epsilon": "50"}, metric="balanced-accuracy")
     test = finished.report["test"]
@@ -288,7 +302,7 @@ def test_units_of_test_records_are_counted_once() -> None:
     assert dataset["train_size"] + dataset["test_size"] == 60
     assert finished.report["test"]["samples"] == dataset["test_size"]
     assert "units" in finished.report["privacy"]["statement"]
-    test = {"x_test": np.zeros((2, 3)), "y_test": [0, 1]}
+    test: dict[str, Any] = {"x_test": np.zeros((2, 3)), "y_test": [0, 1]}
     np.savez("visits.npz", x=x, y=y, unit=unit, low=-5, high=5, **test)
     with pytest.raises(InputError, match="x_test needs an array unit_test"):
         resolve(data)
@@ -297,9 +311,9 @@ def test_units_of_test_records_are_counted_once() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--cover-scores", "--no-dp"), "--cover-scores protects test records, and --no-dp"),
+        (("--cover-scores", "--no-dp"), "without privacy there is nothing to cover"),
         (("--cover-scores", "--metric", "auroc"), "Use accuracy or balanced-accuracy"),
-        (("--score-every", "2"), "--score-every is of covered scores: add --cover-scores"),
+        (("--score-every", "2"), "--score-every has no effect alone: add --cover-scores"),
         (("--cover-scores", "--delta", "1e-300"), "No finite epsilon can be shown at delta 1e-300"),
     ],
 )

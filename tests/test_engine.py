@@ -131,6 +131,7 @@ def test_scores_after_each_epoch_and_at_the_end() -> None:
     assert trainer.state.step == 12
     seconds = [0.0, *(event.seconds for event in events)]
     assert seconds == sorted(set(seconds))
+    assert isinstance(events[-1].result, Evaluation)
     assert facts(events[-1].result) == score(trainer)
     assert events[-1].public == trainer.public_values()
 
@@ -140,6 +141,7 @@ def test_scores_are_of_the_step_they_name() -> None:
     halfway = next(event for event in events if isinstance(event, Evaluated))
     other = make_trainer("dp-adam")
     walk(other, 5)
+    assert isinstance(halfway.result, Evaluation)
     assert facts(halfway.result) == score(other)
 
 

@@ -21,9 +21,11 @@ from dpmac_cli.data import own
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.units import units_of
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.audit import read_audit
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.training.schedules import Recipe
 from tests.digits_runs import after, same_weights
@@ -364,3 +366,32 @@ def test_the_commands_of_the_guide_work_as_they_stand() -> None:
         result = dpmac(*args, "--steps", "2", "--batch-size", "3", "--sigma", "4")
         assert result.exit_code == 0, f"{command}\n{result.output}"
         assert " units, " in result.output
+
+
+# The attack.
+
+
+@pytest.mark.long
+@pytest.mark.privacy
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_attack_finds_a_build_that_clips_each_record_of_a_unit(
+    broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claims 1.4. A canary is a unit of 8 records."""
+    clip = ClippedSum.of
+
+    def one_by_one(self: Any, x: Any, y: Any, metric: Any, out: Any) -> None:
+        self.views, self._capacity = 1, 10**9
+        self._per_sample.keywords["views"] = 1
+        clip(self, x.flatten(0, 1), y.flatten(0, 1), metric, out)
+
+    if broken:
+        monkeypatch.setattr(ClippedSum, "of", one_by_one)
+    data: dict[str, Any] = {"dataset": str(write_npz()), "model": "mlp", "optimizer": "dp-sgd"}
+    audit = {"canaries": 2000, "batch_size": 10, "steps": 400, "sigma": 1.0, "seed": 0}
+    found = run.finish(run.train(resolve(data | audit | {"out": "run"}).plan))
+    attack = read_audit(found.folder)
+    assert attack.claimed is not None
+    assert attack.holds is not broken
+    if broken:
+        assert attack.lower_bound > attack.claimed

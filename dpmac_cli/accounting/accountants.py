@@ -69,7 +69,10 @@ def _epsilon(
 
         with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
             return float(loss_distribution(parts, widest).get_epsilon_for_delta(delta))
-    return float(_rdp(parts).get_epsilon(delta))
+    by_rdp = rdp_accountant()
+    for event in parts:
+        by_rdp.compose(event.dp_event())
+    return float(by_rdp.get_epsilon(delta))
 
 
 def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None) -> str:
@@ -153,13 +156,6 @@ def _repeated(pld: Any, times: int) -> Any:
     blocks, rest = divmod(times, BLOCK)
     most = pld.self_compose(BLOCK).self_compose(blocks)
     return most.compose(pld.self_compose(rest)) if rest else most
-
-
-def _rdp(parts: Sequence[TrainingEvent]) -> Any:
-    accountant = rdp_accountant()
-    for event in parts:
-        accountant.compose(event.dp_event())
-    return accountant
 
 
 def rdp_accountant() -> Any:

@@ -130,10 +130,7 @@ def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, fl
         masses: Floats = np.where(bounds < 0, lower, upper)
         return masses
 
-    mass, moment = (
-        between(normal),
-        between(normal - 1 / sigma),
-    )  # the moment is Z's mean, 1, as well
+    mass, moment = between(normal), between(normal - 1 / sigma)  # Z's mean is 1
     rising = np.clip(moment / width - np.arange(cells) * mass, 0.0, mass)
     masses = np.append(mass - rising, 0.0)
     masses[1:] += rising

@@ -38,10 +38,8 @@ def calibrate_noise(
 ) -> float:
     """Return the smallest noise multiplier, on a grid of 1e-5, that costs at most ``target``.
 
-    Args:
-        event: the run; its own noise multiplier does not matter.
-        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
-        target: epsilon > 0.
+    The event's own noise multiplier does not matter; ``target`` is an epsilon > 0, and the others
+    are those of :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
 
     Raises:
         BudgetError: no noise multiplier up to 10,000 meets the target, or none has a price.
@@ -93,13 +91,8 @@ def longest_run(
 ) -> int:
     """Return the largest number of steps, at most :data:`MOST_STEPS`, that the budget allows.
 
-    Args:
-        event: one step of the run, or any number.
-        delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
-        budget: epsilon > 0.
-
-    Raises:
-        BudgetError: the first step costs more.
+    ``event`` is any number of steps of the run; other arguments as for :func:`largest_batch`.
+    Raises BudgetError if the first step costs more.
     """
 
     def cost(steps: int, by: str | None = accountant) -> float:
@@ -195,30 +188,23 @@ def _smallest(cost: Cost, target: float, guess: int, factor: float, limits: rang
 def _last_within(cost: Cost, target: float, good: int, bad: int) -> int:
     """Return the last number from ``good`` towards ``bad`` that costs at most ``target``.
 
-    ``good`` if none does. False position on (log number, log cost), which is nearly straight:
-    evaluations are expensive.
+    ``good`` if none does. Brent's method takes few evaluations, which are expensive.
     """
-    good_cost, bad_cost = cost(good), cost(bad)
-    if bad_cost <= target:
+    from scipy.optimize import brentq  # noqa: PLC0415  (mistakes are answered without it)
+
+    known, above = functools.cache(cost), math.nextafter(target, math.inf)
+    if known(bad) <= target:
         return bad
-    while abs(good - bad) > 1:
-        probe = _next_probe(good, good_cost, bad, bad_cost, target)
-        probe_cost = cost(probe)
-        if probe_cost <= target:
-            good, good_cost = probe, probe_cost
-        else:
-            bad, bad_cost = probe, probe_cost
-    return good
+    if known(good) > target:
+        return good
 
+    def excess(number: float) -> float:
+        return min(known(round(number)), 3 * target) - above
 
-def _next_probe(good: int, good_cost: float, bad: int, bad_cost: float, target: float) -> int:
-    """Return where the straight line through two (log number, log cost) meets the target."""
-    low, high = sorted((good, bad))
-    known = 0 < good_cost < bad_cost < math.inf
-    if high - low <= 8 or low <= 0 or not known:
-        return (low + high) // 2
-    slope = math.log(bad_cost / good_cost) / math.log(bad / good)
-    root = good * math.exp(math.log(target / good_cost) / slope)
-    # Step two past the estimate, towards the farther end, so that both ends close in.
-    root += 2 if root - low < high - root else -2
-    return min(max(math.floor(root), low + 1), high - 1)
+    step = 1 if good < bad else -1
+    last: int = round(brentq(excess, good, bad, xtol=0.5))
+    while known(last) > target:
+        last -= step
+    while known(last + step) <= target:
+        last += step
+    return last

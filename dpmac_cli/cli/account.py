@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from dpmac_cli.storage.files import to_json
 
 #: Relative difference of epsilon between versions of an accountant.
 TOLERANCE = 1e-3
-#: Keys of a row of --json, in this order; its statement and risk follow.
+#: Fields of a row that --json does not show as they are; statement and risk follow the others.
 ASIDE = ("statement", "events", "risk", "unit")
-KEYS = [field.name for field in fields(Row) if field.name not in ASIDE]
 
 
 @with_options(
@@ -88,7 +87,7 @@ def _judge(stored: float, again: float) -> None:
 def _values(row: Row) -> dict[str, Any]:
     """Return a row as JSON values: infinity is null."""
     epsilon = row.epsilon if math.isfinite(row.epsilon) else None
-    values = {name: getattr(row, name) for name in KEYS}
+    values = {name: value for name, value in vars(row).items() if name not in ASIDE}
     found = {} if row.risk is None else {"risk": row.risk.values()}
     return {**values, "epsilon": epsilon, "statement": row.statement, **found}
 

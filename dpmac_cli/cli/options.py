@@ -68,10 +68,8 @@ def with_options(
     """Give a function the parameters of a command, as typer reads them.
 
     Args:
-        command: a name of :data:`COMMANDS`.
-        arguments: before its options.
-        details: more fields of its own options, by name.
-        settings: to take as well, as text.
+        command: a name of :data:`COMMANDS`. arguments: before its options.
+        details: more fields of its own options, by name. settings: to take as well, as text.
     """
     entry, settings = COMMANDS[command], settings or {}
     own = settings_in(entry["options"], details or {})

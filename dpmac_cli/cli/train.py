@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console
@@ -45,9 +44,13 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
     file, resumed, forked = (flags.pop(name) for name in ("config", "resume", "fork"))
     quiet, json = flags["quiet"], flags["json"]
     resolved = None
+    if resumed and forked:
+        raise InputError("--resume and --fork contradict each other: give one.")
     if resumed or forked:
-        _check_alone(file, resumed, forked, flags)
-        check_run_folder(resumed or forked, "--resume" if resumed else "--fork")
+        way = "--resume" if resumed else "--fork"
+        if file:
+            raise InputError(f"{way} takes its settings from the run: leave out --config.")
+        check_run_folder(resumed or forked, way)
         parse(flags)
     else:
         resolved = resolve(flags, file)
@@ -86,18 +89,3 @@ def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
             assist(ranks, {name: flags[name] for name in ("data_dir", "device")})
         except DpmacError as failure:
             raise RunError(f"Rank {ranks.rank}: {failure}") from failure
-
-
-def _check_alone(
-    file: Path | None, resumed: Path | None, forked: Path | None, flags: dict[str, Any]
-) -> None:
-    """Reject flags that contradict ``--resume`` or ``--fork``. Raises InputError."""
-    if resumed and forked:
-        raise InputError("--resume and --fork contradict each other: give one.")
-    what, fixed = "--fork takes its settings from the run", ["config"]
-    if resumed:
-        what = "--resume continues in the run's own folder with its own settings"
-        fixed = ["config", "out", "force"]
-    given = {**flags, "config": file}
-    if errors := [f"{what}: leave out --{name}." for name in fixed if given[name]]:
-        raise InputError(errors)

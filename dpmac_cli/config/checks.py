@@ -1,8 +1,10 @@
 """Faults between settings, and notes on what is legal but probably not meant."""
 
 import importlib.util
+import math
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import SAMPLERS
@@ -20,17 +22,6 @@ from dpmac_cli.models.registry import (
 )
 from dpmac_cli.training.schedules import LOSSES
 
-#: Settings that mean something only beside another, and why.
-NEEDS = {
-    "augment": ("augmentations", "says how views are drawn"),
-    "guesses": ("canaries", "is of an audit"),
-    "backbone_size": ("backbone", "is of a backbone"),
-    "backbone_flips": ("backbone", "is of a backbone"),
-    "score_every": ("cover_scores", "is of covered scores"),
-    "train": ("pretrained FILE or --backbone", "is of public weights"),
-    "lora_rank": ("train lora", "is of LoRA"),
-    "lora_alpha": ("train lora", "is of LoRA"),
-}
 #: Package of each extra, which is a module of the same name.
 EXTRAS = {"ray": "ray", "slurm": "submitit"}
 #: Share of the records from which a batch is most of them.
@@ -41,20 +32,20 @@ NAMED = 5
 
 def lonely(given: Mapping[str, Given]) -> Iterator[str]:
     """Yield faults of settings that need another one which was not given."""
-    for name, (other, why) in NEEDS.items():
-        enough = {word.strip("-") for word in other.split()}
-        if name in given and not enough & given.keys():
-            yield f"--{flag_name(name)} {why}: add --{flag_name(other)}, or leave it out."
+    for name in given:
+        needs = SETTINGS[name].needs
+        wanted = (flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", needs))
+        if needs and given.keys().isdisjoint(wanted):
+            yield f"--{flag_name(name)} has no effect alone: add {needs}, or leave it out."
 
 
 def faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between settings, each a sentence that says what to do."""
-    size, batch = plan.facts.train_size, plan.batch_size
+    epochs = [plan.recorded["epochs"]] if "epochs" in plan.recorded else []
     low, high = plan.hyper.h1, plan.hyper.h2
     if low > high:
         yield f"--h1 ({low:g}) must not be above --h2 ({high:g})."
-    if batch > size:
-        yield f"--batch-size ({batch}) must not be above the size of {plan.dataset}, {size}."
+    yield from misfits(plan.dataset, plan.facts.train_size, plan.batch_size, epochs)
     if plan.canaries and plan.event.sampler != "poisson":
         yield (
             f"--canaries: only poisson sampling can be audited, not {plan.event.sampler}. Leave "
@@ -65,12 +56,6 @@ def faults(plan: TrainPlan) -> Iterator[str]:
     yield from _frozen_faults(plan)
     if plan.scores is not None:
         yield from _covered_faults(plan)
-    if plan.steps > MOST_STEPS:
-        yield (
-            f"--epochs {plan.recorded['epochs']} is {plan.steps:,} steps in all at a --batch-size "
-            f"of {batch:,}; a run takes at most {MOST_STEPS:,}. Choose fewer epochs or larger "
-            "batches."
-        )
     if plan.recipe.augmented and plan.facts.is_table:
         yield f"--augmentations is for images, and {plan.dataset} is a table. Leave it out."
     yield from _loss_faults(plan)
@@ -83,8 +68,6 @@ def faults(plan: TrainPlan) -> Iterator[str]:
 
 def _covered_faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between --cover-scores and other settings."""
-    if not plan.private:
-        yield "--cover-scores protects test records, and --no-dp protects nothing: leave one out."
     known = COVERED[:1] if plan.facts.multilabel else COVERED
     if plan.metric not in known:
         yield (
@@ -106,6 +89,19 @@ def _loss_faults(plan: TrainPlan) -> Iterator[str]:
         )
     if facts.multilabel and (plan.canaries or not isinstance(plan.features, Pixels)):
         yield f"--canaries, --features and --backbone are for one class each, not {plan.dataset}."
+
+
+def misfits(data: str, size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
+    """Yield faults between the size of a data set, a batch size, and numbers of epochs."""
+    if batch > size:
+        yield f"--batch-size ({batch}) must not be above the size of {data}, {size}."
+    for epochs in lengths:
+        steps = epochs * math.ceil(size / batch)
+        if steps > MOST_STEPS:
+            yield (
+                f"--epochs {epochs} is {steps:,} steps in all at a --batch-size of {batch:,}; a "
+                f"run takes at most {MOST_STEPS:,}. Choose fewer epochs or larger batches."
+            )
 
 
 def _frozen_faults(plan: TrainPlan) -> Iterator[str]:

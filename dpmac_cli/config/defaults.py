@@ -21,12 +21,7 @@ PIXELS_AT_A_TIME = 16 * 224**2
 
 
 def completed(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
-    """Return a value for every setting; None where there is none.
-
-    Args:
-        given: settings as given.
-        facts: of the dataset.
-    """
+    """Return a value for every setting, given some of them; None where there is none."""
     own = given.get("dataset", DEFAULTS["dataset"]) not in DATASETS
     rule = _by_rule(given, facts) if own or given.get("backbone") is not None else {}
     if own:

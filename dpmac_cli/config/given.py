@@ -26,13 +26,7 @@ EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs",
 #: Settings that do not go together, and why. Neither replaces the other: a run that a file makes
 #: secure must not lose that unnoticed.
 INCOMPATIBLE = {
-    ("seed", "secure"): "whoever chose a seed knows the draws that --secure keeps from everyone",
-    ("no_dp", "secure"): "without noise there is nothing to make secure",
-    ("no_dp", "canaries"): "without a claim there is nothing to audit",
-    ("schema", "feature_range"): "a schema has the range of every column",
-    ("schema", "classes"): "a schema has the classes",
-    ("features", "pretrained"): "public weights are for networks that take images",
-    ("backbone", "features"): "a network takes one or the other",
+    (name, other): why for name, of in SETTINGS.items() for other, why in of.not_with.items()
 }
 #: Names of settings in torch, Opacus and TensorFlow Privacy, and other common names. A comparison
 #: has several optimizers and seeds, a run has one of each.
@@ -111,13 +105,9 @@ def validated(
 
 
 def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn flags into values, each checked for itself, for a command that takes only a few.
+    """Turn flags into values, each checked for itself; what is not given is left out.
 
-    Args:
-        flags: as in :func:`~dpmac_cli.config.resolve.resolve`; what is not given is left out.
-
-    Raises:
-        InputError: with every fault found.
+    Raises InputError with every fault found.
     """
     errors: list[str] = []
     values = validated(typed(flags, errors), errors)

@@ -19,17 +19,14 @@ class TrainPlan:
     """What a run will do. Nothing is looked up again: not from disk, not in a registry.
 
     Attributes:
-        dataset: as typed. data: the same as a registered name or a source of your own.
-        found: facts of the dataset, so that sampling rate, epsilon and report are those of the
-            records that the run began with.
-        model: the network. fix_norm: whether batch norms of a user-supplied one are replaced.
+        dataset: as typed. data: a registered name, or a source of your own.
+        found: facts of the records that the run began with.
+        fix_norm: whether batch norms of a user-supplied network are replaced.
         isolate: whether it is run on each sample alone even if it is proven to keep samples apart.
         features: what the network takes in place of images.
-        pretrained: file of public weights to start from; None for random weights, or those that a
-            backbone is published with.
+        pretrained: file of public weights to start from; None for random weights or a backbone's.
         trained: what of the network is trained.
         event: all that is done to the records, as it is priced.
-        delta: of (epsilon, delta). private: whether it is trained privately.
         target_epsilon: that the noise was calibrated for; infinite where it was given.
         max_epsilon: epsilon to stop before; infinite for no limit.
         secure: whether every draw comes from a cipher.
@@ -37,12 +34,10 @@ class TrainPlan:
         recipe: what is done besides the optimizer's steps.
         batch_size: B. physical_batch: samples worked on at a time.
         canaries: of an audit; 0 for a run that is none. guesses: that the attack makes.
-        checkpoint_steps: steps between checkpoints; 0 for none by steps.
-        checkpoint_seconds: seconds between checkpoints; infinite for none by seconds.
+        checkpoint_steps, checkpoint_seconds: between checkpoints; 0 and infinite for none by them.
         seed: of every draw; None for keys drawn from the operating system and told to nobody.
         out: the run folder; None for the first free of runs/:attr:`stem`-1, -2, ...
         force: whether a run that is there is replaced.
-        metric: of the test records, to show.
         scores: noise of test scores, which covers the test records; None for exact scores.
         recorded: what config.yaml keeps, under the names of the flags.
     """

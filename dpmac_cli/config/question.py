@@ -11,7 +11,7 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
-from dpmac_cli.config.checks import delta_note
+from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.given import Given, validated
 from dpmac_cli.config.settings import read_table
 from dpmac_cli.data.registry import DATASETS
@@ -64,14 +64,9 @@ def parse(given: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
 
 
 def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
-    """Turn what was typed into one checked question.
+    """Turn text by flag name ("batch-size") into one checked question.
 
-    Args:
-        given: text by flag name ("batch-size").
-        found: faults that were found before.
-
-    Raises:
-        InputError: with every fault found.
+    Raises InputError with every fault, those ``found`` before among them.
     """
     errors = list(found)
     typed = parse(given, errors)
@@ -93,7 +88,9 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
         if solve != "steps" and not typed.keys() & {"epochs", "steps"}:
             typed["epochs"] = (facts.defaults.epochs,)
     if typed.keys() >= {"dataset_size", "batch_size"}:
-        errors += _misfits(typed["dataset_size"], typed["batch_size"], typed.get("epochs", ()))
+        errors += misfits(
+            "the data set", typed["dataset_size"], typed["batch_size"], typed.get("epochs", ())
+        )
     if errors:
         raise InputError(errors)
     asked = {**DEFAULTS, **typed, "solve": solve}
@@ -128,19 +125,6 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
     if missing:
         them = "it" if len(missing) == 1 else "them"
         yield f"Add {', and '.join(missing)}: without {them} there is no answer."
-
-
-def _misfits(size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
-    """Yield what is wrong between the data set's size, a batch size, and epochs."""
-    if batch > size:
-        yield f"--batch-size ({batch}) must not be above the data set's size, {size}."
-    for epochs in lengths:
-        steps = epochs * math.ceil(size / batch)
-        if steps > MOST_STEPS:
-            yield (
-                f"--epochs {epochs} is {steps:,} steps in all; a run takes at most "
-                f"{MOST_STEPS:,}. Choose fewer epochs or larger batches."
-            )
 
 
 def accountants_for(wanted: str) -> tuple[str, ...]:

@@ -86,12 +86,7 @@ def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
 def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
     """Return a plan that has of a run's config.yaml only how its data is read.
 
-    Args:
-        file: the run's.
-        dataset: another place where that data is now; None for the one in the file.
-
-    Raises:
-        InputError: the file, or the data, cannot be used.
+    ``dataset`` is where that data is now; None for the place in the file. Raises InputError.
     """
     errors: list[str] = []
     given = {
@@ -148,12 +143,7 @@ def _with_covered_scores(plan: TrainPlan) -> TrainPlan:
 
 
 def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> TrainPlan:
-    """Return the plan of a full set of settings, without noise where that must be calibrated.
-
-    Args:
-        values: of :func:`~dpmac_cli.config.defaults.completed`.
-        data: of the dataset. found: its facts.
-    """
+    """Return the plan of :func:`completed` settings, without noise that is yet to be calibrated."""
     interval: str = values["checkpoint_every"]
     by_seconds, weights = interval.endswith("s"), values["pretrained"]
     event = _event(values, found.facts.train_size)

@@ -39,8 +39,7 @@ OWN_DATA = (
 )
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
-DEVICE = (r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")
-#: What settings.toml cannot say of a setting: names that are known elsewhere, and patterns.
+#: What settings.toml cannot say of a setting: names that are known elsewhere, and their patterns.
 DETAILS: Mapping[str, Mapping[str, Any]] = {
     "dataset": {"choices": tuple(DATASETS), "besides": OWN_DATA},
     "model": {"choices": tuple(MODELS), "besides": OWN_MODEL},
@@ -54,16 +53,9 @@ DETAILS: Mapping[str, Mapping[str, Any]] = {
     "augment": {"choices": AUGMENTS},
     "loss": {"choices": LOSSES},
     "metric": {"choices": tuple(METRICS)},
-    "classes": {
-        "pattern": (r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog")
-    },
     "feature_range": {"pattern": (rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1")},
     "class_weights": {
         "pattern": (rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5")
-    },
-    "device": {"pattern": DEVICE},
-    "checkpoint_every": {
-        "pattern": (r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)")
     },
 }
 #: Types of values by the names that the TOML files have for them, and their limits, as pydantic
@@ -104,8 +96,11 @@ class Setting:
         otherwise: that default in words; empty where nothing is done if it is not given.
         choices: of a name. renamed: earlier names of choices, and what they are called now.
         besides: what may be given besides the choices: a test, and what it is in words.
-        pattern: of other text, and what it stands for in words.
+        pattern: of other text, and what it stands for in words; empty for any text.
+        needs: other flags, one of which must be given for it to mean something.
+        not_with: other settings that contradict it, and why.
         recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
+        fixed: whether another value makes another run, for which a fork is not enough.
         metavar: stands for the value in the help; empty where the type or the choices do.
         also: names of it in other libraries; who types one is told this one.
     """
@@ -120,8 +115,11 @@ class Setting:
     choices: Sequence[str] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     besides: tuple[Callable[[str], bool], str] | None = None
-    pattern: tuple[str, str] | None = None
+    pattern: Sequence[str] = ()
+    needs: str = ""
+    not_with: Mapping[str, str] = field(default_factory=dict)
     recorded: bool = True
+    fixed: bool = False
     metavar: str = ""
     also: Sequence[str] = ()
 
@@ -166,7 +164,7 @@ class Setting:
         elif self.choices:
             fits = value in self.choices or bool(self.besides and self.besides[0](value))
         else:
-            fits = self.pattern is None or re.fullmatch(self.pattern[0], value) is not None
+            fits = not self.pattern or re.fullmatch(self.pattern[0], value) is not None
         if not fits:
             raise ValueError("neither a choice nor of the pattern")
         return value
@@ -175,12 +173,7 @@ class Setting:
 def settings_in(
     groups: Mapping[str, Mapping[str, Any]], details: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Setting]:
-    """Return the settings of a TOML file by name.
-
-    Args:
-        groups: a table for each group of settings, and in it one for each setting.
-        details: more fields of some settings, by name.
-    """
+    """Return settings by name: a table for each group, and ``details``, more fields of some."""
     return {
         name: Setting(panel=panel, **entry, **details.get(name, {}))
         for panel, entries in groups.items()

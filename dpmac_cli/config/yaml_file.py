@@ -45,10 +45,7 @@ def read_settings(file: Path, errors: list[str]) -> dict[str, Given]:
 def read_lists(file: Path, known: Collection[str], errors: list[str]) -> dict[str, list[str]]:
     """Return the settings of a YAML file in which each may have several values, as text.
 
-    Args:
-        file: YAML with flag names for keys, and values or lists of them.
-        known: names that may be there, as fields.
-        errors: what is wrong joins these.
+    ``known`` has the names that may be there, as fields; what is wrong joins ``errors``.
     """
     found: dict[str, list[str]] = {}
     for name, origin, node in _entries(file, known, "a setting of a study", errors):

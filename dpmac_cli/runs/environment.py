@@ -4,7 +4,6 @@ import functools
 import hashlib
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpmac_cli.config.settings import DEVICE
+from dpmac_cli.config.given import parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
 
@@ -38,9 +37,7 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
     Raises:
         InputError: there is no such device.
     """
-    pattern, meaning = DEVICE
-    if not re.fullmatch(pattern, name):
-        raise InputError(f"--device must be {meaning}, not '{name}'.")
+    parse({"device": name})
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

@@ -1,7 +1,5 @@
 """Predictions of a published model for new records, which need no labels."""
 
-import csv
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +25,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.publish import load_model, read_facts
 from dpmac_cli.runs.report_file import Facts
-from dpmac_cli.storage.files import PRIVATE_MODE, write_atomically
+from dpmac_cli.storage.files import PRIVATE_MODE, to_csv, write_atomically
 from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.training.evaluation import outputs, places, probabilities
 
@@ -95,11 +93,9 @@ def _as_parquet(columns: Mapping[str, Any]) -> bytes:
 
 
 def _as_csv(columns: Mapping[str, Any]) -> bytes:
-    writer = csv.writer(written := io.StringIO(), lineterminator="\n")
-    writer.writerow(columns)
-    for row in zip(*columns.values(), strict=True):
-        writer.writerow("" if value != value else value for value in row)  # noqa: PLR0124  (NaN)
-    return written.getvalue().encode()
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    known = ({n: v for n, v in row.items() if v == v} for row in rows)  # noqa: PLR0124  (NaN)
+    return to_csv([*columns], known).encode()
 
 
 #: Names of records, how to read some of them, as the network's inputs before they are

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.config.given import parse
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.report import metrics_line
 from dpmac_cli.runs.session import Finished, Session
-from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
+from dpmac_cli.runs.setup import make_task, make_trainer
 from dpmac_cli.runs.train import affordable
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import explained
@@ -61,7 +63,7 @@ class PrivateTraining:
             recipe = replace(plan.recipe, loss=LossKind(called))
             plan = replace(plan, recipe=recipe, recorded=recorded)
         self.plan = plan
-        steps, keys = affordable(plan, plan.steps, ()), keys_of(plan)
+        steps, keys = affordable(plan, plan.steps, ()), make_keys(plan.seed)
         self._task = outcome(make_task(plan, device, keys, model=model))
         self._trainer = make_trainer(
             plan, steps=steps, device=device, keys=keys, task=self._task, loss=loss, rule=rule
@@ -117,7 +119,7 @@ class PrivateTraining:
     @lr.setter
     def lr(self, rate: float) -> None:
         # Checked, and recorded for the report, as any setting.
-        plan, lr = self.plan, resolve(dataset="mnist", lr=rate).plan.hyper.lr
+        plan, lr = self.plan, parse({"lr": rate})["lr"]
         self.plan = replace(
             plan, hyper=replace(plan.hyper, lr=lr), recorded={**plan.recorded, "lr": lr}
         )
@@ -136,8 +138,7 @@ class PrivateTraining:
     def publish(self, out: str | Path, *, force: bool = False) -> Finished:
         """Write the model, its report and its card to a run folder, as ``train`` does.
 
-        Args:
-            out: a folder that is new or empty. force: replace a run that is there.
+        ``out`` is a folder that is new or empty; ``force`` replaces a run that is there.
 
         Raises:
             DivergedError: a weight is no longer finite.

@@ -54,8 +54,7 @@ class Task:
         independence: how it is known that the network keeps samples apart.
         fingerprints: SHA-256 of what must be the same for a run to be resumed: your own records
             with their classes and constants, your own network, the file of public weights, and
-            the features. Private, like the records.
-        notes: for the person who runs it.
+            the features. Private, like the records. notes: for the person who runs it.
         built_by: how a user-supplied network was constructed, as code; its file may change later.
     """
 
@@ -93,9 +92,8 @@ def make_trainer(
         steps, device: None for the plan's.
         keys: those of a run that is resumed exactly; None for those of the plan's seed, or fresh
             ones. Ranks other than the first use that of the layers alone.
-        data: on the device; None to load it.
+        data: on the device; None to load it. ranks: the processes of the run.
         task: of :func:`make_task`; None to make it of ``data`` and ``model``.
-        ranks: the processes of the run.
         model: a network to train in place, instead of the one that the plan names.
         rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
         loss: of one output, shape (1, classes), and its label, in place of the plan's. It is run on
@@ -107,10 +105,9 @@ def make_trainer(
         ModelError: the model is no torch module, or mixes samples.
     """
     device = device or choose_device(plan.device)
-    keys = keys or keys_of(plan)
+    keys = keys or make_keys(plan.seed)
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
-    canaries = _canaries(plan, task, keys)
     # Built-in networks draw no random numbers in their forward pass; others may.
     own = model is not None or isinstance(plan.model, UserModel)
     isolated = task.independence == "isolated" and not plan.head_only
@@ -131,7 +128,7 @@ def make_trainer(
             isolated=isolated,
         ),
         randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),
-        hooks=[] if canaries is None else [canaries],
+        hooks=_canaries(plan, task, keys),
         ranks=ranks,
     )
 
@@ -223,11 +220,6 @@ def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:
     if isinstance(model, FrozenFeatures):
         return model
     return cut_before_head(model, plan.facts.shape) if plan.head_only else None
-
-
-def keys_of(plan: TrainPlan, base: int = 0) -> Keys:
-    """Return the keys of a plan's seed, or fresh ones; ``base`` steps were taken before."""
-    return make_keys(plan.seed, base=base)
 
 
 def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
@@ -335,19 +327,21 @@ def _mechanism(plan: TrainPlan) -> GaussianMechanism:
     return kind(plan.sigma, plan.batch_size)
 
 
-def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> Canaries | None:
-    """Return what an audit run adds to the records; None for any other."""
+def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
+    """Return what an audit run adds to the records; nothing for any other."""
     if plan.canaries == 0:
-        return None
-    return Canaries(
+        return []
+    canaries = Canaries(
         parameters=sum(p.numel() for p in task.trained.parameters()),
         rate=plan.event.sampling_rate,
         batch=plan.batch_size,
         first=task.data.size,
         count=plan.canaries,
+        inputs=plan.recipe.inputs,
         keys=keys,
         device=task.data.gain.device,
     )
+    return [canaries]
 
 
 def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomness:

@@ -9,17 +9,19 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps, check_within_reach
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.randomness.keystream import Keys
+from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.checkpoint import Inherited, check_given, check_same, inherited
 from dpmac_cli.runs.environment import choose_device, differences, environment, repeatable
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
-from dpmac_cli.runs.setup import keys_of, make_task, make_trainer
+from dpmac_cli.runs.setup import make_task, make_trainer
 from dpmac_cli.storage.progress import Computing, until
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import Ranks
@@ -37,6 +39,8 @@ def train(
 ) -> Iterator[RunEvent]:
     """Train, write the run folder, and report progress.
 
+    With ``force``, the run that was there is removed once this one is ready for its first step.
+
     Args:
         plan: from :func:`dpmac_cli.config.resolve.resolve`.
         stop: asked after every step; True ends the run early with everything written.
@@ -44,8 +48,6 @@ def train(
         ranks: the processes of the run; the others :func:`~dpmac_cli.runs.assist.assist` this one.
         abandoned: events of attempts that this run replaces in a study. Its report lists them; the
             study's epsilon covers them, and its own does not.
-
-    With ``force``, the run that was there is removed once this one is ready for its first step.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
@@ -100,21 +102,18 @@ def resume(
     new keys from here on, so that no noise is added to two different gradients, and epsilon covers
     the steps that were lost, too.
 
-    Args:
-        where: a run folder.
-        flags: settings that change nothing about what is computed (:data:`LOCAL`), and ``model``
-            if it is user-supplied: its code is not imported because a file names it.
-        stop, data, ranks: as in :func:`train`.
+    ``flags`` are settings that change nothing about what is computed, such as ``device``; and
+    ``model`` if it is user-supplied: its code is not imported because a file names it. Other
+    arguments and errors are those of :func:`train`.
 
     Raises:
         InputError: there is no such run, it is finished, a setting would change, no checkpoint is
             whole, or config.yaml was altered.
-        RunError: as in :func:`train`.
     """
     where = Path(where)
     folder.check_run_folder(where)
     with folder.locked(where), explained():
-        plan, before = _resumed(where, _given(flags or {}), ranks)
+        plan, before = _resumed(where, parse(flags or {}), ranks)
         session = yield from _session(plan, before, stop, data, ranks)
         # First of all what was spent: where a kill comes next, the run has no checkpoint with the
         # new keys, and its next resume charges for them.
@@ -137,20 +136,17 @@ def fork(
     The parent is left as it is. Noise and batches are drawn with new keys, and epsilon covers all
     that was done to the records up to the checkpoint and since.
 
-    Args:
-        parent: a run folder.
-        flags: settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``.
-        stop, data, ranks: as in :func:`train`.
+    ``flags`` are settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``;
+    other arguments and errors are those of :func:`train`.
 
     Raises:
         InputError: there is no such run, or the change cannot be made to it.
-        RunError: as in :func:`train`.
     """
     parent = Path(parent)
     folder.check_run_folder(parent, "--fork")
     with explained():
         with folder.locked(parent):
-            plan, before = _forked(parent, _given(flags), ranks)
+            plan, before = _forked(parent, parse(flags), ranks)
             session = yield from _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 
@@ -169,7 +165,7 @@ def _session(
     spent, saved = before.spent, before.saved
     steps = spent.base + affordable(plan, plan.steps - spent.base, spent.earlier)
     exact = saved is not None and not before.fresh_noise
-    keys = keys_of(plan, spent.base)
+    keys = make_keys(plan.seed, base=spent.base)
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
     task = yield from until(stop, make_task(plan, device, keys, data))
@@ -220,22 +216,11 @@ def affordable(plan: TrainPlan, steps: int, earlier: Sequence[TrainingEvent]) ->
     return count
 
 
-#: Settings that change nothing about what is computed: places, and what is shown and written.
-#: A dataset or model at another path is compared by its fingerprint.
-LOCAL = (
-    *("device", "data_dir", "dataset", "model", "checkpoint_every"),
-    *("json", "quiet", "debug"),
-)
+#: Recorded settings that change nothing about what is computed. A dataset or model at another path
+#: is compared by its fingerprint.
+LOCAL = ("device", "dataset", "model")
 #: Settings that make another run, for which a fork is not enough.
-FIXED = (
-    *("dataset", "model", "optimizer", "sampler", "no_dp", "epsilon", "ema", "seed"),
-    *("canaries", "guesses", "features", "pretrained", "train"),
-    *("backbone", "backbone_size", "backbone_flips", "lora_rank", "lora_alpha"),
-    *("channels", "image_size", "classes"),
-    # The report says of all steps how samples are known to be kept apart, and of all scores
-    # whether they are covered.
-    *("isolate", "cover_scores"),
-)
+FIXED = tuple(name for name, setting in SETTINGS.items() if setting.fixed)
 
 
 def _resumed(
@@ -269,11 +254,6 @@ def _resumed(
     if reasons:
         before = before.with_new_keys("; ".join(reasons))
     return replace(plan, out=where), before
-
-
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that were given; 0 is one."""
-    return {n: value for n, value in flags.items() if value is not None and value is not False}
 
 
 def _check_unchanged(

@@ -39,12 +39,9 @@ class Canaries:
         coins: which are in the data set, bool, shape (K,). Secret while training.
         scores: the higher, the likelier is it that a canary is in; float64, shape (K,).
 
-    Args:
-        parameters: d. rate: q. batch: B.
-        keys: of coins and signs. device: of the model.
-
-    Raises:
-        ModelError: there are fewer coordinates than canaries.
+    ``parameters``, ``rate`` and ``batch`` are d, q and B; ``inputs`` of each canary are drawn in a
+    step, like the records of a unit of privacy; ``keys`` are those of coins and signs. Raises
+    ModelError if there are fewer coordinates than canaries.
     """
 
     def __init__(
@@ -55,6 +52,7 @@ class Canaries:
         batch: float,
         first: int,
         count: int,
+        inputs: int,
         keys: Keys,
         device: torch.device,
     ) -> None:
@@ -68,7 +66,7 @@ class Canaries:
         self.coins = torch.from_numpy(coins.astype(np.bool_)).to(device)
         self.scores = torch.zeros(count, dtype=torch.float64, device=device)
         chosen = np.sort(generator(self._key).choice(parameters, count, replace=False))
-        self._rate, self._batch = rate, batch
+        self._rate, self._batch, self._inputs = rate, batch, inputs
         self._coordinates = torch.from_numpy(chosen).to(device)
         self._reach = torch.ones_like(self.scores)
         self._reach[::2] = FAR
@@ -106,6 +104,7 @@ class Canaries:
         region, centre_norm = metric.region, clipped_sum.centre_norm(metric)
         heights = self.heights(step, region, centre_norm)
         c = clipped_sum.weights(self.squared_norms(heights, region, centre_norm))
+        c = c * (self._inputs / clipped_sum.views)  # as often as its inputs are clipped: once
         m, b = _place(region, self._coordinates)
         self._added = c * (heights - m) / b
         if len(self._met) == 0:

@@ -24,20 +24,14 @@ from dpmac_cli.training.schedules import Plan
 class ChunkedSum:
     """Sums the clipped, centred gradients of a batch, chunk by chunk.
 
-    Args:
-        model: its parameters are moved into one vector.
-        data: on the same device. plan: of the run.
-        batch: B, the expected batch size.
-        layers: random draws of a unit's records, and of augmented views.
+    Takes the model, the data on its device, the plan, B, and the random draws of a unit's records
+    and of augmented views. Raises ModelError if layers cannot be clipped.
 
     Attributes:
-        theta: the parameters, shape (d,).
+        theta: the parameters of the model, moved into one vector, shape (d,).
         chunk: samples to begin with: the physical batch, or fewer.
         clipped_sum: of one chunk.
         trained: ids of the parameters that are trained.
-
-    Raises:
-        ModelError: layers cannot be clipped.
     """
 
     def __init__(
@@ -78,10 +72,7 @@ class ChunkedSum:
             drawn: records of the training set, or units; may be empty.
             step: t, for what is drawn of each unit, and augmented views.
             metric: of the ellipsoid to clip to.
-            chunk: samples to work on at a time.
-
-        Raises:
-            RunError: memory ran out with a single sample.
+            chunk: samples to work on at a time. Raises RunError if memory runs out with one.
         """
         part, total, begin = self._sum, None, 0
         while begin < len(drawn):

@@ -48,9 +48,7 @@ def fit(
         seconds: of training before, in a run that is resumed.
         before: called with the number of each step before it begins.
 
-    Raises:
-        DivergedError: the parameters are no longer finite.
-        RunError: memory ran out with a single sample at a time.
+    Raises DivergedError, and RunError if memory ran out with a single sample at a time.
     """
     plan, state = trainer.plan, trainer.state
     chunk = state.chunk

@@ -73,12 +73,10 @@ class TrainState:
     def restore(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, exactly: bool
     ) -> None:
-        """Copy a saved state into this one.
+        """Copy a saved state, of the methods of these names, into this one.
 
-        Args:
-            tensors, numbers: of the methods of these names.
-            exactly: whether the steps to come repeat those of the saved run. They draw from the
-                saved keys then, and otherwise from new ones.
+        Where the steps to come repeat those of the saved run ``exactly``, they draw from the saved
+        keys, and otherwise from new ones.
 
         Raises:
             ModelError: it is of another model or optimizer.

@@ -38,9 +38,7 @@ class Trainer:
 
     Args:
         model: maps images to logits; its parameters are moved into one vector.
-        data: on the same device.
-        algorithm, mechanism, plan, randomness: of the run.
-        hooks: canaries of an audit.
+        data: on the same device. hooks: canaries of an audit.
         ranks: the processes of the run, each of which sums its share of every batch.
 
     Raises:
@@ -206,12 +204,9 @@ class Trainer:
             raise DivergedError(self.state.step)
 
     def check_untrained(self) -> None:
-        """Check that training has changed no buffer and no frozen parameter.
+        """Raise ModelError if training has changed a buffer or a frozen parameter.
 
         They are published as they are.
-
-        Raises:
-            ModelError: one is no longer what it was before the first step.
         """
         for name, value in _untrained(self.model, self._sums.trained):
             before = self._untrained.get(name)

@@ -136,7 +136,7 @@ REFUSED = [
     ),
     (("--canaries", "50", "--guesses", "51"), "--guesses (51) must not be above --canaries (50)"),
     (("--canaries", "50", "--guesses", "0"), "--guesses must be at least 1"),
-    (("--guesses", "50"), "--guesses is of an audit: add --canaries, or leave it out"),
+    (("--guesses", "50"), "--guesses has no effect alone: add --canaries, or leave it out"),
 ]
 
 

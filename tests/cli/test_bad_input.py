@@ -34,7 +34,7 @@ STUDY = "compare --dataset digits --steps 3 --optimizers dp-sgd --seeds 1"
 BAD = [
     # Commands and options
     Bad("train --resume .", 2, ["--resume . is not a run folder"]),
-    Bad("train --resume . --out x --force", 2, ["leave out --out", "leave out --force"]),
+    Bad("train --resume . --config my.yaml", 2, ["--resume takes", "leave out --config"]),
     Bad("train extra", 2, ["extra"]),
     Bad("train --sigma", 2, ["--sigma"]),
     Bad("eval", 2, ["RUN"]),

@@ -59,7 +59,7 @@ class ClippedSum:
         loss: Loss = plain,
     ) -> None:
         self._per_sample = per_sample or partial(record_uses, model, layers, views=views, loss=loss)
-        self._layers, self._views = layers, views
+        self._layers, self.views = layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
 
@@ -80,10 +80,13 @@ class ClippedSum:
         """
         if len(x) > self._capacity:
             raise ValueError(f"{len(x)} samples, but the capacity is {self._capacity}")
-        if self._views > 1 and x.shape[1:2] != (self._views,):
-            raise ValueError(f"inputs of shape {tuple(x.shape)}, but {self._views} views of each")
-        with code_of_network(x):
-            gradients = self.gradients(x, y, ball=metric.region.is_ball)
+        if self.views > 1 and x.shape[1:2] != (self.views,):
+            raise ValueError(f"inputs of shape {tuple(x.shape)}, but {self.views} views of each")
+        with code_of_network(x):  # which norms and sums may run again
+            self._sum(x, y, metric, out)
+
+    def _sum(self, x: Tensor, y: Tensor, metric: Metric, out: Tensor) -> None:
+        gradients = self.gradients(x, y, ball=metric.region.is_ball)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
         exact = c * squared.reach.sqrt() > REACH
@@ -108,7 +111,7 @@ class ClippedSum:
         """Return every layer's per-sample gradients, in the form for a ball or an ellipsoid."""
         _, by_layer = self._per_sample(x, y)
         pairs = zip(self._layers, by_layer, strict=True)
-        return [(layer, choose_form(layer, uses, self._views, ball=ball)) for layer, uses in pairs]
+        return [(layer, choose_form(layer, uses, self.views, ball=ball)) for layer, uses in pairs]
 
     def weights(self, squares: Tensor) -> Tensor:
         """Return c_i for squared norms without rounding, float64, shape (samples,)."""

@@ -184,7 +184,7 @@ def _checked_uses(
     rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
     if rows != {batch}:
         raise ModelError(
-            f"The layer {layer.name} sees {sorted(rows)} rows in a batch of {batch}: its first "
+            f"The layer {layer.name} has another number of rows than there are samples: its first "
             "dimension must be the samples, one row each. Keep other dimensions behind it: "
             f"self.{layer.name}(x), not self.{layer.name}(x.flatten(0, 1)); for attention, "
             "batch_first=True."
