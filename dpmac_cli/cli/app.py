@@ -37,6 +37,7 @@ for _name, _function in (
     ("compare", compare.compare),
     ("eval", evaluate.evaluate),
     ("predict", evaluate.predict),
+    ("card", evaluate.card),
     ("schema", own_data.schema),
     ("cache", own_data.cache),
 ):

@@ -18,6 +18,7 @@ from dpmac_cli.config.settings import DETAILS
 from dpmac_cli.errors import MISFIT, InputError
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
+from dpmac_cli.runs.card import FORMATS, render_card
 from dpmac_cli.runs.folder import CARD
 from dpmac_cli.storage.files import to_json
 
@@ -108,6 +109,16 @@ def predict(
         console.print_notes([f"for {lost:,} records the output is not a number: no class"])
     if not quiet:
         console.stdout().print(Text(f"{out}: predictions for {len(found.records):,} records"))
+
+
+@with_options("card", argument("run", "A run folder."), details={"format": {"choices": FORMATS}})
+@explained
+def card(run: Path, format: str, **answers: str | None) -> None:
+    """Print the model card."""
+    if format not in FORMATS:
+        raise InputError(f"--format must be {', '.join(FORMATS)}, not '{format}'.")
+    given = {name.replace("_", " "): value for name, value in answers.items() if value}
+    console.print_result(render_card(run, format, given))
 
 
 def _show(scored: "Scored", plot: Path | None, json: bool) -> None:

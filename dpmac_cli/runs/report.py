@@ -10,7 +10,6 @@ from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import nn
 
 from dpmac_cli.accounting import accountants as accounting
@@ -21,6 +20,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name, metric_key
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
+from dpmac_cli.runs.card import OPEN, templates
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
@@ -116,6 +116,27 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
     return [{"what": what, "status": value} for what, value in status.items()]
 
 
+def _statement(plan: TrainPlan) -> dict[str, Any]:
+    """Return answers to NIST SP 800-226's questions, and which ones are left open."""
+    data, computed = plan.facts, _computed(plan)
+    kind = "images" if data.is_images else "rows of numbers"
+    shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
+    public = [f"the data set {plan.dataset_name}: {data.about}"] * (not plan.own_data)
+    if isinstance(plan.features, Backbone):
+        backbone = BACKBONES[plan.features.kind]
+        public.append(f"weights of {backbone.about}; licence {backbone.licence}")
+    if plan.pretrained is not None:
+        public.append(f"weights in {plan.pretrained.name}; source and licence to be filled in")
+    return {
+        **TEXTS.statement,
+        "data_domain": f"Labelled {kind} of the shape {shape}.",
+        "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
+        "public": public,
+        "software": f"dpmac {version('dpmac')}, torch {version('torch')}.",
+        "audit": TEXTS.audited.format(plan.canaries) if plan.canaries else TEXTS.not_audited,
+    }
+
+
 def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dict[str, Any]:
     """Return the facts to publish with the weights, in the model file's header.
 
@@ -156,6 +177,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
         },
         "classes": list(facts.classes),
         "privacy": privacy(plan, spent),
+        "statement": _statement(plan) if plan.private else None,
         "audit": audit if plan.canaries else None,
     }
 
@@ -289,15 +311,8 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
 
 def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
     """Return the model card of a run, as Markdown; names of layers of the model become code."""
-    environment = Environment(  # noqa: S701  (Markdown)
-        loader=PackageLoader("dpmac_cli.runs", ""),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    filters = {"fmt": format, "epsilon": statements.format_epsilon, "as_code": _as_code}
-    environment.filters |= filters
+    environment = templates()
+    environment.filters["as_code"] = _as_code
     return environment.get_template("model_card.md.jinja").render(
         report,
         network=model,
@@ -306,6 +321,7 @@ def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
         neighbours=statements.neighbours(report["privacy"]["unit"]["name"]),
         no_privacy=statements.NO_PRIVACY,
         infinity=math.inf,
+        to_be_filled_in=OPEN,
     )
 
 
