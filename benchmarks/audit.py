@@ -31,6 +31,8 @@ from dpmac_cli.runs.session import Finished
 ATTACKED = ("dp-sgd", "dp-macadam")
 #: What every run of a grid has in common.
 MNIST = {"dataset": "mnist", "sigma": 1.0}
+#: The rate and the steps of the runs with 5,000 canaries, so that the claim is the same.
+MANY = {"canaries": 100_000, "guesses": 2000, "batch_size": 450, "steps": 1175}
 DIGITS = {"dataset": "digits", "sigma": 1.0, "batch_size": 10, "steps": 1200}
 
 
@@ -92,6 +94,11 @@ def grid(common: Setting, canaries: int, seeds: Iterable[int]) -> Iterable[Setti
 
 GRIDS: Mapping[str, Callable[[], Iterable[Setting]]] = {
     "mnist": lambda: grid(MNIST, 5000, (0,)),
+    "mnist-honest": lambda: [
+        {**MNIST, **MANY, "optimizer": optimizer, "seed": seed, "bug": "none"}
+        for seed in range(10)
+        for optimizer in ("dp-sgd", "dp-adam")
+    ],
     "digits": lambda: grid(DIGITS, 2000, range(10)),
 }
 

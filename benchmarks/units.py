@@ -45,7 +45,7 @@ def write(folder: Path) -> tuple[Path, Path]:
     unit = draws.permutation(np.repeat(np.arange(records), sizes)[:records])
     images, patients = folder / "images.npz", folder / "patients.npz"
     np.savez(images, **arrays)
-    np.savez(patients, unit=unit, **arrays)
+    np.savez(patients, unit=unit, unit_test=records + np.arange(len(arrays["y_test"])), **arrays)
     return images, patients
 
 
