@@ -175,7 +175,8 @@ def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> Non
             secrets.text(key.hex(), what)
         return keys
 
-    monkeypatch.setattr("dpmac_cli.runs.setup.make_keys", recorded)
+    for module in ("setup", "train", "private"):
+        monkeypatch.setattr(f"dpmac_cli.runs.{module}.make_keys", recorded)
     clip_and_sum = Trainer._clip_and_sum
 
     def drawn(trainer: Trainer, batch: Any) -> Tensor:

@@ -352,7 +352,7 @@ def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
 def test_the_commands_of_the_guide_work_as_they_stand() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "units.md").read_text()
     commands = re.findall(r"^dpmac train .*$", guide, re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 5
     write_npz()
     write_table()
     Path("schema.yaml").rename("visits.yaml")
@@ -365,7 +365,50 @@ def test_the_commands_of_the_guide_work_as_they_stand() -> None:
         _, *args = shlex.split(command, comments=True)
         result = dpmac(*args, "--steps", "2", "--batch-size", "3", "--sigma", "4")
         assert result.exit_code == 0, f"{command}\n{result.output}"
-        assert " units, " in result.output
+        assert (" units, " in result.output) is ("digits" not in command)
+
+
+# What a run says.
+
+
+def pictures(*names: str) -> Path:
+    draws = np.random.default_rng(0)
+    for name in names:
+        Path("scans", name).parent.mkdir(parents=True, exist_ok=True)
+        picture = draws.integers(0, 256, (8, 8), dtype=np.uint8)
+        Image.fromarray(picture).save(Path("scans", name))
+    return Path("scans")
+
+
+@pytest.mark.parametrize(
+    ("name", "suggests"),
+    [("patient{0}_{1}", True), ("scan{2}", False), ("2024-{2}", False), ("{2}", False)],
+)
+def test_names_that_suggest_several_images_of_a_person_are_remarked_on(
+    name: str, suggests: bool
+) -> None:
+    numbers = [(person, image) for person in range(20) for image in range(3)]
+    folder = pictures(
+        *(
+            f"{('ill', 'well')[person % 2]}/{name.format(person, image, 3 * person + image)}.png"
+            for person, image in numbers
+        )
+    )
+    settings: dict[str, Any] = {"dataset": str(folder), "batch_size": "8"}
+    notes = " ".join(resolve(settings).notes)
+    assert ("suggest several images of one person" in notes) is suggests
+    if suggests:
+        assert "suggest" not in " ".join(resolve(settings | {"unit": "([0-9]+)_"}).notes)
+
+
+def test_the_unit_of_privacy_is_named_before_the_first_step() -> None:
+    flags = ("--steps", "1", "--batch-size", "3", "--sigma", "4")
+    several = dpmac("train", "--dataset", write_npz(), *flags).stdout
+    assert "\nunit of privacy: unit with all of its training records\n" in several
+    assert "\nunit of privacy: one image\n" in dpmac("train", "--dataset", "digits", *flags).stdout
+    x, y, _ = patients()
+    np.savez("rows.npz", x=x, y=y, low=-4, high=4, classes=["no", "yes"])
+    assert "\nunit of privacy: one row\n" in dpmac("train", "--dataset", "rows.npz", *flags).stdout
 
 
 # The attack.

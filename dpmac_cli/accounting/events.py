@@ -107,10 +107,12 @@ class Scores:
     Attributes:
         noise_multiplier: standard deviation of the noise over the sensitivity of a score.
         every: steps between scores. There is one more after the last step.
+        by_class: whether each is of every class as well.
     """
 
     noise_multiplier: float
     every: int
+    by_class: bool = False
 
     def due(self, step: int, end: int) -> bool:
         """Return whether a score is released after a step of a run that ends at step ``end``."""

@@ -141,6 +141,12 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
             "records and are treated as public. Declare them to avoid that: "
             f"{_declaration(found)}"
         )
+    if found.repeated and plan.private:
+        yield (
+            f"Names such as {found.repeated} suggest several images of one person, and epsilon "
+            "protects one image. To protect a person with all images, give a pattern of what their "
+            "names have in common: --unit 'patient([0-9]+)'."
+        )
     if found.untested and plan.scores is None:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (

@@ -175,7 +175,9 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
                 tuple(map(float, filter(None, (values["class_weights"] or "").split(",")))),
             ),
         ),
-        scores=Scores(0.0, every) if values["cover_scores"] else None,
+        scores=Scores(0.0, every, values["metric"] != "accuracy")
+        if values["cover_scores"]
+        else None,
         canaries=values["canaries"] or 0,
         guesses=values["guesses"] or 0,
         data_dir=data_folder(values["data_dir"]),

@@ -30,6 +30,8 @@ NO_CLASS = -1
 SOME = 1000
 #: Of how images are decoded: part of the name of their file.
 VERSION = 2
+#: Names that hold two numbers, as patient17_3.png: of a person, and of an image.
+SERIES = re.compile(r"([^/]*\d[^/]*)[-_. ]\d+\.\w+$")
 REMEDY = " Remove them, or add --skip-bad to leave them out."
 
 
@@ -90,6 +92,7 @@ class ImageFolder:
             self._classes,
             units=self._units,
             held_out=not parts,
+            repeated="" if source.unit else _repeated(names),
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(self._skipped),
         )
@@ -189,6 +192,16 @@ class ImageFolder:
             for (rows, labels), units in zip(self._sides, self._units, strict=True)
         )
         return train, test
+
+
+def _repeated(names: list[str]) -> str:
+    """Return a file that has a number twice, as patient17_3.png, if most have the first in common.
+
+    Empty if there is none.
+    """
+    series = [match[1] for name in names if (match := SERIES.search(name))]
+    several = len(series) > len(names) // 2 and 1 < len(set(series)) <= len(series) // 2
+    return next(filter(SERIES.search, names)) if several else ""
 
 
 def _units(names: list[str], pattern: str) -> list[str]:

@@ -57,8 +57,8 @@ class Found:
     """Facts of a dataset, read once, when a run is configured.
 
     ``inferred`` names what was taken from the records, of "channels", "image size" and "classes":
-    one record can change that, so it is public only by decision. ``skipped`` and ``untested`` are
-    never published: one record can change them.
+    one record can change that, so it is public only by decision. ``skipped``, ``untested`` and
+    ``repeated`` are never published: one record can change them.
     """
 
     facts: Dataset
@@ -68,6 +68,7 @@ class Found:
     inferred: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # records left out
     untested: tuple[str, ...] = ()  # classes without a test record
+    repeated: str = ""  # file whose name suggests several images of one person
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -229,25 +229,12 @@ def build_report(
         seconds: of training; ``total_seconds`` since the run was last started.
         machine: facts of the machine, beside those of the operating system.
     """
-    last = history[-1]
-    scored = [line for line in history if line.get("test_accuracy") is not None]
-    best = max(scored, key=lambda line: float(line["test_accuracy"]), default=last)
     used = plan.method.settings if plan.private else plan.method.settings_without_clipping
     speed = steps / seconds if seconds > 0 else 0.0
     return {
         **facts,
         "state": state,
-        "test": {
-            "accuracy": last["test_accuracy"],
-            "accuracy_interval": sampling_error(
-                last["test_accuracy"], last["test_samples"], last.get("test_noise") or 0.0
-            ),
-            "loss": last["test_loss"],
-            "samples": last["test_samples"],
-            **_metrics(last, metrics),
-            "best_accuracy": best["test_accuracy"],
-            "best_epoch": best["epoch"],
-        },
+        "test": _scores(history, metrics),
         "hyperparameters": {
             "steps": steps,
             "epochs": steps / plan.steps_per_epoch,
@@ -271,9 +258,21 @@ def build_report(
     }
 
 
-def _metrics(last: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics besides accuracy and loss: exact ones, or those that were released."""
-    return {name: exact.get(name, last.get(f"test_{name}")) for name in METRICS}
+def _scores(history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]) -> dict[str, Any]:
+    """Return test scores: exact metrics, or those that were released with noise."""
+    last = history[-1]
+    scored = [line for line in history if line.get("test_accuracy") is not None]
+    best = max(scored, key=lambda line: float(line["test_accuracy"]), default=last)
+    accuracy, samples = last["test_accuracy"], last["test_samples"]
+    return {
+        "accuracy": accuracy,
+        "accuracy_interval": sampling_error(accuracy, samples, last.get("test_noise") or 0.0),
+        "loss": last["test_loss"],
+        "samples": samples,
+        **{name: exact.get(name, last.get(f"test_{name}")) for name in METRICS},
+        "best_accuracy": best["test_accuracy"],
+        "best_epoch": best["epoch"],
+    }
 
 
 def sampling_error(accuracy: float | None, samples: int, noise: float = 0.0) -> list[float] | None:

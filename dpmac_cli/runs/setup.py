@@ -124,7 +124,6 @@ def make_trainer(
             recipe=plan.recipe,
             loss=None if loss is None else _checked(loss, plan, device),
             scores=plan.scores,
-            scores_by_class=plan.metric != "accuracy",
             isolated=isolated,
         ),
         randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),

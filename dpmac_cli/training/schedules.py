@@ -81,5 +81,4 @@ class Plan:
     recipe: Recipe = field(default_factory=Recipe)
     loss: Callable[[Any, Any], Any] | None = None  # a program's own, in place of the recipe's
     scores: Scores | None = None  # of test records with noise; None for exact ones, every epoch
-    scores_by_class: bool = False  # also of each class
     isolated: bool = False  # run the network on each sample alone, so that it cannot mix samples

@@ -195,7 +195,7 @@ class Trainer:
             data.test_units,
             scores.noise_multiplier,
             self.randomness.scores.at(step),
-            by_class=self.plan.scores_by_class,
+            by_class=scores.by_class,
         )
 
     def check_finite(self) -> None:
