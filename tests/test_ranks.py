@@ -32,7 +32,8 @@ from dpmac_cli.training.schedules import Recipe
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.digits_runs import digits_config, same_weights, weights
-from tests.helpers import DIMENSION, PLAN, Batches, a_key, in_chunks_of, make_trainer, walk
+from tests.helpers import DIMENSION, PLAN, Batches, Spy, a_key, in_chunks_of, make_trainer, walk
+from tests.test_units import SIZES, in_units
 
 #: Odd shares, an empty share, an empty batch, a share of several chunks.
 BATCHES = [[0, 3, 7, 9, 12], [5], [], [1, 2, 30, 31], list(range(23)), *([i] for i in range(6))]
@@ -138,6 +139,30 @@ def test_the_noise_is_that_of_one_process_whatever_the_ranks(size: int) -> None:
         torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-9)
         assert kstest(drawn.flatten().numpy(), "norm").pvalue > 0.001
         assert len(np.unique(drawn.numpy())) == 80 * DIMENSION
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["dp-adam", "dp-macadam"])
+def test_a_unit_moves_the_clipped_sum_of_all_ranks_by_at_most_one(name: str, size: int) -> None:
+    """Whatever rank works on it, and however many of its records are drawn."""
+
+    def whitened(units: list[int]) -> Callable[[Ranks], Tensor]:
+        def work(ranks: Ranks) -> Tensor:
+            spy, plan = Spy(0.0, 8), replace(PLAN, recipe=Recipe(records=8))
+            options: dict[str, Any] = {"plan": plan, "data": in_units(), "ranks": ranks}
+            make_trainer(name, spy, sampler=Batches(units), **options).step()
+            return spy.whitened_sum(0) if ranks.rank == 0 else torch.zeros(1)
+
+        return work
+
+    everyone = list(range(len(SIZES)))
+    whole, *_ = together(size, whitened(everyone))
+    alone, *_ = together(1, whitened(everyone))
+    assert torch.allclose(whole, alone, rtol=0, atol=1e-9)
+    for unit in (0, SIZES.index(20)):
+        rest, *_ = together(size, whitened([other for other in everyone if other != unit]))
+        assert 0 < float((whole - rest).norm()) <= 1
 
 
 @pytest.mark.privacy
