@@ -163,6 +163,7 @@ def test_risk_is_that_of_the_split_with_more_to_lose() -> None:
         assert gaussian_mu((TRAINING, tested)) == pytest.approx(worse, rel=2e-3)
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize(
     ("every", "end", "due"), [(4, 10, (4, 8, 10)), (5, 10, (5, 10)), (12, 10, (10,))]
 )
