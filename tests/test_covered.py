@@ -17,6 +17,7 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.risk import gaussian_mu, trade_off
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.errors import InputError
@@ -355,6 +356,37 @@ def test_a_program_is_told_where_to_cover_scores() -> None:
             data="digits",
             cover_scores=True,
         )
+
+
+@pytest.mark.privacy
+def test_data_without_the_units_of_its_test_records_is_refused() -> None:
+    """Each record would count as a unit, so that one unit moves the count by all of its records."""
+    y, unit = np.arange(400) % 2, np.arange(400) // 8
+    np.savez("visits.npz", x=np.ones((400, 3)), y=y, unit=unit, low=-5, high=5)
+    plan = resolve(dataset="visits.npz", cover_scores=True, sigma=4, steps=1, batch_size=5).plan
+    data = load_data(plan.data, Path(), torch.device("cpu"), facts=plan.facts)
+    make_trainer(plan, data=data)
+    with pytest.raises(InputError, match="test records or units, but scores are covered for"):
+        make_trainer(plan, data=replace(data, test_units=None))
+
+
+@pytest.mark.privacy
+def test_epsilon_on_the_way_covers_the_scores_that_were_shown() -> None:
+    """Also between two scores, and where they cost more than the steps so far."""
+    plan = digits_config(**COVERED, score_every="1")
+    assert plan.scores is not None
+    less_noise = replace(plan.scores, noise_multiplier=plan.scores.noise_multiplier / 1.5)
+    plan = replace(plan, scores=less_noise)
+    assert plan.scores is not None
+    events, _ = train_events(plan)
+    for event in (event for event in events if isinstance(event, Update)):
+        step = event.event.step
+        costs = (plan.event_of(step), plan.scores.event(step, plan.steps))
+        if event.epsilon is not None:
+            assert (
+                event.epsilon >= max(total_epsilon((cost,), plan.delta) for cost in costs) - 1e-12
+            )
+    assert all(event.epsilon is not None for event in events[-2:] if isinstance(event, Update))
 
 
 def test_units_have_their_mean() -> None:

@@ -116,6 +116,11 @@ class Data:
         """Number of units of privacy to train on."""
         return len(self.train if self.units is None else self.units)
 
+    @property
+    def test_size(self) -> int:
+        """Number of units of privacy to test on."""
+        return len(self.test if self.test_units is None else self.test_units)
+
     def to(self, device: torch.device) -> "Data":
         """Return the same records on a device."""
         moved = {n: getattr(self, n).to(device) for n in ("train", "test", "gain", "offset")}

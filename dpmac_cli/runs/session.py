@@ -180,13 +180,13 @@ class Session:
                 scored = isinstance(event, Evaluated)
                 schedule = costs.result() if scored or costs.done() else None
                 epsilon = None if schedule is None else schedule.at(event.step - spent.base)
+                if epsilon is not None and plan.scores is not None:
+                    tested = plan.scores.event(event.step, self.steps, spent.base)
+                    epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
                 if isinstance(event, Evaluated):
                     if event.last:  # as in the report: a run may end between the schedule's points
                         epsilon = total_epsilon(self.spent().events, plan.delta)
                     assert epsilon is not None  # noqa: S101  (the schedule was waited for)
-                    if plan.scores is not None:
-                        tested = plan.scores.event(event.step, self.steps, spent.base)
-                        epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
                     if isinstance(event.result, Evaluation):
                         self.scored = event.result
                     self.history.append(metrics_line(event, epsilon, plan))

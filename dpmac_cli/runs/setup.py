@@ -317,6 +317,11 @@ def _check_size(plan: TrainPlan, data: Data) -> None:
             f"for the {plan.facts.train_size:,} of {plan.dataset_name}. Save your records as an "
             ".npz and name that as the dataset."
         )
+    if plan.scores is not None and data.test_size != plan.facts.test_size:
+        raise InputError(
+            f"data has {data.test_size:,} test records or units, but scores are covered for the "
+            f"{plan.facts.test_size:,} of {plan.dataset_name}. Name the dataset, with its units."
+        )
 
 
 def _mechanism(plan: TrainPlan) -> GaussianMechanism:

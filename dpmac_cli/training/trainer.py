@@ -183,16 +183,15 @@ class Trainer:
 
         Raises ValueError if those of this step were released before.
         """
-        scores, step, data = self.plan.scores, self.state.step, self.data
+        scores, step = self.plan.scores, self.state.step
         if scores is None:
             return self.evaluate()
-        units = data.test if data.test_units is None else data.test_units
         if not scores.due(step, self.plan.steps):
-            return CoveredScore(math.nan, len(units))
+            return CoveredScore(math.nan, self.data.test_size)
         assert self.randomness.scores is not None  # noqa: S101
         return release(
             self.evaluate(),
-            data.test_units,
+            self.data.test_units,
             scores.noise_multiplier,
             self.randomness.scores.at(step),
             by_class=scores.by_class,
