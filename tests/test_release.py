@@ -72,6 +72,7 @@ def test_header_holds_the_public_facts(run: Path) -> None:
         "input",
         "classes",
         "privacy",
+        "statement",
     }
     assert facts["dataset"]["sha256"] == DATASETS["digits"].sha256
 
