@@ -23,8 +23,8 @@ OPEN = "to be filled in"
 
 
 def templates() -> Environment:
-    """Return the templates of cards; Markdown and YAML, in which nothing is escaped."""
-    environment = Environment(  # noqa: S701  (no HTML)
+    """Return the templates of cards, which escape nothing: what a page is given is escaped."""
+    environment = Environment(  # noqa: S701  (Markdown and YAML; a page gets escaped parts)
         loader=PackageLoader("dpmac_cli.runs", ""),
         undefined=StrictUndefined,
         trim_blocks=True,

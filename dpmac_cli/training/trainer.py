@@ -188,7 +188,7 @@ class Trainer:
             return self.evaluate()
         if not scores.due(step, self.plan.steps):
             return CoveredScore(math.nan, self.data.test_size)
-        assert self.randomness.scores is not None  # noqa: S101
+        assert self.randomness.scores is not None  # noqa: S101  (only the first rank scores)
         return release(
             self.evaluate(),
             self.data.test_units,
