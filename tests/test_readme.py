@@ -103,11 +103,11 @@ def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Score on a few records: on all of them the network of CIFAR-10 takes seconds."""
+    """Score on 400 records at most: on all of them the network of CIFAR-10 takes seconds."""
 
     def few(*args: Any, **facts: Any) -> Generator[Computing, None, Data]:
         data = yield from loading(*args, **facts)
-        return replace(data, test=Split(data.test.images[:200], data.test.labels[:200]))
+        return replace(data, test=Split(data.test.images[:400], data.test.labels[:400]))
 
     monkeypatch.setattr(setup, "loading", few)
     monkeypatch.setattr(scoring, "load_data", lambda *args, **facts: outcome(few(*args, **facts)))
