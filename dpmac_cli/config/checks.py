@@ -12,14 +12,7 @@ from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
-from dpmac_cli.models.registry import (
-    BACKBONES,
-    Backbone,
-    Features,
-    Pixels,
-    Scattered,
-    UserModel,
-)
+from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.training.schedules import LOSSES
 
 #: Package of each extra, which is a module of the same name.
@@ -87,7 +80,7 @@ def _loss_faults(plan: TrainPlan) -> Iterator[str]:
             f"--class-weights must be {len(facts.classes)} numbers above 0, one for each class of "
             f"{plan.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
         )
-    if facts.multilabel and (plan.canaries or not isinstance(plan.features, Pixels)):
+    if facts.multilabel and (plan.canaries or plan.features is not None):
         yield f"--canaries, --features and --backbone are for one class each, not {plan.dataset}."
 
 
@@ -108,7 +101,7 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between what is frozen and other settings."""
     features, weights, part = plan.features, plan.pretrained, plan.trained.part
     once = isinstance(features, Scattered) or part == "head"
-    if isinstance(features, Features):
+    if features is not None:
         flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
         if not plan.facts.is_images:
             yield f"{flag} is of images, and {plan.dataset} holds numbers. Leave it out."

@@ -233,14 +233,14 @@ def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
     return source, inspect(source)
 
 
-def _features(values: Mapping[str, Any]) -> registry.Features | registry.Pixels:
+def _features(values: Mapping[str, Any]) -> registry.Features | None:
     if values["backbone"] is not None:
         return registry.Backbone(
             values["backbone"], values["backbone_size"], values["backbone_flips"]
         )
     if values["features"] is not None:
         return registry.Scattered(values["features"])
-    return registry.Pixels()
+    return None
 
 
 def _trained(values: Mapping[str, Any]) -> registry.Trained:
