@@ -15,7 +15,7 @@ from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import DETAILS
-from dpmac_cli.errors import MISFIT, InputError
+from dpmac_cli.errors import MISFIT, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.runs.card import FORMATS, render_card
@@ -55,15 +55,13 @@ def evaluate(
     if audit:  # reads what its run has written, and nothing else
         others = {"dataset": dataset, "data-dir": data_dir, "plot": plot}
         what = "--audit scores guesses, not test samples: leave out"
-        if errors := [f"{what} --{name}." for name, given in others.items() if given is not None]:
-            raise InputError(errors)
+        raise_errors(f"{what} --{name}." for name, given in others.items() if given is not None)
         found = read_audit(run)
         with console.waiting(json, "bounds"):
             verdict = found.verdict()
         _judge(found, verdict, run, json)
         return
-    if errors := [*faults_of_picture(plot)]:
-        raise InputError(errors)
+    raise_errors(faults_of_picture(plot))
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
@@ -97,8 +95,7 @@ def predict(
         errors.append(f"The folder {out.parent} of --out does not exist.")
     if out.exists() and not (force and out.is_file()):
         errors.append(f"{out} exists. Add --force to replace it, or name another --out.")
-    if errors:
-        raise InputError(errors)
+    raise_errors(errors)
     parse({"device": device})
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)

@@ -19,7 +19,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Found, Source
 from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.dp.optimizers import Hyperparameters
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -102,10 +102,9 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
     on_command_line = typed(flags, errors)
     given = combined(file, on_command_line, errors)
     settings = validated(given, errors)
-    if "dataset" in given.keys() - settings.keys():  # defaults would be another data set's
-        raise InputError(errors)
-    if errors and "skip_bad" in settings:  # all images would be decoded first
-        raise InputError(errors)
+    # Defaults would be another data set's; all images would be decoded first.
+    if "dataset" in given.keys() - settings.keys() or "skip_bad" in settings:
+        raise_errors(errors)
     try:
         data, found = _data({**DEFAULTS, **settings})
     except InputError as failure:
@@ -114,9 +113,7 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
         settings["dataset"] = str(data.path)
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
-    errors += checks.faults(plan)
-    if errors:
-        raise InputError(errors)
+    raise_errors([*errors, *checks.faults(plan)])
     return Resolved(_calibrated(plan), tuple(checks.notes(plan, on_command_line)))
 
 
