@@ -47,8 +47,12 @@ def faults(plan: TrainPlan) -> Iterator[str]:
     if 0 < plan.canaries < plan.guesses:
         yield f"--guesses ({plan.guesses:,}) must not be above --canaries ({plan.canaries:,})."
     yield from _frozen_faults(plan)
-    if plan.scores is not None:
-        yield from _covered_faults(plan)
+    known = COVERED[:1] if plan.facts.multilabel else COVERED
+    if plan.scores is not None and plan.metric not in known:
+        yield (
+            f"--metric {plan.metric} cannot be released with --cover-scores. Use "
+            f"{' or '.join(known)}, or leave out --cover-scores."
+        )
     if plan.recipe.augmented and plan.facts.is_table:
         yield f"--augmentations is for images, and {plan.dataset} is a table. Leave it out."
     yield from _loss_faults(plan)
@@ -56,16 +60,6 @@ def faults(plan: TrainPlan) -> Iterator[str]:
         yield (
             f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
             f"{plan.steps:,}."
-        )
-
-
-def _covered_faults(plan: TrainPlan) -> Iterator[str]:
-    """Yield faults between --cover-scores and other settings."""
-    known = COVERED[:1] if plan.facts.multilabel else COVERED
-    if plan.metric not in known:
-        yield (
-            f"--metric {plan.metric} cannot be released with --cover-scores. Use "
-            f"{' or '.join(known)}, or leave out --cover-scores."
         )
 
 

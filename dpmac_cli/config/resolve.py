@@ -30,6 +30,8 @@ AS_GIVEN = (
     *("physical_batch", "device", "seed", "out", "force"),
     *("metric", "json", "quiet"),
 )
+#: Fields of a source of your own that are, likewise.
+HOW_TO_READ = ("test_fraction", "split_seed", "image_size", "standardise", "unit", "skip_bad")
 #: Settings that config.yaml leaves out where they have their defaults.
 OMITTED = {*RECIPE_DEFAULTS, "isolate", "backbone_flips", "metric", "cover_scores"}
 
@@ -215,17 +217,12 @@ def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
         schema = read_schema(Path(values["schema"]))
     source = Source(
         Path(name) if at_hand is None else at_hand.path,
-        test_fraction=values["test_fraction"],
-        split_seed=values["split_seed"],
+        **{setting: values[setting] for setting in HOW_TO_READ},
         channels=None if values["channels"] is None else int(values["channels"]),
-        image_size=values["image_size"],
         classes=tuple(name.strip() for name in names.split(",")) if names else None,
-        standardise=values["standardise"],
         feature_range=(low, high) if ends else None,
         schema=schema,
         at_hand=at_hand,
-        unit=values["unit"],
-        skip_bad=values["skip_bad"],
     )
     return source, inspect(source)
 

@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from dpmac_cli.runs.card import OPEN, templates
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
-from dpmac_cli.training.covered import CoveredScore
+from dpmac_cli.training.covered import REACH, CoveredScore
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.metrics import shown
 
@@ -281,8 +280,7 @@ def sampling_error(accuracy: float | None, samples: int, noise: float = 0.0) -> 
     """
     if accuracy is None:
         return None
-    z = NormalDist().inv_cdf(0.975)
-    scale = 1 + z**2 / samples
+    z, scale = REACH, 1 + REACH**2 / samples
     middle = (accuracy + z**2 / (2 * samples)) / scale
     reach = z * math.sqrt(accuracy * (1 - accuracy) / samples + (z / (2 * samples)) ** 2) / scale
     reach = math.hypot(reach, z * noise)
