@@ -15,7 +15,7 @@ from rich.text import Text
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained, stop, stop_request
+from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import with_options
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import METRICS, SETTINGS
@@ -38,7 +38,6 @@ RUNS, JOBS = "runs", "jobs"
     details={"optimizers": {"choices": ("all", *OPTIMIZERS)}},
     settings={name: replace(SETTINGS[name], several=name != "metric") for name in STUDIED},
 )
-@explained
 def compare(**flags: Any) -> None:
     """Run the command; ``flags`` are the studied settings and the options above."""
     out: Path = parse({"out": flags.pop("out")})["out"]

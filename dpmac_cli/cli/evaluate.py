@@ -10,7 +10,6 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.given import parse
@@ -40,7 +39,6 @@ BROKEN = (
     argument("run", "A run folder, or a model.safetensors."),
     details={"dataset": DETAILS["dataset"]},
 )
-@explained
 def evaluate(
     run: Path,
     dataset: str | None,
@@ -75,7 +73,6 @@ def evaluate(
     argument("run", "A run folder, or a model.safetensors."),
     argument("data", "Images, an .npz or a table."),
 )
-@explained
 def predict(
     run: Path,
     data: Path,
@@ -109,7 +106,6 @@ def predict(
 
 
 @with_options("card", argument("run", "A run folder."), details={"format": {"choices": FORMATS}})
-@explained
 def card(run: Path, format: str, **answers: str | None) -> None:
     """Print the model card."""
     if format not in FORMATS:

@@ -6,7 +6,6 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.given import near
 from dpmac_cli.data.table_schema import draft
@@ -16,7 +15,6 @@ from dpmac_cli.storage.paths import cache_folder, cache_size
 
 
 @with_options("schema", argument("file", "Table in CSV or Parquet."))
-@explained
 def schema(file: Path, label: str | None, drop: str | None) -> None:
     """Print the draft."""
     from dpmac_cli.data.table_file import numeric_columns  # noqa: PLC0415  (loads an extra)
@@ -33,7 +31,6 @@ def schema(file: Path, label: str | None, drop: str | None) -> None:
 
 
 @with_options("cache")
-@explained
 def cache(clear: bool) -> None:
     """Print how much is kept and where, or remove it."""
     folder, limit = cache_folder(), cache_size()
