@@ -120,18 +120,15 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
 
 
 def _calibrated(plan: TrainPlan) -> TrainPlan:
-    """Return a plan with the least noise whose whole run costs the target epsilon or less."""
-    if not plan.private or math.isinf(plan.target_epsilon):
-        return _with_covered_scores(plan)
-    sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
-    recorded = {**plan.recorded, "sigma": sigma}
-    recorded.pop("epsilon")
-    event = replace(plan.event, noise_multiplier=sigma)
-    return _with_covered_scores(replace(plan, event=event, recorded=recorded))
+    """Return a plan with the least noise whose whole run costs the target epsilon or less.
 
-
-def _with_covered_scores(plan: TrainPlan) -> TrainPlan:
-    """Return a plan whose test scores, if they are covered, cost what training does at most."""
+    Test scores, if they are covered, cost what training does at most.
+    """
+    if plan.private and math.isfinite(plan.target_epsilon):
+        sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
+        recorded = {**plan.recorded, "sigma": sigma}
+        recorded.pop("epsilon")
+        plan = replace(plan, event=replace(plan.event, noise_multiplier=sigma), recorded=recorded)
     if plan.scores is None:
         return plan
     target = min(total_epsilon((plan.event,), plan.delta), plan.max_epsilon)
