@@ -129,20 +129,19 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
     exact = "these scores are exact: epsilon covers those in report.json, and these are not covered"
     console.print_notes([*display.doubts(result), *[exact] * scored.covered])
     if json:
+        shares = metrics.as_values(answers, values)
         body = {
             "model": str(scored.path),
             "card": str(card) if card.is_file() else None,
             "dataset": scored.dataset,
             "loss": metrics.shown(result.loss),
             "samples": result.samples,
-            **metrics.as_values(answers, values),
+            **shares,
             "intervals": {
                 name.replace("-", "_"): [*map(metrics.shown, ends)]
                 for name, ends in intervals.items()
             },
-            "per_class": dict(
-                zip(scored.classes, map(metrics.shown, result.per_class), strict=True)
-            ),
+            "per_class": dict(zip(scored.classes, shares["sensitivity"], strict=True)),
             "confusion": result.confusion.tolist(),
         }
         console.print_result(to_json(body))
