@@ -1,7 +1,7 @@
 """Exceptions that a user can act on, with their exit codes."""
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
@@ -21,6 +21,12 @@ class InputError(DpmacError):
     """An argument or a file that was named cannot be used."""
 
     exit_code = USAGE
+
+
+def raise_errors(errors: Iterable[str]) -> None:
+    """Raise InputError with every error that was found, if there are any."""
+    if found := tuple(errors):
+        raise InputError(found)
 
 
 class BudgetError(DpmacError):

@@ -280,11 +280,14 @@ def test_a_damaged_audit_is_noticed() -> None:
 
 
 def test_a_run_without_an_audit_is_told_how_to_get_one() -> None:
-    with pytest.raises(InputError, match=r"not a run folder: it holds no config\.yaml"):
+    with pytest.raises(InputError, match=r"nowhere does not exist\. Name an audit run\."):
         read_audit(Path("nowhere"))
+    Path("other").mkdir()
+    with pytest.raises(InputError, match=r"not a run folder: it holds no audit\.json"):
+        read_audit(Path("other"))
     run = write({})
     (run / folder.AUDIT).unlink()
     with pytest.raises(InputError, match=r"no audit run, or has not ended.* --canaries 1000"):
         read_audit(run)
-    with pytest.raises(InputError, match="is not a run folder"):
+    with pytest.raises(InputError, match=r"config\.yaml is not an audit .*Name an audit run\."):
         read_audit(run / folder.CONFIG)

@@ -14,7 +14,7 @@ from scipy.stats import beta as beta_distribution
 from scipy.stats import norm
 
 from dpmac_cli.accounting import risk
-from dpmac_cli.accounting.accountants import loss_distribution, total_epsilon
+from dpmac_cli.accounting.accountants import FINE, loss_distribution, total_epsilon
 from dpmac_cli.accounting.allocation import gaussian_deltas
 from dpmac_cli.accounting.events import TrainingEvent, merged
 from dpmac_cli.accounting.risk import (
@@ -159,7 +159,7 @@ def test_mu_covers_every_delta_down_to_the_least(
     mu = gaussian_mu((event,))
     risk._deltas.cache_clear()
     epsilons = np.linspace(0, total_epsilon((event,), 1e-10), 3001)
-    deltas = loss_distribution(merged((event,))).get_delta_for_epsilon(epsilons)
+    deltas = loss_distribution(merged((event,)), FINE).get_delta_for_epsilon(epsilons)
     slack = 1e-13  # of both computations
     assert (gaussian_deltas(1 / mu, epsilons) >= deltas - slack).all()
     if points == POINTS:

@@ -97,14 +97,10 @@ def noiseless(events: Sequence[TrainingEvent]) -> bool:
     return any(event.noise_multiplier == 0 for event in events)
 
 
-def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float = FINE) -> Any:
-    """Return the pessimistic privacy loss distribution of merged, noisy events: one at least."""
-    return _compose(parts, _width(parts, widest))
-
-
 @functools.lru_cache(maxsize=2)
-def _compose(parts: tuple[TrainingEvent, ...], width: float) -> Any:
-    """Return the privacy loss distribution of merged events, on a grid of a width."""
+def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float) -> Any:
+    """Return the pessimistic privacy loss distribution of merged, noisy events: one at least."""
+    width = _width(parts, widest)
     return functools.reduce(lambda a, b: a.compose(b), [_part(event, width) for event in parts])
 
 
@@ -119,7 +115,7 @@ def _part(event: TrainingEvent, width: float) -> Any:
     return _repeated(one, event.compositions)
 
 
-def _width(parts: Sequence[TrainingEvent], widest: float = FINE) -> float:
+def _width(parts: Sequence[TrainingEvent], widest: float) -> float:
     """Return one grid width for all: wide enough for the largest losses, else fine enough.
 
     Rounding a composition's loss, about q/sigma, by a tenth of it adds 0.1% to epsilon; a coarse

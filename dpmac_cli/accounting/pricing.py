@@ -34,7 +34,7 @@ class Row:
     epochs: float | None
     sampler: str
     accountant: str
-    adjacency: str
+    adjacency: str = ADJACENCY
     compositions: int
     dataset_size: int | None = None
     batch_size: int | None = None
@@ -71,7 +71,6 @@ def price(
         epochs=None if rate is None else steps / last.steps_per_epoch,
         sampler=last.sampler,
         accountant=choose_accountant(noisy, accountant),
-        adjacency=ADJACENCY,
         compositions=sum(event.compositions for event in trained),
         unit=unit,
     )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpmac_cli.accounting.accountants import (
+    FINE,
     choose_accountant,
     loss_distribution,
     noiseless,
@@ -179,7 +180,7 @@ def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
     deltas = np.zeros_like(epsilons)
     with np.errstate(over="ignore"):
         for split in by_records(parts):
-            found = loss_distribution(split).get_delta_for_epsilon(epsilons)
+            found = loss_distribution(split, FINE).get_delta_for_epsilon(epsilons)
             deltas = np.maximum(deltas, found)
     falling = np.maximum.accumulate(deltas[::-1])[::-1]  # rounding errors lie about 1e-14
     return epsilons, np.clip(falling, 0.0, 1.0)

@@ -15,7 +15,6 @@ from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import LEAST_DELTA, PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import flag_name
@@ -35,7 +34,6 @@ ASIDE = ("statement", "events", "risk", "unit")
     argument("run", "A run folder or report to price again.", required=False),
     settings=question.FLAGS,
 )
-@explained
 def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given: Any) -> None:
     """Answer the question and print the rows."""
     flags = {flag_name(name): text for name, text in given.items() if text is not None}

@@ -7,6 +7,7 @@ from typer.core import TyperCommand
 
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, evaluate, own_data, train
+from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import COMMANDS
 from dpmac_cli.config.given import OTHER_NAMES
 
@@ -41,7 +42,7 @@ for _name, _function in (
     ("schema", own_data.schema),
     ("cache", own_data.cache),
 ):
-    app.command(_name, cls=Command, help=COMMANDS[_name]["help"])(_function)
+    app.command(_name, cls=Command, help=COMMANDS[_name]["help"])(explained(_function))
 
 
 def _version(value: bool) -> None:

@@ -15,12 +15,12 @@ from rich.text import Text
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained, stop, stop_request
+from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import with_options
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import METRICS, SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError
+from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
@@ -38,18 +38,14 @@ RUNS, JOBS = "runs", "jobs"
     details={"optimizers": {"choices": ("all", *OPTIMIZERS)}},
     settings={name: replace(SETTINGS[name], several=name != "metric") for name in STUDIED},
 )
-@explained
 def compare(**flags: Any) -> None:
     """Run the command; ``flags`` are the studied settings and the options above."""
     out: Path = parse({"out": flags.pop("out")})["out"]
     file = flags.pop("config")
     choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
-    errors = list(choice.faults())
-    if dry_run and as_json:
-        errors.append("--dry-run and --json contradict each other: a plan has no table. Give one.")
-    if errors:
-        raise InputError(errors)
+    both = "--dry-run and --json contradict each other: a plan has no table. Give one."
+    raise_errors([*choice.faults(), *[both] * (dry_run and as_json)])
     grid = plan(flags, file, out / RUNS)
     if not quiet:
         console.print_notes(grid.notes)
@@ -60,14 +56,12 @@ def compare(**flags: Any) -> None:
         raise InputError(
             f"--out {out} holds files that are not a study's. Name a new or an empty folder."
         )
-    errors = [
+    raise_errors(
         f"{run.folder} holds a run with other settings, so it is no run of this study. Move it "
         "out of that folder: the same command then trains it again, from scratch."
         for run in grid.runs
         if was_changed(run)
-    ]
-    if errors:
-        raise InputError(errors)
+    )
     failures, interrupted = _carry_out(grid, out, choice, console.for_display(quiet, as_json))
     document, summary = _write_results(grid, out, failures)
     if as_json:

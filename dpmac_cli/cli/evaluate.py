@@ -10,12 +10,11 @@ from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import DETAILS
-from dpmac_cli.errors import MISFIT, InputError
+from dpmac_cli.errors import MISFIT, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.runs.card import FORMATS, render_card
@@ -40,7 +39,6 @@ BROKEN = (
     argument("run", "A run folder, or a model.safetensors."),
     details={"dataset": DETAILS["dataset"]},
 )
-@explained
 def evaluate(
     run: Path,
     dataset: str | None,
@@ -55,15 +53,13 @@ def evaluate(
     if audit:  # reads what its run has written, and nothing else
         others = {"dataset": dataset, "data-dir": data_dir, "plot": plot}
         what = "--audit scores guesses, not test samples: leave out"
-        if errors := [f"{what} --{name}." for name, given in others.items() if given is not None]:
-            raise InputError(errors)
+        raise_errors(f"{what} --{name}." for name, given in others.items() if given is not None)
         found = read_audit(run)
         with console.waiting(json, "bounds"):
             verdict = found.verdict()
         _judge(found, verdict, run, json)
         return
-    if errors := [*faults_of_picture(plot)]:
-        raise InputError(errors)
+    raise_errors(faults_of_picture(plot))
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
@@ -77,7 +73,6 @@ def evaluate(
     argument("run", "A run folder, or a model.safetensors."),
     argument("data", "Images, an .npz or a table."),
 )
-@explained
 def predict(
     run: Path,
     data: Path,
@@ -97,8 +92,7 @@ def predict(
         errors.append(f"The folder {out.parent} of --out does not exist.")
     if out.exists() and not (force and out.is_file()):
         errors.append(f"{out} exists. Add --force to replace it, or name another --out.")
-    if errors:
-        raise InputError(errors)
+    raise_errors(errors)
     parse({"device": device})
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)
@@ -112,7 +106,6 @@ def predict(
 
 
 @with_options("card", argument("run", "A run folder."), details={"format": {"choices": FORMATS}})
-@explained
 def card(run: Path, format: str, **answers: str | None) -> None:
     """Print the model card."""
     if format not in FORMATS:
@@ -136,20 +129,19 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
     exact = "these scores are exact: epsilon covers those in report.json, and these are not covered"
     console.print_notes([*display.doubts(result), *[exact] * scored.covered])
     if json:
+        shares = metrics.as_values(answers, values)
         body = {
             "model": str(scored.path),
             "card": str(card) if card.is_file() else None,
             "dataset": scored.dataset,
             "loss": metrics.shown(result.loss),
             "samples": result.samples,
-            **metrics.as_values(answers, values),
+            **shares,
             "intervals": {
                 name.replace("-", "_"): [*map(metrics.shown, ends)]
                 for name, ends in intervals.items()
             },
-            "per_class": dict(
-                zip(scored.classes, map(metrics.shown, result.per_class), strict=True)
-            ),
+            "per_class": dict(zip(scored.classes, shares["sensitivity"], strict=True)),
             "confusion": result.confusion.tolist(),
         }
         console.print_result(to_json(body))

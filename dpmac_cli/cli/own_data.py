@@ -6,17 +6,15 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained
 from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.given import near
 from dpmac_cli.data.table_schema import draft
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import raise_errors
 from dpmac_cli.storage.cache import kept_files, make_room
 from dpmac_cli.storage.paths import cache_folder, cache_size
 
 
 @with_options("schema", argument("file", "Table in CSV or Parquet."))
-@explained
 def schema(file: Path, label: str | None, drop: str | None) -> None:
     """Print the draft."""
     from dpmac_cli.data.table_file import numeric_columns  # noqa: PLC0415  (loads an extra)
@@ -24,18 +22,15 @@ def schema(file: Path, label: str | None, drop: str | None) -> None:
     kinds = numeric_columns(file)
     dropped = tuple(name.strip() for name in drop.split(",")) if drop else ()
     given = {**dict.fromkeys(dropped, "drop"), **({label: "label"} if label else {})}
-    unknown = [
+    raise_errors(
         f"--{flag} {name}: {file} has no such column.{near(name, kinds)}"
         for name, flag in given.items()
         if name not in kinds
-    ]
-    if unknown:
-        raise InputError(unknown)
+    )
     console.print_result(draft(file, kinds, label, dropped))
 
 
 @with_options("cache")
-@explained
 def cache(clear: bool) -> None:
     """Print how much is kept and where, or remove it."""
     folder, limit = cache_folder(), cache_size()

@@ -5,7 +5,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.cli import console
-from dpmac_cli.cli.failures import explained, stop, stop_request
+from dpmac_cli.cli.failures import stop, stop_request
 from dpmac_cli.cli.options import with_options
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.resolve import resolve
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 @with_options("train", settings=SETTINGS)
-@explained
 def train(**flags: Any) -> None:
     """Run the command; ``flags`` are settings, ``config``, ``resume`` and ``fork``."""
     keep_freed_memory()

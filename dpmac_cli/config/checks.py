@@ -12,14 +12,7 @@ from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
-from dpmac_cli.models.registry import (
-    BACKBONES,
-    Backbone,
-    Features,
-    Pixels,
-    Scattered,
-    UserModel,
-)
+from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.training.schedules import LOSSES
 
 #: Package of each extra, which is a module of the same name.
@@ -54,8 +47,12 @@ def faults(plan: TrainPlan) -> Iterator[str]:
     if 0 < plan.canaries < plan.guesses:
         yield f"--guesses ({plan.guesses:,}) must not be above --canaries ({plan.canaries:,})."
     yield from _frozen_faults(plan)
-    if plan.scores is not None:
-        yield from _covered_faults(plan)
+    known = COVERED[:1] if plan.facts.multilabel else COVERED
+    if plan.scores is not None and plan.metric not in known:
+        yield (
+            f"--metric {plan.metric} cannot be released with --cover-scores. Use "
+            f"{' or '.join(known)}, or leave out --cover-scores."
+        )
     if plan.recipe.augmented and plan.facts.is_table:
         yield f"--augmentations is for images, and {plan.dataset} is a table. Leave it out."
     yield from _loss_faults(plan)
@@ -63,16 +60,6 @@ def faults(plan: TrainPlan) -> Iterator[str]:
         yield (
             f"--warmup-steps ({plan.recipe.warmup:,}) must be below the steps of the run, "
             f"{plan.steps:,}."
-        )
-
-
-def _covered_faults(plan: TrainPlan) -> Iterator[str]:
-    """Yield faults between --cover-scores and other settings."""
-    known = COVERED[:1] if plan.facts.multilabel else COVERED
-    if plan.metric not in known:
-        yield (
-            f"--metric {plan.metric} cannot be released with --cover-scores. Use "
-            f"{' or '.join(known)}, or leave out --cover-scores."
         )
 
 
@@ -87,7 +74,7 @@ def _loss_faults(plan: TrainPlan) -> Iterator[str]:
             f"--class-weights must be {len(facts.classes)} numbers above 0, one for each class of "
             f"{plan.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
         )
-    if facts.multilabel and (plan.canaries or not isinstance(plan.features, Pixels)):
+    if facts.multilabel and (plan.canaries or plan.features is not None):
         yield f"--canaries, --features and --backbone are for one class each, not {plan.dataset}."
 
 
@@ -108,7 +95,7 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults between what is frozen and other settings."""
     features, weights, part = plan.features, plan.pretrained, plan.trained.part
     once = isinstance(features, Scattered) or part == "head"
-    if isinstance(features, Features):
+    if features is not None:
         flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
         if not plan.facts.is_images:
             yield f"{flag} is of images, and {plan.dataset} holds numbers. Leave it out."

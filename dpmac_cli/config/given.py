@@ -11,15 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dpmac_cli.config.settings import (
-    NUMBER,
-    OWN_MODEL,
-    SETTINGS,
-    Setting,
-    flag_name,
-)
+from dpmac_cli.config.settings import NUMBER, OWN_MODEL, SETTINGS, Setting, flag_name
 from dpmac_cli.data.schema import AtHand
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import raise_errors
 
 #: Settings that answer the same question: give one. A flag replaces a file's answer.
 EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"))
@@ -111,8 +105,7 @@ def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
     """
     errors: list[str] = []
     values = validated(typed(flags, errors), errors)
-    if errors:
-        raise InputError(errors)
+    raise_errors(errors)
     return values
 
 

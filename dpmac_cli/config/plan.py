@@ -10,7 +10,7 @@ from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
-from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Pixels, Trained, UserModel
+from dpmac_cli.models.registry import Backbone, BuiltIn, Features, Trained, UserModel
 from dpmac_cli.training.schedules import Recipe
 
 
@@ -23,7 +23,7 @@ class TrainPlan:
         found: facts of the records that the run began with.
         fix_norm: whether batch norms of a user-supplied network are replaced.
         isolate: whether it is run on each sample alone even if it is proven to keep samples apart.
-        features: what the network takes in place of images.
+        features: what the network takes in place of images; None for images.
         pretrained: file of public weights to start from; None for random weights or a backbone's.
         trained: what of the network is trained.
         event: all that is done to the records, as it is priced.
@@ -48,7 +48,7 @@ class TrainPlan:
     model: BuiltIn | UserModel
     fix_norm: bool
     isolate: bool
-    features: Features | Pixels
+    features: Features | None
     pretrained: Path | None
     trained: Trained
     event: TrainingEvent
@@ -106,7 +106,7 @@ class TrainPlan:
     @property
     def head_only(self) -> bool:
         """Whether only the last linear layer of a network that takes images is trained."""
-        return self.trained.part == "head" and isinstance(self.features, Pixels)
+        return self.trained.part == "head" and self.features is None
 
     @property
     def own_data(self) -> bool:

@@ -15,7 +15,7 @@ from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.given import Given, validated
 from dpmac_cli.config.settings import read_table
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import BudgetError, raise_errors
 
 #: Flags that each answer is worked out from, and those that must be left out for it.
 NEEDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -91,8 +91,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
         errors += misfits(
             "the data set", typed["dataset_size"], typed["batch_size"], typed.get("epochs", ())
         )
-    if errors:
-        raise InputError(errors)
+    raise_errors(errors)
     asked = {**DEFAULTS, **typed, "solve": solve}
     del asked["dataset"]
     return Question(**asked)

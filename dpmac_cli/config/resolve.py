@@ -19,7 +19,7 @@ from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Found, Source
 from dpmac_cli.data.table_schema import read_schema
 from dpmac_cli.dp.optimizers import Hyperparameters
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import LossKind, Recipe
@@ -30,6 +30,8 @@ AS_GIVEN = (
     *("physical_batch", "device", "seed", "out", "force"),
     *("metric", "json", "quiet"),
 )
+#: Fields of a source of your own that are, likewise.
+HOW_TO_READ = ("test_fraction", "split_seed", "image_size", "standardise", "unit", "skip_bad")
 #: Settings that config.yaml leaves out where they have their defaults.
 OMITTED = {*RECIPE_DEFAULTS, "isolate", "backbone_flips", "metric", "cover_scores"}
 
@@ -102,10 +104,9 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
     on_command_line = typed(flags, errors)
     given = combined(file, on_command_line, errors)
     settings = validated(given, errors)
-    if "dataset" in given.keys() - settings.keys():  # defaults would be another data set's
-        raise InputError(errors)
-    if errors and "skip_bad" in settings:  # all images would be decoded first
-        raise InputError(errors)
+    # Defaults would be another data set's; all images would be decoded first.
+    if "dataset" in given.keys() - settings.keys() or "skip_bad" in settings:
+        raise_errors(errors)
     try:
         data, found = _data({**DEFAULTS, **settings})
     except InputError as failure:
@@ -114,25 +115,20 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
         settings["dataset"] = str(data.path)
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
-    errors += checks.faults(plan)
-    if errors:
-        raise InputError(errors)
+    raise_errors([*errors, *checks.faults(plan)])
     return Resolved(_calibrated(plan), tuple(checks.notes(plan, on_command_line)))
 
 
 def _calibrated(plan: TrainPlan) -> TrainPlan:
-    """Return a plan with the least noise whose whole run costs the target epsilon or less."""
-    if not plan.private or math.isinf(plan.target_epsilon):
-        return _with_covered_scores(plan)
-    sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
-    recorded = {**plan.recorded, "sigma": sigma}
-    recorded.pop("epsilon")
-    event = replace(plan.event, noise_multiplier=sigma)
-    return _with_covered_scores(replace(plan, event=event, recorded=recorded))
+    """Return a plan with the least noise whose whole run costs the target epsilon or less.
 
-
-def _with_covered_scores(plan: TrainPlan) -> TrainPlan:
-    """Return a plan whose test scores, if they are covered, cost what training does at most."""
+    Test scores, if they are covered, cost what training does at most.
+    """
+    if plan.private and math.isfinite(plan.target_epsilon):
+        sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
+        recorded = {**plan.recorded, "sigma": sigma}
+        recorded.pop("epsilon")
+        plan = replace(plan, event=replace(plan.event, noise_multiplier=sigma), recorded=recorded)
     if plan.scores is None:
         return plan
     target = min(total_epsilon((plan.event,), plan.delta), plan.max_epsilon)
@@ -218,29 +214,24 @@ def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
         schema = read_schema(Path(values["schema"]))
     source = Source(
         Path(name) if at_hand is None else at_hand.path,
-        test_fraction=values["test_fraction"],
-        split_seed=values["split_seed"],
+        **{setting: values[setting] for setting in HOW_TO_READ},
         channels=None if values["channels"] is None else int(values["channels"]),
-        image_size=values["image_size"],
         classes=tuple(name.strip() for name in names.split(",")) if names else None,
-        standardise=values["standardise"],
         feature_range=(low, high) if ends else None,
         schema=schema,
         at_hand=at_hand,
-        unit=values["unit"],
-        skip_bad=values["skip_bad"],
     )
     return source, inspect(source)
 
 
-def _features(values: Mapping[str, Any]) -> registry.Features | registry.Pixels:
+def _features(values: Mapping[str, Any]) -> registry.Features | None:
     if values["backbone"] is not None:
         return registry.Backbone(
             values["backbone"], values["backbone_size"], values["backbone_flips"]
         )
     if values["features"] is not None:
         return registry.Scattered(values["features"])
-    return registry.Pixels()
+    return None
 
 
 def _trained(values: Mapping[str, Any]) -> registry.Trained:

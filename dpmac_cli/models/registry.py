@@ -67,11 +67,6 @@ FEATURES: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Pixels:
-    """Images as they are, without features."""
-
-
 #: Features per channel by scattering: an average, 8 angles of 2 octaves, and 64 pairs of angles;
 #: and the factor by which height and width shrink.
 SCATTERED, SHRINK = 1 + 2 * 8 + 8**2, 4

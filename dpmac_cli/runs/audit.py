@@ -7,6 +7,7 @@ trade-off curve is as claimed, fewer are (Mahloujifar, Melis and Chaudhuri 2024,
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,13 +21,15 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.risk import FALSE_POSITIVE_RATES, trade_off_curve
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
+from dpmac_cli.runs.report_file import parse
 
 #: Confidence of the lower bound.
 CONFIDENCE = 0.95
 #: Largest bound to search for, and the precision of the search.
 MOST, PRECISION = 50.0, 1e-9
-#: Most that the noise of a claim is multiplied or divided by, and how near the search gets.
-MOST_FACTOR, NEAR = 64.0, 1.005
+#: What the noise of a claim is multiplied by; neighbours differ by 0.5%.
+FACTORS: list[float] = np.geomspace(1 / 64, 64, 1669).tolist()
+WANTED = "Name an audit run."
 #: One of so many points of a trade-off curve is used.
 THINNING = 8
 
@@ -88,13 +91,8 @@ def curve_bound(
         curve = trade_off_curve(with_noise(factor), THINNING)
         return not as_likely(curve, canaries, guesses, right)
 
-    low, high = 1 / MOST_FACTOR, MOST_FACTOR
-    if not ruled_out(high):
-        return 0.0
-    while high > NEAR * low:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if ruled_out(middle) else (middle, high)
-    return total_epsilon(with_noise(high), delta)
+    least = bisect_left(FACTORS, True, key=ruled_out)
+    return total_epsilon(with_noise(FACTORS[least]), delta) if least < len(FACTORS) else 0.0
 
 
 def as_likely(
@@ -213,23 +211,14 @@ class Audit:
 
 def read_audit(run: Path) -> Audit:
     """Read the audit of a finished run. Raises InputError if there is none, or it is damaged."""
-    from dpmac_cli.runs.report_file import parse  # noqa: PLC0415  (loads pydantic)
-
-    file = run / folder.AUDIT
-    try:
-        text = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as failure:
-        why = (
+    if (run / folder.CONFIG).is_file() and not (run / folder.AUDIT).exists():
+        raise InputError(
             f"{run} holds no {folder.AUDIT}: it is no audit run, or has not ended. Start one with "
             f"dpmac train --canaries 1000, or go on: {folder.resume_command(run)}"
         )
-        if not (run / folder.CONFIG).is_file():
-            why = f"{run} is not a run folder: it holds no {folder.CONFIG}. Name an audit run."
-        raise InputError(why) from failure
-    except OSError as failure:
-        raise InputError(f"{file} cannot be read ({failure.strerror or failure}).") from failure
-    found = parse(Audit, text, file, "is not an audit as dpmac writes it", "Audit again.")
-    if folder.vouched(run, folder.AUDIT) is False:
+    file, text = folder.read(run, folder.AUDIT, WANTED)
+    found = parse(Audit, text, file, "is not an audit as dpmac writes it", WANTED)
+    if folder.vouched(file.parent, folder.AUDIT) is False:
         raise InputError(
             f"{file} is damaged: it does not match its checksum in {folder.SUMS}. Audit again."
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import UserModel, parse_model
 from dpmac_cli.models.weights import CHECKPOINT_HEADER, unpacked
 from dpmac_cli.runs import folder, ledger
@@ -218,10 +218,8 @@ def check_given(
 
 def check_same(now: Mapping[str, str], before: Mapping[str, str], *, exactly: bool) -> None:
     """Reject other records (their number sets the rate), and in an exact resume other networks."""
-    others = [
+    raise_errors(
         f"{_SAME[of]} that the run began with. {NOT_EXACTLY if of in EXACT else SPENT}"
         for of in _SAME
         if (exactly or of not in EXACT) and now.get(of) != before.get(of)
-    ]
-    if others:
-        raise InputError(others)
+    )

@@ -6,15 +6,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch import nn
 
-from dpmac_cli.accounting import accountants as accounting
 from dpmac_cli.accounting import statements
-from dpmac_cli.accounting.events import ADJACENCY
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
+from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name, metric_key
@@ -24,7 +23,7 @@ from dpmac_cli.runs.card import OPEN, templates
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
-from dpmac_cli.training.covered import CoveredScore
+from dpmac_cli.training.covered import REACH, CoveredScore
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.metrics import shown
 
@@ -50,12 +49,11 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     parts differ.
     """
     events, private = spent.events, plan.private
-    trained = [event for event in events if event.records == "training"]
-    tested = tuple(event for event in events if event.records == "test")
-    epsilon = accounting.total_epsilon(events, plan.delta)
-    planned = accounting.total_epsilon((*spent.earlier, spent.event), plan.delta)
+    trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
+    cost = price(events, plan.delta, unit=plan.unit)
+    planned = total_epsilon((*spent.earlier, spent.event), plan.delta)
     risk = assess_risk(events, plan.facts.train_size, plan.unit)
-    promise = statements.statement(epsilon, plan.delta, events, plan.unit)
+    promise = cost.statement
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
     if plan.secure:
@@ -64,31 +62,31 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
         seeds = drawn = TEXTS.no_secrets
     return {
         "private": private,
-        "epsilon": shown(epsilon),
-        "epsilon_planned": shown(max(planned, epsilon)),
+        "epsilon": shown(cost.epsilon),
+        "epsilon_planned": shown(max(planned, cost.epsilon)),
         "delta": plan.delta if private else None,
-        "noise_multiplier": statements.common(event.noise_multiplier for event in trained),
+        "noise_multiplier": cost.noise_multiplier,
         "unit": {
             "name": plan.unit,
             "told_by": plan.found.unit or None,
             "records_in_a_step": plan.recipe.records,
         },
-        "sampler": plan.event.sampler,
-        "sampling_rate": statements.common(event.sampling_rate for event in trained),
-        "steps": sum(event.steps for event in trained),
+        "sampler": cost.sampler,
+        "sampling_rate": cost.sampling_rate,
+        "steps": cost.steps,
         "covered_scores": {
             "released": sum(event.steps for event in tested),
             "noise_multiplier": statements.common(event.noise_multiplier for event in tested),
-            "epsilon": shown(accounting.total_epsilon(tested, plan.delta)),
-            "epsilon_of_training": shown(accounting.total_epsilon(tuple(trained), plan.delta)),
+            "epsilon": shown(total_epsilon(tested, plan.delta)),
+            "epsilon_of_training": shown(total_epsilon(trained, plan.delta)),
             "statement": TEXTS.covered,
         }
         if plan.scores
         else None,
         "events": [vars(event) for event in events],
         "abandoned": [vars(event) for event in spent.abandoned],
-        "adjacency": ADJACENCY if private else None,
-        "accountant": accounting.ACCOUNTANTS[accounting.DEFAULT_ACCOUNTANT] if private else None,
+        "adjacency": cost.adjacency if private else None,
+        "accountant": ACCOUNTANTS[cost.accountant] if private else None,
         "risk": risk.values() if private else None,
         "computed_from_records": _computed(plan) if private else None,
         "statement": " ".join((TEXTS.seed_given, promise)) if private and spent.seeded else promise,
@@ -282,8 +280,7 @@ def sampling_error(accuracy: float | None, samples: int, noise: float = 0.0) -> 
     """
     if accuracy is None:
         return None
-    z = NormalDist().inv_cdf(0.975)
-    scale = 1 + z**2 / samples
+    z, scale = REACH, 1 + REACH**2 / samples
     middle = (accuracy + z**2 / (2 * samples)) / scale
     reach = z * math.sqrt(accuracy * (1 - accuracy) / samples + (z / (2 * samples)) ** 2) / scale
     reach = math.hypot(reach, z * noise)

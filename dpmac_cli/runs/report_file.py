@@ -27,7 +27,7 @@ from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import question
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder, ledger
 
 SCHEMA_VERSION = 1
@@ -194,8 +194,7 @@ def recount(
     why = f"contradicts {path}, which says what was done: leave it out."
     errors = [*found, *(f"--{name} {why}" for name in given if name not in BESIDE_A_RUN)]
     typed = question.parse({n: given[n] for n in BESIDE_A_RUN if n in given}, errors)
-    if errors:
-        raise InputError(errors)
+    raise_errors(errors)
     report = read_report(path)
     events, own_delta = report.training_events(), report.delta or question.DEFAULTS["delta"]
     delta = typed.get("delta", own_delta)

@@ -25,7 +25,7 @@ from dpmac_cli.models.build import (
 )
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
-from dpmac_cli.models.registry import BACKBONES, Backbone, Features, UserModel
+from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
 from dpmac_cli.models.validation import Independence, check_model, check_precision, independence
 from dpmac_cli.models.weights import PublicWeights, read_weights
 from dpmac_cli.randomness.keystream import Keys, make_keys
@@ -156,7 +156,7 @@ def make_task(
     errors are those of :func:`make_trainer`.
     """
     shape, at_hand = plan.facts.shape, model is not None
-    seen = seen_by_network(plan.facts, _features(plan))
+    seen = seen_by_network(plan.facts, plan.features)
     own = at_hand or isinstance(plan.model, UserModel)
     notes: tuple[str, ...] = ()
     if model is None:
@@ -171,7 +171,7 @@ def make_task(
     parts = None if at_hand else _cut(plan, model)
     kind, why = _independence(plan, model, parts, own=own)
     if device.type == "cuda" and not plan.head_only:  # autocast there is not seen on the CPU
-        cached = isinstance(plan.features, Features) and parts is not None
+        cached = plan.features is not None and parts is not None
         whole, given = (parts.head, seen.shape) if parts and cached else (model, shape)
         check_precision(whole, given)
     if data is None:
@@ -181,9 +181,9 @@ def make_task(
         if data.units is not None:
             fingerprints["units"] = data.units.sha256()
     if parts is not None:
-        parts.isolated = not isinstance(plan.features, Features) and kind == "isolated"
+        parts.isolated = plan.features is None and kind == "isolated"
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
-        if isinstance(plan.features, Features):
+        if plan.features is not None:
             settings |= vars(plan.features)
         data, sha256 = yield from featured(parts, data, settings, cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
@@ -227,7 +227,7 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
         plan.facts,
         int.from_bytes(keys.init[:4], "little"),
         fix_norm=plan.fix_norm,
-        features=_features(plan),
+        features=plan.features,
         trained=plan.trained if plan.starts_public else None,
         isolated=plan.isolate,
     )
@@ -237,7 +237,7 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
 
 def _check_at_hand(plan: TrainPlan, model: object) -> None:
     """Validate a network like one that is built. Raises InputError, ModelError."""
-    if isinstance(plan.features, Features) or plan.pretrained is not None:
+    if plan.features is not None or plan.pretrained is not None:
         raise InputError(
             "features and pretrained are for a network that the settings name: leave them out, or "
             "do what they do in the network that is given."
@@ -267,10 +267,6 @@ def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[
     return sums
 
 
-def _features(plan: TrainPlan) -> Features | None:
-    return plan.features if isinstance(plan.features, Features) else None
-
-
 def _independence(
     plan: TrainPlan, model: nn.Module, parts: FrozenFeatures | None, *, own: bool
 ) -> tuple[Independence, tuple[str, ...]]:
@@ -279,7 +275,7 @@ def _independence(
     if not own:
         return "built in", ()
     shape, classes = plan.facts.shape, len(plan.facts.classes)
-    if isinstance(plan.features, Features):
+    if plan.features is not None:
         model, shape = model.get_submodule("head"), plan.features.shape_of(shape)
     frozen = parts.frozen if parts is not None and plan.head_only else None
     kind, why = independence(model, shape, classes, frozen)
