@@ -2,6 +2,8 @@
 
 python benchmarks/frontier.py sample_configs/bench-mnist.yaml docs/data/frontier.jsonl 0.5,0.7,1.0
 
+A fourth argument names the optimizers to compare (dp-adam,ema), if not all.
+
 Tuning is the same for all: on one seed that is not used again, a rate is doubled or halved for as
 long as that raises the accuracy. Then five seeds at the best rate. A line has the optimizer, sigma,
 rate, seed, test accuracy in percent and seconds; what is in the file is not run again. At the end
@@ -224,7 +226,8 @@ def measured(job: tuple[Path, Path, str, float]) -> tuple[str, float, float, lis
 def main() -> None:
     """Run what is missing, two at a time, and print a table for each sigma."""
     config, file, sigmas = Path(sys.argv[1]), Path(sys.argv[2]), map(float, sys.argv[3].split(","))
-    jobs = [(config, file, name, sigma) for sigma in sigmas for name in STARTS]
+    names = sys.argv[4].split(",") if len(sys.argv) > 4 else STARTS
+    jobs = [(config, file, name, sigma) for sigma in sigmas for name in names]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         rows = pool.map(measured, jobs, chunksize=1)
     from dpmac_cli.studies.results import holm  # noqa: PLC0415  (after the table)
