@@ -24,7 +24,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,7 +46,7 @@ from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, PrivateMean
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.sampling import KeyedSampler
-from dpmac_cli.runs import setup
+from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Update
 from dpmac_cli.training.trainer import Trainer
 
@@ -175,18 +175,13 @@ def bug(name: str) -> Iterator[None]:
         c, valid = clip_weights(*given)
         return c * 2, valid
 
-    found = {
-        "": (),
-        "mean over the records drawn": (patch.object(Trainer, "_clip_and_sum", by_drawn),),
-        "weights twice as large": (patch.object(clipped_sum, "clip_weights", doubled),),
-    }[name]
-    for patched in found:
-        patched.start()
-    try:
+    bugs: dict[str, AbstractContextManager[Any]] = {
+        "": nullcontext(),
+        "mean over the records drawn": patch.object(Trainer, "_clip_and_sum", by_drawn),
+        "weights twice as large": patch.object(clipped_sum, "clip_weights", doubled),
+    }
+    with bugs[name]:
         yield
-    finally:
-        for patched in found:
-            patched.stop()
 
 
 def audit(setting: Setting) -> dict[str, Any]:
@@ -197,7 +192,7 @@ def audit(setting: Setting) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as place,
         bug(setting["bug"]),
-        patch.object(setup, "make_keys", lambda _: keys),
+        patch.object(run, "make_keys", lambda *_, **__: keys),
     ):
         folder = Path(place) / "run"
         plan = resolve({**COMMON, **given, "out": str(folder), "force": True}).plan
