@@ -64,7 +64,7 @@ class Adam:
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,), by torch's fused kernel: one pass over the vectors."""
-        before = torch.tensor(moments.step - 1.0, device=theta.device)  # torch counts on
+        before = torch.full((), moments.step - 1.0, device=theta.device)  # torch counts on
         adam(
             [theta],
             [private.value],

@@ -50,8 +50,9 @@ class SeededNormals:
         """Return the words and the turns of the next draws."""
         pairs = (like.numel() + 1) // 2
         turn = np.int64 if like.dtype == torch.float64 else np.int32
-        words, turns = (self._stretch.generate_state(pairs, kind) for kind in (np.int64, turn))
-        return torch.from_numpy(words).to(like.device), torch.from_numpy(turns).to(like.device)
+        drawn = (self._stretch.generate_state(pairs, kind) for kind in (np.int64, turn))
+        words, turns = (torch.from_numpy(x).to(like.device, non_blocking=True) for x in drawn)
+        return words, turns
 
 
 class SecureNormals(SeededNormals):
