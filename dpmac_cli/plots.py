@@ -1,9 +1,9 @@
 """Pictures for print: readable without colour, on white, as PNG, SVG or PDF. Loads matplotlib."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.accounting.statements import format_epsilon
@@ -46,20 +46,29 @@ def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
 
 def write_figure(figure: "Figure", path: Path) -> None:
     """Write a picture atomically; the same picture is the same bytes. Raises OSError."""
+    write_atomically(path, _rendered(figure, path.suffix.lower().removeprefix(".")))
+
+
+def as_svg(figure: "Figure") -> str:
+    """Return a picture as an element of a web page."""
+    picture = _rendered(figure, "svg").decode()
+    return picture[picture.index("<svg") :]
+
+
+def _rendered(figure: "Figure", kind: str) -> bytes:
     from matplotlib import rc_context  # noqa: PLC0415  (a second to load)
 
     picture = io.BytesIO()
-    kind = path.suffix.lower().removeprefix(".")
     with rc_context({"svg.hashsalt": "dpmac"}):
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
         figure.savefig(picture, dpi=200, format=kind, metadata=metadata)
-    write_atomically(path, picture.getvalue())
+    return picture.getvalue()
 
 
-def draw_trade_offs(rows: Sequence["Row"], path: Path) -> None:
+def trade_offs(rows: Sequence["Row"]) -> "Figure":
     """Draw what attackers can reach: type I and II errors, beside a ROC curve on log scales.
 
-    One line per row. Raises OSError if the file cannot be written.
+    One line per row.
     """
     import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
 
@@ -76,4 +85,46 @@ def draw_trade_offs(rows: Sequence["Row"], path: Path) -> None:
     roc.set(xlabel="false positive rate", ylabel="highest true positive rate")
     roc.set(xscale="log", yscale="log")
     errors.legend(fontsize="small")
-    write_figure(figure, path)
+    return figure
+
+
+def course(points: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Draw test accuracy and epsilon by epoch, from the lines of metrics.jsonl."""
+    figure, panels = new_figure(2)
+    for panel, name in zip(panels, ("test_accuracy", "epsilon"), strict=True):
+        found = [(point["epoch"], point[name]) for point in points if point[name] is not None]
+        panel.plot(*zip(*found, strict=True), marker=".") if found else None
+        panel.set(xlabel="epoch", ylabel=name.replace("_", " "))
+    return figure
+
+
+def means(study: Mapping[str, Any], optimizers: Sequence[str]) -> "Figure":
+    """Draw the means of a study, with standard deviations over seeds, from its compare.json.
+
+    One line per row of its table. Each of ``optimizers`` has the same color in every picture.
+    """
+    figure, (panel,) = new_figure(1)
+    lines: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in study["rows"]:
+        if row["mean"] is not None:
+            lines.setdefault(tuple(row[axis] for axis in study["axes"]), []).append(row)
+    for number, (labels, cells) in enumerate(lines.items()):
+        x, y, spread = zip(
+            *((c[study["column"]], 100 * c["mean"], 100 * (c["std"] or 0)) for c in cells),
+            strict=True,
+        )
+        known = [optimizers.index(label) for label in labels if label in optimizers]
+        panel.errorbar(
+            x,
+            y,
+            spread,
+            color=COLOURS[(known or [number])[0] % len(COLOURS)],
+            linestyle=DASHES[number % len(DASHES)],
+            marker="o",
+            capsize=3,
+            label=" ".join(map(str, labels)).replace("$", r"\$"),
+        )
+    panel.set_xticks(sorted({row[study["column"]] for row in study["rows"]}))
+    panel.set(xlabel=study["column"], ylabel=f"test {study['metric']}, percent")
+    panel.legend(fontsize="small")
+    return figure

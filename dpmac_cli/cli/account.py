@@ -19,7 +19,7 @@ from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import flag_name
 from dpmac_cli.errors import BudgetError, InputError
-from dpmac_cli.plots import draw_trade_offs, faults_of_picture
+from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
 from dpmac_cli.runs.report_file import recount
 from dpmac_cli.storage.files import to_json
 
@@ -60,7 +60,7 @@ def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given
             found = assess_risk(row.events, row.dataset_size or 1, row.unit)
             rows[number] = replace(row, risk=found)
     if plot:
-        draw_trade_offs(rows, plot)
+        write_figure(trade_offs(rows), plot)
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     else:

@@ -39,6 +39,7 @@ for _name, _function in (
     ("eval", evaluate.evaluate),
     ("predict", evaluate.predict),
     ("card", evaluate.card),
+    ("report", evaluate.report),
     ("schema", own_data.schema),
     ("cache", own_data.cache),
 ):

@@ -1,7 +1,7 @@
-"""dpmac eval and dpmac predict: scores of a trained model, its audit, classes of new records."""
+"""Commands on what is trained: scores, audits, classes of new records, cards and web pages."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,9 @@ from dpmac_cli.config.settings import DETAILS
 from dpmac_cli.errors import MISFIT, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
-from dpmac_cli.runs.card import FORMATS, render_card
+from dpmac_cli.runs.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
-from dpmac_cli.storage.files import to_json
+from dpmac_cli.storage.files import to_json, write_atomically
 
 if TYPE_CHECKING:
     from dpmac_cli.runs.scoring import Scored
@@ -83,16 +83,9 @@ def predict(
     quiet: bool,
 ) -> None:
     """Load a model, predict and write a file."""
-    errors = []
-    if out.suffix not in (".csv", ".parquet"):
-        errors.append(f"--out {out} must end in .csv or .parquet.")
-    elif out.suffix == ".parquet":
-        errors += fault_of_package("pyarrow", "tables", f"--out {out}")
-    if not out.parent.is_dir():
-        errors.append(f"The folder {out.parent} of --out does not exist.")
-    if out.exists() and not (force and out.is_file()):
-        errors.append(f"{out} exists. Add --force to replace it, or name another --out.")
-    raise_errors(errors)
+    parquet = out.suffix == ".parquet"
+    missing = fault_of_package("pyarrow", "tables", f"--out {out}") if parquet else ()
+    raise_errors([*_faults_of_file(out, (".csv", ".parquet"), force), *missing])
     parse({"device": device})
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)
@@ -112,6 +105,33 @@ def card(run: Path, format: str, **answers: str | None) -> None:
         raise InputError(f"--format must be {', '.join(FORMATS)}, not '{format}'.")
     given = {name.replace("_", " "): value for name, value in answers.items() if value}
     console.print_result(render_card(run, format, given))
+
+
+@with_options("report", argument("path", "A run folder, or a folder of dpmac compare."))
+def report(path: Path, html: Path, force: bool) -> None:
+    """Write a web page."""
+    raise_errors(_faults_of_file(html, (".html",), force, "html"))
+    with console.waiting(quiet=False, first="report"):
+        if (path / "compare.json").is_file():
+            from dpmac_cli.studies.tables import study_page  # noqa: PLC0415  (loads torch)
+
+            page = study_page(path)
+        else:
+            page = run_page(path)
+    write_atomically(html, page.encode())
+    console.stdout().print(Text(f"{html}: a web page of {path}, in one file"))
+
+
+def _faults_of_file(
+    path: Path, kinds: Sequence[str], force: bool, flag: str = "out"
+) -> Iterator[str]:
+    """Yield why a file cannot be written where a flag says."""
+    if path.suffix not in kinds:
+        yield f"--{flag} {path} must end in {' or '.join(kinds)}."
+    if not path.parent.is_dir():
+        yield f"The folder {path.parent} of --{flag} does not exist."
+    if path.exists() and not (force and path.is_file()):
+        yield f"{path} exists. Add --force to replace it, or name another --{flag}."
 
 
 def _show(scored: "Scored", plot: Path | None, json: bool) -> None:

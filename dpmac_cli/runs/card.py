@@ -3,19 +3,26 @@
 The registry is OpenDP's (github.com/opendp/deployments-registry-data, schema of commit 617ad17).
 """
 
+import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from pydantic import TypeAdapter
 
 from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.pricing import price
 from dpmac_cli.errors import InputError
+from dpmac_cli.plots import as_svg, course, trade_offs
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.report_file import read_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = ("md", "html", "registry-yaml")
 #: What a card says where its author has to answer.
@@ -53,11 +60,32 @@ def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
     for row, answer in answers.items():
         cell = answer.replace("|", "\\|").replace("\n", " ")
         card = card.replace(f"| {row} | {OPEN} |", f"| {row} | {cell} |")
-    if kind == "md":
-        return card
-    body = MarkdownIt("js-default").enable("table").render(card)
-    title = escape(card.partition("\n")[0].removeprefix("# "))
-    return templates().get_template("card.html.jinja").render(title=title, body=body)
+    return card if kind == "md" else web_page(card)
+
+
+def web_page(text: str, pictures: Mapping[str, "Figure"] | None = None) -> str:
+    """Return Markdown as a web page that needs no other file, with pictures below by title."""
+    drawn = {escape(title): as_svg(figure) for title, figure in (pictures or {}).items()}
+    body = MarkdownIt("js-default").enable("table").render(text)
+    title = escape(text.partition("\n")[0].removeprefix("# "))
+    template = templates().get_template("card.html.jinja")
+    return template.render(title=title, body=body, pictures=drawn)
+
+
+def run_page(run: Path) -> str:
+    """Return a web page of a run: its card, its course, what attackers can reach, its settings.
+
+    Raises InputError if it has no card, report or metrics.
+    """
+    report = read_report(run)
+    _, lines = folder.read(run, folder.METRICS, "Name a run folder of dpmac train.")
+    pictures = {"Test accuracy and epsilon": course([*map(json.loads, lines.splitlines())])}
+    if report.delta is not None:
+        row = price(report.training_events(), report.delta, unit=report.unit)
+        pictures["What any membership attack can reach"] = trade_offs([row])
+    settings = (run / folder.CONFIG).read_text(encoding="utf-8")
+    card = render_card(run, "md", {})
+    return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)
 
 
 def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:

@@ -1,12 +1,19 @@
 """A comparison as JSON values, CSV and Markdown, and the text of its cells."""
 
+import json
 import math
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from dpmac_cli.accounting.statements import format_epsilon
+from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.errors import InputError
+from dpmac_cli.plots import means
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.card import web_page
 from dpmac_cli.storage.files import to_csv
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
@@ -89,6 +96,22 @@ def as_markdown(comparison: Comparison) -> str:
         for cells in (head, ["-" * width for width in widths], *rows)
     ]
     return "\n".join(lines) + "\n\n" + "\n\n".join(remarks(comparison)) + "\n"
+
+
+def study_page(out: Path) -> str:
+    """Return a web page of a study, from what :mod:`dpmac_cli.cli.compare` wrote.
+
+    Raises InputError if its files cannot be read.
+    """
+    remedy = "Name a folder of dpmac compare."
+    _, table = folder.read(out, "compare.md", remedy)
+    file, values = folder.read(out, "compare.json", remedy)
+    study = json.loads(values)
+    if study["schema_version"] != SCHEMA_VERSION:
+        raise InputError(f"{file} was written by another version of dpmac: compare again.")
+    title = f"# Comparison on {study['dataset']}: test {study['metric']}, mean and deviation\n\n"
+    picture = means(study, [*OPTIMIZERS])
+    return web_page(title + table.decode(), {"The same as a picture": picture})
 
 
 def _mean(cell: Cell | None) -> str:
