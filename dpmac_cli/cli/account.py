@@ -45,22 +45,24 @@ def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given
     errors = [*(fault for fault, is_so in faults.items() if is_so), *faults_of_picture(plot)]
     rows: list[Row] = []
     costs = out_of_reach = None
-    if run is not None:
-        rows, *costs = recount(run, flags, errors)
-    else:
-        try:
-            rows.extend(question.answer(question.ask(flags, errors)))
-        except BudgetError as failure:
-            if not rows:
-                raise
-            out_of_reach = failure
-    console.print_notes(question.notes(rows))
-    if risk:
-        for number, row in enumerate(rows):
-            found = assess_risk(row.events, row.dataset_size or 1, row.unit)
-            rows[number] = replace(row, risk=found)
-    if plot:
-        write_figure(trade_offs(rows), plot)
+    with console.waiting(json, "privacy cost"):
+        if run is not None:
+            rows, *costs = recount(run, flags, errors)
+        else:
+            try:
+                rows.extend(question.answer(question.ask(flags, errors)))
+            except BudgetError as failure:
+                if not rows:
+                    raise
+                out_of_reach = failure
+        notes = [*question.notes(rows)]
+        if risk:
+            for number, row in enumerate(rows):
+                found = assess_risk(row.events, row.dataset_size or 1, row.unit)
+                rows[number] = replace(row, risk=found)
+        if plot:
+            write_figure(trade_offs(rows), plot)
+    console.print_notes(notes)
     if json:
         console.print_result(to_json({"rows": [_values(row) for row in rows]}))
     else:

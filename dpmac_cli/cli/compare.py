@@ -79,11 +79,12 @@ def _carry_out(
     grid: Grid, out: Path, choice: Choice, screen: Console
 ) -> tuple[dict[int, str], bool]:
     """Train unfinished runs; return why some failed, by number, and whether it was interrupted."""
-    from dpmac_cli.studies.local import share_data  # noqa: PLC0415  (loads torch)
-
     plans = [run.plan for run in grid.runs]
-    # Without data, or a cluster, nothing is written.
-    data = share_data([plans[number] for number in _missing(grid)])
+    with console.waiting(screen.quiet, "data"):
+        from dpmac_cli.studies.local import share_data  # noqa: PLC0415  (loads torch)
+
+        # Without data, or a cluster, nothing is written.
+        data = share_data([plans[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())

@@ -16,12 +16,12 @@ from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import DETAILS
 from dpmac_cli.errors import MISFIT, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture
-from dpmac_cli.runs.audit import CONFIDENCE, Audit, read_audit
 from dpmac_cli.runs.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
 from dpmac_cli.storage.files import to_json, write_atomically
 
 if TYPE_CHECKING:
+    from dpmac_cli.runs.audit import Audit
     from dpmac_cli.runs.scoring import Scored
 
 HOLDS = (
@@ -54,16 +54,18 @@ def evaluate(
         others = {"dataset": dataset, "data-dir": data_dir, "plot": plot}
         what = "--audit scores guesses, not test samples: leave out"
         raise_errors(f"{what} --{name}." for name, given in others.items() if given is not None)
-        found = read_audit(run)
         with console.waiting(json, "bounds"):
+            from dpmac_cli.runs.audit import read_audit  # noqa: PLC0415  (loads numpy)
+
+            found = read_audit(run)
             verdict = found.verdict()
         _judge(found, verdict, run, json)
         return
     raise_errors(faults_of_picture(plot))
     given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
-    from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
+    with console.waiting(json, "scores"), console.kept_clear(json):
+        from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
-    with console.kept_clear(json):
         scored = score(run, dataset, given.get("data_dir"), device, model)
     _show(scored, plot, json)
 
@@ -177,7 +179,7 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
         out.print(f"what it is and what its privacy is worth: {card}")
 
 
-def _judge(found: Audit, verdict: Mapping[str, Any], run: Path, json: bool) -> None:
+def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
     """Print what an audit proves; exit code 4 if it is that the claim is false."""
     if json:
         console.print_result(to_json({"run": str(run), **verdict}))
@@ -189,7 +191,7 @@ def _judge(found: Audit, verdict: Mapping[str, Any], run: Path, json: bool) -> N
             f"{len(found.coins):,} canaries\n"
             f"proven: epsilon at least {found.lower_bound:.3f} for any training, and at least "
             f"{found.curve_bound:.3f} if only the amount of noise is in doubt "
-            f"({CONFIDENCE:.0%} confidence)"
+            f"({verdict['confidence']:.0%} confidence)"
         )
         for rate, share in found.true_positive_rates.items():
             console.stdout().print(

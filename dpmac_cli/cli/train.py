@@ -57,8 +57,9 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         if not quiet:
             console.print_notes(resolved.notes)
     # Loading torch takes seconds: only now that there is something to train.
-    from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
-    from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
+    with console.waiting(quiet, "loading torch"):
+        from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
     display = Display(console.for_display(quiet, json))
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):

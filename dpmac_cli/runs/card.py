@@ -10,8 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markdown_it import MarkdownIt
 from pydantic import TypeAdapter
 
 from dpmac_cli.accounting import statements
@@ -22,6 +20,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.report_file import read_report
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from matplotlib.figure import Figure
 
 FORMATS = ("md", "html", "registry-yaml")
@@ -29,8 +28,10 @@ FORMATS = ("md", "html", "registry-yaml")
 OPEN = "to be filled in"
 
 
-def templates() -> Environment:
+def templates() -> "Environment":
     """Return the templates of cards, which escape nothing: what a page is given is escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  (help is fast)
+
     environment = Environment(  # noqa: S701  (Markdown and YAML; a page gets escaped parts)
         loader=PackageLoader("dpmac_cli.runs", ""),
         undefined=StrictUndefined,
@@ -65,6 +66,8 @@ def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
 
 def web_page(text: str, pictures: Mapping[str, "Figure"] | None = None) -> str:
     """Return Markdown as a web page that needs no other file, with pictures below by title."""
+    from markdown_it import MarkdownIt  # noqa: PLC0415  (help is fast)
+
     drawn = {escape(title): as_svg(figure) for title, figure in (pictures or {}).items()}
     body = MarkdownIt("js-default").enable("table").render(text)
     title = escape(text.partition("\n")[0].removeprefix("# "))
