@@ -10,7 +10,6 @@ from dpmac_cli.cli.options import argument, with_options
 from dpmac_cli.config.given import near
 from dpmac_cli.data.table_schema import draft
 from dpmac_cli.errors import raise_errors
-from dpmac_cli.storage.cache import kept_files, make_room
 from dpmac_cli.storage.paths import cache_folder, cache_size
 
 
@@ -33,6 +32,8 @@ def schema(file: Path, label: str | None, drop: str | None) -> None:
 @with_options("cache")
 def cache(clear: bool) -> None:
     """Print how much is kept and where, or remove it."""
+    from dpmac_cli.storage.cache import kept_files, make_room  # noqa: PLC0415  (loads numpy)
+
     folder, limit = cache_folder(), cache_size()
     removed = make_room(folder, -1) if clear else []
     sizes = [file.stat().st_size for file in kept_files(folder)]

@@ -10,7 +10,7 @@ from typer.models import CommandInfo
 from dpmac_cli.cli.app import app
 from tests.typed import hooked, loading
 
-SLOW = ("torch", "torchvision", "sklearn", "scipy.stats")
+SLOW = ("torch", "torchvision", "sklearn", "scipy.stats", "jinja2", "numpy")
 
 
 @pytest.mark.parametrize(
