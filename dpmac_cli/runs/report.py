@@ -52,8 +52,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
     cost = price(events, plan.delta, unit=plan.unit)
     planned = total_epsilon((*spent.earlier, spent.event), plan.delta)
-    risk = assess_risk(events, plan.facts.train_size, plan.unit)
-    promise = cost.statement
+    promise, risk = cost.statement, assess_risk(events, plan.facts.train_size, plan.unit)
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
     if plan.secure:
@@ -114,9 +113,9 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
     return [{"what": what, "status": value} for what, value in status.items()]
 
 
-def _statement(plan: TrainPlan) -> dict[str, Any]:
+def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return answers to NIST SP 800-226's questions, and which ones are left open."""
-    data, computed = plan.facts, _computed(plan)
+    data = plan.facts
     kind = "images" if data.is_images else "rows of numbers"
     shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
     public = [f"the data set {plan.dataset_name}: {data.about}"] * (not plan.own_data)
@@ -141,6 +140,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
     ``trained`` is the number of parameters that are trained.
     """
     facts, inferred, kind = plan.facts, plan.found.inferred, task.independence
+    cost = privacy(plan, spent)
     schema = plan.data.schema if isinstance(plan.data, Source) else None
     notes = [TEXTS.public] + [TEXTS.declared] * (schema is not None)
     notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
@@ -174,8 +174,8 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
         "classes": list(facts.classes),
-        "privacy": privacy(plan, spent),
-        "statement": _statement(plan) if plan.private else None,
+        "privacy": cost,
+        "statement": _statement(plan, cost["computed_from_records"]) if plan.private else None,
         "audit": audit if plan.canaries else None,
     }
 

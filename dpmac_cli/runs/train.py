@@ -146,7 +146,7 @@ def fork(
     folder.check_run_folder(parent, "--fork")
     with explained():
         with folder.locked(parent):
-            plan, before = _forked(parent, parse(flags), ranks)
+            plan, before = _forked(parent, parse(flags))
             session = yield from _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 
@@ -277,9 +277,7 @@ def _check_unchanged(
     )
 
 
-def _forked(
-    parent: Path, given: Mapping[str, Any], ranks: Ranks | None
-) -> tuple[TrainPlan, Inherited]:
+def _forked(parent: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(parent)
     recorded, step = saved.record["config"], saved.step
     check_given(parent, recorded, given, "--fork", FIXED)
