@@ -32,13 +32,11 @@ class _Console(Console):
 class Expendable:
     """A text stream that ignores failures: a closed pager must not end hours of training.
 
-    Attributes:
-        lost: the first failure, after which all output is discarded; None before.
+    After the first one, all output is discarded.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
         """Write a text, or discard it."""
@@ -57,11 +55,9 @@ class Expendable:
         try:
             write(*text)
         except OSError as failure:
-            if self.lost is None:
-                self.lost = failure
-                if self.stream is sys.stdout:
-                    _failures.append(failure)
-                discard_output(self.stream)
+            if self.stream is sys.stdout:
+                _failures.append(failure)
+            discard_output(self.stream)
 
 
 def discard_output(stream: TextIO) -> None:
