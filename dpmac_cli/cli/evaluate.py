@@ -74,13 +74,7 @@ def evaluate(
     argument("data", "Images, an .npz or a table."),
 )
 def predict(
-    run: Path,
-    data: Path,
-    model: str | None,
-    device: str,
-    out: Path,
-    force: bool,
-    quiet: bool,
+    run: Path, data: Path, model: str | None, device: str, out: Path, force: bool, quiet: bool
 ) -> None:
     """Load a model, predict and write a file."""
     errors = []
