@@ -156,8 +156,8 @@ def _judge(found: Audit, verdict: Mapping[str, Any], run: Path, json: bool) -> N
     if json:
         console.print_result(to_json({"run": str(run), **verdict}))
     else:
-        claimed = math.inf if found.claimed is None else found.claimed
-        console.stdout().print(
+        claimed, out = math.inf if found.claimed is None else found.claimed, console.stdout()
+        out.print(
             f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}\n"
             f"attack: {found.right:,} of {found.guesses:,} guesses right, "
             f"{len(found.coins):,} canaries\n"
@@ -166,9 +166,7 @@ def _judge(found: Audit, verdict: Mapping[str, Any], run: Path, json: bool) -> N
             f"({CONFIDENCE:.0%} confidence)"
         )
         for rate, share in found.true_positive_rates.items():
-            console.stdout().print(
-                f"included canaries found at {rate:.1%} false alarms: {share:.1%}"
-            )
-        console.stdout().print(HOLDS if found.holds else BROKEN)
+            out.print(f"included canaries found at {rate:.1%} false alarms: {share:.1%}")
+        out.print(HOLDS if found.holds else BROKEN)
     if not found.holds:
         raise typer.Exit(MISFIT)

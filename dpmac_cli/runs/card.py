@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from pydantic import TypeAdapter
 
-from dpmac_cli.accounting import statements
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.report_file import read_report
@@ -31,8 +31,14 @@ def templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"fmt": format, "epsilon": statements.format_epsilon}
+    environment.filters |= {"fmt": format, "epsilon": format_epsilon, "as_code": _as_code}
     return environment
+
+
+def _as_code(name: str) -> str:
+    """Return a name as code in a cell of a table."""
+    cell = name.replace("|", "\\|")
+    return f"`` {cell} ``" if "`" in name else f"`{cell}`"
 
 
 def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:

@@ -157,13 +157,12 @@ def _records(
         kind = "folder" if path.is_dir() else path.suffix
         if not path.exists():
             raise InputError(f"{path} does not exist.")
-    wanted = "images: name a folder of images or an .npz"
+    kinds, wanted = {"folder", ".npz"}, "images: name a folder of images or an .npz"
     if schema is not None:
-        wanted = f"a table: name one ({', '.join(TABLES)})"
+        kinds, wanted = {*TABLES}, f"a table: name one ({', '.join(TABLES)})"
     elif facts.levels == 1:
-        wanted = "rows of numbers: name an .npz"
-    fits = {"folder": facts.levels > 1, ".npz": schema is None}
-    if not fits.get(kind, schema is not None and kind in TABLES):
+        kinds, wanted = {".npz"}, "rows of numbers: name an .npz"
+    if kind not in kinds:
         raise InputError(f"{path} does not fit {file}, which was trained on {wanted}.")
     if kind == "folder":
         return _images(path, facts, settings, faults)

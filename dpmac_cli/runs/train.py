@@ -174,8 +174,8 @@ def _session(
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
-    out = plan.out
-    where = folder.new_folder(RUNS, plan.stem) if out is None else folder.make_folder(out)
+    out, stem = plan.out, f"{plan.found.name}-{plan.optimizer}{'' if plan.private else '-no-dp'}"
+    where = folder.new_folder(RUNS, stem) if out is None else folder.make_folder(out)
     spent = replace(
         spent,
         event=plan.event_of(steps - spent.base),
