@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import AtHand
@@ -23,7 +24,6 @@ from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.report import metrics_line
 from dpmac_cli.runs.session import Finished, Session
 from dpmac_cli.runs.setup import make_task, make_trainer
-from dpmac_cli.runs.train import affordable
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.evaluation import Evaluation
@@ -82,7 +82,8 @@ class PrivateTraining:
             recipe = replace(plan.recipe, loss=LossKind(called))
             plan = replace(plan, recipe=recipe, recorded=recorded)
         self.plan = plan
-        steps, keys = affordable(plan, plan.steps, ()), make_keys(plan.seed)
+        steps = affordable_steps(plan.event, plan.delta, plan.max_epsilon)
+        keys = make_keys(plan.seed)
         self._task = outcome(make_task(plan, device, keys, model=model))
         self._trainer = make_trainer(
             plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
