@@ -11,7 +11,6 @@ from rich.text import Text
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, with_options
-from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import DETAILS
 from dpmac_cli.errors import MISFIT, InputError, raise_errors
@@ -78,10 +77,8 @@ def predict(
 ) -> None:
     """Load a model, predict and write a file."""
     errors = []
-    if out.suffix not in (".csv", ".parquet"):
-        errors.append(f"--out {out} must end in .csv or .parquet.")
-    elif out.suffix == ".parquet":
-        errors += fault_of_package("pyarrow", "tables", f"--out {out}")
+    if out.suffix != ".csv":
+        errors.append(f"--out {out} must end in .csv.")
     if not out.parent.is_dir():
         errors.append(f"The folder {out.parent} of --out does not exist.")
     if out.exists() and not (force and out.is_file()):
