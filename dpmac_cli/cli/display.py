@@ -1,7 +1,7 @@
 """Display of training runs and evaluations."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -62,7 +62,7 @@ class Display:
                     LISTENER.get()(event)
             case Started():
                 self._plan = event.plan
-                self._print(_heading(event))
+                self.console.print(*_heading(event), sep="\n")
                 self._task = self._bar.add_task(
                     "epoch", total=event.steps, completed=event.done, epsilon="", accuracy=""
                 )
@@ -77,14 +77,11 @@ class Display:
                 )
             case Finished():
                 self.close()
-                if self._scored is not None:
-                    remarks = (*doubts(self._scored), *swamped(self._scored))
-                    self._print(Text(f"note: {remark}", "red") for remark in remarks)
-                self._print(_summary(event, self._plan.metric))
-
-    def _print(self, lines: Iterable[Text]) -> None:
-        for line in lines:
-            self.console.print(line)
+                result, notes = self._scored, list[Text]()
+                if result is not None:
+                    remarks = (*doubts(result), *swamped(result))
+                    notes = [Text(f"note: {remark}", "red") for remark in remarks]
+                self.console.print(*notes, *_summary(event, self._plan.metric), sep="\n")
 
     def _move(self, event: Update) -> None:
         """Move the bar; print a line where there is an evaluation, and a note on a weak epsilon."""

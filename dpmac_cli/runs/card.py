@@ -76,8 +76,5 @@ def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:
         raise InputError(f"{file} was written by an older dpmac, which said too little.")
     written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
     answered = {name: answers.get(name, OPEN) for name in report["statement"]["open"]}
-    return (
-        templates()
-        .get_template("registry.yaml.jinja")
-        .render(report, answers=answered, date=written.date().isoformat())
-    )
+    template = templates().get_template("registry.yaml.jinja")
+    return template.render(report, answers=answered, date=written.date().isoformat())

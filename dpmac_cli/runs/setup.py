@@ -185,9 +185,7 @@ def make_task(
             settings |= vars(plan.features)
         data, sha256 = yield from featured(parts, data, settings, cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
-    built = ""
-    if isinstance(plan.model, UserModel) and not at_hand:
-        built = built_by(plan.model, seen)
+    named = None if at_hand or not isinstance(plan.model, UserModel) else plan.model
     return Task(
         model=model,
         trained=trained,
@@ -195,7 +193,7 @@ def make_task(
         independence=kind,
         fingerprints=fingerprints,
         notes=(*notes, *why),
-        built_by=built,
+        built_by="" if named is None else built_by(named, seen),
     )
 
 
