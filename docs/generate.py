@@ -10,7 +10,6 @@ from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Setting, flag_name
-from dpmac_cli.config.yaml_file import KIND_WORDS
 from dpmac_cli.data.registry import DATASETS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import LEAST_CNN, found
@@ -18,6 +17,8 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 
 FILE = Path(__file__).with_name("configuration.md")
+#: What a value may be, in words.
+KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
 INTRODUCTION = """\
 # Configuration
 
@@ -84,7 +85,7 @@ def what(setting: Setting) -> str:
         return ", ".join(f"`{choice}`" for choice in setting.choices) + more
     if setting.pattern:
         return setting.pattern[1]
-    kind = KIND_WORDS[setting.kind]
+    kind = KINDS[setting.kind]
     return f"{kind}, {setting.bounds}" if setting.bounds else kind
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import pld_privacy_accountant
+from dp_accounting.rdp import rdp_privacy_accountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -97,7 +98,7 @@ def test_what_the_samplers_cost(sampler: str, price: float) -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_rdp_supports_the_events_of_every_sampler(sampler: str) -> None:
-    assert accounting.rdp_accountant().supports(digits(sampler).dp_event())
+    assert rdp_privacy_accountant.RdpAccountant().supports(digits(sampler).dp_event())
 
 
 # Against other computations.

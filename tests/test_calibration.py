@@ -134,7 +134,10 @@ def test_affordable_steps_are_as_many_as_the_budget_pays_for(budget: float) -> N
 
 
 def test_affordable_steps_at_the_ends() -> None:
-    assert affordable_steps(DIGITS_RUN, DELTA, 1e-3) == 0
+    with pytest.raises(BudgetError, match="allows no step"):
+        affordable_steps(DIGITS_RUN, DELTA, 1e-3)
+    assert affordable_steps(replace(DIGITS_RUN, steps=0), DELTA, 1e-3) == 0
+    assert affordable_steps(DIGITS_RUN, DELTA, math.inf) == DIGITS_RUN.steps
     assert affordable_steps(DIGITS_RUN, DELTA, 1e3) == DIGITS_RUN.steps
 
 
@@ -149,7 +152,8 @@ def test_what_was_spent_before_is_taken_off_the_budget(sampler: str) -> None:
     assert steps == (24 if SAMPLERS[sampler].once_an_epoch else 15)
     assert affordable_steps(event, DELTA, budget) >= steps
     spent = total_epsilon(earlier, DELTA)
-    assert affordable_steps(event, DELTA, spent * 0.99, earlier) == 0
+    with pytest.raises(BudgetError, match="allows no step"):
+        affordable_steps(event, DELTA, spent * 0.99, earlier)
 
 
 @pytest.mark.long

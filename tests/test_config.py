@@ -328,22 +328,11 @@ def test_a_file_that_is_not_text_is_named(file: Path) -> None:
     assert "not text in UTF-8" in the_error({}, file)
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("secure", "true or false"),
-        ("steps", "a whole number"),
-        ("lr", "a number"),
-        ("out", "a path"),
-        ("dataset", "text"),
-    ],
-)
+@pytest.mark.parametrize("name", ["secure", "steps", "lr", "out", "dataset"])
 @pytest.mark.parametrize(("value", "found"), [("[a, b]", "a list"), ("{a: 1}", "a mapping")])
-def test_lists_and_mappings_are_no_values(
-    file: Path, name: str, wanted: str, value: str, found: str
-) -> None:
+def test_lists_and_mappings_are_no_values(file: Path, name: str, value: str, found: str) -> None:
     file.write_text(f"{name}: {value}\n")
-    assert the_error({}, file) == f"{name} in {file} must be {wanted}, not {found}."
+    assert the_error({}, file) == f"{name} in {file} must be a single value, not {found}."
 
 
 @pytest.mark.parametrize("key", ["[a]", "{{ name }}", "!!python/object:os.system {}"])

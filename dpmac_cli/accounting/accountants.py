@@ -69,7 +69,11 @@ def _epsilon(
 
         with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
             return float(loss_distribution(parts, widest).get_epsilon_for_delta(delta))
-    by_rdp = rdp_accountant()
+    from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415  (a second to load)
+
+    # It leaves out the orders at which a series does not converge, and says so each time.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    by_rdp = rdp_privacy_accountant.RdpAccountant()
     for event in parts:
         by_rdp.compose(event.dp_event())
     return float(by_rdp.get_epsilon(delta))
@@ -152,12 +156,3 @@ def _repeated(pld: Any, times: int) -> Any:
     blocks, rest = divmod(times, BLOCK)
     most = pld.self_compose(BLOCK).self_compose(blocks)
     return most.compose(pld.self_compose(rest)) if rest else most
-
-
-def rdp_accountant() -> Any:
-    """Return an RDP accountant of dp-accounting, under add-or-remove-one adjacency."""
-    from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415  (a second to load)
-
-    # It leaves out the orders at which a series does not converge, and says so each time.
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    return rdp_privacy_accountant.RdpAccountant()

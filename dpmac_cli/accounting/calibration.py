@@ -78,12 +78,25 @@ def check_within_reach(least: float, delta: float) -> None:
 def affordable_steps(
     event: TrainingEvent, delta: float, budget: float, earlier: Sequence[TrainingEvent] = ()
 ) -> int:
-    """Return the largest T <= event.steps at which ``earlier`` and T steps cost at most budget."""
+    """Return the largest T <= event.steps at which ``earlier`` and T steps cost at most budget.
+
+    Raises BudgetError if the first step costs more.
+    """
 
     def cost(steps: int) -> float:
         return total_epsilon((*earlier, replace(event, steps=steps)), delta)
 
-    return _last_within(cost, budget, 0, event.steps)
+    if math.isinf(budget):
+        return event.steps
+    count = _last_within(cost, budget, 0, event.steps)
+    if count == 0 < event.steps:
+        check_within_reach(cost(1), delta)
+        raise BudgetError(
+            f"--max-epsilon {budget:g} allows no step: with the next one the run costs "
+            f"{format_epsilon(cost(1))} at sigma {event.noise_multiplier:g}. Raise --sigma or "
+            "--max-epsilon."
+        )
+    return count
 
 
 def longest_run(

@@ -43,7 +43,6 @@ def statement(
             f"noise was added, but nothing can be promised. {PLD_ENDS}"
         )
     promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
-    counted = {RECORD: "training records", COVERED_RECORD: "records"}.get(unit, "units")
     done = " and ".join(map(_done, merged(events, "steps"))) or "no step"
     tested = "Test records are not protected"
     if unit in (COVERED_RECORD, COVERED_UNIT):
@@ -52,8 +51,8 @@ def statement(
             "costs. Exact test scores are not protected"
         )
     return (
-        f"{promise} This is for {done}. The number of {counted} is public. {tested}, and measured "
-        "times not covered. Publishing the best of several runs costs more."
+        f"{promise} This is for {done}. The number of {short(unit)}s is public. {tested}, and "
+        "measured times not covered. Publishing the best of several runs costs more."
     )
 
 
@@ -62,16 +61,11 @@ def short(unit: str) -> str:
     return {RECORD: RECORD, COVERED_RECORD: "record"}.get(unit, "unit")
 
 
-def neighbours(unit: str = RECORD) -> str:
-    """Return the change of the data that a guarantee is about."""
-    return f"Leaving out or adding any one {unit}"
-
-
 def meaning(epsilon: str, delta: str, unit: str = RECORD) -> str:
     """Return what (epsilon, delta)-differential privacy promises."""
     return (
-        f"{neighbours(unit)} changes the probability of whatever the model and its report may "
-        f"show by a factor of at most e^{epsilon}, except with probability {delta}: "
+        f"Leaving out or adding any one {unit} changes the probability of whatever the model and "
+        f"its report may show by a factor of at most e^{epsilon}, except with probability {delta}: "
         f"({epsilon}, {delta})-differential privacy under {ADJACENCY} adjacency."
     )
 

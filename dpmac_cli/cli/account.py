@@ -25,8 +25,8 @@ from dpmac_cli.storage.files import to_json
 
 #: Relative difference of epsilon between versions of an accountant.
 TOLERANCE = 1e-3
-#: Fields of a row that --json does not show as they are; statement and risk follow the others.
-ASIDE = ("statement", "events", "risk", "unit")
+#: Fields of a row that --json does not show as they are.
+ASIDE = ("events", "risk", "unit")
 
 
 @with_options(
@@ -86,10 +86,9 @@ def _judge(stored: float, again: float) -> None:
 
 def _values(row: Row) -> dict[str, Any]:
     """Return a row as JSON values: infinity is null."""
-    epsilon = row.epsilon if math.isfinite(row.epsilon) else None
     values = {name: value for name, value in vars(row).items() if name not in ASIDE}
     found = {} if row.risk is None else {"risk": row.risk.values()}
-    return {**values, "epsilon": epsilon, "statement": row.statement, **found}
+    return {**values, "epsilon": row.epsilon if math.isfinite(row.epsilon) else None, **found}
 
 
 def _print(out: Console, rows: Sequence[Row]) -> None:

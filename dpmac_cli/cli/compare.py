@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -146,8 +146,7 @@ class Display:
         self._screen, self._grid, self._count = screen, grid, len(missing)
         self._moved: dict[int, Moved] = {}
         self._ended = 0
-        columns = TextColumn("{task.fields[text]}"), BarColumn(), TimeRemainingColumn(compact=True)
-        self._bar = console.bar(*columns, console=screen)
+        self._bar = console.bar("{task.fields[text]}", BarColumn(), console=screen)
         found = len(grid.runs) - len(missing)
         screen.print(f"{len(grid.runs)} runs{f', {found} of them found finished' * bool(found)}")
         total = sum(grid.runs[number].plan.steps for number in missing)

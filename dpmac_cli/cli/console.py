@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.text import Text
 from rich.theme import Theme
 
@@ -32,13 +32,11 @@ class _Console(Console):
 class Expendable:
     """A text stream that ignores failures: a closed pager must not end hours of training.
 
-    Attributes:
-        lost: the first failure, after which all output is discarded; None before.
+    After the first one, all output is discarded.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
         """Write a text, or discard it."""
@@ -57,11 +55,9 @@ class Expendable:
         try:
             write(*text)
         except OSError as failure:
-            if self.lost is None:
-                self.lost = failure
-                if self.stream is sys.stdout:
-                    _failures.append(failure)
-                discard_output(self.stream)
+            if self.stream is sys.stdout:
+                _failures.append(failure)
+            discard_output(self.stream)
 
 
 def discard_output(stream: TextIO) -> None:
@@ -90,9 +86,7 @@ def stdout() -> Console:
 
 def for_display(quiet: bool, json: bool) -> Console:
     """Return the expendable console of progress: stderr if stdout is for JSON."""
-    console = _console(Expendable(sys.stderr if json else sys.stdout))
-    console.quiet = quiet
-    return console
+    return _console(Expendable(sys.stderr if json else sys.stdout), quiet)
 
 
 def check_kept() -> None:
@@ -105,9 +99,10 @@ def check_kept() -> None:
             )
 
 
-def _console(file: TextIO | Expendable) -> Console:
+def _console(file: TextIO | Expendable, quiet: bool = False) -> Console:
+    wrap = not file.isatty()
     # Expendable has all that rich calls of a file, and is none by its type.
-    return _Console(file=file, theme=THEME, highlight=False, soft_wrap=not file.isatty())  # type: ignore[arg-type]
+    return _Console(file=file, quiet=quiet, theme=THEME, highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
 
 
 def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
@@ -115,33 +110,34 @@ def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
-def bar(*columns: ProgressColumn, console: Console, **more: Any) -> Progress:
-    """Return a bar that leaves nothing behind, and is seen only on a terminal."""
-    off = console.quiet or not console.is_terminal
-    return Progress(*columns, console=console, transient=True, disable=off, **more)
+def bar(
+    *columns: str | progress.ProgressColumn, console: Console, **more: Any
+) -> progress.Progress:
+    """Return a bar and the time left, which leave nothing behind and are seen on a terminal."""
+    off, left = console.quiet or not console.is_terminal, progress.TimeRemainingColumn(compact=True)
+    return progress.Progress(*columns, left, console=console, transient=True, disable=off, **more)
 
 
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
     """Show on a terminal's stderr what is decoded or computed, and ``first`` before anything is."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console = _console(sys.stderr)
-    console.quiet = quiet or os.environ.get("RANK", "0") != "0"
-    progress = bar(*columns, console=console)
-    task = progress.add_task(first, total=None)
+    columns = "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()
+    console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
+    shown = bar(*columns, console=console)
+    task = shown.add_task(first, total=None)
     if first:
-        progress.start()
+        shown.start()
 
     def show(event: Computing) -> None:
-        progress.update(task, description=event.what, total=event.records, completed=event.done)
-        (progress.start if event.done < event.records else progress.stop)()
+        shown.update(task, description=event.what, total=event.records, completed=event.done)
+        (shown.start if event.done < event.records else shown.stop)()
 
     token = LISTENER.set(show)
     try:
         yield
     finally:
         LISTENER.reset(token)
-        progress.stop()
+        shown.stop()
 
 
 def print_result(text: str) -> None:

@@ -1,12 +1,12 @@
 """Display of training runs and evaluations."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +18,7 @@ from dpmac_cli.errors import INTERRUPTED, DivergedError, InputError, RunError, e
 from dpmac_cli.runs import checkpoint, folder
 from dpmac_cli.runs.report import TEXTS
 from dpmac_cli.runs.session import Finished, Reduced, RunEvent, Started, Update
-from dpmac_cli.storage.progress import Computing
+from dpmac_cli.storage.progress import LISTENER, Computing
 from dpmac_cli.training import evaluation, loop
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.metrics import sensitivity_and_specificity
@@ -35,7 +35,7 @@ def format_epsilon(epsilon: float | None) -> str:
 
 
 class Display:
-    """One line per evaluation and, on a terminal, a live bar: of records, then of steps."""
+    """One line per evaluation and, on a terminal, a live bar of steps."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -48,20 +48,25 @@ class Display:
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[epsilon]}", style="bold"),
             TextColumn("{task.fields[accuracy]}", style="bold"),
-            TimeRemainingColumn(compact=True),
         ]
         self._bar = bar(*columns, console=console, expand=True)
 
     def show(self, event: RunEvent) -> None:
         """Print what is worth a line, and move the bar below it."""
         match event:
-            case Computing():
-                self._compute(event)
+            case Computing() if not self.console.quiet:
+                before, self._computing = self._computing, _computing(event)
+                if self._computing != before:
+                    self.console.print(Text(self._computing, style="dim"))
+                if not event.elsewhere:
+                    LISTENER.get()(event)
             case Started():
-                self.close()
                 self._plan = event.plan
-                self._print(_heading(event))
-                self._begin("epoch", event.steps, event.done)
+                self.console.print(*_heading(event), sep="\n")
+                self._task = self._bar.add_task(
+                    "epoch", total=event.steps, completed=event.done, epsilon="", accuracy=""
+                )
+                self._bar.start()
             case Update():
                 self._move(event)
             case Reduced():
@@ -72,29 +77,11 @@ class Display:
                 )
             case Finished():
                 self.close()
-                if self._scored is not None:
-                    remarks = (*doubts(self._scored), *swamped(self._scored))
-                    self._print(Text(f"note: {remark}", "red") for remark in remarks)
-                self._print(_summary(event, self._plan.metric))
-
-    def _print(self, lines: Iterable[Text]) -> None:
-        for line in lines:
-            self.console.print(line)
-
-    def _compute(self, event: Computing) -> None:
-        before, self._computing = self._computing, _computing(event)
-        if self._computing != before:
-            self.console.print(Text(self._computing, style="dim"))
-        if not self._bar.tasks:
-            self._begin(event.what, event.records, 0)
-        speed = f"{self._bar.tasks[0].speed or 0:,.0f} images/s"
-        self._bar.update(self._task, completed=event.done, epsilon=speed)
-
-    def _begin(self, what: str, total: int, done: int) -> None:
-        for task in self._bar.task_ids:
-            self._bar.remove_task(task)
-        self._task = self._bar.add_task(what, total=total, completed=done, epsilon="", accuracy="")
-        self._bar.start()
+                result, notes = self._scored, list[Text]()
+                if result is not None:
+                    remarks = (*doubts(result), *swamped(result))
+                    notes = [Text(f"note: {remark}", "red") for remark in remarks]
+                self.console.print(*notes, *_summary(event, self._plan.metric), sep="\n")
 
     def _move(self, event: Update) -> None:
         """Move the bar; print a line where there is an evaluation, and a note on a weak epsilon."""
@@ -138,12 +125,13 @@ def _computing(event: Computing) -> str:
 
 
 def _heading(event: Started) -> Iterator[Text]:
-    plan = event.plan
+    plan, (trained, total) = event.plan, event.parameters
+    of_all = f" trained of {total:,}" * (trained < total)
     yield Text.assemble(
         (plan.optimizer, "bold"),
-        f" on {plan.dataset_name}: {plan.facts.train_size:,} "
+        f" on {plan.found.name}: {plan.facts.train_size:,} "
         f"{'units' if plan.found.unit else 'records'}, "
-        f"{plan.model.name} with {_parameters(*event.parameters)}, {plan.device}",
+        f"{plan.model.name} with {trained:,}{of_all} parameters, {plan.device}",
     )
     if not plan.private:
         yield Text(NO_PRIVACY, style="bold red")
@@ -172,10 +160,6 @@ def _heading(event: Started) -> Iterator[Text]:
     for note in event.notes:
         yield Text(f"note: {note}", style=ATTENTION)
     yield Text(f"writing {event.folder}", style="dim")
-
-
-def _parameters(trained: int, total: int) -> str:
-    return f"{trained:,}{f' trained of {total:,}' * (trained < total)} parameters"
 
 
 def _evaluated(event: loop.Evaluated, epsilon: float | None, metric: str) -> Text:

@@ -11,7 +11,6 @@ from rich.text import Text
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, with_options
-from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.settings import DETAILS
 from dpmac_cli.errors import MISFIT, InputError, raise_errors
@@ -76,18 +75,10 @@ def evaluate(
     argument("data", "Images, an .npz or a table."),
 )
 def predict(
-    run: Path,
-    data: Path,
-    model: str | None,
-    device: str,
-    out: Path,
-    force: bool,
-    quiet: bool,
+    run: Path, data: Path, model: str | None, device: str, out: Path, force: bool, quiet: bool
 ) -> None:
     """Load a model, predict and write a file."""
-    parquet = out.suffix == ".parquet"
-    missing = fault_of_package("pyarrow", "tables", f"--out {out}") if parquet else ()
-    raise_errors([*_faults_of_file(out, (".csv", ".parquet"), force), *missing])
+    raise_errors(_faults_of_file(out, (".csv",), force))
     parse({"device": device})
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)
@@ -184,8 +175,8 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
     if json:
         console.print_result(to_json({"run": str(run), **verdict}))
     else:
-        claimed = math.inf if found.claimed is None else found.claimed
-        console.stdout().print(
+        claimed, out = math.inf if found.claimed is None else found.claimed, console.stdout()
+        out.print(
             f"claimed: epsilon {format_epsilon(claimed)} at delta {found.delta:g}\n"
             f"attack: {found.right:,} of {found.guesses:,} guesses right, "
             f"{len(found.coins):,} canaries\n"
@@ -194,9 +185,7 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
             f"({verdict['confidence']:.0%} confidence)"
         )
         for rate, share in found.true_positive_rates.items():
-            console.stdout().print(
-                f"included canaries found at {rate:.1%} false alarms: {share:.1%}"
-            )
-        console.stdout().print(HOLDS if found.holds else BROKEN)
+            out.print(f"included canaries found at {rate:.1%} false alarms: {share:.1%}")
+        out.print(HOLDS if found.holds else BROKEN)
     if not found.holds:
         raise typer.Exit(MISFIT)

@@ -101,10 +101,9 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
             yield f"{flag} is of images, and {plan.dataset} holds numbers. Leave it out."
         elif (fault := features.fault(plan.facts.shape)) is not None:
             yield f"{flag}: images of {plan.dataset} {fault}"
-    if isinstance(features, Backbone) and weights is None:
-        package = BACKBONES[features.kind].package
-        if package:
-            yield from fault_of_package(package, "backbones", f"--backbone {features.kind}")
+        package = BACKBONES[features.kind].package if isinstance(features, Backbone) else ""
+        if package and weights is None:
+            yield from fault_of_package(package, "backbones", flag)
     if weights is not None and not weights.is_file():
         yield f"--pretrained: there is no file {weights}."
     if plan.recipe.augmented and once:

@@ -36,7 +36,7 @@ class TrainPlan:
         canaries: of an audit; 0 for a run that is none. guesses: that the attack makes.
         checkpoint_steps, checkpoint_seconds: between checkpoints; 0 and infinite for none by them.
         seed: of every draw; None for keys drawn from the operating system and told to nobody.
-        out: the run folder; None for the first free of runs/:attr:`stem`-1, -2, ...
+        out: the run folder; None for the first free of runs/DATASET-OPTIMIZER-1, -2, ...
         force: whether a run that is there is replaced.
         scores: noise of test scores, which covers the test records; None for exact scores.
         recorded: what config.yaml keeps, under the names of the flags.
@@ -84,19 +84,9 @@ class TrainPlan:
         return self.out
 
     @property
-    def stem(self) -> str:
-        """Name of a new run folder, before its number."""
-        return f"{self.dataset_name}-{self.optimizer}{'' if self.private else '-no-dp'}"
-
-    @property
     def facts(self) -> Dataset:
         """Public facts of the dataset."""
         return self.found.facts
-
-    @property
-    def dataset_name(self) -> str:
-        """Name of the dataset, without the folders above it."""
-        return self.found.name
 
     @property
     def starts_public(self) -> bool:
@@ -107,11 +97,6 @@ class TrainPlan:
     def head_only(self) -> bool:
         """Whether only the last linear layer of a network that takes images is trained."""
         return self.trained.part == "head" and self.features is None
-
-    @property
-    def own_data(self) -> bool:
-        """Whether the dataset is your own."""
-        return isinstance(self.data, Source)
 
     @property
     def unit(self) -> str:

@@ -10,16 +10,8 @@ from dpmac_cli.config.settings import SETTINGS, flag_name
 
 #: How a config.yaml of ours begins.
 HEADER = "# Settings of a dpmac run."
-#: What a value must be, in words.
-KIND_WORDS: Mapping[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    Path: "a path",
-}
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
-#: What YAML can hold instead, in words.
+#: What YAML can hold, in words.
 NODE_WORDS: Mapping[type[yaml.Node], str] = {
     yaml.ScalarNode: "a single value",
     yaml.SequenceNode: "a list",
@@ -28,16 +20,20 @@ NODE_WORDS: Mapping[type[yaml.Node], str] = {
 
 
 def read_settings(file: Path, errors: list[str]) -> dict[str, Given]:
-    """Return the settings of a YAML file; what is wrong with it joins ``errors``."""
+    """Return the settings of a YAML file; what is wrong with it joins ``errors``.
+
+    A value is the text that a flag would be given: YAML's own idea of numbers (010 is 8, 1:30 is
+    90, 1e-5 is text) is left aside. Null and a switch that is off are as if they were not there.
+    """
     given: dict[str, Given] = {}
     for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
-        kind = SETTINGS[name].kind
         if not isinstance(node, yaml.ScalarNode):
-            found = NODE_WORDS[type(node)]
-            errors.append(f"{origin} must be {KIND_WORDS[kind]}, not {found}.")
+            errors.append(f"{origin} must be a single value, not {NODE_WORDS[type(node)]}.")
             continue
-        value = _as_typed(node, kind)
-        if value is not None and value is not False:
+        value: str | bool = str(node.value)
+        if SETTINGS[name].kind is bool and node.tag == BOOL:
+            value = yaml.SafeLoader.bool_values.get(node.value.lower(), value)
+        if node.tag != NULL and value is not False:
             given[name] = Given(value, origin)
     return given
 
@@ -112,15 +108,3 @@ def _fault_of_yaml(failure: Exception) -> str:
     if isinstance(failure, RecursionError):
         return "lists or mappings are nested too deeply"
     return "it holds characters that are not text in UTF-8"
-
-
-def _as_typed(node: yaml.ScalarNode, kind: type) -> str | bool | None:
-    """Return what a flag would be given: text, but for null and for the value of a switch.
-
-    YAML's own idea of numbers (010 is 8, 1:30 is 90, 1e-5 is text) is left aside.
-    """
-    if node.tag == NULL:
-        return None
-    if kind is bool and node.tag == BOOL:
-        return yaml.SafeLoader.bool_values.get(node.value.lower(), node.value)
-    return str(node.value)

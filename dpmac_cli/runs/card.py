@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.pricing import price
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import InputError
 from dpmac_cli.plots import as_svg, course, trade_offs
 from dpmac_cli.runs import folder
@@ -39,8 +39,14 @@ def templates() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"fmt": format, "epsilon": statements.format_epsilon}
+    environment.filters |= {"fmt": format, "epsilon": format_epsilon, "as_code": _as_code}
     return environment
+
+
+def _as_code(name: str) -> str:
+    """Return a name as code in a cell of a table."""
+    cell = name.replace("|", "\\|")
+    return f"`` {cell} ``" if "`" in name else f"`{cell}`"
 
 
 def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
@@ -101,8 +107,5 @@ def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:
         raise InputError(f"{file} was written by an older dpmac, which said too little.")
     written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
     answered = {name: answers.get(name, OPEN) for name in report["statement"]["open"]}
-    return (
-        templates()
-        .get_template("registry.yaml.jinja")
-        .render(report, answers=answered, date=written.date().isoformat())
-    )
+    template = templates().get_template("registry.yaml.jinja")
+    return template.render(report, answers=answered, date=written.date().isoformat())

@@ -71,7 +71,7 @@ class Predictions:
         return [(*self.classes, "")[k] for k in known.tolist()]
 
     def write(self, path: Path) -> None:
-        """Write a .csv, or a .parquet, that its owner alone can read. Raises OSError."""
+        """Write a .csv that its owner alone can read. Raises OSError."""
         columns: dict[str, Sequence[Any]] = {} if self.ids is None else {"id": self.ids}
         columns["predicted"] = self.predicted
         columns |= {f"p_{k}": p for k, p in zip(self.classes, self.probabilities.T, strict=True)}
@@ -80,22 +80,9 @@ class Predictions:
         else:  # names that are not UTF-8 are escaped
             names = [os.fsencode(n).decode(errors="backslashreplace") for n in self.records]
             columns = {"file": names, **columns}
-        content = _as_parquet(columns) if path.suffix == ".parquet" else _as_csv(columns)
-        write_atomically(path, content, PRIVATE_MODE)
-
-
-def _as_parquet(columns: Mapping[str, Any]) -> bytes:
-    import pyarrow as pa  # noqa: PLC0415  (an extra)
-    from pyarrow import parquet  # noqa: PLC0415  (an extra)
-
-    parquet.write_table(pa.table(columns), written := pa.BufferOutputStream())
-    return bytes(written.getvalue())
-
-
-def _as_csv(columns: Mapping[str, Any]) -> bytes:
-    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    known = ({n: v for n, v in row.items() if v == v} for row in rows)  # noqa: PLR0124  (NaN)
-    return to_csv([*columns], known).encode()
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        known = ({n: v for n, v in row.items() if v == v} for row in rows)  # noqa: PLR0124  (NaN)
+        write_atomically(path, to_csv([*columns], known).encode(), PRIVATE_MODE)
 
 
 #: Names of records, how to read some of them, as the network's inputs before they are
@@ -157,13 +144,12 @@ def _records(
         kind = "folder" if path.is_dir() else path.suffix
         if not path.exists():
             raise InputError(f"{path} does not exist.")
-    wanted = "images: name a folder of images or an .npz"
+    kinds, wanted = {"folder", ".npz"}, "images: name a folder of images or an .npz"
     if schema is not None:
-        wanted = f"a table: name one ({', '.join(TABLES)})"
+        kinds, wanted = {*TABLES}, f"a table: name one ({', '.join(TABLES)})"
     elif facts.levels == 1:
-        wanted = "rows of numbers: name an .npz"
-    fits = {"folder": facts.levels > 1, ".npz": schema is None}
-    if not fits.get(kind, schema is not None and kind in TABLES):
+        kinds, wanted = {".npz"}, "rows of numbers: name an .npz"
+    if kind not in kinds:
         raise InputError(f"{path} does not fit {file}, which was trained on {wanted}.")
     if kind == "folder":
         return _images(path, facts, settings, faults)

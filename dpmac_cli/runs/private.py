@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import AtHand
@@ -23,7 +24,6 @@ from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.report import metrics_line
 from dpmac_cli.runs.session import Finished, Session
 from dpmac_cli.runs.setup import make_task, make_trainer
-from dpmac_cli.runs.train import affordable
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.evaluation import Evaluation
@@ -32,41 +32,61 @@ from dpmac_cli.training.schedules import LossKind
 
 
 class PrivateTraining:
-    """A network in private training; :func:`make_private` makes it.
+    """An existing network in private training, in your own loop.
 
     Iterating takes the steps that are left, and gives the number of each, from 1. Batches, losses
     and gradients are of private records: nothing here gives them out.
 
+    Args:
+        model: maps (samples, channels, height, width) to logits (samples, classes). It is trained
+            in place: its parameters become views of one vector.
+        data: the name or path of a dataset, or records at hand.
+        loss: its name, or a function ``loss(output, target)`` of tensors of one sample, shape
+            (1, classes) and (1,), that returns its loss. It is run on each sample alone, and must
+            keep and print nothing of what it sees, which is private.
+        rule: moves the weights by the private mean, in place of the optimizer's; see
+            :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
+        settings: those of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
+            optimizer="dp-macadam"``.
+
     Attributes:
-        model: the network, trained in place. Every step puts it into training mode.
+        model: the network. Every step puts it into training mode.
         plan: what is done to the records, with ``sigma`` and ``delta``.
         notes: what is legal, but probably not what was meant.
+
+    Raises:
+        InputError: settings, data or device cannot be used; with every fault found.
+        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
+        ModelError: the network mixes samples, or cannot be clipped.
     """
 
     def __init__(
         self,
         model: nn.Module,
         data: str | Path | AtHand,
-        settings: dict[str, Any],
-        loss: Loss | None = None,
+        *,
+        loss: str | Loss | None = None,
         rule: Rule | None = None,
+        **settings: Any,
     ) -> None:
+        named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
-        resolved = resolve(settings, dataset=data, model=name)
+        resolved = resolve({**settings, "loss": named}, dataset=data, model=name)
         device = choose_device(resolved.plan.device)
         plan = replace(resolved.plan, device=str(device))
         if plan.scores is not None:
             raise InputError("cover_scores is for dpmac train: evaluate() gives exact scores.")
-        if loss is not None:  # the report names it
-            called = f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__qualname__)}"
+        if own is not None:  # the report names it
+            called = f"{own.__module__}:{getattr(own, '__qualname__', type(own).__qualname__)}"
             recorded = {**plan.recorded, "loss": called}
             recipe = replace(plan.recipe, loss=LossKind(called))
             plan = replace(plan, recipe=recipe, recorded=recorded)
         self.plan = plan
-        steps, keys = affordable(plan, plan.steps, ()), make_keys(plan.seed)
+        steps = affordable_steps(plan.event, plan.delta, plan.max_epsilon)
+        keys = make_keys(plan.seed)
         self._task = outcome(make_task(plan, device, keys, model=model))
         self._trainer = make_trainer(
-            plan, steps=steps, device=device, keys=keys, task=self._task, loss=loss, rule=rule
+            plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
         )
         self._begun, self._steps, self._seconds = 0, steps, 0.0
         self.model, self.notes = model, (*resolved.notes, *self._task.notes)
@@ -171,33 +191,5 @@ class PrivateTraining:
             return session.publish(self._seconds)
 
 
-def make_private(
-    model: nn.Module,
-    data: str | Path | AtHand,
-    *,
-    loss: str | Loss | None = None,
-    rule: Rule | None = None,
-    **settings: Any,
-) -> PrivateTraining:
-    """Prepare an existing network for private training in your own loop.
-
-    Args:
-        model: maps (samples, channels, height, width) to logits (samples, classes). It is trained
-            in place: its parameters become views of one vector.
-        data: the name or path of a dataset, or records at hand.
-        loss: its name, or a function ``loss(output, target)`` of tensors of one sample, shape
-            (1, classes) and (1,), that returns its loss. It is run on each sample alone, and must
-            keep and print nothing of what it sees, which is private.
-        rule: moves the weights by the private mean, in place of the optimizer's; see
-            :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
-        settings: those of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
-            optimizer="dp-macadam"``.
-
-    Raises:
-        InputError: settings, data or device cannot be used; with every fault found.
-        BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
-        ModelError: the network mixes samples, or cannot be clipped.
-    """
-    if loss is None or isinstance(loss, str):
-        return PrivateTraining(model, data, {**settings, "loss": loss}, rule=rule)
-    return PrivateTraining(model, data, settings, loss, rule)
+#: Opacus has this name for it, too.
+make_private = PrivateTraining

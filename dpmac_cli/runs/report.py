@@ -52,8 +52,7 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
     cost = price(events, plan.delta, unit=plan.unit)
     planned = total_epsilon((*spent.earlier, spent.event), plan.delta)
-    risk = assess_risk(events, plan.facts.train_size, plan.unit)
-    promise = cost.statement
+    promise, risk = cost.statement, assess_risk(events, plan.facts.train_size, plan.unit)
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
     if plan.secure:
@@ -97,14 +96,14 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
 
 def _computed(plan: TrainPlan) -> list[dict[str, str]]:
     """Return what a run computes from its records, and whether that is protected."""
-    facts, found = plan.facts, plan.found
+    facts, found, own = plan.facts, plan.found, isinstance(plan.data, Source)
     shape = ("channels", "image size") if facts.is_images else ("columns and their ranges",)
     counted = "units" if found.unit else "records"
     status = {
         "weights, and all numbers of the report but those below": "protected",
         f"number of training {counted}": "declared public",
         f"number of test {counted if plan.scores else 'records'}": "declared public",
-        **dict.fromkeys(("classes", *shape), "declared public" if plan.own_data else "published"),
+        **dict.fromkeys(("classes", *shape), "declared public" if own else "published"),
         **dict.fromkeys(found.inferred, "not covered"),
         "scores of the test records": "protected" if plan.scores else "not covered",
         "measured times": "not covered",
@@ -114,12 +113,12 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
     return [{"what": what, "status": value} for what, value in status.items()]
 
 
-def _statement(plan: TrainPlan) -> dict[str, Any]:
+def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return answers to NIST SP 800-226's questions, and which ones are left open."""
-    data, computed = plan.facts, _computed(plan)
+    data = plan.facts
     kind = "images" if data.is_images else "rows of numbers"
     shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
-    public = [f"the data set {plan.dataset_name}: {data.about}"] * (not plan.own_data)
+    public = [f"the data set {plan.found.name}: {data.about}"] * isinstance(plan.data, str)
     if isinstance(plan.features, Backbone):
         backbone = BACKBONES[plan.features.kind]
         public.append(f"weights of {backbone.about}; licence {backbone.licence}")
@@ -141,6 +140,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
     ``trained`` is the number of parameters that are trained.
     """
     facts, inferred, kind = plan.facts, plan.found.inferred, task.independence
+    cost = privacy(plan, spent)
     schema = plan.data.schema if isinstance(plan.data, Source) else None
     notes = [TEXTS.public] + [TEXTS.declared] * (schema is not None)
     notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
@@ -149,11 +149,11 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
         "schema_version": SCHEMA_VERSION,
         "optimizer": plan.optimizer,
         "dataset": {
-            "name": plan.dataset_name,
+            "name": plan.found.name,
             "train_size": facts.train_size,
             "test_size": facts.test_size,
             "sha256": facts.sha256,
-            "own": plan.own_data,
+            "own": isinstance(plan.data, Source),
             "multilabel": facts.multilabel,
             "held_out": plan.found.held_out,
             "test_note": TEXTS.held_out if plan.found.held_out and not plan.scores else None,
@@ -174,8 +174,8 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
             **{name: list(getattr(facts, name)) for name in ("shape", "mean", "std")},
         },
         "classes": list(facts.classes),
-        "privacy": privacy(plan, spent),
-        "statement": _statement(plan) if plan.private else None,
+        "privacy": cost,
+        "statement": _statement(plan, cost["computed_from_records"]) if plan.private else None,
         "audit": audit if plan.canaries else None,
     }
 
@@ -248,11 +248,7 @@ def build_report(
             "samples_per_second": round(speed * plan.batch_size, 1),
         },
         "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
-        "machine": {
-            "system": platform.system(),
-            "processor": platform.machine(),
-            **machine,
-        },
+        "machine": {"system": platform.system(), "processor": platform.machine(), **machine},
     }
 
 
@@ -307,24 +303,14 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
 
 def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
     """Return the model card of a run, as Markdown; names of layers of the model become code."""
-    environment = templates()
-    environment.filters["as_code"] = _as_code
-    return environment.get_template("model_card.md.jinja").render(
+    template = templates().get_template("model_card.md.jinja")
+    return template.render(
         report,
-        network=model,
-        plain=_is_plain(model),
+        network=model if _is_plain(model) else None,
         recipe_defaults=RECIPE_DEFAULTS,
-        neighbours=statements.neighbours(report["privacy"]["unit"]["name"]),
         no_privacy=statements.NO_PRIVACY,
-        infinity=math.inf,
         to_be_filled_in=OPEN,
     )
-
-
-def _as_code(name: str) -> str:
-    """Return a name as code in a cell of a table."""
-    cell = name.replace("|", "\\|")
-    return f"`` {cell} ``" if "`" in name else f"`{cell}`"
 
 
 def _is_plain(model: nn.Module) -> bool:

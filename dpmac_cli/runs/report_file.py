@@ -197,12 +197,10 @@ def recount(
     raise_errors(errors)
     report = read_report(path)
     events, own_delta = report.training_events(), report.delta or question.DEFAULTS["delta"]
-    delta = typed.get("delta", own_delta)
+    asked = {**question.DEFAULTS, "delta": own_delta, **typed}
     rows = [
-        replace(price(events, delta, accountant, report.unit), dataset_size=report.train_size)
-        for accountant in question.accountants_for(
-            typed.get("accountant", question.DEFAULTS["accountant"])
-        )
+        replace(price(events, asked["delta"], name, report.unit), dataset_size=report.train_size)
+        for name in question.accountants_for(asked["accountant"])
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
     return rows, stored, total_epsilon(events, own_delta)

@@ -8,7 +8,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import data_settings, resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.schema import AtHand, Source
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.plots import COLOURS, new_figure, write_figure
 from dpmac_cli.runs.environment import choose_device
@@ -58,8 +58,8 @@ def score(
     where = choose_device(device)
     file, facts = read_facts(Path(path))
     plan = _chosen(file, facts, dataset)
-    own = plan.facts if plan.own_data else None
-    released = load_model(file, plan.dataset_name, where, own=own, factory=factory)
+    own = plan.facts if isinstance(plan.data, Source) else None
+    released = load_model(file, plan.found.name, where, own=own, factory=factory)
     folder = data_folder(Path(data_dir) if data_dir else None)
     data = load_data(plan.data, folder, where, facts=plan.facts)
     if own is not None and own.classes != facts.classes:
@@ -70,7 +70,7 @@ def score(
     data = data.prepared_by({"levels": facts.levels, "mean": facts.mean, "std": facts.std})
     result = evaluate(released.model, data, data.test)
     covered = facts.covered_scores is not None
-    return Scored(result, plan.dataset_name, list(plan.facts.classes), file, covered)
+    return Scored(result, plan.found.name, list(plan.facts.classes), file, covered)
 
 
 def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan:

@@ -108,8 +108,6 @@ def make_trainer(
     keys = keys or make_keys(plan.seed)
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
-    # Built-in networks draw no random numbers in their forward pass; others may.
-    own = model is not None or isinstance(plan.model, UserModel)
     isolated = task.independence == "isolated" and not plan.head_only
     return Trainer(
         model=task.trained,
@@ -126,7 +124,7 @@ def make_trainer(
             scores=plan.scores,
             isolated=isolated,
         ),
-        randomness=_randomness(plan, keys, 0 if ranks is None else ranks.rank, own=own),
+        randomness=_randomness(plan, keys, task, 0 if ranks is None else ranks.rank),
         hooks=_canaries(plan, task, keys),
         ranks=ranks,
     )
@@ -187,9 +185,7 @@ def make_task(
             settings |= vars(plan.features)
         data, sha256 = yield from featured(parts, data, settings, cache_folder())
         trained, fingerprints["features"] = parts.head, sha256
-    built = ""
-    if isinstance(plan.model, UserModel) and not at_hand:
-        built = built_by(plan.model, seen)
+    named = None if at_hand or not isinstance(plan.model, UserModel) else plan.model
     return Task(
         model=model,
         trained=trained,
@@ -197,7 +193,7 @@ def make_task(
         independence=kind,
         fingerprints=fingerprints,
         notes=(*notes, *why),
-        built_by=built,
+        built_by="" if named is None else built_by(named, seen),
     )
 
 
@@ -290,7 +286,7 @@ def _independence(
 def _doubts(plan: TrainPlan, weights: PublicWeights) -> tuple[str, ...]:
     """Return notes on weights that may not be public. Raises InputError if they are not."""
     name = weights.trained_on
-    if name != plan.dataset_name or not plan.private:
+    if name != plan.found.name or not plan.private:
         return ()
     if not isinstance(plan.data, Source):
         raise InputError(
@@ -310,13 +306,13 @@ def _check_size(plan: TrainPlan, data: Data) -> None:
     if data.size != plan.facts.train_size:
         raise InputError(
             f"data has {data.size:,} {plan.unit.split(' with ')[0]}s, but epsilon was computed "
-            f"for the {plan.facts.train_size:,} of {plan.dataset_name}. Save your records as an "
+            f"for the {plan.facts.train_size:,} of {plan.found.name}. Save your records as an "
             ".npz and name that as the dataset."
         )
     if plan.scores is not None and data.test_size != plan.facts.test_size:
         raise InputError(
             f"data has {data.test_size:,} test records or units, but scores are covered for the "
-            f"{plan.facts.test_size:,} of {plan.dataset_name}. Name the dataset, with its units."
+            f"{plan.facts.test_size:,} of {plan.found.name}. Name the dataset, with its units."
         )
 
 
@@ -331,21 +327,24 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
     """Return what an audit run adds to the records; nothing for any other."""
     if plan.canaries == 0:
         return []
-    canaries = Canaries(
-        parameters=sum(p.numel() for p in task.trained.parameters()),
-        rate=plan.event.sampling_rate,
-        batch=plan.batch_size,
-        first=task.data.size,
-        count=plan.canaries,
-        inputs=plan.recipe.inputs,
-        keys=keys,
-        device=task.data.gain.device,
-    )
-    return [canaries]
+    return [
+        Canaries(
+            parameters=sum(p.numel() for p in task.trained.parameters()),
+            rate=plan.event.sampling_rate,
+            batch=plan.batch_size,
+            first=task.data.size,
+            count=plan.canaries,
+            inputs=plan.recipe.inputs,
+            keys=keys,
+            device=task.data.gain.device,
+        )
+    ]
 
 
-def _randomness(plan: TrainPlan, keys: Keys, rank: int, *, own: bool) -> Randomness:
+def _randomness(plan: TrainPlan, keys: Keys, task: Task, rank: int) -> Randomness:
     """Return the random draws of a rank: all but the first have those of layers alone."""
+    # Built-in networks draw no random numbers in their forward pass; others may.
+    own = task.independence != "built in"
     drawn = own or plan.recipe.augmented or plan.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:

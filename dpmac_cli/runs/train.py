@@ -1,20 +1,18 @@
 """Train, resume and fork runs: from a plan or a run folder to the files of a run."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.calibration import affordable_steps, check_within_reach
+from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.errors import BudgetError, InputError
+from dpmac_cli.errors import InputError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.checkpoint import Inherited, check_given, check_same, inherited
@@ -146,7 +144,7 @@ def fork(
     folder.check_run_folder(parent, "--fork")
     with explained():
         with folder.locked(parent):
-            plan, before = _forked(parent, parse(flags), ranks)
+            plan, before = _forked(parent, parse(flags))
             session = yield from _session(plan, before, stop, data, ranks)
         yield from _first(session, stop)
 
@@ -163,7 +161,8 @@ def _session(
     if ranks is not None and plan.canaries:
         raise InputError("--canaries audits a run of one process: leave it out.")
     spent, saved = before.spent, before.saved
-    steps = spent.base + affordable(plan, plan.steps - spent.base, spent.earlier)
+    rest = plan.event_of(plan.steps - spent.base)
+    steps = spent.base + affordable_steps(rest, plan.delta, plan.max_epsilon, spent.earlier)
     exact = saved is not None and not before.fresh_noise
     keys = make_keys(plan.seed, base=spent.base)
     if saved is not None and exact:
@@ -174,8 +173,8 @@ def _session(
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)
     if saved is not None:
         trainer.state.restore(saved.tensors, saved.record["state"], exactly=exact)
-    out = plan.out
-    where = folder.new_folder(RUNS, plan.stem) if out is None else folder.make_folder(out)
+    out, stem = plan.out, f"{plan.found.name}-{plan.optimizer}{'' if plan.private else '-no-dp'}"
+    where = folder.new_folder(RUNS, stem) if out is None else folder.make_folder(out)
     spent = replace(
         spent,
         event=plan.event_of(steps - spent.base),
@@ -195,25 +194,6 @@ def _session(
         notes=(*before.notes, *task.notes),
         fresh_noise=before.fresh_noise,
     )
-
-
-def affordable(plan: TrainPlan, steps: int, earlier: Sequence[TrainingEvent]) -> int:
-    """Return how many of ``steps`` --max-epsilon pays for after ``earlier``.
-
-    Raises BudgetError if it pays for none.
-    """
-    event = plan.event_of(steps)
-    if plan.max_epsilon == float("inf"):
-        return steps
-    count = affordable_steps(event, plan.delta, plan.max_epsilon, earlier)
-    if count == 0 and steps > 0:
-        first = total_epsilon((*earlier, replace(event, steps=1)), plan.delta)
-        check_within_reach(first, plan.delta)
-        raise BudgetError(
-            f"--max-epsilon {plan.max_epsilon:g} allows no step: with the next one the run costs "
-            f"{format_epsilon(first)} at sigma {plan.sigma:g}. Raise --sigma or --max-epsilon."
-        )
-    return count
 
 
 #: Recorded settings that change nothing about what is computed. A dataset or model at another path
@@ -277,9 +257,7 @@ def _check_unchanged(
     )
 
 
-def _forked(
-    parent: Path, given: Mapping[str, Any], ranks: Ranks | None
-) -> tuple[TrainPlan, Inherited]:
+def _forked(parent: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(parent)
     recorded, step = saved.record["config"], saved.step
     check_given(parent, recorded, given, "--fork", FIXED)

@@ -209,4 +209,4 @@ def address(plan: TrainPlan, seed: int) -> str:
         settings["pretrained"] = hashlib.sha256(plan.pretrained.read_bytes()).hexdigest()
     text = json.dumps({**settings, "seed": seed}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return f"{plan.dataset_name}-{plan.optimizer}-{digest}"
+    return f"{plan.found.name}-{plan.optimizer}-{digest}"
