@@ -73,9 +73,7 @@ class Evaluation:
     @cached_property
     def accuracy(self) -> float:
         """Fraction of samples, or of labels, classified correctly, 0 to 1."""
-        if self.multilabel:
-            return metric("accuracy", self.answers)
-        return int(self.confusion.diagonal().sum()) / self.samples
+        return self.metric("accuracy")
 
     @property
     def per_class(self) -> list[float]:
@@ -84,13 +82,13 @@ class Evaluation:
 
     def metric(self, name: str) -> float:
         """Return a metric by its name, 0 to 1; nan where it is not defined."""
-        return self.accuracy if name == "accuracy" else metric(name, self.answers)
+        return metric(name, self.answers)
 
     def values(self) -> dict[str, Any]:
         """Return all metrics and the rates of each class, as JSON values."""
         return as_values(self.answers, all_metrics(self.answers))
 
-    @property
+    @cached_property
     def answers(self) -> Answers:
         """Labels and predictions of the samples as arrays, for metrics."""
         exclusive, lost = not self.multilabel, self._lost[:, None]
