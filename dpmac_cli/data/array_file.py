@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.decoding import decode
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 
 #: How far from 0 the ends of a range may be, and how near to one another.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -166,8 +166,7 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
         faults += _faults_of_classes(arrays)
     if _is_numbers(arrays["x"]):
         faults += _faults_of_range(arrays, source)
-    if faults:
-        raise InputError([f"{source.path}: {fault}." for fault in faults])
+    raise_errors(f"{source.path}: {fault}." for fault in faults)
     return tuple(skipped)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.decoding import ImageFile, decoded, looked_at, usable_cores
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome
@@ -68,8 +68,7 @@ class ImageFolder:
         labels = np.array([image.label for image in self._images], np.int64)
         for part, side in zip(parts or [root], sides, strict=True):
             self._check_not_empty(part, labels[side])
-        if self._faults:
-            raise InputError(self._faults)
+        raise_errors(self._faults)
         names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
         units = None if source.unit is None else np.array(_units(names, source.unit))
         if not parts:
@@ -120,8 +119,7 @@ class ImageFolder:
         rows = np.arange(len(self._images))
         if not self._source.skip_bad or not len(rows):
             return rows
-        if self._faults:
-            raise InputError(self._faults)
+        raise_errors(self._faults)
         file = outcome(self._decoded())  # contents decide, not headers alone
         self._skipped += file.notes()
         return np.setdiff1d(rows, file.missing())

@@ -1,7 +1,7 @@
 """Load a data set onto a device: from torchvision, an installed package, or your own files."""
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,10 @@ def loading(
         )
     else:
         facts = DATASETS[chosen]
-        if chosen in BUNDLED:
-            train, test = BUNDLED[chosen]()
-        else:
+        if facts.torchvision:
             train, test = _from_torchvision(chosen, data_dir, download)
+        else:
+            train, test = _digits()
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
     return Data(train, test, gain, offset, units, test_units).to(device)
@@ -107,10 +107,6 @@ def _digits() -> tuple[Split, Split]:
         for rows in (order[held_out:], order[:held_out])
     )
     return train, test
-
-
-#: Loaders of training and test split of what needs no torchvision.
-BUNDLED: Mapping[str, Callable[[], tuple[Split, Split]]] = {"digits": _digits}
 
 
 def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split, Split]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.rows import Rows
 
 #: Faults of one kind that are named; the rest are counted.
@@ -37,8 +37,7 @@ def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
 
 def refuse(faults: Sequence[str], remedy: str = "") -> None:
     """Raise for faults of one kind."""
-    if faults:
-        raise InputError(complaints(faults, remedy))
+    raise_errors(complaints(faults, remedy))
 
 
 def check_classes(classes: Sequence[str], source: Source) -> None:
