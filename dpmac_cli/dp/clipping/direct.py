@@ -4,7 +4,7 @@ Where such a parameter is broadcast over a batch, every row is given a copy of i
 gradients by the copies are its per-sample gradients, whatever else the network computes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -46,13 +46,7 @@ class Copies(TorchFunctionMode):
         self.refused: set[int] = set()  # ids of those that were read in a way that is not known
         self._rows = rows
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch; replace a parameter among its arguments by copies."""
         named = dict(kwargs or {})
         if func is Tensor.expand_as:
