@@ -147,8 +147,7 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
         if wrong := list(_faults_of_pair(arrays, x_name, y_name)):
             faults += wrong
             continue
-        x, y = arrays[x_name], arrays[y_name]
-        reasons = _bad_records(x_name, x, y_name, y, None if classes is None else len(classes))
+        reasons = _bad_records(arrays, x_name, y_name)
         bad = np.logical_or.reduce([*reasons.values()])
         if source.skip_bad:
             skipped += [f"row {row} of {x_name}" for row in np.flatnonzero(bad)]
@@ -156,9 +155,9 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
             arrays |= {name: arrays[name][~bad] for name in together}
         else:
             faults += [
-                f"{what} in {rows.sum()} of {len(x)} rows. Add --skip-bad to leave such records out"
-                for what, rows in reasons.items()
-                if rows.any()
+                f"{what} in {at.sum()} of {len(at)} rows. Add --skip-bad to leave such records out"
+                for what, at in reasons.items()
+                if at.any()
             ]
     faults += [f"{x_name} is empty" for x_name, _ in pairs if not arrays[x_name].size]
     faults += _faults_of_units(arrays, source)
@@ -171,16 +170,17 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
 
 
 def _bad_records(
-    x_name: str, x: NDArray[Any], y_name: str, y: NDArray[Any], classes: int | None
+    arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str
 ) -> dict[str, NDArray[np.bool_]]:
     """Return which records cannot be used, by reason, shape (records,) each."""
-    bad = {}
+    x, y, bad = arrays[x_name], arrays[y_name], {}
     if y.ndim == 2:
         bad[f"{y_name} holds labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
     else:
         why = "labels begin at 0, and names are those of --classes"
         bad[f"{y_name} holds the label {y.min(initial=0)} ({why})"] = y < 0
-        if classes is not None:
+        if "classes" in arrays:
+            classes = len(arrays["classes"])
             why = f"classes names {classes}, 0 to {classes - 1}"
             bad[f"{y_name} holds the label {y.max(initial=0)} ({why})"] = y >= classes
     if x.dtype.kind == "f":
