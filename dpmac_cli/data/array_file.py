@@ -50,9 +50,8 @@ class ArrayFile:
         if held_out:
             keys = _keys(x, y) if units is None else (str(u).encode() for u in units.tolist())
             train, test = split(keys, y, classes if inferred else None, source)
-            arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
-            if units is not None:
-                arrays |= {"unit": units[train], "unit_test": units[test]}
+            for name in {"x", "y", "unit"} & arrays.keys():
+                arrays[name], arrays[f"{name}_test"] = arrays[name][train], arrays[name][test]
         channels, *side = _channels_first(x[:1]).shape[1:]
         ends = _ends(arrays) if _is_numbers(x) else None
         if ends is None:
@@ -68,7 +67,7 @@ class ArrayFile:
             (channels, *side),
             classes,
             ends,
-            self._units,
+            (arrays.get("unit"), arrays.get("unit_test")),
             held_out=held_out,
             inferred=("classes",) * inferred,  # arrays declare a shape of themselves
             skipped=skipped,
@@ -76,15 +75,13 @@ class ArrayFile:
 
     def load(self) -> tuple[Records, Records]:
         """Return training and test records."""
-        kind: type[Any] = np.int64 if self._arrays["y"].ndim == 1 else np.uint8
+        arrays = self._arrays
+        kind: type[Any] = np.int64 if arrays["y"].ndim == 1 else np.uint8
         train, test = (
-            Records(self._records(self._arrays[x]), self._arrays[y].astype(kind)) for x, y in PAIRS
+            Records(self._records(arrays[x]), arrays[y].astype(kind), arrays.get(UNITS[x]))
+            for x, y in PAIRS
         )
-        return train._replace(units=self._units[0]), test._replace(units=self._units[1])
-
-    @property
-    def _units(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        return self._arrays.get("unit"), self._arrays.get("unit_test")
+        return train, test
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         images = _channels_first(x)

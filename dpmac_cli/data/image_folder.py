@@ -81,15 +81,14 @@ class ImageFolder:
                 f"{len(both)} units, such as {min(both)}, have images in {parts[0]} and in "
                 f"{parts[1]}: test on other units."
             )
-        self._units = [None if units is None else units[side] for side in sides]
-        self._sides = [(side, labels[side]) for side in sides]
+        self._sides = [(at, labels[at], None if units is None else units[at]) for at in sides]
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
             source,
-            (labels[sides[0]], labels[sides[1]]),
+            [y for _, y, _ in self._sides],
             self._shape,
             self._classes,
-            units=self._units,
+            units=[of for *_, of in self._sides],
             held_out=not parts,
             repeated="" if source.unit else _repeated(names),
             inferred=tuple(name for name, value in schema.items() if value is None),
@@ -185,10 +184,7 @@ class ImageFolder:
         file = yield from self._decoded()
         if not self._source.skip_bad:
             refuse(file.notes(), REMEDY)
-        train, test = (
-            Records(Rows(file, rows), labels, units)
-            for (rows, labels), units in zip(self._sides, self._units, strict=True)
-        )
+        train, test = (Records(Rows(file, rows), y, units) for rows, y, units in self._sides)
         return train, test
 
 

@@ -89,7 +89,7 @@ def split(
 
 def found(
     source: Source,
-    labels: tuple[NDArray[np.int64], NDArray[np.int64]],
+    labels: Sequence[NDArray[np.int64]],
     shape: tuple[int, int, int],
     classes: Sequence[str],
     ends: NDArray[np.float64] | None = None,
