@@ -66,9 +66,7 @@ class Copies(TorchFunctionMode):
         self.refused.update(of)
         return func(*args, **named)
 
-    def _computed(
-        self, func: Callable[..., Any], args: Any, result: Any, parameter: nn.Parameter
-    ) -> Any:
+    def _computed(self, func: Any, args: Any, result: Any, parameter: nn.Parameter) -> Any:
         """Return what a function made of one parameter alone, or rows' copies of that."""
         if not isinstance(result, Tensor) or result._version > 0:
             if result is None or tensors_in(result):
