@@ -138,7 +138,7 @@ def test_every_other_canary_is_far_beyond_the_bound(name: str) -> None:
     trainer = spied(name, gradients(), [0, 1, 40])
     walk(trainer, 3)
     region, canaries = trainer.state.region, canaries_of(trainer)
-    out = trainer._sums.clipped_sum.centre_norm(trainer._metric)
+    out = trainer._metric.centre_norm(trainer._sums.clipped_sum.layers)
     heights = canaries.heights(4, region, out)
     norms = canaries.squared_norms(heights, region, out).sqrt()
     assert (norms[::2] >= FAR - 1).all()

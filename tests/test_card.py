@@ -91,7 +91,8 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     task = Task(model=network, trained=network, data=data, independence="built in")
     facts = public_facts(config, spent(steps=1), task, trained=0)
     pixels = torch.randint(0, 256, (20, *config.facts.shape), dtype=torch.uint8)
-    x = data.prepared_by(facts["input"]).standardised(pixels)
+    given = facts["input"]
+    x = data.prepared_by(given["levels"], given["mean"], given["std"]).standardised(pixels)
     with torch.no_grad():  # untrained, it would call everything the same
         list(network.parameters())[-1].sub_(network(x).mean(0))
     wanted: Tensor = network(x).argmax(1)

@@ -103,7 +103,7 @@ def test_the_noise_has_the_promised_distribution(by_class: bool) -> None:
     result, sigma, size = outputs(400), 3.0, 400
     noise = Noise(bytes(32), secure=True)
     found = [
-        release(result, None, sigma, noise.at(step), by_class=by_class) for step in range(1, 2001)
+        release(result, None, Scores(sigma, 1, by_class), noise.at(step)) for step in range(1, 2001)
     ]
     deviation = found[0].noise
     assert deviation == pytest.approx(sigma * (CLASSES**0.5 if by_class else 1) / size)
@@ -119,7 +119,7 @@ def test_the_noise_has_the_promised_distribution(by_class: bool) -> None:
 def test_a_score_is_a_share() -> None:
     noise = Noise(bytes(32), secure=True)
     few = [
-        release(outputs(4), None, 50.0, noise.at(step), by_class=by_class)
+        release(outputs(4), None, Scores(50.0, 1, by_class), noise.at(step))
         for step, by_class in enumerate([False, True] * 20)
     ]
     assert {0.0, 1.0} <= {score.accuracy for score in few}

@@ -14,8 +14,9 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import cifar, mnist
 from torchvision.transforms.functional import normalize
 
+from dpmac_cli.data import loaders
 from dpmac_cli.data.dataset import Data, Split, fingerprint
-from dpmac_cli.data.loaders import BUNDLED, load_data
+from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError
 
@@ -37,7 +38,7 @@ def digits() -> Data:
 
 
 def test_every_data_set_of_the_catalog_has_a_loader() -> None:
-    assert BUNDLED.keys() == {name for name, facts in DATASETS.items() if not facts.torchvision}
+    assert {name for name, facts in DATASETS.items() if not facts.torchvision} == {"digits"}
     kinds = {facts.torchvision for facts in DATASETS.values()} - {""}
     assert all(hasattr(torchvision.datasets, kind) for kind in kinds)
 
@@ -94,11 +95,7 @@ def test_a_single_changed_value_is_noticed(
     images, labels = digits.test.images.clone(), digits.test.labels.clone()
     changed = images.view(-1) if part == "images" else labels
     changed[-1] = 1 - changed[-1].clamp(max=1)
-    monkeypatch.setitem(
-        BUNDLED,
-        "digits",
-        lambda: (digits.train, Split(images, labels)),
-    )
+    monkeypatch.setattr(loaders, "_digits", lambda: (digits.train, Split(images, labels)))
     with pytest.raises(InputError) as caught:
         load_data("digits", Path("nowhere"), CPU)
     message = str(caught.value)
@@ -111,7 +108,7 @@ def test_a_single_changed_value_is_noticed(
 
 def test_a_missing_record_is_noticed(monkeypatch: pytest.MonkeyPatch, digits: Data) -> None:
     short = Split(digits.train.images[1:], digits.train.labels[1:])
-    monkeypatch.setitem(BUNDLED, "digits", lambda: (short, digits.test))
+    monkeypatch.setattr(loaders, "_digits", lambda: (short, digits.test))
     with pytest.raises(InputError) as caught:
         load_data("digits", Path("nowhere"), CPU)
     assert (

@@ -248,7 +248,7 @@ def batch_norm(dataset: Dataset, *_: int) -> nn.Module:
 
 
 def no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(data.BUNDLED, "digits", no_data)
+    monkeypatch.setattr(data, "_digits", no_data)
 
 
 def mixing_model(monkeypatch: pytest.MonkeyPatch) -> None:

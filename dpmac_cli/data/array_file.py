@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.decoding import decode
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 
 #: How far from 0 the ends of a range may be, and how near to one another.
 FARTHEST, NARROWEST = 1e30, 1e-30
@@ -50,9 +50,8 @@ class ArrayFile:
         if held_out:
             keys = _keys(x, y) if units is None else (str(u).encode() for u in units.tolist())
             train, test = split(keys, y, classes if inferred else None, source)
-            arrays |= {"x": x[train], "y": y[train], "x_test": x[test], "y_test": y[test]}
-            if units is not None:
-                arrays |= {"unit": units[train], "unit_test": units[test]}
+            for name in {"x", "y", "unit"} & arrays.keys():
+                arrays[name], arrays[f"{name}_test"] = arrays[name][train], arrays[name][test]
         channels, *side = _channels_first(x[:1]).shape[1:]
         ends = _ends(arrays) if _is_numbers(x) else None
         if ends is None:
@@ -68,7 +67,7 @@ class ArrayFile:
             (channels, *side),
             classes,
             ends,
-            self._units,
+            (arrays.get("unit"), arrays.get("unit_test")),
             held_out=held_out,
             inferred=("classes",) * inferred,  # arrays declare a shape of themselves
             skipped=skipped,
@@ -76,15 +75,13 @@ class ArrayFile:
 
     def load(self) -> tuple[Records, Records]:
         """Return training and test records."""
-        kind: type[Any] = np.int64 if self._arrays["y"].ndim == 1 else np.uint8
+        arrays = self._arrays
+        kind: type[Any] = np.int64 if arrays["y"].ndim == 1 else np.uint8
         train, test = (
-            Records(self._records(self._arrays[x]), self._arrays[y].astype(kind)) for x, y in PAIRS
+            Records(self._records(arrays[x]), arrays[y].astype(kind), arrays.get(UNITS[x]))
+            for x, y in PAIRS
         )
-        return train._replace(units=self._units[0]), test._replace(units=self._units[1])
-
-    @property
-    def _units(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        return self._arrays.get("unit"), self._arrays.get("unit_test")
+        return train, test
 
     def _records(self, x: NDArray[Any]) -> NDArray[Any]:
         images = _channels_first(x)
@@ -147,8 +144,7 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
         if wrong := list(_faults_of_pair(arrays, x_name, y_name)):
             faults += wrong
             continue
-        x, y = arrays[x_name], arrays[y_name]
-        reasons = _bad_records(x_name, x, y_name, y, None if classes is None else len(classes))
+        reasons = _bad_records(arrays, x_name, y_name)
         bad = np.logical_or.reduce([*reasons.values()])
         if source.skip_bad:
             skipped += [f"row {row} of {x_name}" for row in np.flatnonzero(bad)]
@@ -156,9 +152,9 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
             arrays |= {name: arrays[name][~bad] for name in together}
         else:
             faults += [
-                f"{what} in {rows.sum()} of {len(x)} rows. Add --skip-bad to leave such records out"
-                for what, rows in reasons.items()
-                if rows.any()
+                f"{what} in {at.sum()} of {len(at)} rows. Add --skip-bad to leave such records out"
+                for what, at in reasons.items()
+                if at.any()
             ]
     faults += [f"{x_name} is empty" for x_name, _ in pairs if not arrays[x_name].size]
     faults += _faults_of_units(arrays, source)
@@ -166,22 +162,22 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
         faults += _faults_of_classes(arrays)
     if _is_numbers(arrays["x"]):
         faults += _faults_of_range(arrays, source)
-    if faults:
-        raise InputError([f"{source.path}: {fault}." for fault in faults])
+    raise_errors(f"{source.path}: {fault}." for fault in faults)
     return tuple(skipped)
 
 
 def _bad_records(
-    x_name: str, x: NDArray[Any], y_name: str, y: NDArray[Any], classes: int | None
+    arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str
 ) -> dict[str, NDArray[np.bool_]]:
     """Return which records cannot be used, by reason, shape (records,) each."""
-    bad = {}
+    x, y, bad = arrays[x_name], arrays[y_name], {}
     if y.ndim == 2:
         bad[f"{y_name} holds labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
     else:
         why = "labels begin at 0, and names are those of --classes"
         bad[f"{y_name} holds the label {y.min(initial=0)} ({why})"] = y < 0
-        if classes is not None:
+        if "classes" in arrays:
+            classes = len(arrays["classes"])
             why = f"classes names {classes}, 0 to {classes - 1}"
             bad[f"{y_name} holds the label {y.max(initial=0)} ({why})"] = y >= classes
     if x.dtype.kind == "f":

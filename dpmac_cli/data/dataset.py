@@ -1,10 +1,9 @@
 """Records on the device. Images stay uint8 there and are standardised when used."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -126,10 +125,9 @@ class Data:
         moved = {n: getattr(self, n).to(device) for n in ("train", "test", "gain", "offset")}
         return replace(self, **moved)
 
-    def prepared_by(self, given: Mapping[str, Any]) -> "Data":
-        """Return the same records, standardised by ``levels``, ``mean`` and ``std`` of a model."""
-        mean, std = (list(map(float, given[name])) for name in ("mean", "std"))
-        gain, offset = standardisation(float(given["levels"]), mean, std, self.gain.device)
+    def prepared_by(self, levels: float, mean: Sequence[float], std: Sequence[float]) -> "Data":
+        """Return the same records, standardised by the constants of a model."""
+        gain, offset = standardisation(levels, mean, std, self.gain.device)
         return replace(self, gain=gain, offset=offset)
 
     def standardised(self, images: Tensor) -> Tensor:

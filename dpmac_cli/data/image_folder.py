@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dpmac_cli.data.decoding import ImageFile, decoded, looked_at, usable_cores
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
 from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome
@@ -68,8 +68,7 @@ class ImageFolder:
         labels = np.array([image.label for image in self._images], np.int64)
         for part, side in zip(parts or [root], sides, strict=True):
             self._check_not_empty(part, labels[side])
-        if self._faults:
-            raise InputError(self._faults)
+        raise_errors(self._faults)
         names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
         units = None if source.unit is None else np.array(_units(names, source.unit))
         if not parts:
@@ -82,15 +81,14 @@ class ImageFolder:
                 f"{len(both)} units, such as {min(both)}, have images in {parts[0]} and in "
                 f"{parts[1]}: test on other units."
             )
-        self._units = [None if units is None else units[side] for side in sides]
-        self._sides = [(side, labels[side]) for side in sides]
+        self._sides = [(at, labels[at], None if units is None else units[at]) for at in sides]
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
             source,
-            (labels[sides[0]], labels[sides[1]]),
+            [y for _, y, _ in self._sides],
             self._shape,
             self._classes,
-            units=self._units,
+            units=[of for *_, of in self._sides],
             held_out=not parts,
             repeated="" if source.unit else _repeated(names),
             inferred=tuple(name for name, value in schema.items() if value is None),
@@ -120,8 +118,7 @@ class ImageFolder:
         rows = np.arange(len(self._images))
         if not self._source.skip_bad or not len(rows):
             return rows
-        if self._faults:
-            raise InputError(self._faults)
+        raise_errors(self._faults)
         file = outcome(self._decoded())  # contents decide, not headers alone
         self._skipped += file.notes()
         return np.setdiff1d(rows, file.missing())
@@ -187,10 +184,7 @@ class ImageFolder:
         file = yield from self._decoded()
         if not self._source.skip_bad:
             refuse(file.notes(), REMEDY)
-        train, test = (
-            Records(Rows(file, rows), labels, units)
-            for (rows, labels), units in zip(self._sides, self._units, strict=True)
-        )
+        train, test = (Records(Rows(file, rows), y, units) for rows, y, units in self._sides)
         return train, test
 
 

@@ -1,7 +1,7 @@
 """Load a data set onto a device: from torchvision, an installed package, or your own files."""
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,13 @@ def loading(
             split_of(x, torch.as_tensor(y), device) if isinstance(x, Rows) else _split(x, y)
             for x, y, _ in records
         )
-        units, test_units = (
-            None if part.units is None else units_of(part.units) for part in records
-        )
+        units, test_units = (None if each is None else units_of(each) for *_, each in records)
     else:
         facts = DATASETS[chosen]
-        if chosen in BUNDLED:
-            train, test = BUNDLED[chosen]()
-        else:
+        if facts.torchvision:
             train, test = _from_torchvision(chosen, data_dir, download)
+        else:
+            train, test = _digits()
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
     return Data(train, test, gain, offset, units, test_units).to(device)
@@ -109,10 +107,6 @@ def _digits() -> tuple[Split, Split]:
     return train, test
 
 
-#: Loaders of training and test split of what needs no torchvision.
-BUNDLED: Mapping[str, Callable[[], tuple[Split, Split]]] = {"digits": _digits}
-
-
 def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split, Split]:
     """Load from disk, or download what is not there; explain what fails."""
     files = [data_dir / file for file in DATASETS[name].files]
@@ -150,7 +144,10 @@ def _what_failed(files: Sequence[Path], tried: bool, failure: Exception) -> str:
     folder, missing = files[0].parent, _missing(files)
     if missing:
         which = "is not" if len(missing) == len(files) else "is not whole"
-        download = f" and could not be downloaded{_in_short(failure)}" if tried else ""
+        last = str(failure).strip().rpartition("\n")[2]
+        reason = re.sub(r"<urlopen error |\[Errno -?\d+\] |[>.]+$", "", last)
+        known = f" ({reason})" if reason and "download=True" not in reason else ""  # or mere advice
+        download = f" and could not be downloaded{known}" if tried else ""
         these = "these files" if len(missing) > 1 else "this file"
         return f"{which} in {folder}{download}. Put {these} there: {', '.join(missing)}"
     if isinstance(failure, OSError):
@@ -159,10 +156,3 @@ def _what_failed(files: Sequence[Path], tried: bool, failure: Exception) -> str:
         f"in {folder} is damaged: a file is cut short, altered or of another kind. Remove its "
         "files to have them downloaded again"
     )
-
-
-def _in_short(failure: Exception) -> str:
-    """Return why a download failed, in brackets; nothing where torchvision has only advice."""
-    last = str(failure).strip().rpartition("\n")[2]
-    reason = re.sub(r"<urlopen error |\[Errno -?\d+\] |[>.]+$", "", last)
-    return "" if not reason or "download=True" in reason else f" ({reason})"

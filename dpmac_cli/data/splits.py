@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.rows import Rows
 
 #: Faults of one kind that are named; the rest are counted.
@@ -37,8 +37,7 @@ def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
 
 def refuse(faults: Sequence[str], remedy: str = "") -> None:
     """Raise for faults of one kind."""
-    if faults:
-        raise InputError(complaints(faults, remedy))
+    raise_errors(complaints(faults, remedy))
 
 
 def check_classes(classes: Sequence[str], source: Source) -> None:
@@ -90,7 +89,7 @@ def split(
 
 def found(
     source: Source,
-    labels: tuple[NDArray[np.int64], NDArray[np.int64]],
+    labels: Sequence[NDArray[np.int64]],
     shape: tuple[int, int, int],
     classes: Sequence[str],
     ends: NDArray[np.float64] | None = None,
@@ -118,25 +117,17 @@ def found(
         defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
     several = labels[1].ndim == 2  # labels per record
     if ends is None:
-        levels, (mean, std) = 255, _constants(source, shape[0])
+        levels, constants = 255, _constants(source, shape[0])
     else:  # scaled to [-1, 1]
         levels, (low, high) = 1, ends
-        mean, std = (tuple(part.tolist()) for part in ((low + high) / 2, (high - low) / 2))
+        constants = tuple(((low + high) / 2).tolist()), tuple(((high - low) / 2).tolist())
+    names = tuple(classes)
     facts = Dataset(
-        train,
-        test,
-        shape,
-        tuple(classes),
-        mean,
-        std,
-        defaults,
-        "your own",
-        levels,
-        multilabel=several,
+        train, test, shape, names, *constants, defaults, "your own", levels, multilabel=several
     )
     tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
     unit = "" if units[0] is None else source.unit or "unit"
-    untested = tuple(name for label, name in enumerate(classes) if label not in tested)
+    untested = tuple(name for label, name in enumerate(names) if label not in tested)
     name = source.path.resolve().stem.strip("<>")
     return Found(facts, name, unit=unit, untested=untested, **rest)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from dpmac_cli.errors import InputError
 
@@ -74,23 +75,20 @@ class TestSet(_Declared):
     values: Annotated[Texts, Field(min_length=1)]
 
 
+def _named(columns: Any) -> Any:
+    """Take columns by their names, as they are written, each with its name inside."""
+    if not isinstance(columns, dict):
+        return columns
+    return [{"name": n, **of} if isinstance(of, dict) else of for n, of in columns.items()]
+
+
 class TableSchema(_Declared):
     """All that is known of a table without its records."""
 
     label: Label
-    columns: Annotated[tuple[Column, ...], Field(min_length=1)]
+    columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
     drop: Texts = ()
     test: TestSet | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name(cls, given: Any) -> Any:
-        """Take columns by their names, as they are written, each with its name inside."""
-        columns = given.get("columns") if isinstance(given, dict) else None
-        if not isinstance(columns, dict):
-            return given
-        named = [{"name": n, **of} if isinstance(of, dict) else of for n, of in columns.items()]
-        return {**given, "columns": named}
 
     @model_validator(mode="after")
     def _check(self) -> "TableSchema":

@@ -39,11 +39,7 @@ class Algorithm:
 
 
 def build_algorithm(
-    optimizer: Optimizer,
-    hyper: Hyperparameters,
-    *,
-    private: bool = True,
-    rule: Rule | None = None,
+    optimizer: Optimizer, hyper: Hyperparameters, *, private: bool = True, rule: Rule | None = None
 ) -> Algorithm:
     """Build the algorithm of a row of the table.
 

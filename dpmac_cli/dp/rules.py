@@ -5,6 +5,7 @@ Each rule takes the private mean into the moments it uses and moves theta, all i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from dpmac_cli.dp.mechanism import PrivateMean
+
+_fused_adam: Callable[..., None] = partial(
+    adam, fused=True, amsgrad=False, weight_decay=0.0, maximize=False
+)
 
 
 @dataclass
@@ -65,22 +70,10 @@ class Adam:
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
         """Move theta, shape (d,), by torch's fused kernel: one pass over the vectors."""
         before = torch.full((), moments.step - 1.0, device=theta.device)  # torch counts on
-        adam(
-            [theta],
-            [private.value],
-            [moments.m],
-            [moments.v],
-            [],
-            [before],
-            fused=True,
-            amsgrad=False,
-            beta1=moments.beta1,
-            beta2=moments.beta2,
-            lr=eta,
-            weight_decay=0.0,
-            eps=self.gamma,
-            maximize=False,
-        )
+        g, m, v = private.value, moments.m, moments.v
+        vectors: list[list[Tensor]] = [[theta], [g], [m], [v], [], [before]]
+        rates = {"beta1": moments.beta1, "beta2": moments.beta2}
+        _fused_adam(*vectors, **rates, lr=eta, eps=self.gamma)
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,7 @@ PROBED = 16
 
 
 def featured(
-    parts: FrozenFeatures,
-    data: Data,
-    settings: Mapping[str, Any],
-    folder: Path,
+    parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], folder: Path
 ) -> Generator[Computing, None, tuple[Data, str]]:
     """Return a dataset of the features of every image, which need no standardisation.
 

@@ -67,7 +67,7 @@ def score(
             f"{plan.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "
             f"{', '.join(facts.classes)}."
         )
-    data = data.prepared_by({"levels": facts.levels, "mean": facts.mean, "std": facts.std})
+    data = data.prepared_by(facts.levels, facts.mean, facts.std)
     result = evaluate(released.model, data, data.test)
     covered = facts.covered_scores is not None
     return Scored(result, plan.found.name, list(plan.facts.classes), file, covered)

@@ -56,7 +56,10 @@ def kept_file(
     """
     folder, begun = path.parent, path.with_suffix(BEGUN)
     try:
-        _make_private(folder)
+        folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid():
+            raise PermissionError("the folder is another user's")
+        folder.chmod(PRIVATE_FOLDER)
         # Only an flock ends with its process: a file system without one keeps nothing.
         lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
         while (file := whole(path)) is None:
@@ -75,13 +78,6 @@ def kept_file(
             "there, or name another folder by DPMAC_CACHE_DIR."
         ) from failure
     return file
-
-
-def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.geteuid():
-        raise PermissionError("the folder is another user's")
-    folder.chmod(PRIVATE_FOLDER)
 
 
 def kept_files(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import OPTIMIZER, SETTINGS, flag_name
 from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, raise_errors
 
 #: Settings of a run that a study chooses itself or does not support.
 NOT_IN_A_STUDY = (
@@ -192,8 +192,7 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         value = plan.target_epsilon if column == "epsilon" else plan.sigma
         cells.setdefault((shown, value), plan)
         notes |= dict.fromkeys(note for note in resolved.notes if "no effect" not in note)
-    if errors:
-        raise InputError(tuple(errors))
+    raise_errors(errors)
     runs = []
     for (row, value), plan in cells.items():
         for seed in seeds:

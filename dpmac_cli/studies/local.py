@@ -128,8 +128,12 @@ class Pool(Executor):
         for plan in plans:
             place = self._places.pop(0)
             mine, theirs = CONTEXT.Pipe()
+            device = choose_device(plan.device)
+            if device.type == "cuda" and ":" not in plan.device:  # the processes share out the GPUs
+                device = torch.device("cuda", place % torch.cuda.device_count())
+            placed = replace(plan, device=str(device))
             # What a process is forked from keeps the variables that it began with.
-            arguments = (dict(os.environ), theirs, plan, self.data[plan.data], place, self._threads)
+            arguments = (dict(os.environ), theirs, placed, self.data[plan.data], self._threads)
             process = CONTEXT.Process(target=_work, args=arguments)
             process.start()
             theirs.close()
@@ -155,19 +159,11 @@ class Pool(Executor):
 
 
 def _work(
-    variables: Mapping[str, str],
-    pipe: Connection,
-    plan: TrainPlan,
-    data: Data,
-    place: int,
-    threads: int,
+    variables: Mapping[str, str], pipe: Connection, plan: TrainPlan, data: Data, threads: int
 ) -> None:
     """Train one run and send its result: the main function of a process."""
     os.environ.clear()
     os.environ.update(variables)
-    device = choose_device(plan.device)
-    if device.type == "cuda" and ":" not in plan.device:  # the processes share out the GPUs
-        device = torch.device("cuda", place % torch.cuda.device_count())
     # A network may print, and the parent's stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        pipe.send(train_job(replace(plan, device=str(device)), threads, data.to(device)))
+        pipe.send(train_job(plan, threads, data.to(torch.device(plan.device))))

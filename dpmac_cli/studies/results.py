@@ -14,7 +14,7 @@ from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.report_file import events_of
-from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
+from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run
 
 #: Smaller differences are rounding errors, and leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -43,11 +43,6 @@ class Cell:
     seconds: float
     failures: Mapping[int, str]
     standing: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the row."""
-        return row_name(self.labels)
 
     @property
     def mean(self) -> float:
@@ -164,10 +159,9 @@ def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> floa
     from scipy.stats import ttest_1samp  # noqa: PLC0415  (a second to import)
 
     seeds = sorted(one.keys() & other.keys())
-    if len(seeds) < 2:
-        return 1.0
     differences = [one[seed] - other[seed] for seed in seeds]
-    if stdev(differences) < LEAST_SPREAD:  # of counts: equal differences are a chance
+    # Of counts, equal differences are a chance.
+    if len(seeds) < 2 or stdev(differences) < LEAST_SPREAD:
         return 1.0
     return float(ttest_1samp(differences, 0.0).pvalue)
 

@@ -68,8 +68,7 @@ class Array(Executor):
         return executor
 
     def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
-        jobs: Sequence[Any] = self.submitter().map_array(_train, plans)
-        return jobs
+        return list(self.submitter().map_array(_train, plans))
 
     def _result(self, job: Any) -> Result | None:
         try:

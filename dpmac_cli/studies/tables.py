@@ -17,6 +17,7 @@ from dpmac_cli.runs.card import web_page
 from dpmac_cli.storage.files import to_csv
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
+from dpmac_cli.training.metrics import shown
 
 SCHEMA_VERSION = 3
 MISSING = "–"
@@ -46,7 +47,7 @@ def as_values(comparison: Comparison) -> dict[str, Any]:
         "axes": list(grid.axes),
         "column": grid.column,
         "rows": [_row(cell) for cell in comparison.cells],
-        "epsilon_of_the_study": _finite(comparison.epsilon),
+        "epsilon_of_the_study": shown(comparison.epsilon),
         "remarks": remarks(comparison),
     }
 
@@ -55,19 +56,15 @@ def _row(cell: Cell) -> dict[str, Any]:
     return {
         **dict(cell.labels),
         "sigma": cell.sigma,
-        "epsilon": _finite(cell.epsilon),
-        "mean": _finite(cell.mean),
+        "epsilon": shown(cell.epsilon),
+        "mean": shown(cell.mean),
         "std": cell.std,
         "seeds": len(cell.values),
-        "values": {str(seed): _finite(value) for seed, value in cell.values.items()},
+        "values": {str(seed): shown(value) for seed, value in cell.values.items()},
         "failures": {str(seed): why for seed, why in cell.failures.items()},
         "standing": cell.standing,
-        "training_seconds": _finite(cell.seconds),
+        "training_seconds": shown(cell.seconds),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def as_csv(comparison: Comparison) -> str:

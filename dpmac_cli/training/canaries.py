@@ -101,7 +101,7 @@ class Canaries:
 
     def add(self, step: int, clipped: Tensor, clipped_sum: ClippedSum, metric: Metric) -> Tensor:
         """Add the clipped, centred gradients of the canaries that were drawn."""
-        region, centre_norm = metric.region, clipped_sum.centre_norm(metric)
+        region, centre_norm = metric.region, metric.centre_norm(clipped_sum.layers)
         heights = self.heights(step, region, centre_norm)
         c = clipped_sum.weights(self.squared_norms(heights, region, centre_norm))
         c = c * (self._inputs / clipped_sum.views)  # as often as its inputs are clipped: once

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dpmac_cli.accounting.events import Scores
 from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness.noise import SeededNormals
@@ -91,26 +92,22 @@ def counts(result: Evaluation, units: Units | None, *, by_class: bool) -> NDArra
 
 
 def release(
-    result: Evaluation,
-    units: Units | None,
-    noise_multiplier: float,
-    noise: SeededNormals,
-    *,
-    by_class: bool,
+    result: Evaluation, units: Units | None, scores: Scores, noise: SeededNormals
 ) -> CoveredScore:
     """Return the score with fresh Gaussian noise.
 
     Args:
-        result, units, by_class: as of :func:`counts`.
-        noise_multiplier: sigma > 0.
+        result, units: as of :func:`counts`.
+        scores: give sigma > 0, and whether each class has a score.
         noise: draws that are used here once.
     """
+    sigma, by_class = scores.noise_multiplier, scores.by_class
     cells = counts(result, units, by_class=by_class)
     z = noise.standard_normal(torch.empty(cells.shape[1], dtype=torch.float64)).numpy()
-    added = np.rint(z * (noise_multiplier / GRID)).astype(np.int64)
+    added = np.rint(z * (sigma / GRID)).astype(np.int64)
     found = (cells.sum(0) + added) * GRID
     right, wrong = (found[:1], ()) if not by_class else np.split(found, 2)
     accuracy = float(np.clip(right.sum() / len(cells), 0.0, 1.0))
-    deviation = noise_multiplier * math.sqrt(len(right)) / len(cells)
+    deviation = sigma * math.sqrt(len(right)) / len(cells)
     rates = np.clip(right / np.maximum(right + wrong, 1.0), 0.0, 1.0) if by_class else np.empty(0)
     return CoveredScore(accuracy, len(cells), deviation, tuple(rates.tolist()))

@@ -13,13 +13,7 @@ from torch.nn.functional import one_hot
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.torch_errors import code_of_network
-from dpmac_cli.training.metrics import (
-    Answers,
-    all_metrics,
-    as_values,
-    metric,
-    sensitivity_and_specificity,
-)
+from dpmac_cli.training import metrics
 
 #: Records that are scored at a time, and most numbers in their images.
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
@@ -73,25 +67,23 @@ class Evaluation:
     @cached_property
     def accuracy(self) -> float:
         """Fraction of samples, or of labels, classified correctly, 0 to 1."""
-        if self.multilabel:
-            return metric("accuracy", self.answers)
-        return int(self.confusion.diagonal().sum()) / self.samples
+        return self.metric("accuracy")
 
     @property
     def per_class(self) -> list[float]:
         """Accuracy within each true class, or positives of a label, 0 to 1; nan without samples."""
-        return sensitivity_and_specificity(self.answers)[0]
+        return metrics.sensitivity_and_specificity(self.answers)[0]
 
     def metric(self, name: str) -> float:
         """Return a metric by its name, 0 to 1; nan where it is not defined."""
-        return self.accuracy if name == "accuracy" else metric(name, self.answers)
+        return metrics.metric(name, self.answers)
 
     def values(self) -> dict[str, Any]:
         """Return all metrics and the rates of each class, as JSON values."""
-        return as_values(self.answers, all_metrics(self.answers))
+        return metrics.as_values(self.answers, metrics.all_metrics(self.answers))
 
-    @property
-    def answers(self) -> Answers:
+    @cached_property
+    def answers(self) -> metrics.Answers:
         """Labels and predictions of the samples as arrays, for metrics."""
         exclusive, lost = not self.multilabel, self._lost[:, None]
         if exclusive:
@@ -103,7 +95,7 @@ class Evaluation:
             guess = torch.where(lost, ~truth, self.logits > 0)
         scores = probabilities(self.logits, exclusive=exclusive)
         scores = torch.where(lost, 2 - 3 * truth.float(), scores)
-        return Answers(truth.numpy(), guess.numpy(), scores.numpy(), exclusive)
+        return metrics.Answers(truth.numpy(), guess.numpy(), scores.numpy(), exclusive)
 
     @property
     def _lost(self) -> Tensor:

@@ -19,8 +19,8 @@ BINS = 15
 RESAMPLES, NUMBERS = (100, 1000), 200_000_000
 #: Most weights of records in memory at a time.
 AT_A_TIME = 4_000_000
-#: Functions of scikit-learn, by the metric that they compute of one column.
-RANKINGS = {"auroc": "roc_auc_score", "average-precision": "average_precision_score"}
+#: Metrics of the order of the scores of one column.
+RANKINGS = ("auroc", "average-precision")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,19 +59,15 @@ class Answers:
 
 def metric(name: str, answers: Answers) -> float:
     """Return a metric by its name, 0 to 1."""
-    if name not in RANKINGS:
-        return _counted(answers, _once(answers))[name].item()
-    from sklearn import metrics  # noqa: PLC0415  (a second to import)
-
-    of_column = getattr(metrics, RANKINGS[name])
-    values = [of_column(answers.truth[:, k], answers.scores[:, k]) for k in answers.ranked]
-    return float(_mean(np.array(values)))
+    found = _ranked if name in RANKINGS else _counted
+    return found(answers, _once(answers))[name].item()
 
 
 def all_metrics(answers: Answers) -> dict[str, float]:
     """Return accuracy, balanced accuracy, F1, calibration error, AUROC and average precision."""
-    counted = {name: value.item() for name, value in _counted(answers, _once(answers)).items()}
-    return counted | {name: metric(name, answers) for name in RANKINGS}
+    once = _once(answers)
+    found = _counted(answers, once) | _ranked(answers, once)
+    return {name: value.item() for name, value in found.items()}
 
 
 def sensitivity_and_specificity(answers: Answers) -> list[list[float]]:
@@ -130,7 +126,7 @@ def _interval(value: float, found: Floats) -> tuple[float, float]:
 
 
 def _once(answers: Answers) -> Floats:
-    return np.ones((len(answers.truth), 1), np.float32)
+    return np.ones((len(answers.truth), 1))
 
 
 def _sums(answers: Answers, weights: Floats) -> list[Floats]:

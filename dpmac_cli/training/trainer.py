@@ -189,13 +189,8 @@ class Trainer:
         if not scores.due(step, self.plan.steps):
             return CoveredScore(math.nan, self.data.test_size)
         assert self.randomness.scores is not None  # noqa: S101  (only the first rank scores)
-        return release(
-            self.evaluate(),
-            self.data.test_units,
-            scores.noise_multiplier,
-            self.randomness.scores.at(step),
-            by_class=scores.by_class,
-        )
+        result = self.evaluate()
+        return release(result, self.data.test_units, scores, self.randomness.scores.at(step))
 
     def check_finite(self) -> None:
         """Raise DivergedError if a parameter is not finite. Synchronises with the device."""

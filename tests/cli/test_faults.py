@@ -137,10 +137,10 @@ def test_a_full_disk_at_the_end_loses_nothing(
 @contextmanager
 def unprivileged() -> Iterator[None]:
     """As a user whom the modes of files bind, which they do not do root."""
-    user, digits = os.geteuid(), data.BUNDLED["digits"]()
+    user, digits = os.geteuid(), data._digits()
     with pytest.MonkeyPatch.context() as patch:
         # The file that they come from may lie where only its owner may read.
-        patch.setitem(data.BUNDLED, "digits", lambda: digits)
+        patch.setattr(data, "_digits", lambda: digits)
         if user == 0:
             os.seteuid(65534)
         try:

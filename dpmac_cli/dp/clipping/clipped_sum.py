@@ -59,7 +59,7 @@ class ClippedSum:
         loss: Loss = plain,
     ) -> None:
         self._per_sample = per_sample or partial(record_uses, model, layers, views=views, loss=loss)
-        self._layers, self.views = layers, views
+        self.layers, self.views = layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
 
@@ -95,7 +95,7 @@ class ClippedSum:
         region, total, result = metric.region, c.sum(), out
         if not region.is_ball:
             most = cancellation_limit(len(c), self._batch or len(c))
-            if bool(total * metric.centre_norm(self._layers) > most):
+            if bool(total * metric.centre_norm(self.layers) > most):
                 result = torch.empty_like(out, dtype=torch.float64)
         c = c.to(result.dtype)
         apart = exact if result is out and bool(exact.any()) else None
@@ -110,17 +110,13 @@ class ClippedSum:
     def gradients(self, x: Tensor, y: Tensor, *, ball: bool) -> ByLayer:
         """Return every layer's per-sample gradients, in the form for a ball or an ellipsoid."""
         _, by_layer = self._per_sample(x, y)
-        pairs = zip(self._layers, by_layer, strict=True)
+        pairs = zip(self.layers, by_layer, strict=True)
         return [(layer, choose_form(layer, uses, self.views, ball=ball)) for layer, uses in pairs]
 
     def weights(self, squares: Tensor) -> Tensor:
         """Return c_i for squared norms without rounding, float64, shape (samples,)."""
         nothing = torch.zeros_like(squares)
         return clip_weights(SquaredNorms(squares, nothing, nothing), self._limit)[0]
-
-    def centre_norm(self, metric: Metric) -> Tensor:
-        """Return ||m/b||, float64, shape ()."""
-        return metric.centre_norm(self._layers)
 
     def _squared_norms(self, gradients: ByLayer, metric: Metric) -> SquaredNorms:
         squared = total_squared_norms(gradients, metric)

@@ -4,7 +4,7 @@ Where such a parameter is broadcast over a batch, every row is given a copy of i
 gradients by the copies are its per-sample gradients, whatever else the network computes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -46,13 +46,7 @@ class Copies(TorchFunctionMode):
         self.refused: set[int] = set()  # ids of those that were read in a way that is not known
         self._rows = rows
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch; replace a parameter among its arguments by copies."""
         named = dict(kwargs or {})
         if func is Tensor.expand_as:
@@ -72,9 +66,7 @@ class Copies(TorchFunctionMode):
         self.refused.update(of)
         return func(*args, **named)
 
-    def _computed(
-        self, func: Callable[..., Any], args: Any, result: Any, parameter: nn.Parameter
-    ) -> Any:
+    def _computed(self, func: Any, args: Any, result: Any, parameter: nn.Parameter) -> Any:
         """Return what a function made of one parameter alone, or rows' copies of that."""
         if not isinstance(result, Tensor) or result._version > 0:
             if result is None or tensors_in(result):

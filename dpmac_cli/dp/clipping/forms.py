@@ -63,11 +63,12 @@ class Instantiated:
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Compute the norms directly; nothing cancels."""
-        return SquaredNorms.of(
-            _norms(g, metric)
-            for piece in self.pieces()
-            for g in torch.split(piece, _at_a_time(piece, piece.shape[1]))
-        )
+        squares = list[Tensor]()
+        for piece in self.pieces():
+            parts = torch.split(piece, _at_a_time(piece, piece.shape[1]))
+            squares += map(metric.squares, parts)
+        value = torch.cat(squares).div_(metric.factor)
+        return SquaredNorms(value, roundoff(ROW, piece.dtype) * value, torch.zeros_like(value))
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, _: Mask = None) -> None:
         """Compute one matrix-vector product per piece."""
@@ -94,11 +95,6 @@ def in_pieces(layer: Layer, uses: Sequence[Use], views: int = 1) -> Instantiated
     return Instantiated(
         lambda: (instantiate(layer, some, views) for some in in_groups(uses, views, step))
     )
-
-
-def _norms(g: Tensor, metric: LayerMetric) -> SquaredNorms:
-    value = metric.squares(g).div_(metric.factor)
-    return SquaredNorms(value, roundoff(ROW, g.dtype) * value, torch.zeros_like(value))
 
 
 def _selected(pieces: Callable[[], Iterable[Tensor]], rows: Tensor | slice) -> Iterator[Tensor]:

@@ -171,7 +171,8 @@ def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | N
         by_position = gradients_by_position(conv, delta, views)
         products = OuterProducts(by_position, inputs_by_position(conv, a, views), bias=False)
         return {"weight": products, "bias": bias}
-    a, g = (_before_samples(rows, views) for rows in (a, delta))
+    # (views, samples * channels, ...) each: a group of channels for every sample.
+    a, g = (_by_sample(rows, views).transpose(0, 1).flatten(1, 2) for rows in (a, delta))
     shape, groups = (samples * outputs, *kernel), samples * conv.groups
     weight = kernel_gradient(conv, a, g, shape, groups).reshape(samples, outputs, *kernel)
     return {"weight": weight, "bias": bias}
@@ -220,11 +221,6 @@ RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients
 def _by_sample(rows: Tensor, views: int) -> Tensor:
     """(samples * views, ...) as (samples, views, ...)."""
     return rows.reshape(len(rows) // views, views, *rows.shape[1:])
-
-
-def _before_samples(rows: Tensor, views: int) -> Tensor:
-    """(samples * views, channels, ...) as (views, samples * channels, ...)."""
-    return _by_sample(rows, views).transpose(0, 1).flatten(1, 2)
 
 
 def _over_positions(rows: Tensor, views: int) -> Tensor:

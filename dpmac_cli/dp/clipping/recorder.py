@@ -29,12 +29,7 @@ class _Record:
 
 
 def record_uses(
-    model: nn.Module,
-    layers: list[Layer],
-    x: Tensor,
-    y: Tensor,
-    views: int = 1,
-    loss: Loss = plain,
+    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1, loss: Loss = plain
 ) -> tuple[Tensor, list[list[Use]]]:
     """Run a model on a whole chunk; return losses, shape (samples,), and each layer's uses.
 
