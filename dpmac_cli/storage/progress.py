@@ -5,7 +5,7 @@ from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 Made = TypeVar("Made")
 
@@ -32,8 +32,7 @@ def outcome(events: Generator[Computing, None, Made]) -> Made:
         try:
             LISTENER.get()(next(events))
         except StopIteration as end:
-            made: Made = end.value
-            return made
+            return cast(Made, end.value)
 
 
 def until(
@@ -48,5 +47,4 @@ def until(
                     raise KeyboardInterrupt
                 yield event
         except StopIteration as end:
-            made: Made = end.value
-            return made
+            return cast(Made, end.value)
