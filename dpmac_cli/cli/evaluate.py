@@ -17,7 +17,7 @@ from dpmac_cli.errors import MISFIT, InputError, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
-from dpmac_cli.storage.files import to_json, write_atomically
+from dpmac_cli.storage.files import shown, to_json, write_atomically
 
 if TYPE_CHECKING:
     from dpmac_cli.runs.audit import Audit
@@ -147,12 +147,11 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
             "model": str(scored.path),
             "card": str(card) if card.is_file() else None,
             "dataset": scored.dataset,
-            "loss": metrics.shown(result.loss),
+            "loss": shown(result.loss),
             "samples": result.samples,
             **shares,
             "intervals": {
-                name.replace("-", "_"): [*map(metrics.shown, ends)]
-                for name, ends in intervals.items()
+                name.replace("-", "_"): [*map(shown, ends)] for name, ends in intervals.items()
             },
             "per_class": dict(zip(scored.classes, shares["sensitivity"], strict=True)),
             "confusion": result.confusion.tolist(),

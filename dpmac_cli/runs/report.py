@@ -23,9 +23,9 @@ from dpmac_cli.runs.card import OPEN, templates
 from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
+from dpmac_cli.storage.files import shown
 from dpmac_cli.training.covered import REACH, CoveredScore
 from dpmac_cli.training.loop import Evaluated
-from dpmac_cli.training.metrics import shown
 
 #: Keys of test scores in the report, besides accuracy and loss; null where there is none.
 METRICS = (

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import tempfile
 import tomllib
@@ -66,6 +67,11 @@ def _sync_folder(path: Path) -> None:
 def to_json(value: Any) -> str:
     """Return indented JSON. Raises ValueError on NaN and Infinity, which JSON does not have."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def shown(value: float) -> float | None:
+    """Return a number as JSON has it: None if it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

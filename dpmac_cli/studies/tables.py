@@ -14,10 +14,9 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.plots import means
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.card import web_page
-from dpmac_cli.storage.files import to_csv
+from dpmac_cli.storage.files import shown, to_csv
 from dpmac_cli.studies.grid import row_name
 from dpmac_cli.studies.results import LEVEL, Cell, Comparison
-from dpmac_cli.training.metrics import shown
 
 SCHEMA_VERSION = 3
 MISSING = "–"

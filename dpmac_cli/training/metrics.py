@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.storage.files import shown
+
 Floats = NDArray[np.floating[Any]]
 #: Equal-width bins of the calibration error.
 BINS = 15
@@ -84,11 +86,6 @@ def as_values(answers: Answers, metrics: Mapping[str, float]) -> dict[str, Any]:
         "sensitivity": [*map(shown, sensitivity)],
         "specificity": [*map(shown, specificity)],
     }
-
-
-def shown(value: float) -> float | None:
-    """Return a number as JSON has it."""
-    return value if np.isfinite(value) else None
 
 
 def intervals(
