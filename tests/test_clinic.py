@@ -62,7 +62,7 @@ def test_no_order_of_findings_is_a_class() -> None:
     y[3, 1] = 2
     with pytest.raises(InputError, match="neither 0 nor 1 in 1 of 60 rows"):
         resolve(dataset=ArrayData(x, y))
-    with pytest.raises(InputError, match="has 3 labels a record; classes names 2"):
+    with pytest.raises(InputError, match="has 3 labels per record, but classes has 2 names"):
         resolve(dataset=ArrayData(x, y.clip(0, 1), classes=["a", "b"]))
     with pytest.raises(InputError, match=r"have several labels each\. Use bce"):
         resolve(dataset=ArrayData(x, y.clip(0, 1)), loss="focal")

@@ -256,7 +256,7 @@ def test_every_run_and_every_score_has_noise_of_its_own() -> None:
             trainer.step()
         errors.append(trainer.score().accuracy - trainer.evaluate().accuracy)
     assert len({round(error, 9) for error in errors}) == 3
-    with pytest.raises(ValueError, match="the noise of step 36 follows that of step 36"):
+    with pytest.raises(ValueError, match="step 36 is not after step 36"):
         trainer.score()
 
 
@@ -307,7 +307,7 @@ def test_units_of_test_records_are_counted_once() -> None:
     assert "units" in finished.report["privacy"]["statement"]
     test: dict[str, Any] = {"x_test": np.zeros((2, 3)), "y_test": [0, 1]}
     np.savez("visits.npz", x=x, y=y, unit=unit, low=-5, high=5, **test)
-    with pytest.raises(InputError, match="x_test needs an array unit_test"):
+    with pytest.raises(InputError, match="x_test requires an array unit_test"):
         resolve(data)
 
 
@@ -317,7 +317,10 @@ def test_units_of_test_records_are_counted_once() -> None:
         (("--cover-scores", "--no-dp"), "without privacy there is nothing to cover"),
         (("--cover-scores", "--metric", "auroc"), "Use accuracy or balanced-accuracy"),
         (("--score-every", "2"), "--score-every has no effect alone: add --cover-scores"),
-        (("--cover-scores", "--delta", "1e-300"), "No finite epsilon can be shown at delta 1e-300"),
+        (
+            ("--cover-scores", "--delta", "1e-300"),
+            "No finite epsilon can be proven at delta 1e-300",
+        ),
     ],
 )
 def test_what_cannot_be_covered_is_refused(flags: tuple[str, ...], message: str) -> None:

@@ -100,7 +100,7 @@ def test_a_single_changed_value_is_noticed(
         load_data("digits", Path("nowhere"), CPU)
     message = str(caught.value)
     assert message.startswith(
-        "The data set digits in nowhere is not the published one: its contents differ (SHA-256 "
+        "The dataset digits in nowhere is not the published one: its contents differ (SHA-256 "
     )
     assert f"instead of {fingerprint(digits.train, digits.test)[:16]}...)" in message
     assert "shape" not in message
@@ -126,7 +126,7 @@ def the_error(name: str, data_dir: Path, *, download: bool = True) -> str:
     with pytest.raises(InputError) as caught:
         load_data(name, data_dir, CPU, download=download)
     (message,) = caught.value.errors
-    assert message.startswith(f"The data set {name} ")
+    assert message.startswith(f"The dataset {name} ")
     for word in ("\n", *JARGON):
         assert word not in message
     for way_out in ("--data-dir", "DPMAC_DATA_DIR", "--dataset digits"):
@@ -136,7 +136,7 @@ def the_error(name: str, data_dir: Path, *, download: bool = True) -> str:
 
 def test_missing_files_without_a_network_are_one_message(tmp_path: Path) -> None:
     assert the_error("mnist", tmp_path).startswith(
-        f"The data set mnist is not in {tmp_path / 'MNIST' / 'raw'} and could not be downloaded "
+        f"The dataset mnist is not in {tmp_path / 'MNIST' / 'raw'} and could not be downloaded "
         f"(Temporary failure in name resolution). Put these files there: {', '.join(RAW_FILES)}; "
     )
 
@@ -186,7 +186,7 @@ def test_files_of_cifar_that_are_altered_are_damaged(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("train", "test", "meta"):
         (folder / name).write_text("mine")
-    assert f"in {folder} is damaged: a file is cut short, altered" in the_error(
+    assert f"in {folder} is damaged: a file is truncated, modified" in the_error(
         "cifar100", tmp_path
     )
 
@@ -281,7 +281,7 @@ def test_an_altered_file_is_not_the_published_one(copied: Path) -> None:
     put(copied, name, bytes(content))
     with pytest.raises(InputError, match="its contents differ") as caught:
         load_data("mnist", copied, CPU)
-    assert f"The data set mnist in {copied} is not the published one" in str(caught.value)
+    assert f"The dataset mnist in {copied} is not the published one" in str(caught.value)
     assert os.listdir(copied) == ["MNIST"], "nothing is left beside the files"
 
 
@@ -289,5 +289,5 @@ def test_an_altered_file_is_not_the_published_one(copied: Path) -> None:
 def test_one_missing_file_is_named_alone(copied: Path) -> None:
     (copied / "MNIST" / "raw" / RAW_FILES[0]).unlink()
     message = the_error("mnist", copied)
-    assert "mnist is not whole in" in message
+    assert "mnist is incomplete in" in message
     assert f"Put this file there: {RAW_FILES[0]};" in message

@@ -354,7 +354,7 @@ def test_without_slurm_it_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "study"
     result = dpmac(*FLAGS, "--executor", "slurm", "--slurm", "time=60", "--out", out)
     assert result.exit_code == 2
-    assert "there is no SLURM here" in result.output
+    assert "SLURM is not available" in result.output
     assert not out.exists()
 
 
@@ -392,7 +392,7 @@ def test_options_reach_sbatch(tmp_path: Path) -> None:
         (Choice(slurm="time=1"), "Add --executor slurm"),
         (Choice("slurm"), "--slurm time=60"),
         (Choice("slurm", slurm="time=60,gpu"), "'gpu' is not KEY=VALUE"),
-        (Choice("slurm", slurm="time=60,array=1-9"), "array cannot be chosen"),
+        (Choice("slurm", slurm="time=60,array=1-9"), "array cannot be set"),
     ],
 )
 def test_a_choice_that_cannot_be_is_told(choice: Choice, words: str) -> None:
@@ -499,8 +499,8 @@ def test_a_folder_that_is_not_seen_here_is_told(
 
     unseen = ended()
     assert not unseen.again
-    assert f"its folder {config.out} is not seen here" in str(unseen.failure)
-    assert "storage that all machines share" in str(unseen.failure)
+    assert f"its folder {config.out} is not visible here" in str(unseen.failure)
+    assert "a folder on shared storage" in str(unseen.failure)
     assert ended(stopped=True) == Ended(0)
     assert ended(step=steps - 1).again
     assert not ended(step=steps - 1, attempt=executor.ATTEMPTS).again

@@ -95,8 +95,8 @@ def test_batch_norm_is_refused_with_the_remedy(own: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("missing", InputError, "has no 'missing' that can be called. There are: Settings, Net"),
-        ("table", InputError, "has no 'table' that can be called"),
+        ("missing", InputError, "has no callable 'missing'. Available: Settings, Net"),
+        ("table", InputError, "has no callable 'table'"),
         (
             "broken",
             ModelError,
@@ -104,7 +104,7 @@ def test_batch_norm_is_refused_with_the_remedy(own: Path) -> None:
         ),
         ("colours", ModelError, "RuntimeError at own_net.py, line 34: no \\x1b[31mway."),
         ("leaves", ModelError, "called with (), failed: SystemExit at own_net.py, line 31: 0."),
-        ("wrong", ModelError, "gave no torch.nn.Module, but a value of type int"),
+        ("wrong", ModelError, "must return a torch.nn.Module, not a value of type int"),
     ],
 )
 def test_factories_that_make_no_model(
@@ -118,7 +118,7 @@ def test_factories_that_make_no_model(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nowhere.py:net", "there is no file nowhere.py"),
+        ("nowhere.py:net", "no such file: nowhere.py"),
         (
             "no_such_package.net:make",
             "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'.",

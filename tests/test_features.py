@@ -372,7 +372,7 @@ def test_a_model_of_dpmacs_serves_as_public_weights(tmp_path: Path) -> None:
         *("--train", "head", "--steps", "2", "--sigma", "6", "--out", "tuned"),
     )
     assert result.exit_code == 0, result.output
-    assert "has no layer '11' that fits: it starts fresh" in result.output
+    assert "has no matching layer '11'. It starts from scratch" in result.output
     before, after = weights(first.folder), weights(Path("tuned"))
     assert all(torch.equal(before[k], after[k]) for k in before if not k.startswith("11."))
 
@@ -478,9 +478,9 @@ def test_without_a_place_to_keep_them_the_run_says_what_to_do(
     else:
         cache.parent.write_text("")
     said = refused("--features", "scatter", "--model", "linear")
-    assert f"The features cannot be kept in {cache} (" in said
-    assert ("0.1 GB more than there is room for" in said) == (place == "full disk")
-    assert "or name another folder by DPMAC_CACHE_DIR" in said
+    assert f"The features cannot be stored in {cache} (" in said
+    assert ("0.1 GB more than are available" in said) == (place == "full disk")
+    assert "or set DPMAC_CACHE_DIR to another folder" in said
     assert not list(cache.parent.glob("**/*.rows"))
     assert not list(cache.parent.glob("**/*.begun"))
 
@@ -544,7 +544,7 @@ def test_runs_without_any_of_it_keep_their_names() -> None:
     [
         (("--features", "scater"), "Did you mean scatter or scatter-mirror? Known: "),
         (("--train", "head"), "add --pretrained FILE"),
-        (("--pretrained", "gone.safetensors"), "there is no file gone.safetensors"),
+        (("--pretrained", "gone.safetensors"), "no such file: gone.safetensors"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(args: tuple[str, ...], said: str) -> None:
@@ -564,7 +564,7 @@ def test_features_are_of_images_of_the_right_size(what: str, tmp_path: Path) -> 
     np.savez(file, x=x, y=np.arange(40) % 2)
     more = () if what == "size" else ("--feature-range", "0,1")
     text = refused("--dataset", str(file), "--features", "scatter", *more)
-    said = "multiples of 4; the shape of these is (3, 10, 12)"
+    said = "multiples of 4, but their shape is (3, 10, 12)"
     assert (said if what == "size" else "holds numbers") in text
 
 
@@ -573,7 +573,7 @@ def test_features_are_of_images_of_the_right_size(what: str, tmp_path: Path) -> 
 def test_what_is_no_safetensors_is_refused_and_never_run(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     file.write_bytes(content)
-    assert "is not a whole safetensors file" in refused("--pretrained", str(file))
+    assert "is not a valid safetensors file" in refused("--pretrained", str(file))
 
 
 def test_what_does_not_fit_is_listed(net: str, public: Path) -> None:
@@ -585,10 +585,10 @@ def test_what_does_not_fit_is_listed(net: str, public: Path) -> None:
     save(public, tensors)
     text = refused(*flags_of(tuned(net, public)), code=4)
     for said in (
-        "0.bias: missing in the file",
-        "1.weight: (9,) in the file, (8,) wanted",
-        "1.bias: holds NaN or infinity",
-        "more.0: nothing of that name in the network",
+        "0.bias: missing from the file",
+        "1.weight: (9,) in the file, expected (8,)",
+        "1.bias: contains NaN or infinity",
+        "more.0: not in the network",
         "; and 4 more.",
     ):
         assert said in text
@@ -601,7 +601,7 @@ def test_batch_norm_on_one_side_alone_is_pointed_out(side: str, net: str, public
         save(public, without)
     switch = ["--fix-norm"] if side == "file" else []
     text = refused(*flags_of(tuned(net, public)), *switch, code=4)
-    assert "with --fix-norm the network has none" in text
+    assert "--fix-norm removes it from the network" in text
 
 
 def flags_of(settings: Mapping[str, Any]) -> list[str]:

@@ -90,7 +90,7 @@ class ResNet(nn.Module):
 """
 
 
-#: The ResNet has no linear layer but its head.
+#: The ResNet has no linear layer besides its head.
 PARTS_OF = [("ViT", part) for part in PARTS] + [("ResNet", p) for p in PARTS if p != "lora"]
 
 
@@ -299,7 +299,7 @@ def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
     save_file(network("ResNet").state_dict(), weights)
     args = ("--model", f"{file}:ResNet", "--pretrained", str(weights))
     text = refused(*args, "--train", "lora", code=4)
-    assert "the network has no linear layer but its head" in text
+    assert "the network has no linear layer besides its head" in text
     plain = file.with_name("plain.py")
     plain.write_text(
         "from torch import nn\ndef Net(shape, classes):\n"
@@ -307,7 +307,7 @@ def test_a_part_that_a_network_does_not_have_is_named(file: Path) -> None:
     )
     save_file({"1.weight": torch.zeros(8, 64), "1.bias": torch.ones(8)}, weights)
     flat = ("--model", f"{plain}:Net", "--pretrained", str(weights), "--train")
-    assert "the network has no norm" in refused(*flat, "norm", code=4)
+    assert "the network has no normalisation layer" in refused(*flat, "norm", code=4)
     text = refused(*flat, "norm", "--lora-rank", "2", code=4)
     assert "--lora-rank has no effect with --train norm" in text
     assert "add --train lora" in refused("--lora-rank", "2")

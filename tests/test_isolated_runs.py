@@ -96,8 +96,8 @@ def test_a_network_at_hand_is_isolated_unless_it_is_proven(images: Path) -> None
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        ("VisionTransformer", "depends on the size of the batch"),
-        ("OddlyScaled", "holds parameters itself, and dropout layers too"),
+        ("VisionTransformer", "depend on the batch size"),
+        ("OddlyScaled", "has both its own parameters and dropout layers"),
     ],
 )
 def test_a_person_is_told_why_their_network_is_isolated(images: Path, model: str, why: str) -> None:

@@ -267,7 +267,7 @@ def test_the_noise_of_a_step_is_handed_out_once(secure: bool) -> None:
     for x, y in combinations(seen, 2):
         assert abs(correlation(x, y)) < 0.15
     for step in (10, 9, 1):
-        with pytest.raises(ValueError, match=f"noise of step {step} follows that of step 10"):
+        with pytest.raises(ValueError, match=f"step {step} is not after step 10"):
             noise.at(step)
     again = Noise(a_key(1), secure=secure)  # as in a run that is resumed exactly
     assert torch.equal(again.at(10).standard_normal(torch.zeros(1000)), seen[-1])

@@ -311,9 +311,9 @@ def test_own_data_in_a_comparison() -> None:
     ("args", "said"),
     [
         (("--dataset", "nowhere"), "there is no dataset 'nowhere'"),
-        (("--dataset", "no/where"), "there is no such file or folder"),
+        (("--dataset", "no/where"), "no such file or folder"),
         (("--dataset", "photos", "--model", "lenet"), "there is no model 'lenet'"),
-        (("--dataset", "photos", "--model", "gone.py:Net"), "there is no file gone.py"),
+        (("--dataset", "photos", "--model", "gone.py:Net"), "no such file: gone.py"),
         (("--dataset", "photos", "--image-size", "0"), "--image-size must be"),
         (("--dataset", "wine.npz", "--feature-range", "2,1"), "low below high"),
         (("--dataset", "wine.npz", "--feature-range", "wide"), "two numbers, such as 0,1"),
@@ -588,7 +588,7 @@ def test_another_network_is_for_a_fork() -> None:
     Path("net_two.py").write_text(f"{made}\ntwo = make\n")
     assert "of --model is not the one" in refused(*resume, "net_two.py:make")
     Path("net_two.py").write_text(made)
-    assert "has no 'two'" in refused(*resume, "net_two.py:two")
+    assert "has no callable 'two'" in refused(*resume, "net_two.py:two")
     done(*resume, "net_two.py:make")  # the same one, at another place
     assert len(report_of("run")["privacy"]["events"]) == 1
     Path("net_own.py").write_text(made.replace("sigmoid", "tanh"))
@@ -598,7 +598,7 @@ def test_another_network_is_for_a_fork() -> None:
     smaller = "nn.Sequential(nn.Flatten(), nn.Linear(13, 3))"
     Path("net_own.py").write_text(f"from torch import nn\n\ndef make():\n    return {smaller}\n")
     said = refused(*fork, "--out", "smaller", code=4)
-    assert "The checkpoint is of another model or optimizer" in said
+    assert "The checkpoint belongs to another model or optimizer" in said
     assert not Path("smaller").exists()
 
 

@@ -158,7 +158,7 @@ def test_the_pickles_of_cifar_are_read_only_if_they_are_the_published_ones(
     where.mkdir()
     for file, _ in (*kind.train_list, *kind.test_list, (kind.meta["filename"], None)):
         (where / file).write_bytes(plain(Bomb(mark)))
-    with pytest.raises(InputError, match="is damaged: a file is cut short, altered"):
+    with pytest.raises(InputError, match="is damaged: a file is truncated, modified"):
         load_data(name, tmp_path, CPU)
 
 
@@ -174,7 +174,7 @@ def test_one_altered_pickle_of_cifar_is_not_read(
         (where / file.name).symlink_to(file)
     (where / altered).unlink()
     (where / altered).write_bytes(plain(Bomb(mark)))
-    with pytest.raises(InputError, match="is damaged: a file is cut short, altered"):
+    with pytest.raises(InputError, match="is damaged: a file is truncated, modified"):
         load_data("cifar10", tmp_path, CPU, download=False)
 
 
@@ -200,7 +200,7 @@ def test_raw_files_and_old_caches_of_mnist_and_its_kin(
     for file in ("training.pt", "test.pt"):
         (processed / file).write_bytes(bomb)
     calls = forbid_unpickling(monkeypatch)
-    with pytest.raises(InputError, match="is damaged: a file is cut short, altered"):
+    with pytest.raises(InputError, match="is damaged: a file is truncated, modified"):
         load_data(name, tmp_path, CPU)
     assert calls == []
 
@@ -209,7 +209,7 @@ def test_raw_files_and_old_caches_of_mnist_and_its_kin(
 def test_the_files_of_svhn(tmp_path: Path, bomb: bytes) -> None:
     for split in ("train", "test"):
         (tmp_path / datasets.SVHN.split_list[split][1]).write_bytes(bomb)
-    with pytest.raises(InputError, match="is damaged: a file is cut short, altered"):
+    with pytest.raises(InputError, match="is damaged: a file is truncated, modified"):
         load_data("svhn", tmp_path, CPU)
 
 

@@ -206,8 +206,8 @@ def test_a_tensor_that_cannot_be_published_is_named(kind: str) -> None:
         ("torch.ones(1).expand(2)", "cannot be saved in model.safetensors and loaded again"),
         ("torch.zeros(2, dtype=torch.complex128)", "(strided, complex128, cpu) cannot be saved"),
         ("torch.zeros(2).to(torch.float8_e4m3fn)", "float8_e4m3fn, cpu) cannot be saved"),
-        ("torch.eye(2).to_sparse()", "sparse, quantized or meta tensor. Use a dense one"),
-        ("torch.empty(2, device='meta')", "sparse, quantized or meta tensor. Use a dense one"),
+        ("torch.eye(2).to_sparse()", "sparse, quantized or meta tensor. Use a dense tensor"),
+        ("torch.empty(2, device='meta')", "sparse, quantized or meta tensor. Use a dense tensor"),
     ],
     ids=["expanded", "complex", "float8", "sparse", "meta"],
 )

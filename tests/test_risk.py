@@ -241,9 +241,9 @@ def test_shares_are_rounded_up(share: float, said: str) -> None:
 
 def test_noise_that_cannot_be_priced_is_refused() -> None:
     events = (TrainingEvent(0.1, 1e-9, 1),)
-    with pytest.raises(InputError, match="cannot be priced"):
+    with pytest.raises(InputError, match="is not supported"):
         assess_risk(events, 1000)
-    with pytest.raises(InputError, match="cannot be priced"):
+    with pytest.raises(InputError, match="is not supported"):
         trade_off(events, [0.1])
 
 

@@ -181,8 +181,8 @@ def test_a_budget_that_is_not_reached_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"max_epsilon": 0.01}, "allows no step"),
-        ({"epsilon": 1e-6, "steps": 5000}, "No noise up to sigma"),
+        ({"max_epsilon": 0.01}, "allows no further step"),
+        ({"epsilon": 1e-6, "steps": 5000}, "No sigma up to"),
     ],
 )
 def test_a_budget_out_of_reach_writes_nothing(

@@ -55,5 +55,5 @@ def test_a_constant_image_has_only_a_mean() -> None:
 
 
 def test_sizes_that_cannot_be_halved_often_enough() -> None:
-    with pytest.raises(ValueError, match="no multiple of 4"):
+    with pytest.raises(ValueError, match="not a multiple of 4"):
         Scattering(30, 32)

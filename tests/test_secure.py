@@ -314,7 +314,7 @@ def test_a_model_too_large_for_the_grid_is_refused(monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 4
     message = " ".join(result.stderr.split())
     assert "The model has 4,810 parameters" in message
-    assert "leave --secure out" in message
+    assert "leave out --secure" in message
     assert contents(Path()) == before
 
 

@@ -385,7 +385,7 @@ def test_a_study_is_charged_for_attempts_begun_again(
     comparison = collect(study, {})
     [cell] = comparison.cells
     assert cell.epsilon < comparison.epsilon
-    assert any("attempts at these runs that were begun again" in s for s in remarks(comparison))
+    assert any("attempts at these runs that were restarted" in s for s in remarks(comparison))
     report = json.loads((where / folder.REPORT).read_bytes())
     assert [event["steps"] for event in report["privacy"]["events"]] == [STEPS]
     assert report["privacy"]["epsilon"] == cell.epsilon

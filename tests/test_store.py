@@ -208,7 +208,7 @@ def test_a_damaged_row_ends_the_run_and_is_decoded_again(
     args = ("train", "--dataset", "photos", "--out", "run", "--steps", "8", "--sigma", "9")
     result = dpmac(*args, "--batch-size", "20", "--device", "cpu")
     assert result.exit_code == 2
-    assert f"{file} is damaged in row 20, and has been removed. Run the command again" in (
+    assert f"{file} is damaged in row 20 and has been removed. Run the command again" in (
         result.output.replace("\n", " ")
     )
     own._reader.cache_clear()
@@ -220,8 +220,8 @@ def test_a_full_disk_says_how_much_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     result = dpmac("train", "--dataset", "photos", "--device", "cpu", "--out", "run")
     assert result.exit_code == 2
-    assert "The images cannot be kept in" in result.output
-    assert "0.0 GB are needed, 0.1 GB more than there is room for" in result.output
+    assert "The images cannot be stored in" in result.output
+    assert "0.0 GB are needed, 0.1 GB more than are available" in result.output
     assert not Path("run").exists()
     assert not list(Path().glob("cache/rows/*.begun"))
 
@@ -231,7 +231,7 @@ def test_a_process_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "FEW", 4)
     monkeypatch.setattr(decoding, "usable_cores", lambda: 2)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RunError, match="A process that decodes images ended with code 1"):
+    with pytest.raises(RunError, match="A process that decodes images exited with code 1"):
         load(Source(Path("photos")))
 
 

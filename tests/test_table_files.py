@@ -100,7 +100,7 @@ def test_columns_of_lists_or_bytes_are_named(tmp_path: Path, cells: list[Any]) -
     table = table.set_column(table.column_names.index("age"), "age", pa.array(cells))
     parquet.write_table(table, tmp_path / "p.parquet")
     of = replace(source(tmp_path), path=tmp_path / "p.parquet")
-    named = r"The column age holds (list|binary).*no numbers or text"
+    named = r"The column age contains (list|binary).*not numbers or text"
     with pytest.raises(InputError, match=named):
         inspect(of)
 
@@ -147,14 +147,14 @@ def test_what_stands_for_no_value_is_missing_unless_it_is_declared(
     [
         ("30,f,A", "old,f,A", "Record 1 has no number in age"),
         ("30,f,A", "inf,f,A", "Record 1 has no number in age"),
-        ("70,m", "70,x", "Record 2 has what the schema does not declare in sex"),
+        ("70,m", "70,x", "Record 2 has a value that the schema does not declare in sex"),
         ("70,m", "70,", "Record 2 has no value in sex"),
         ("A,ill", "A,dead", "Record 1 and 1 more have no class of the schema in outcome"),
         ("B,well", "B,", "Record 2 has no class of the schema in outcome"),
         ("70,m,B", "70,m,B,B", "Row 3 has 7 values for 6 columns"),
-        ("name\n", "age\n", "several columns of the name 'age'"),
+        ("name\n", "age\n", "several columns named 'age'"),
         ("name\n", "title\n", "There is no column name, which the schema declares"),
-        ("name\n", "title\n", "The schema declares no column title"),
+        ("name\n", "title\n", "The schema does not declare the column title"),
         ("A,ill", "\udcff,ill", "it is not text in UTF-8"),
         (PATIENTS, "", "There is no column outcome"),
         (PATIENTS, PATIENTS.partition("\n")[0] + "\n", "x is empty"),
@@ -191,10 +191,10 @@ def test_categories_of_which_no_record_has_one_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("[0, 100]", "[100, 0]", "columns.age: the first number of a range must be the smaller"),
+        ("[0, 100]", "[100, 0]", "first number of a range must be smaller than the second"),
         ("[0, 100]", "[0]", "columns.age.range"),
         ("[0, 100]", "[0, .inf]", "columns.age.range"),
-        ("[0, 100]", "[0, FILL_IN]", "replace FILL_IN by what the columns mean, in line 4"),
+        ("[0, 100]", "[0, FILL_IN]", "fill in the columns' values in place of FILL_IN in line 4"),
         ("range: [0, 100]", "ranges: [0, 100]", "columns.age.ranges"),
         ("range: [0, 100], ", "", "needs either a range or categories"),
         ("[A, B]", "[A, A]", "A is declared 2 times"),

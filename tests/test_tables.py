@@ -78,13 +78,15 @@ def test_csv_and_json_have_a_row_a_cell() -> None:
 def test_every_form_says_what_the_epsilons_are_worth() -> None:
     for text in (as_markdown(WHOLE), json.dumps(as_values(WHOLE))):
         assert "epsilon 12.35" in text  # rounded up
-        assert "The 10 runs, 2 of them not finished and counted in full, are on the same" in text
-        assert "publish no two of them" in text  # what one seed draws for one, it draws for all
+        assert "The 10 runs, 2 of them not finished and counted in full, use the same" in text
+        assert (
+            "Publish at most one of them" in text
+        )  # what one seed draws for one, it draws for all
         assert "know the seeds" in text
         assert "paired t-test" in text
     finished = as_markdown(comparison(*CELLS[:2]))
     assert "not finished" not in finished
-    assert "runs are on the same records" in finished
+    assert "runs use the same records" in finished
     assert "Other runs on the same records add" in finished
     one = comparison(cell("dp-sgd", 1.0, 0.9), epsilon=3.0)
     assert "know the seeds" in as_markdown(one)
@@ -93,7 +95,7 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     assert "in all" in twice  # an attempt before that one is charged
     alike = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9, 0.9)))
     assert "in all" in alike
-    assert "publish no two" not in alike
+    assert "Publish at most one" not in alike
     baseline = comparison(cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0)
     assert "seeds named" not in as_markdown(baseline)
     assert "no privacy" in as_markdown(baseline)

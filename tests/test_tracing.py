@@ -161,7 +161,7 @@ def _hooked(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda x: x / len(x), "depends on the size of the batch"),
+        (lambda x: x / len(x), "depend on the batch size"),
         (lambda x: x / 9 if x.max() > 1 else x, r"computed from samples at test_tracing\.py, line"),
         (lambda x: x.flip(0), "flip works along the samples of a batch"),
         (lambda x: x.cummax(2).values, "not known how cummax treats samples"),
@@ -180,8 +180,8 @@ def test_a_person_is_told_what_could_not_be_proven(
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (_Swapped.apply, "In the gradients of layer first a row|a backward of its own"),
-        (_SwappedIfLarge.apply, "a backward of its own"),
+        (_Swapped.apply, "In the gradients of layer first a row|a custom backward function"),
+        (_SwappedIfLarge.apply, "a custom backward function"),
         (_hooked, "registers hooks"),
         (_hooked_if_large, "registers hooks"),
     ],
@@ -299,7 +299,7 @@ def test_proofs_are_found_after_training_has_set_the_precision_of_products() -> 
 @pytest.mark.privacy
 def test_a_view_that_moves_numbers_is_not_the_same_for_every_batch() -> None:
     moved = through(lambda x: x.as_strided(x.shape, (0, 36, 6, 1)))
-    with pytest.raises(UnprovenError, match="as_strided moves numbers"):
+    with pytest.raises(UnprovenError, match="as_strided moves elements"):
         check_uniform(moved, SHAPE)
 
 

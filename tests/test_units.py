@@ -243,7 +243,7 @@ def test_a_run_names_its_unit_everywhere() -> None:
         "told_by": "patient",
         "records_in_a_step": 2,
     }
-    said = "Leaving out or adding any one unit with all of its training records"
+    said = "Adding or removing any one unit with all of its training records"
     assert report["privacy"]["statement"].startswith(said)
     assert "The number of units is public" in report["privacy"]["statement"]
     card = Path("run/model-card.md").read_text()
@@ -284,9 +284,9 @@ def test_units_of_images_are_told_by_their_paths() -> None:
     assert len(train.units) + len(test.y) == 60
     assert own.inspect(source).facts.train_size == len(set(train.units.tolist())) < 12
     for pattern in ("customer", "patient(x)?"):
-        with pytest.raises(InputError, match="has no match of --unit"):
+        with pytest.raises(InputError, match="does not match --unit"):
             own.inspect(replace(source, unit=pattern))
-    with pytest.raises(InputError, match="is not a regular expression"):
+    with pytest.raises(InputError, match="is not a valid regular expression"):
         own.inspect(replace(source, unit="patient("))
 
 
@@ -304,11 +304,11 @@ def test_a_program_names_units() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"unit": np.arange(5)}, "unit must name the unit of each of the 120 records"),
-        ({"unit_test": np.arange(5)}, "unit_test must name the unit of each of the 120 records"),
+        ({"unit": np.arange(5)}, "unit must give the unit of each of the 120 records"),
+        ({"unit_test": np.arange(5)}, "unit_test must give the unit of each of the 120 records"),
         (
             {"x_test": np.zeros((2, 3)), "y_test": [0, 1], "unit_test": [0, 1]},
-            "test on other units",
+            "use different units for testing",
         ),
     ],
     ids=["too few", "no test set", "on both sides"],

@@ -320,4 +320,4 @@ def test_an_attribute_that_cannot_be_looked_at_is_not_trusted(counter: object) -
     check_model(model, SHAPE, CLASSES)
     kind, why = independence(model, SHAPE, CLASSES)
     assert kind == "isolated"
-    assert "Its counter.inside.0 could keep something" in why
+    assert "Its counter.inside.0 may store information" in why

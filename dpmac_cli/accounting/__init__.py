@@ -1,1 +1,1 @@
-"""What training does to its records and what that costs. Never imports torch."""
+"""Privacy accounting: events on records and their privacy cost. Never imports torch."""

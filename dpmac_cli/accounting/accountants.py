@@ -1,9 +1,9 @@
-"""Accountants: the privacy cost of training events, by privacy loss distributions or by RDP.
+"""Accountants: privacy cost of training events, from privacy loss distributions or RDP.
 
 ``pld`` composes privacy loss distributions with the Connect-the-Dots discretisation (Doroshenko et
-al. 2022), ``rdp`` Renyi differential privacy (Mironov 2017). Both are rigorous upper bounds, under
-add-or-remove-one adjacency. dp-accounting, which takes a second to import, is loaded with the first
-cost.
+al. 2022), ``rdp`` uses Renyi differential privacy (Mironov 2017). Both give rigorous upper bounds
+under add-or-remove-one adjacency. dp-accounting takes a second to import and is imported on first
+use.
 """
 
 import functools
@@ -16,21 +16,21 @@ from typing import Any
 from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
 from dpmac_cli.errors import InputError
 
-#: Accountants by name, and what each is.
+#: Accountants by name, with a description.
 ACCOUNTANTS: Mapping[str, str] = {
     "pld": f"pld (Connect-the-Dots, dp-accounting {version('dp-accounting')})",
     "rdp": f"rdp (Renyi orders up to 1024, dp-accounting {version('dp-accounting')})",
 }
 DEFAULT_ACCOUNTANT = "pld"
-#: Bounds of noise multipliers: below, the computation overflows; above, noise drowns everything.
+#: Bounds of noise multipliers: below, computations overflow; above, noise dominates everything.
 SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
 
-# Widths of the grid on which privacy loss is rounded up: every width gives an upper bound. The
-# loss itself grows like 1/sigma^2, and the grid with it, so that small sigma costs no more time.
+# Widths of the grid to which privacy loss is rounded up; every width gives an upper bound. The
+# loss and the grid grow like 1/sigma^2, so small sigma takes no more time.
 FINE = 1e-4
-COARSE = 1e-3  # a tenth of the time, for a percent or less
+COARSE = 1e-3  # a tenth of the time, with an error of at most 1%
 FINE_FROM_SIGMA = 0.4
-POINTS = 400_000  # of a grid for one composition: with more, time and memory run away
+POINTS = 400_000  # grid points of one composition: more take too much time and memory
 BLOCK = 300
 
 
@@ -43,13 +43,13 @@ def total_epsilon(
 ) -> float:
     """Return epsilon of several trainings on the same records, in sequence or as forks.
 
-    Of events on training and on test records, it is the larger of the two costs.
+    For events on training and on test records, it is the larger of the two costs.
 
     Args:
-        events: what was done; order does not matter.
-        delta: in (0, 1).
+        events: events in any order.
+        delta: delta in (0, 1).
         accountant: a key of :data:`ACCOUNTANTS`; None for the default.
-        widest: the widest grid on which losses may be rounded up.
+        widest: widest grid to which losses may be rounded up.
 
     Raises:
         InputError: see :func:`choose_accountant`.
@@ -65,13 +65,13 @@ def _epsilon(
     if noiseless(parts):
         return math.inf
     if choose_accountant(parts, accountant) == "pld":
-        import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
+        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
-        with np.errstate(over="ignore"):  # in the thousands a ratio of masses may overflow to inf
+        with np.errstate(over="ignore"):  # for huge epsilon a ratio of masses may overflow to inf
             return float(loss_distribution(parts, widest).get_epsilon_for_delta(delta))
     from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415  (a second to load)
 
-    # It leaves out the orders at which a series does not converge, and says so each time.
+    # It leaves out the orders at which a series does not converge, with a warning each time.
     logging.getLogger("absl").setLevel(logging.ERROR)
     by_rdp = rdp_privacy_accountant.RdpAccountant()
     for event in parts:
@@ -80,16 +80,16 @@ def _epsilon(
 
 
 def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None) -> str:
-    """Return the accountant asked for, or :data:`DEFAULT_ACCOUNTANT`.
+    """Return the requested accountant, or :data:`DEFAULT_ACCOUNTANT`.
 
     Raises:
-        InputError: there is no such accountant, or no accountant can price these events.
+        InputError: there is no such accountant, or no accountant supports these events.
     """
     for event in events:
         if not SIGMA_MIN <= event.noise_multiplier <= SIGMA_MAX:
             raise InputError(
-                f"A noise multiplier of {event.noise_multiplier:g} cannot be priced: it must be "
-                f"at least {SIGMA_MIN:g} and at most {SIGMA_MAX:g}, or 0 for no noise at all."
+                f"A noise multiplier of {event.noise_multiplier:g} is not supported: it must be "
+                f"at least {SIGMA_MIN:g} and at most {SIGMA_MAX:g}, or 0 for no noise."
             )
     if wanted not in (None, *ACCOUNTANTS):
         raise InputError(f"There is no accountant '{wanted}'. Known: {', '.join(ACCOUNTANTS)}.")
@@ -97,13 +97,13 @@ def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None
 
 
 def noiseless(events: Sequence[TrainingEvent]) -> bool:
-    """Return whether a part was trained without noise."""
+    """Return whether any part was trained without noise."""
     return any(event.noise_multiplier == 0 for event in events)
 
 
 @functools.lru_cache(maxsize=2)
 def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float) -> Any:
-    """Return the pessimistic privacy loss distribution of merged, noisy events: one at least."""
+    """Return the pessimistic privacy loss distribution of at least one merged, noisy event."""
     width = _width(parts, widest)
     return functools.reduce(lambda a, b: a.compose(b), [_part(event, width) for event in parts])
 
@@ -120,7 +120,7 @@ def _part(event: TrainingEvent, width: float) -> Any:
 
 
 def _width(parts: Sequence[TrainingEvent], widest: float) -> float:
-    """Return one grid width for all: wide enough for the largest losses, else fine enough.
+    """Return one grid width for all parts, as fine as needed unless the largest losses limit it.
 
     Rounding a composition's loss, about q/sigma, by a tenth of it adds 0.1% to epsilon; a coarse
     grid may round by three tenths, which adds 1%.
@@ -150,7 +150,7 @@ def _sampled_gaussian(sampling_rate: float, noise_multiplier: float, width: floa
 
 
 def _repeated(pld: Any, times: int) -> Any:
-    """Compose with itself, very often in blocks: the library composes step by step."""
+    """Compose with itself; many compositions use blocks, as the library works step by step."""
     if times < BLOCK**2:
         return pld.self_compose(times)
     blocks, rest = divmod(times, BLOCK)

@@ -1,15 +1,15 @@
-"""Privacy loss of random allocation: each record is in one of an epoch's t steps, drawn evenly.
+"""Privacy loss of random allocation: each record is in one of an epoch's t steps, uniformly.
 
 With ``Z_i = exp(g_i/sigma - 1/(2 sigma^2))`` for independent normal ``g_i``, the dominating pair of
 an epoch is Q, under which the likelihood ratio is ``R = (Z_1 + ... + Z_t)/t``, and P with
-``dP = R dQ`` (Chua et al. 2024, arXiv 2412.16802; for steps that depend on earlier ones, too:
-docs/privacy.md). So
+``dP = R dQ`` (Chua et al. 2024, arXiv 2412.16802; for adaptive steps see docs/privacy.md).
+Therefore
 
-    delta(epsilon) = E_Q (R - e^epsilon)+    and, the other way round,    E_Q (1 - e^epsilon R)+.
+    delta(epsilon) = E_Q (R - e^epsilon)+    and, with P and Q exchanged,    E_Q (1 - e^epsilon R)+.
 
-Both are convex in every ``Z_i``. Whatever spreads it and keeps its mean therefore gives an upper
-bound: here each value is split between its two neighbours on an even grid, an error of second order
-in the grid's width. The sum's distribution is then one power of a Fourier transform.
+Both are convex in every ``Z_i``, so spreading it without changing its mean gives an upper bound.
+Here each value is split between its two neighbours on an even grid, an error of second order in the
+grid's width. The sum's distribution is then one power of a Fourier transform.
 """
 
 import functools
@@ -24,12 +24,12 @@ from scipy import fft, stats
 
 Floats = NDArray[np.float64]
 
-#: Points of the grid at most; its width in standard deviations of Z, and where that is too fine.
+#: Largest number of grid points; grid width in standard deviations of Z, and its lower limit.
 POINTS = 2**22
 WIDTH, WIDEST = 0.005, 0.2
-#: At smaller sigma no such grid resolves the tail of Z, and nothing is amplified.
+#: At smaller sigma no such grid resolves the tail of Z, so no amplification is claimed.
 LEAST_NOISE = 0.4
-#: Least probability that Z, in the step with the record, is beyond the grid: its loss is infinite.
+#: Probability that Z, in the step with the record, exceeds the grid, where the loss is infinite.
 BEYOND = 1e-14
 
 
@@ -39,8 +39,8 @@ class Ratios:
 
     Attributes:
         at: ratios, increasing; shape (points,).
-        without, given: probabilities of each under Q and P; shape (points,).
-        lost_without, lost_given: bounds of the probabilities that are on no point.
+        without, given: probabilities of each ratio under Q and P; shape (points,).
+        lost_without, lost_given: bounds on the probabilities outside the grid.
     """
 
     at: Floats
@@ -63,9 +63,9 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     """Return a privacy loss distribution that dominates an epoch of random allocation.
 
     Args:
-        steps: t, of an epoch.
-        noise_multiplier: sigma > 0; below :data:`LEAST_NOISE` nothing is amplified.
-        width: of the grid of losses, by Connect-the-Dots: an upper bound for every width.
+        steps: number t of steps per epoch.
+        noise_multiplier: sigma > 0; below :data:`LEAST_NOISE` no amplification is claimed.
+        width: width of the loss grid of Connect-the-Dots; an upper bound for every width.
 
     Returns:
         An object of dp-accounting. It is never worse than t = 1, the mechanism on all records.
@@ -75,7 +75,7 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
             noise_multiplier, value_discretization_interval=width
         )
     ratios = likelihood_ratios(steps, noise_multiplier)
-    largest = 10 / noise_multiplier + 0.5 / noise_multiplier**2  # 10 standard deviations off
+    largest = 10 / noise_multiplier + 0.5 / noise_multiplier**2  # at 10 standard deviations
     most = math.ceil(largest / width)
     epsilons: Floats = width * np.arange(-most, most + 1, dtype=np.float64)
     plain = gaussian_deltas(noise_multiplier, epsilons)
@@ -98,7 +98,7 @@ def likelihood_ratios(steps: int, noise_multiplier: float) -> Ratios:
     cap = min(
         math.exp(stats.norm.isf(BEYOND) / sigma + 0.5 / sigma**2), WIDEST * spread * POINTS / 2
     )
-    # Room for two of the largest values: that a third is needed is next to impossible.
+    # Room for two of the largest values; the probability of needing more is negligible.
     room = 2 * (cap + t)
     width = max(WIDTH * spread, room / POINTS)
     masses, lost_without, lost_given = _split_lognormal(sigma, width, math.ceil(cap / width))
@@ -109,24 +109,24 @@ def likelihood_ratios(steps: int, noise_multiplier: float) -> Ratios:
     wrapped = _wrapped(masses, width, t, size)
     lost_given = min(1.0, lost_given + (t - 1) * lost_without + wrapped)
     lost_without = min(1.0, t * lost_without + wrapped)
-    # What the transform's rounding errors may have taken away is charged like what is lost.
+    # Add a bound on the transform's rounding errors to the lost probability.
     lost_given = max(lost_given, 1 - given.sum())
     lost_without = max(lost_without, 1 - without.sum())
     return Ratios(at, without, given, lost_without, lost_given)
 
 
 def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, float, float]:
-    """Split Z between the ends of the cells of a grid, so that each cell keeps its mean.
+    """Split Z between the ends of each cell of a grid, which preserves the cell's mean.
 
     Returns:
-        Probabilities of ``0, width, ..., cells * width``, and those that Z is beyond, where the
-        step is without the record and where it has it.
+        Probabilities of ``0, width, ..., cells * width``, and the probabilities that Z exceeds the
+        grid without and with the record in the step.
     """
     normal = sigma * (np.log(width * np.arange(1, cells + 1)) + 0.5 / sigma**2)
 
     def between(bounds: Floats) -> Floats:
         lower = np.diff(stats.norm.cdf(bounds), prepend=0.0)
-        upper = -np.diff(stats.norm.sf(bounds), prepend=1.0)  # exact where the other is not
+        upper = -np.diff(stats.norm.sf(bounds), prepend=1.0)  # accurate where the other is not
         masses: Floats = np.where(bounds < 0, lower, upper)
         return masses
 
@@ -139,7 +139,7 @@ def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, fl
 
 
 def _wrapped(masses: Floats, width: float, t: int, size: int) -> float:
-    """Return Chernoff's bound of the probability, under P or Q, that the sum leaves the grid."""
+    """Return a Chernoff bound on the probability, under P or Q, that the sum exceeds the grid."""
     values = width * np.arange(masses.size)
     best = 0.0
     for rate in np.geomspace(1e-3, 1e3, 40) / values[-1]:
@@ -161,7 +161,7 @@ def gaussian_deltas(sigma: float, epsilons: Floats) -> Floats:
 
 
 def _convex(factors: Floats, deltas: Floats) -> Floats:
-    """Return the largest convex function of e^epsilon below ``deltas``; delta is below it, too."""
+    """Return the largest convex function of e^epsilon below ``deltas``, still a bound on delta."""
     at, values = factors.tolist(), deltas.tolist()
     corners: list[int] = []
     for new in range(len(at)):
@@ -176,7 +176,7 @@ def _convex(factors: Floats, deltas: Floats) -> Floats:
 
 
 def _from(masses: Floats) -> Floats:
-    """Return the sums from each index on; shape (points + 1,)."""
+    """Return the sums from each index to the end; shape (points + 1,)."""
     return np.append(np.cumsum(masses[::-1])[::-1], 0.0)
 
 

@@ -1,6 +1,6 @@
-"""Calibration: the noise, steps or batch size that meets a target epsilon.
+"""Calibration: find the noise, steps or batch size that meets a target epsilon.
 
-Every answer, priced forward, costs at most the target.
+The computed privacy cost of every answer is at most the target.
 """
 
 import functools
@@ -20,15 +20,15 @@ from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import PLD_ENDS, format_epsilon
 from dpmac_cli.errors import BudgetError
 
-#: Noise multipliers are solved on a grid of this many to 1, so the one printed is the one used.
+#: Noise multipliers are multiples of 1 over this, so the printed value is the value used.
 SIGMA_TICKS = 100_000
 LEAST_TICKS, MOST_TICKS = round(SIGMA_MIN * SIGMA_TICKS), round(SIGMA_MAX * SIGMA_TICKS)
-#: Most steps of a run, and of a search for the longest one.
+#: Maximum steps of a run, and of a search for the longest run.
 MOST_STEPS = 10_000_000
-#: Steps an epoch below which epsilon need not fall with their number.
+#: Steps per epoch below which epsilon may not decrease with their number.
 FEW = 8
 
-#: Epsilon by a number of steps, a batch size, ...
+#: Epsilon as a function of a number of steps, a batch size, ...
 Cost = Callable[[int], float]
 
 
@@ -38,11 +38,11 @@ def calibrate_noise(
 ) -> float:
     """Return the smallest noise multiplier, on a grid of 1e-5, that costs at most ``target``.
 
-    The event's own noise multiplier does not matter; ``target`` is an epsilon > 0, and the others
-    are those of :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+    The event's noise multiplier is ignored. ``target`` is an epsilon > 0; for other arguments see
+    :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
 
     Raises:
-        BudgetError: no noise multiplier up to 10,000 meets the target, or none has a price.
+        BudgetError: no noise multiplier up to 10,000 meets the target or has a finite cost.
     """
 
     def with_noise(ticks: int) -> TrainingEvent:
@@ -59,9 +59,9 @@ def calibrate_noise(
     check_within_reach(least, delta)
     if least > target:
         raise BudgetError(
-            f"No noise up to sigma {SIGMA_MAX:g} brings training ({event.steps} steps at sampling "
-            f"rate {event.sampling_rate:.3g}) down to epsilon {target:g} at delta {delta:g}: by "
-            f"{name}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Ask for a larger epsilon "
+            f"No sigma up to {SIGMA_MAX:g} brings training ({event.steps} steps at sampling "
+            f"rate {event.sampling_rate:.3g}) down to epsilon {target:g} at delta {delta:g}: with "
+            f"{name}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger epsilon "
             "or delta, fewer epochs or a smaller batch."
         )
     limits = range(LEAST_TICKS, MOST_TICKS + 1)
@@ -70,15 +70,15 @@ def calibrate_noise(
 
 
 def check_within_reach(least: float, delta: float) -> None:
-    """Raise BudgetError if not even the least cost is finite at a delta."""
+    """Raise BudgetError if even the smallest cost is not finite at a delta."""
     if math.isinf(least):
-        raise BudgetError(f"No finite epsilon can be shown at delta {delta:g}. {PLD_ENDS}")
+        raise BudgetError(f"No finite epsilon can be proven at delta {delta:g}. {PLD_ENDS}")
 
 
 def affordable_steps(
     event: TrainingEvent, delta: float, budget: float, earlier: Sequence[TrainingEvent] = ()
 ) -> int:
-    """Return the largest T <= event.steps at which ``earlier`` and T steps cost at most budget.
+    """Return the largest T <= event.steps such that ``earlier`` and T steps are within budget.
 
     Raises BudgetError if the first step costs more.
     """
@@ -92,7 +92,7 @@ def affordable_steps(
     if count == 0 < event.steps:
         check_within_reach(cost(1), delta)
         raise BudgetError(
-            f"--max-epsilon {budget:g} allows no step: with the next one the run costs "
+            f"--max-epsilon {budget:g} allows no further step: with the next one the run costs "
             f"{format_epsilon(cost(1))} at sigma {event.noise_multiplier:g}. Raise --sigma or "
             "--max-epsilon."
         )
@@ -104,7 +104,7 @@ def longest_run(
 ) -> int:
     """Return the largest number of steps, at most :data:`MOST_STEPS`, that the budget allows.
 
-    ``event`` is any number of steps of the run; other arguments as for :func:`largest_batch`.
+    ``event`` has any number of steps of the run; for other arguments see :func:`largest_batch`.
     Raises BudgetError if the first step costs more.
     """
 
@@ -114,11 +114,11 @@ def longest_run(
     check_within_reach(cost(1), delta)
     if cost(1) > budget:
         raise BudgetError(
-            f"Not one step at noise multiplier {event.noise_multiplier:g} and sampling rate "
-            f"{event.sampling_rate:.3g} costs epsilon {budget:g} or less at delta {delta:g}: the "
-            f"first costs {format_epsilon(cost(1))}. Raise the noise or the budget."
+            f"Even one step at noise multiplier {event.noise_multiplier:g} and sampling rate "
+            f"{event.sampling_rate:.3g} exceeds epsilon {budget:g} at delta {delta:g}: it costs "
+            f"{format_epsilon(cost(1))}. Raise the noise or the budget."
         )
-    # Start where RDP, which is quick and an upper bound, would stop.
+    # Start from the answer of RDP, which is fast and an upper bound.
     start = _last_within(functools.partial(cost, by="rdp"), budget, 1, MOST_STEPS)
     low = high = start if cost(start) <= budget else 1
     while high < MOST_STEPS and cost(high) <= budget:
@@ -135,15 +135,15 @@ def largest_batch(
 ) -> int:
     """Return the largest batch size whose run costs at most ``budget``.
 
-    Epsilon is a sawtooth in the batch size: it rises along a stretch of batch sizes with the same
-    number of steps an epoch, k = ceil(n/B), and drops where k does. So the answer is in the first
-    stretch, from the largest batches down, whose smallest batch is affordable. Stretches that cost
-    too much even at the rate 1/k, which none of their batches is below, are skipped by a root
-    search: beyond the first few, that cost falls with k.
+    Epsilon is a sawtooth function of the batch size: it rises over a range of batch sizes with the
+    same number of steps per epoch, k = ceil(n/B), and drops when k drops. So the answer is in the
+    first range, from the largest batches down, whose smallest batch is affordable. Ranges that are
+    too expensive even at the rate 1/k, a lower bound for all their batches, are skipped by a root
+    search: after the first few ranges, that cost decreases with k.
 
     Args:
-        event_of: the run with a given batch size.
-        dataset_size: n.
+        event_of: function from a batch size to the event of the run.
+        dataset_size: number n of records.
         delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
         budget: epsilon > 0.
 
@@ -178,17 +178,18 @@ def largest_batch(
         cheapest = min((first, dataset_size), key=cost)
         raise BudgetError(
             f"No batch size brings training down to epsilon {budget:g} at delta {delta:g}: the "
-            f"cheapest, {cheapest}, costs epsilon {format_epsilon(cost(cheapest))} even so. "
-            "Raise the noise or the budget, or train less."
+            f"cheapest, {cheapest}, costs epsilon {format_epsilon(cost(cheapest))}. "
+            "Raise the noise or the budget, or train for fewer epochs."
         )
     last = smallest_batch(k - 1) - 1 if k > 1 else dataset_size
     return _last_within(cost, budget, first, max(first, last))
 
 
 def _smallest(cost: Cost, target: float, guess: int, factor: float, limits: range) -> int:
-    """Return the smallest number that costs at most ``target``, where the cost falls with it.
+    """Return the smallest number that costs at most ``target``, for a decreasing cost.
 
-    The search leaves ``guess`` in steps by ``factor``. The largest of ``limits`` if none is found.
+    The search starts at ``guess`` and moves by ``factor``. Returns the largest of ``limits`` if no
+    number is found.
     """
     high, low, end = guess, guess, limits[-1]
     while cost(high) > target and high < end:
@@ -201,9 +202,9 @@ def _smallest(cost: Cost, target: float, guess: int, factor: float, limits: rang
 def _last_within(cost: Cost, target: float, good: int, bad: int) -> int:
     """Return the last number from ``good`` towards ``bad`` that costs at most ``target``.
 
-    ``good`` if none does. Brent's method takes few evaluations, which are expensive.
+    Returns ``good`` if none does. Brent's method needs few of the expensive evaluations.
     """
-    from scipy.optimize import brentq  # noqa: PLC0415  (mistakes are answered without it)
+    from scipy.optimize import brentq  # noqa: PLC0415  (not needed to report mistakes)
 
     known, above = functools.cache(cost), math.nextafter(target, math.inf)
     if known(bad) <= target:

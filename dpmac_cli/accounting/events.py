@@ -1,4 +1,4 @@
-"""Privacy events: what a training run did to its records, and how it drew its batches."""
+"""Privacy events: mechanisms that a training run applied to its records, and batch sampling."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from dpmac_cli.errors import InputError
 
-#: Smaller rates are priced as this one, which costs more: the arithmetic of privacy losses fails.
+#: Smaller rates are rounded up to this one, because privacy loss arithmetic fails for them.
 LEAST_RATE = 1e-6
 #: Adjacency of every privacy cost: neighbours differ by one record.
 ADJACENCY = "add-or-remove-one"
@@ -15,10 +15,10 @@ ADJACENCY = "add-or-remove-one"
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """A way to draw batches: one line for help, and what its steps are called.
+    """Batch sampling method: a summary for help, and a description of its steps.
 
-    ``once_an_epoch``: a record is in exactly one batch of each epoch. An epoch that has begun is
-    then priced as a whole.
+    ``once_an_epoch``: a record is in exactly one batch of each epoch. Any epoch that has begun then
+    counts as a whole.
     """
 
     summary: str
@@ -28,16 +28,16 @@ class Sampling:
 
 SAMPLERS: Mapping[str, Sampling] = {
     "poisson": Sampling(
-        summary="each record is in each step independently with probability B/n",
+        summary="each step includes each record independently with probability B/n",
         done="Poisson-sampled",
     ),
     "random-allocation": Sampling(
-        summary="each record goes to one of an epoch's batches, independently",
+        summary="each record is assigned to one batch of each epoch, independently",
         done="randomly allocated",
         once_an_epoch=True,
     ),
 }
-#: Earlier names, which are still read.
+#: Earlier names, which are still accepted.
 ALIASES: Mapping[str, str] = {"balls-in-bins": "random-allocation"}
 
 
@@ -48,14 +48,14 @@ class TrainingEvent:
     Attributes:
         sampling_rate: q = B/n, in (0, 1].
         noise_multiplier: sigma, standard deviation of the noise over the clipping norm, >= 0.
-        steps: T, how many steps saw data (an empty batch counts), >= 0.
-        sampler: a key of :data:`SAMPLERS`; an earlier name is replaced by it.
-        steps_per_epoch: ceil(n/B); matters where a record is in one batch of each epoch.
-        records: the split that it is on, "training" or "test". No record is in both, so that
-            events on one cost a record of the other nothing (parallel composition).
+        steps: number T of steps that used data (including empty batches), >= 0.
+        sampler: a key of :data:`SAMPLERS`; earlier names are replaced.
+        steps_per_epoch: ceil(n/B); only used if a record is in one batch of each epoch.
+        records: split that it uses, "training" or "test". No record is in both, so events on one
+            split have no privacy cost for records of the other (parallel composition).
 
     Raises:
-        InputError: steps are negative; summed with others, they would lower the privacy cost.
+        InputError: steps are negative, which would reduce the privacy cost of others.
     """
 
     sampling_rate: float
@@ -72,25 +72,25 @@ class TrainingEvent:
 
     @property
     def sampling(self) -> Sampling:
-        """How its batches were drawn."""
+        """Return the sampling method of its batches."""
         return SAMPLERS[self.sampler]
 
     @property
     def compositions(self) -> int:
-        """Number of mechanisms that are priced alike: steps, or epochs begun."""
+        """Return the number of composed mechanisms: steps, or epochs that have begun."""
         if self.sampling.once_an_epoch:
             return math.ceil(self.steps / self.steps_per_epoch)
         return self.steps
 
     @property
     def rate(self) -> float:
-        """Probability, as it is priced, that a record is in one of the compositions."""
+        """Return the accounted probability that a record is in one of the compositions."""
         return 1.0 if self.sampling.once_an_epoch else max(self.sampling_rate, LEAST_RATE)
 
     def dp_event(self) -> Any:
-        """Return the event in the terms of dp-accounting, for any accountant of that library.
+        """Return the event as a dp-accounting event, for any accountant of that library.
 
-        It has no term for random allocation: an epoch counts as one mechanism on all records.
+        It does not support random allocation: an epoch counts as one mechanism on all records.
         """
         import dp_accounting  # noqa: PLC0415  (a second to load)
 
@@ -106,8 +106,8 @@ class Scores:
 
     Attributes:
         noise_multiplier: standard deviation of the noise over the sensitivity of a score.
-        every: steps between scores. There is one more after the last step.
-        by_class: whether each is of every class as well.
+        every: steps between scores. There is also one after the last step.
+        by_class: whether scores also include every class.
     """
 
     noise_multiplier: float
@@ -119,14 +119,14 @@ class Scores:
         return step == end or (step > 0 and step % self.every == 0)
 
     def event(self, begun: int, end: int, base: int = 0) -> TrainingEvent:
-        """Return what the scores after steps ``base + 1, ..., begun`` do to the test records."""
+        """Return the event on test records of the scores after steps ``base + 1, ..., begun``."""
         count = begun // self.every - base // self.every
         count += base < end <= begun and end % self.every > 0
         return TrainingEvent(1.0, self.noise_multiplier, count, records="test")
 
 
 def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ...], ...]:
-    """Group events by the split that they are on. The privacy cost is that of the worst group."""
+    """Group events by split. The total privacy cost is that of the most expensive group."""
     splits: dict[str, tuple[TrainingEvent, ...]] = {}
     for event in events:
         splits[event.records] = (*splits.get(event.records, ()), event)
@@ -136,7 +136,7 @@ def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ..
 def merged(
     events: Iterable[TrainingEvent], unit: str = "compositions"
 ) -> tuple[TrainingEvent, ...]:
-    """Add up the steps of equal mechanisms, or their compositions, which are then whole epochs."""
+    """Add up the steps of equal mechanisms, or their compositions, which count whole epochs."""
     counts: dict[TrainingEvent, int] = {}
     for event in events:
         once = event.sampling.once_an_epoch

@@ -1,4 +1,4 @@
-"""Privacy costs before they are rendered: rows with all they depend on, and the course of a run."""
+"""Privacy costs before rendering: rows with all their inputs, and schedules of epsilon."""
 
 import math
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from dpmac_cli.accounting.statements import RECORD, common, statement
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A privacy cost and all it depends on; None for what differs between parts.
+    """A privacy cost and all its inputs; None for values that differ between parts.
 
     Attributes:
-        statement: the guarantee in plain sentences. unit: that of privacy, in words.
-        events: what happened, one per part.
+        statement: the guarantee in plain sentences. unit: unit of privacy, in words.
+        events: one event per part.
         noise_multiplier, sampling_rate, dataset_size, batch_size: sigma, q, n, B.
-        compositions: mechanisms on all records.
-        solved: the setting that was worked out; None for epsilon.
-        risk: what an attacker can learn, where that was asked for.
+        compositions: number of mechanisms on all records.
+        solved: setting that was solved for; None for epsilon.
+        risk: bounds on attacks, if requested.
     """
 
     statement: str
@@ -49,9 +49,9 @@ def price(
     accountant: str | None = None,
     unit: str = RECORD,
 ) -> Row:
-    """Return what one or more trainings on the same records cost together.
+    """Return the total privacy cost of one or more trainings on the same records.
 
-    ``unit`` is that of privacy; the other arguments are those of
+    ``unit`` is the unit of privacy; for other arguments see
     :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
     """
     epsilon = total_epsilon(events, delta, accountant)
@@ -78,7 +78,7 @@ def price(
 
 @dataclass(frozen=True)
 class EpsilonSchedule:
-    """``(step, epsilon)`` pairs, both increasing, the last one at the planned end."""
+    """Increasing ``(step, epsilon)`` pairs up to the planned end of a run."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -99,15 +99,15 @@ def epsilon_schedule(
     earlier: Sequence[TrainingEvent] = (),
     accountant: str | None = None,
 ) -> EpsilonSchedule:
-    """Price a run at some 20 to 100 evenly spaced steps, on a coarse grid.
+    """Compute epsilon at about 20 to 100 evenly spaced steps of a run, on a coarse grid.
 
     The last point is exactly ``total_epsilon((*earlier, event), delta)``; no other is above it.
 
     Args:
-        event: the whole run, from the first step that is drawn with its keys.
+        event: the whole run, from the first step that uses its keys.
         delta, accountant: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
-        epoch: steps of an epoch; points fall on the ends of epochs where their number allows.
-        earlier: what else was done with the records before or beside.
+        epoch: steps per epoch; points are at the ends of epochs if their number allows it.
+        earlier: other events on the same records.
     """
     end = total_epsilon((*earlier, event), delta, accountant)
     if event.steps == 0 or math.isinf(end):
@@ -122,7 +122,7 @@ def epsilon_schedule(
 
 
 def _stride(event: TrainingEvent, epoch: int, points: int = 100) -> int:
-    """Return steps between points: whole epochs, or a whole fraction of one."""
+    """Return the steps between points: whole epochs, or a whole fraction of one."""
     least = max(1, math.ceil(event.steps / points))
     if event.sampling.once_an_epoch or epoch <= least:
         return math.ceil(least / epoch) * epoch

@@ -1,14 +1,14 @@
-"""What an attacker can learn: bounds on membership attacks, for training events of any kind.
+"""Bounds on membership inference attacks, for training events of any kind.
 
-An attacker sees all that a run releases and decides whether one given record was trained on. With a
-false positive rate alpha (type I error), the false negative rate (type II error) is at least
+An attacker sees everything that a run releases and decides whether a given record was trained on.
+With false positive rate alpha (type I error), the false negative rate (type II error) is at least
 
     beta(alpha) = max over epsilon >= 0 of    1 - delta(epsilon) - e^epsilon alpha
                                        and    e^-epsilon (1 - delta(epsilon) - alpha),
 
 where delta(epsilon) is that of the pessimistic privacy loss distribution, for the worse of adding
-and removing the record (Dong, Roth and Su 2022, Proposition 6). Each epsilon gives a bound of its
-own, so the maximum over a grid is one, too.
+and removing the record (Dong, Roth and Su 2022, Proposition 6). Each epsilon gives a valid bound,
+so the maximum over a grid is a bound, too.
 """
 
 import functools
@@ -27,15 +27,15 @@ from dpmac_cli.accounting.accountants import (
 from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
 
-#: False positive rates that attacks are bounded at, and the one that the statement names.
+#: False positive rates of the bounds, and the one used in the statement.
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 STATED = 0.01
 #: Prior probabilities that the record was in the data.
 PRIORS = (0.01, 0.1, 0.5)
-#: mu of Gaussian DP is for every delta down to this one.
+#: mu of Gaussian DP holds for every delta down to this one.
 LEAST_DELTA = 1e-10
 LARGEST_MU = 1e3
-#: Largest epsilon of the grid, and its number of points: neighbours differ by 0.1%.
+#: Largest epsilon of the grid, and its number of points, which differ by 0.1%.
 LARGEST_EPSILON, POINTS = 700.0, 20_000
 
 
@@ -45,9 +45,9 @@ class Attack:
 
     Attributes:
         false_positive_rate, true_positive_rate: alpha, and the highest 1 - beta(alpha).
-        posteriors: for each of :data:`PRIORS`, the highest probability that the record was in,
-            given an alarm at this or a higher false positive rate. There is no bound for all
-            rates: delta allows for rare alarms that are always right.
+        posteriors: for each of :data:`PRIORS`, the highest probability that the record was in the
+            data, given an alarm at this or a higher false positive rate. No bound holds for all
+            rates, because delta allows rare alarms that are always right.
     """
 
     false_positive_rate: float
@@ -57,15 +57,15 @@ class Attack:
 
 @dataclass(frozen=True)
 class Risk:
-    """Bounds on what an attacker can learn of one record, or one unit of privacy.
+    """Bounds on what an attacker can learn about one record, or one unit of privacy.
 
     Attributes:
         attacks: one for each of :data:`FALSE_POSITIVE_RATES`.
-        mu: the smallest one, to 0.1%, such that beta is at least the trade-off curve of mu-Gaussian
-            DP, less :data:`LEAST_DELTA`; infinite if there is none.
+        mu: smallest mu, to 0.1%, such that beta is at least the trade-off curve of mu-Gaussian DP
+            minus :data:`LEAST_DELTA`; infinite if there is none.
         epsilons: pairs of delta and epsilon, at 1e-5, 1e-6 and 1/n^1.1.
-        noiseless: a part was trained without noise.
-        unit: of privacy, in words.
+        noiseless: whether any part was trained without noise.
+        unit: unit of privacy, in words.
     """
 
     attacks: tuple[Attack, ...]
@@ -76,12 +76,12 @@ class Risk:
 
     @property
     def stated(self) -> float:
-        """The true positive rate that the statement names."""
+        """Return the true positive rate used in the statement."""
         return self.attacks[FALSE_POSITIVE_RATES.index(STATED)].true_positive_rate
 
     @property
     def statement(self) -> str:
-        """The bound at a false positive rate of :data:`STATED`, in a sentence."""
+        """Return the bound at false positive rate :data:`STATED`, as a sentence."""
         unit = short(self.unit)
         if self.noiseless:
             return f"An attacker may detect any {unit}: no noise was added."
@@ -91,7 +91,7 @@ class Risk:
         return f"{who} detects a given {unit} with probability at most {most}."
 
     def values(self) -> dict[str, Any]:
-        """Return the bounds as JSON values: infinity is null."""
+        """Return the bounds as JSON values; infinity becomes null."""
         return {
             "statement": self.statement,
             "priors": list(PRIORS),
@@ -107,12 +107,12 @@ class Risk:
 
 @functools.lru_cache(maxsize=64)
 def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int, unit: str = RECORD) -> Risk:
-    """Return what an attacker can learn from several trainings on the same records, at most.
+    """Return bounds on what an attacker can learn from several trainings on the same records.
 
     Args:
-        events: as for :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
-        dataset_size: n, for epsilon at delta 1/n^1.1.
-        unit: of privacy, as for :func:`~dpmac_cli.accounting.statements.statement`.
+        events: see :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
+        dataset_size: number n of records, for epsilon at delta 1/n^1.1.
+        unit: unit of privacy, see :func:`~dpmac_cli.accounting.statements.statement`.
 
     Raises:
         InputError: see :func:`~dpmac_cli.accounting.accountants.choose_accountant`.
@@ -124,18 +124,18 @@ def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int, unit: str 
 
 
 def trade_off(events: Sequence[TrainingEvent], alphas: Iterable[float]) -> Any:
-    """Return lower bounds of the type II error at type I errors, an array of float64."""
-    import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
+    """Return lower bounds on the type II error at given type I errors, a float64 array."""
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
     return np.array(list(map(trade_off_curve(events), alphas)))
 
 
 def trade_off_curve(events: Sequence[TrainingEvent], thinning: int = 1) -> Callable[[float], float]:
-    """Return a lower bound of the type II error, a convex function of the type I error.
+    """Return a lower bound on the type II error, a convex function of the type I error.
 
-    ``thinning`` takes one of so many points of the grid, which is faster and bounds less.
+    With ``thinning``, only every k-th grid point is used, which is faster but less tight.
     """
-    import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
     epsilons, deltas = (values[::thinning] for values in _deltas(merged(events)))
     factors, kept = np.exp(epsilons), 1 - deltas
@@ -170,8 +170,8 @@ def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
-    """Return a grid of epsilons from 0 on, and upper bounds of delta at each."""
-    import numpy as np  # noqa: PLC0415  (mistakes are answered without it)
+    """Return a grid of epsilons from 0, and upper bounds on delta at each."""
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
     epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, POINTS))
     if noiseless(parts):
@@ -182,7 +182,7 @@ def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
         for split in by_records(parts):
             found = loss_distribution(split, FINE).get_delta_for_epsilon(epsilons)
             deltas = np.maximum(deltas, found)
-    falling = np.maximum.accumulate(deltas[::-1])[::-1]  # rounding errors lie about 1e-14
+    falling = np.maximum.accumulate(deltas[::-1])[::-1]  # rounding errors are about 1e-14
     return epsilons, np.clip(falling, 0.0, 1.0)
 
 
@@ -193,5 +193,5 @@ def _attack(alpha: float, beta: float) -> Attack:
 
 
 def percent(share: float) -> str:
-    """Return a share as a percentage of four digits, rounded up."""
+    """Return a fraction as a percentage with four digits, rounded up."""
     return f"{format_epsilon(100 * share)}%"

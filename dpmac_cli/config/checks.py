@@ -105,7 +105,7 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
         if package and weights is None:
             yield from fault_of_package(package, "backbones", flag)
     if weights is not None and not weights.is_file():
-        yield f"--pretrained: there is no file {weights}."
+        yield f"--pretrained: no such file: {weights}."
     if plan.recipe.augmented and once:
         yield (
             "--augmentations draws views again in every step, and what is frozen is computed once: "

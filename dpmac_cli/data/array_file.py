@@ -1,4 +1,4 @@
-"""Arrays of an .npz: images, or rows of numbers."""
+"""Datasets stored as arrays in an .npz file: images, or rows of numbers."""
 
 import hashlib
 import zipfile
@@ -17,7 +17,7 @@ from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
 from dpmac_cli.errors import InputError, raise_errors
 
-#: How far from 0 the ends of a range may be, and how near to one another.
+#: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
 PAIRS = (("x", "y"), ("x_test", "y_test"))
 UNITS = {"x": "unit", "x_test": "unit_test"}  # arrays that name the unit of each record
@@ -25,9 +25,9 @@ ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high", *UNITS.values(
 
 
 class ArrayFile:
-    """Arrays of an .npz or a table, by the names in :data:`ARRAYS`: images, or rows of numbers.
+    """Dataset from the arrays of an .npz or a table, which are named as in :data:`ARRAYS`.
 
-    ``skipped`` are records that were left out when they were read.
+    ``skipped`` lists records that were left out when they were read.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ArrayFile:
             ends,
             (arrays.get("unit"), arrays.get("unit_test")),
             held_out=held_out,
-            inferred=("classes",) * inferred,  # arrays declare a shape of themselves
+            inferred=("classes",) * inferred,  # an array's type declares its shape
             skipped=skipped,
         )
 
@@ -94,13 +94,13 @@ class ArrayFile:
 
 
 def _ends(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-    """What columns, or channels, are clipped to, shape (2, columns)."""
+    """Return the range that columns or channels are clipped to, shape (2, columns)."""
     columns = _channels_first(arrays["x"][:1]).shape[1]
     return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
 def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a file by name. Nothing that is pickled is read."""
+    """Return the arrays of a file by name. Pickled objects are never loaded."""
     arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -111,8 +111,8 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> dict[str, NDArra
             if not set(needed) <= arrays.keys():
                 there = ", ".join(sorted(name.removesuffix(".npy") for name in archive.namelist()))
                 raise InputError(
-                    f"{path} must hold the arrays x (images or rows of numbers)"
-                    f"{' and y (labels)' * ('y' in needed)}. It holds {there or 'none'}."
+                    f"{path} must contain the arrays x (images or rows of numbers)"
+                    f"{' and y (labels)' * ('y' in needed)}. It contains {there or 'none'}."
                 )
             return arrays
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
@@ -123,7 +123,7 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> dict[str, NDArra
 
 
 def _number_labels(arrays: dict[str, NDArray[Any]]) -> None:
-    """Replace names of declared classes by their numbers, in place, and other names by -1."""
+    """Replace class names by their numbers in place, and undeclared names by -1."""
     for y_name in ("y", "y_test"):
         y = arrays.get(y_name)
         if y is not None and y.dtype.kind == "U" and "classes" in arrays:
@@ -132,13 +132,13 @@ def _number_labels(arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str, ...]:
-    """With --skip-bad, remove records that cannot be used, in place, and name each.
+    """With --skip-bad, remove unusable records in place and return a description of each.
 
-    Raises InputError with everything that keeps arrays from being a data set.
+    Raises InputError with every reason why the arrays cannot be used as a dataset.
     """
     faults, skipped, classes = list[str](), list[str](), arrays.get("classes")
     if ("x_test" in arrays) != ("y_test" in arrays):
-        raise InputError(f"{source.path}: x_test and y_test go together; one of them is missing.")
+        raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
     pairs = [pair for pair in PAIRS if pair[0] in arrays]
     for x_name, y_name in pairs:
         if wrong := list(_faults_of_pair(arrays, x_name, y_name)):
@@ -152,7 +152,7 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
             arrays |= {name: arrays[name][~bad] for name in together}
         else:
             faults += [
-                f"{what} in {at.sum()} of {len(at)} rows. Add --skip-bad to leave such records out"
+                f"{what} in {at.sum()} of {len(at)} rows. Add --skip-bad to leave them out"
                 for what, at in reasons.items()
                 if at.any()
             ]
@@ -169,52 +169,52 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
 def _bad_records(
     arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str
 ) -> dict[str, NDArray[np.bool_]]:
-    """Return which records cannot be used, by reason, shape (records,) each."""
+    """Return a mask of unusable records for each reason, shape (records,)."""
     x, y, bad = arrays[x_name], arrays[y_name], {}
     if y.ndim == 2:
-        bad[f"{y_name} holds labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
+        bad[f"{y_name} contains labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
     else:
-        why = "labels begin at 0, and names are those of --classes"
-        bad[f"{y_name} holds the label {y.min(initial=0)} ({why})"] = y < 0
+        why = "labels start at 0, and class names must be listed in --classes"
+        bad[f"{y_name} contains the label {y.min(initial=0)} ({why})"] = y < 0
         if "classes" in arrays:
             classes = len(arrays["classes"])
-            why = f"classes names {classes}, 0 to {classes - 1}"
-            bad[f"{y_name} holds the label {y.max(initial=0)} ({why})"] = y >= classes
+            why = f"there are {classes} classes, 0 to {classes - 1}"
+            bad[f"{y_name} contains the label {y.max(initial=0)} ({why})"] = y >= classes
     if x.dtype.kind == "f":
         finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
-        bad[f"{x_name} has NaN or infinity"] = ~finite
+        bad[f"{x_name} contains NaN or infinity"] = ~finite
     return bad
 
 
 def _faults_of_units(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
-    """Faults of which unit records belong to; one unit is trained on or tested on, not both."""
+    """Yield faults of the units that records belong to. No unit may be in both splits."""
     if source.unit is not None and "unit" not in arrays:
-        yield f"--unit {source.unit}: arrays name the unit of each record in an array unit"
+        yield f"--unit {source.unit} does not apply to arrays: add an array unit with each unit"
     if ("unit" in arrays) > ("unit_test" in arrays or "x_test" not in arrays):
-        yield "x_test needs an array unit_test, which names the unit of each test record"
+        yield "x_test requires an array unit_test with the unit of each test record"
     for x_name, name in UNITS.items():
         count = len(arrays.get(x_name, arrays["x"]))
         if name in arrays and arrays[name].shape != (count,):
             yield (
-                f"{name} must name the unit of each of the {count} records, in "
-                f"whole numbers or text, not {arrays[name].dtype} of shape {arrays[name].shape}"
+                f"{name} must give the unit of each of the {count} records, as "
+                f"integers or text, not {arrays[name].dtype} of shape {arrays[name].shape}"
             )
             return
     sides = [set(arrays[name].tolist()) for name in UNITS.values() if name in arrays]
     if len(sides) == 2 and (both := set.intersection(*sides)):
-        yield f"{len(both)} units are in unit and in unit_test: test on other units"
+        yield f"{len(both)} units are in both unit and unit_test: use different units for testing"
 
 
 def _faults_of_classes(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
-    """Faults of labels whose classes are not declared."""
+    """Yield faults of labels whose classes are not declared."""
     labels = set(arrays["y"].tolist())
     if missing := set(range(len(labels))) - labels:
         yield (
-            f"y holds the label {max(labels)}, but no {min(missing)}. Number the classes 0, 1, 2 "
-            "and so on, or name all of them, those without a record too, in an array classes"
+            f"y contains the label {max(labels)}, but no {min(missing)}. Number the classes 0, 1, "
+            "2 and so on, or list all of them in an array classes, even those without a record"
         )
     elif only := set(arrays.get("y_test", arrays["y"]).tolist()) - labels:
-        yield f"the label {min(only)} is in y_test, but not in y"
+        yield f"y_test contains the label {min(only)}, which is not in y"
 
 
 def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
@@ -222,62 +222,62 @@ def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
     if not {"low", "high"} <= arrays.keys():
         yield (
             f"{'rows of ' * (arrays['x'].ndim == 2)}numbers need a public range to be clipped to: "
-            "--feature-range LOW,HIGH, or arrays low and high with one number per column. Take it "
-            "from what the columns mean, not from these records, which are private"
+            "--feature-range LOW,HIGH, or arrays low and high with one number per column. Base it "
+            "on what the columns mean, not on these records, which are private"
         )
         return
     good, ends = np.zeros(columns, bool), (arrays["low"], arrays["high"])
     if all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in ends):
         low, high = _ends(arrays)
-        # Inputs and what standardises them are float32.
+        # Inputs, and the constants that standardise them, are float32.
         first, last = (np.clip(e, -FARTHEST, FARTHEST).astype(np.float32) for e in (low, high))
         good = (abs(low) <= FARTHEST) & (abs(high) <= FARTHEST) & (last - first >= NARROWEST)
     if not good.all():
         yield (
             f"{'low and high' if source.feature_range is None else '--feature-range'} must be "
             f"numbers between -{FARTHEST:g} and {FARTHEST:g}, one for all columns or one for each, "
-            f"low below high by at least {NARROWEST:g} in single precision. That does not hold in "
-            f"{columns - good.sum()} of {columns} columns. Give the range that the columns really "
-            "have, or scale them"
+            f"with low below high by at least {NARROWEST:g} in single precision. "
+            f"{columns - good.sum()} of {columns} columns break this rule. Give the real range of "
+            "the columns, or scale them"
         )
 
 
 def _faults_of_pair(arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str) -> Iterator[str]:
-    """Faults of shapes and types, which no single record is the cause of."""
+    """Yield faults of the arrays' shapes and types."""
     x, y, classes = arrays[x_name], arrays[y_name], arrays.get("classes")
     pixels = x.ndim in (3, 4) and x.dtype == np.uint8
     if x.ndim == 2 and x.dtype.kind not in "fiu":
         yield f"{x_name} must be numbers, not {x.dtype}"
     elif not _is_numbers(x) and not (pixels and _channels_first(x[:1]).shape[1] in (1, 3)):
-        scale = ". Scale them by public numbers: (x / 257).astype('uint8') from 16 bits"
+        scale = ". Scale them by public constants, such as (x / 257).astype('uint8') for 16 bits"
         yield (
             f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or numbers in rows or channels, not {x.dtype} of shape "
             f"{x.shape}" + (scale if x.ndim in (3, 4) and not pixels else "")
         )
     if x.shape[1:] != arrays["x"].shape[1:]:
-        yield f"{x_name} has records of shape {x.shape[1:]}, and x {arrays['x'].shape[1:]}"
+        yield f"{x_name} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
 
     if y.ndim == 1 and y.dtype.kind == "U":
         names = sorted(set(y.tolist()))
         some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
-        yield f"{y_name} holds names. Declare them as those of the classes: --classes {some}"
+        yield f"{y_name} contains names. Declare them as class names: --classes {some}"
     elif not (y.ndim == 1 and y.dtype.kind in "iu") and not (y.ndim == 2 and y.dtype.kind in "biu"):
         yield (
-            f"{y_name} must be whole numbers, one for each record, or with several labels a row of "
-            f"0 and 1 for each, not {y.dtype} of shape {y.shape}"
+            f"{y_name} must have one integer per record, or for several labels one row of 0 and 1 "
+            f"per record, not {y.dtype} of shape {y.shape}"
         )
     elif x.shape[:1] != y.shape[:1]:
-        yield f"{x_name} has {len(x)} records and {y_name} {len(y)} labels"
+        yield f"{x_name} has {len(x)} records, but {y_name} has {len(y)} labels"
     elif y.shape[1:] != arrays["y"].shape[1:]:
-        yield f"{y_name} has labels of shape {y.shape[1:]}, and y {arrays['y'].shape[1:]}"
+        yield f"{y_name} has labels of shape {y.shape[1:]}, but y has {arrays['y'].shape[1:]}"
     elif y.ndim == 2 and classes is not None and len(classes) != y.shape[1]:
-        yield f"{y_name} has {y.shape[1]} labels a record; classes names {len(classes)}"
+        yield f"{y_name} has {y.shape[1]} labels per record, but classes has {len(classes)} names"
 
 
 def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
-    """Yield what tells records apart: contents, as row numbers shift when one goes, and a count
-    of equal records, so that not all of them come to one side.
+    """Yield a key per record: a hash of its contents, and the number of equal records before it,
+    which keeps equal records from all ending up on one side. Row numbers would shift on removal.
     """
     seen: Counter[bytes] = Counter()
     for row, label in zip(x, y, strict=True):
@@ -287,12 +287,12 @@ def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
 
 
 def _is_numbers(x: NDArray[Any]) -> bool:
-    """Return whether arrays hold numbers, which have a public range, and not images."""
+    """Return whether an array holds numbers, which have a public range, and not images."""
     return x.ndim == 2 or (x.ndim in (3, 4) and x.dtype.kind == "f")
 
 
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
-    """Return arrays of shape (records, channels, height, width); a column is a channel."""
+    """Return an array of shape (records, channels, height, width); each column is a channel."""
     if x.ndim == 2:
         return x[:, :, None, None]
     if x.ndim == 3:
@@ -301,7 +301,7 @@ def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _resized(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """Images of (records, channels, size, size)."""
+    """Return resized images, shape (records, channels, size, size)."""
     from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     shape = (images.shape[1], size, size)

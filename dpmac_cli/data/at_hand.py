@@ -1,4 +1,4 @@
-"""Records at hand in a program: arrays, torch datasets and data frames, in place of a name."""
+"""In-memory datasets: arrays, torch datasets and data frames, used instead of a dataset's name."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,22 +15,22 @@ from dpmac_cli.errors import InputError
 class ArrayData(AtHand):
     """Arrays of records and labels, accepted wherever the name of a dataset is.
 
-    What may be in them, and what is public, is as for an .npz. ``x`` is kept and not copied: leave
-    it as it is while anything is trained on it.
+    The rules for their contents, and for what is public, are those of an .npz. ``x`` is not copied:
+    do not modify it while a model is trained on it.
 
     Args:
         x: images, uint8, shape (records, height, width) with 1 or 3 channels first or last; or
             numbers, shape (records, columns) or that of images, which need ``low`` and ``high``.
-            Anything that numpy makes an array of, such as a tensor.
-        y: labels, integers from 0, or names of ``classes``, shape (records,); or, where a record
-            has several labels, 0 and 1 for each of them, shape (records, labels).
+            Anything that numpy can convert to an array, such as a tensor.
+        y: labels, integers from 0, or names in ``classes``, shape (records,). For several labels
+            per record, 0 or 1 for each label, shape (records, labels).
         x_test, y_test: records to test on, which epsilon does not cover. By default some are held
-            out, as the setting ``test_fraction`` says.
-        classes: names in order of label, declared as public; by default those found in ``y``.
-        low, high: public range of all numbers, or of each column or channel, to clip to.
+            out, as set by ``test_fraction``.
+        classes: class names in label order, declared as public; by default those found in ``y``.
+        low, high: public range to clip numbers to, for all of them or per column or channel.
         unit, unit_test: number or name of the unit of privacy that each record belongs to, such as
             a person, shape (records,); by default each record is one.
-        name: what reports call the dataset.
+        name: the dataset's name in reports.
 
     Raises:
         InputError: the name is that of a registered dataset or of a file.
@@ -64,12 +64,12 @@ def from_dataframe(
     """Return the records of a data frame.
 
     Args:
-        frame: of pandas, polars or pyarrow.
-        schema: public, as docs/own-data.md describes: a file, or what such a file holds.
-        name: what reports call the dataset.
+        frame: a data frame of pandas, polars or pyarrow.
+        schema: a public schema (see docs/own-data.md): a file, or the parsed contents of one.
+        name: the dataset's name in reports.
 
     Raises:
-        InputError: the schema has faults; those of records come when the dataset is used.
+        InputError: the schema is invalid. Records are checked when the dataset is used.
     """
     if isinstance(schema, str | Path):
         schema = read_schema(Path(schema))
@@ -79,16 +79,16 @@ def from_dataframe(
 def from_torch(train: Any, test: Any = None, **facts: Any) -> ArrayData:
     """Return the records of map-style torch datasets, each read once.
 
-    A transform is run once per record, so one that draws at random is frozen: augmentation is the
-    setting ``augmentations``. Fractions as of ``ToTensor()`` need ``low=0, high=1``.
+    Transforms run once per record, so a random transform is frozen; use the setting
+    ``augmentations`` instead. Values in [0, 1], as from ``ToTensor()``, need ``low=0, high=1``.
 
     Args:
-        train: gives pairs of an image or tensor and a label by index, and has a length.
+        train: a dataset with a length that returns (image or tensor, label) pairs by index.
         test: the same for records to test on; see :class:`ArrayData`.
-        facts: ``classes``, ``low``, ``high`` and ``name``, as of :class:`ArrayData`.
+        facts: ``classes``, ``low``, ``high`` and ``name``, as in :class:`ArrayData`.
 
     Raises:
-        InputError: a dataset gives something else.
+        InputError: a dataset returns something else.
     """
     tested = (None, None) if test is None else _stacked(test)
     return ArrayData(*_stacked(train), *tested, **facts)
@@ -105,14 +105,14 @@ def _stacked(dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
             y.append(np.asarray(label))
     except (TypeError, ValueError, KeyError) as failure:
         raise InputError(
-            f"{type(dataset).__name__} does not give pairs of a record and a label, all of one "
-            f"shape, by index ({failure}). Give a map-style torch.utils.data.Dataset that does."
+            f"{type(dataset).__name__} does not return (record, label) pairs of equal shapes by "
+            f"index ({failure}). Pass a map-style torch.utils.data.Dataset that does."
         ) from failure
     return np.empty((0, 1)) if x is None else x, np.array(y)
 
 
 def _place(name: str) -> Path:
-    """Return what stands for a path. No file is of that name."""
+    """Return a placeholder path, which names no file."""
     if not name.isidentifier():
-        raise InputError(f"The name '{name}' of a dataset at hand must be letters and digits.")
+        raise InputError(f"The dataset name '{name}' must consist of letters and digits.")
     return Path(f"<{name}>")

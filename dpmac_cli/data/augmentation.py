@@ -1,6 +1,6 @@
-"""Random augmented views of images: crops of their mirrored surroundings, and horizontal flips.
+"""Random augmented views of images: crops with reflection padding, and horizontal flips.
 
-A view is a function of its image and of one random word, and of no other record.
+A view depends only on its image and one random word, and on no other record.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ BITS = 31
 
 
 def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
-    """Return K views of each image, shape (records * K, channels, height, width), in its place.
+    """Return K views of each image in order, shape (records * K, channels, height, width).
 
     Args:
         images: shape (records, channels, height, width).
@@ -34,7 +34,7 @@ def views_of(images: Tensor, words: NDArray[np.uint64], augment: str) -> Tensor:
 
 
 def _places(bits: NDArray[np.int64], side: int, cropped: bool) -> NDArray[np.int64]:
-    """Rows or columns of each view; places outside the image are mirrored; shape (views, side)."""
+    """Return the rows or columns of each view, mirrored at the borders; shape (views, side)."""
     reach, last = round(side * REACH) if cropped else 0, side - 1
     uniform = bits & (1 << BITS) - 1  # in [0, 2^31)
     places = np.arange(side) + (uniform * (2 * reach + 1) >> BITS) - reach

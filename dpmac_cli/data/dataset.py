@@ -1,4 +1,4 @@
-"""Records on the device. Images stay uint8 there and are standardised when used."""
+"""Records on the device. Images are stored as uint8 and standardised when they are used."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from dpmac_cli.data.units import Units
 from dpmac_cli.storage.rows import Rows
 
 Places = slice | NDArray[np.int64]
-#: Bytes of records that a CPU keeps in memory, and share of a GPU's memory that they may take.
+#: Bytes of records to keep in memory on a CPU, and fraction of a GPU's memory that they may use.
 IN_MEMORY, GPU_SHARE = 1e9, 0.25
 
 
@@ -25,7 +25,7 @@ class Split:
     Attributes:
         images: uint8, shape (records, channels, height, width).
         labels: int64, shape (records,); or with several labels per record uint8, (records, labels).
-        sha256: of the images, where the file that they are from has it.
+        sha256: checksum of the images, if the file that they come from has one.
     """
 
     images: Tensor
@@ -54,10 +54,10 @@ class Split:
 
 
 class StoredSplit(Split):
-    """Images that are read from a file when they are used; ``images`` is on the device "meta".
+    """Images that are read from a file on use; ``images`` is on the device "meta".
 
     Args:
-        rows: of the file. labels: on the device that the images are used on.
+        rows: rows of the file. labels: labels, on the device that the images are used on.
     """
 
     def __init__(self, rows: Rows, labels: Tensor) -> None:
@@ -101,14 +101,14 @@ def split_of(rows: Rows, labels: Tensor, device: torch.device) -> Split:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set on the device."""
+    """Training and test records on the device."""
 
     train: Split  # the private records
     test: Split  # records the guarantee does not cover
     gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1)
     offset: Tensor
-    units: Units | None = None  # of privacy; None where each training record is one
-    test_units: Units | None = None  # likewise of the test records
+    units: Units | None = None  # units of privacy; None if each training record is one
+    test_units: Units | None = None  # the same for test records
 
     @property
     def size(self) -> int:
@@ -131,12 +131,12 @@ class Data:
         return replace(self, gain=gain, offset=offset)
 
     def standardised(self, images: Tensor) -> Tensor:
-        """(images / levels - mean) / std in float32; shape as given."""
+        """Return (images / levels - mean) / std in float32, in the shape of the images."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)
 
 
 def fingerprint(*splits: Split) -> str:
-    """SHA-256 over shapes and contents of images and labels. Published for public data only."""
+    """Return the SHA-256 of images and labels and their shapes. Published for public data only."""
     digest = hashlib.sha256()
     for split in splits:
         digest.update(split.sha256.encode())

@@ -1,6 +1,6 @@
-"""Decode image files into a file of rows, by processes of their own. Loads no torch.
+"""Decode image files into a file of rows, in worker processes. Never imports torch.
 
-Threads of one process gain half as much: what Pillow does around decoding holds Python's lock.
+Threads would gain half as much, because Pillow holds the GIL during some of the work.
 """
 
 import json
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 Seen = TypeVar("Seen")
 
-#: Formats in which what Pillow opens as 32 bits a pixel has 16 of them.
+#: Formats whose 16-bit images Pillow opens as 32 bits per pixel.
 DEEP = ("PNG", "PPM")
 CHANGED = "changed while the run began"
-#: Images for which no other process is begun.
+#: Largest number of images that are decoded without worker processes.
 FEW = 128
 #: Seconds between reports of progress.
 PATIENCE = 0.2
@@ -46,29 +46,29 @@ class ImageFile(NamedTuple):
 
     @classmethod
     def found(cls, path: str, label: int, facts: os.stat_result) -> "ImageFile":
-        """Describe a file; nothing that writes to it can leave ``st_ctime`` as it is."""
+        """Describe a file. Writing to it always changes ``st_ctime``."""
         return cls(path, label, facts.st_size, facts.st_ctime_ns)
 
 
 def decoded(rows: RowFile, images: Sequence[ImageFile]) -> Generator[Computing, None, list[str]]:
-    """Decode the images that are missing from a file, which has a row for each.
+    """Decode the images that are missing from a file with one row per image.
 
     Returns:
-        What is wrong with those that could not be decoded.
+        One message for each image that could not be decoded.
 
     Raises:
-        InputError: files changed meanwhile.
+        InputError: files changed during decoding.
     """
     yield _progress(rows)
     if len(rows.missing()) > FEW:
         yield from _by_processes(rows, images)
     faults, progress = list[str](), _progress(rows)
-    for row in rows.missing().tolist():  # few, or those at fault, to say why
-        yield progress  # whoever is told may stop here
+    for row in rows.missing().tolist():  # few images, or damaged ones, to report why
+        yield progress  # a listener may stop here
         if fault := decode_into(rows, row, images[row]):
             faults.append(f"{images[row].path} {fault}")
     changed = [fault for fault in faults if fault.endswith(CHANGED)]
-    refuse(changed, " Run the command again when nothing writes to it any more.")
+    refuse(changed, " Run the command again once nothing writes to these files.")
     yield _progress(rows)
     return faults
 
@@ -79,7 +79,7 @@ def _progress(rows: RowFile) -> Computing:
 
 
 def _by_processes(rows: RowFile, images: Sequence[ImageFile]) -> Iterator[Computing]:
-    """Decode images by one process per core, except those at fault."""
+    """Decode images with one process per core, and skip damaged ones."""
     job, count = [(row, images[row]) for row in rows.missing().tolist()], usable_cores()
     with ExitStack() as stack:
         workers = []
@@ -92,7 +92,7 @@ def _by_processes(rows: RowFile, images: Sequence[ImageFile]) -> Iterator[Comput
                 stdin=given,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process to answer
+                start_new_session=True,  # only this process handles Ctrl-C
             )
             stack.callback(worker.wait)
             stack.callback(worker.kill)
@@ -103,8 +103,8 @@ def _by_processes(rows: RowFile, images: Sequence[ImageFile]) -> Iterator[Comput
     for worker in workers:
         if worker.returncode:
             raise RunError(
-                f"A process that decodes images ended with code {worker.returncode}. If "
-                "memory ran out, free some. Run the command again: what is decoded is kept."
+                f"A process that decodes images exited with code {worker.returncode}. If memory "
+                "ran out, free some. Run the command again: images already decoded are kept."
             )
 
 
@@ -114,7 +114,7 @@ def usable_cores() -> int:
 
 
 def decode_into(rows: RowFile, row: int, image: ImageFile) -> str | None:
-    """Decode an image into its row, or return what is wrong with it. Raises OSError."""
+    """Decode an image into its row, or return why it cannot be decoded. Raises OSError."""
     found = looked_at(image.path, lambda opened: decode(opened, rows.shape))
     if isinstance(found, str):
         return found
@@ -125,11 +125,11 @@ def decode_into(rows: RowFile, row: int, image: ImageFile) -> str | None:
 
 
 def decode(opened: "Image", shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Return an image as (channels, height, width), resized where it has another size."""
+    """Return an image as (channels, height, width), resized if its size differs."""
     from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     channels, height, width = shape
-    if opened.mode.startswith("I"):  # of 16 bits: 65535 becomes 255; Pillow cuts off at 255 instead
+    if opened.mode.startswith("I"):  # 16 bits: map 65535 to 255; Pillow would clip at 255
         opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
     mode = "L" if channels == 1 else "RGB"
     image = opened if opened.mode == mode else opened.convert(mode)
@@ -140,13 +140,13 @@ def decode(opened: "Image", shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
-    """Open an image and return what is seen in it, or why that cannot be."""
+    """Open an image and return the result of ``look``, or why it cannot be read."""
     from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     try:
         with Image.open(path) as image:
             if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
-                fault = "has 32 bits a pixel, which no public range goes with"
+                fault = "has 32 bits per pixel, for which there is no public range"
                 return f"{fault} (save it with 8 or 16 bits)"
             return look(image)
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
@@ -154,10 +154,10 @@ def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
 
 
 def main() -> None:
-    """Decode the images that standard input names, except those at fault."""
+    """Decode the images listed on standard input, and skip damaged ones."""
     rows, parent = RowFile(Path(sys.argv[1]), writable=True), os.getppid()
     for row, image in json.load(sys.stdin):
-        if os.getppid() != parent:  # which was killed
+        if os.getppid() != parent:  # the parent was killed
             return
         decode_into(rows, row, ImageFile(*image))
 

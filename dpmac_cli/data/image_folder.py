@@ -1,4 +1,4 @@
-"""Images in folders named after their classes."""
+"""Datasets of images in folders named after their classes."""
 
 import hashlib
 import json
@@ -22,15 +22,15 @@ from dpmac_cli.storage.progress import LISTENER, Computing, outcome
 from dpmac_cli.storage.rows import RowFile, Rows
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-#: Modes of Pillow's that have no colour, but for what I;16 and its kin say of their bytes.
+#: Pillow's modes without colour. Modes such as I;16 are matched by the part before the semicolon.
 GREY = ("1", "L", "LA", "I", "F")
 TRAIN, TESTS = "train", ("test", "validation", "val")
 NO_CLASS = -1
-#: Headers between reports of progress.
+#: Number of headers between reports of progress.
 SOME = 1000
-#: Of how images are decoded: part of the name of their file.
+#: Version of the decoding, which is part of the cached file's name.
 VERSION = 2
-#: Names that hold two numbers, as patient17_3.png: of a person, and of an image.
+#: File names with two numbers, such as patient17_3.png: one of a person and one of an image.
 SERIES = re.compile(r"([^/]*\d[^/]*)[-_. ]\d+\.\w+$")
 REMEDY = " Remove them, or add --skip-bad to leave them out."
 
@@ -38,7 +38,7 @@ REMEDY = " Remove them, or add --skip-bad to leave them out."
 class ImageFolder:
     """Images in folders named after their classes, with or without train/ and test/ above them.
 
-    With --skip-bad all of them are decoded at once, since that decides which are used.
+    With --skip-bad all images are decoded immediately, because that decides which ones are used.
     """
 
     def __init__(self, source: Source) -> None:
@@ -57,7 +57,7 @@ class ImageFolder:
         self._images = [image for images in listed for image in images]
         if not source.skip_bad:
             self._faults += complaints(self._skipped, REMEDY)
-        # Decoded images are named by all that decides them.
+        # The name of the decoded file depends on everything that determines its contents.
         key = [VERSION, str(root.resolve()), source.channels, source.image_size, self._images]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self._path = cache_folder() / f"{name}{WHOLE}"
@@ -78,8 +78,8 @@ class ImageFolder:
             sides = [rows[some] for some in split(keys, labels[rows], needed, source)]
         elif units is not None and (both := {*units[sides[0]]} & {*units[sides[1]]}):
             raise InputError(
-                f"{len(both)} units, such as {min(both)}, have images in {parts[0]} and in "
-                f"{parts[1]}: test on other units."
+                f"{len(both)} units, such as {min(both)}, have images in both {parts[0]} and "
+                f"{parts[1]}. Use different units for testing."
             )
         self._sides = [(at, labels[at], None if units is None else units[at]) for at in sides]
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
@@ -96,7 +96,7 @@ class ImageFolder:
         )
 
     def _listed(self, part: Path) -> list[ImageFile]:
-        """Return the images of a part, in order; note what else is there, with the reason."""
+        """Return the images of a part in order, and record why other files are skipped."""
         labels = {name: label for label, name in enumerate(self._classes)}
         candidates, images = list[tuple["os.DirEntry[str]", int]](), []
         for entry in _visible(part):
@@ -114,29 +114,29 @@ class ImageFolder:
         return sorted(images, key=lambda image: image.label)
 
     def _used(self) -> NDArray[np.int64]:
-        """Return the rows of images that are used; note why others are not."""
+        """Return the rows of images that are used, and record why others are skipped."""
         rows = np.arange(len(self._images))
         if not self._source.skip_bad or not len(rows):
             return rows
         raise_errors(self._faults)
-        file = outcome(self._decoded())  # contents decide, not headers alone
+        file = outcome(self._decoded())  # check contents, not only headers
         self._skipped += file.notes()
         return np.setdiff1d(rows, file.missing())
 
     def _check_not_empty(self, part: Path, labels: NDArray[np.int64]) -> None:
-        """Note a part without images, or without images of a class that it needs."""
+        """Record a fault if a part has no images, or no images of a class that it needs."""
         held = set(labels.tolist())
         empty = [name for label, name in enumerate(self._classes) if label not in held]
         if part.name not in TESTS and self._source.classes is None:
             self._faults += complaints(
-                [f"The class {name} in {part} holds no image" for name in empty],
-                " Remove its folder, fill it, or declare the classes with --classes.",
+                [f"The class {name} in {part} has no images" for name in empty],
+                " Add images, remove its folder, or declare the classes with --classes.",
             )
         if not held:
-            self._faults.append(f"{part} holds no images.")
+            self._faults.append(f"{part} contains no images.")
 
     def _survey(self) -> tuple[int, int, int]:
-        """Channels, height and width, as declared or else by the headers of all images."""
+        """Return channels, height and width, as declared or from the headers of all images."""
         channels, size = self._source.channels, self._source.image_size
         if channels is not None and size is not None:
             return channels, size, size
@@ -163,13 +163,13 @@ class ImageFolder:
             some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
             self._faults.append(
                 f"The images of {self._source.path} have {len(sizes)} sizes: {' and '.join(some)}. "
-                "Add --image-size N to resize them all to N by N."
+                "Add --image-size N to resize all of them to N by N."
             )
         height, width = next(iter(sizes), (0, 0))
         return channels, height, width
 
     def _decoded(self) -> Generator[Computing, None, RowFile]:
-        """Return the file of the decoded images."""
+        """Return the file of decoded images."""
         return kept_file(
             self._path,
             len(self._images),
@@ -189,9 +189,9 @@ class ImageFolder:
 
 
 def _repeated(names: list[str]) -> str:
-    """Return a file that has a number twice, as patient17_3.png, if most have the first in common.
+    """Return a file name such as patient17_3.png, if most files share their first number.
 
-    Empty if there is none.
+    Return an empty string otherwise.
     """
     series = [match[1] for name in names if (match := SERIES.search(name))]
     several = len(series) > len(names) // 2 and 1 < len(set(series)) <= len(series) // 2
@@ -199,51 +199,51 @@ def _repeated(names: list[str]) -> str:
 
 
 def _units(names: list[str], pattern: str) -> list[str]:
-    """Return the unit that each file is of: what the pattern, or its first group, matches."""
+    """Return the unit of each file: the text that the pattern, or its first group, matches."""
     try:
         compiled = re.compile(pattern)
     except re.error as failure:
         raise InputError(
-            f"--unit {pattern} is not a regular expression ({failure}). To find 17 in "
-            "patient17.png: --unit 'patient([0-9]+)'."
+            f"--unit {pattern} is not a valid regular expression ({failure}). To match the 17 in "
+            "patient17.png, use --unit 'patient([0-9]+)'."
         ) from failure
     found = [compiled.search(name) for name in names]
     units = [(match and match[min(compiled.groups, 1)]) or "" for match in found]
     strange = [name for name, unit in zip(names, units, strict=True) if not unit]
     refuse(
-        [f"{name} has no match of --unit {pattern}" for name in strange],
-        " Rename such files, or give a pattern of all paths below the folder.",
+        [f"{name} does not match --unit {pattern}" for name in strange],
+        " Rename these files, or use a pattern that matches all paths below the folder.",
     )
     return units
 
 
 def _parts(source: Source) -> list[Path]:
-    """Return the folders of training and test images; none where all lie below one folder."""
+    """Return the folders of training and test images; [] if there is no such division."""
     root, declared = source.path, source.classes
     names = [name for name in (TRAIN, *TESTS) if name not in (declared or ())]
     parts = [root / name for name in names if (root / name).is_dir()]
     if len(parts) > 2:
         some = ", ".join(part.name for part in parts)
-        raise InputError(f"{root} holds {some}: keep one set to test on, and move the others.")
+        raise InputError(f"{root} contains {some}. Keep one test set, and move the others away.")
     if len(parts) == 1 and declared is None:
         raise InputError(
-            f"{root} holds a folder {parts[0].name} alone. Both {TRAIN} and test are wanted, "
-            "or the classes' folders right there, and --test-fraction of them is held out. If "
-            f"{parts[0].name} is the name of a class, call it something else."
+            f"{root} contains a folder {parts[0].name} without its counterpart. Provide both "
+            f"{TRAIN} and test, or one folder per class, of which --test-fraction is held out. If "
+            f"{parts[0].name} is the name of a class, rename it."
         )
-    return parts if len(parts) == 2 and parts[0].name == TRAIN else []  # else these are classes
+    return parts if len(parts) == 2 and parts[0].name == TRAIN else []  # otherwise class folders
 
 
 def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:
-    """Describe an image without a look inside, or return why it cannot be one."""
+    """Describe an image without opening it, or return why it cannot be one."""
     if label == NO_CLASS:
         return "belongs to no class of --classes"
     try:
         facts = entry.stat()
-    except OSError as failure:  # of a link that leads nowhere, or to itself
+    except OSError as failure:  # such as a broken link, or one to itself
         return f"cannot be read as an image ({failure.strerror})"
     if stat.S_ISDIR(facts.st_mode):
-        return "is a folder, but images of a class lie in one folder"
+        return "is a folder, but images must be directly in the folder of their class"
     if not _is_image(entry.name):
         return "is not an image"
     regular = stat.S_ISREG(facts.st_mode)
@@ -260,13 +260,13 @@ def _visible(folder: "str | Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]
 
 
 def _class_names(part: Path) -> list[str]:
-    """Names of the folders in a folder."""
+    """Return the names of the folders in a folder."""
     entries = _visible(part)
     names = [entry.name for entry in entries if os.path.isdir(entry)]
     loose = [entry.name for entry in entries if _is_image(entry.name)]
     if not names or loose:
-        what = f"images beside them ({loose[0]})" if names else "none"
+        what = f"It also contains images ({loose[0]})" if names else "It contains no folder"
         raise InputError(
-            f"{part} must hold a folder of images for each class and nothing else; there is {what}."
+            f"{part} must contain one folder of images per class and nothing else. {what}."
         )
     return names

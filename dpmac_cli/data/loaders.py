@@ -1,4 +1,4 @@
-"""Load a data set onto a device: from torchvision, an installed package, or your own files."""
+"""Load a dataset onto a device: from torchvision, an installed package, or your own files."""
 
 import re
 from collections.abc import Generator, Sequence
@@ -40,16 +40,16 @@ def loading(
     download: bool = True,
     facts: Dataset | None = None,
 ) -> Generator[Computing, None, Data]:
-    """Load a dataset onto a device, and report progress where images are decoded.
+    """Load a dataset onto a device, and report progress if images are decoded.
 
     Args:
         chosen: a key of :data:`dpmac_cli.data.registry.DATASETS`, or your own dataset.
-        data_dir: where registered data sets lie, or are downloaded to if ``download``.
-        facts: of your own dataset, as they were read when the run was configured.
+        data_dir: folder of registered datasets, also for downloads if ``download``.
+        facts: facts of your own dataset, read when the run was configured.
 
     Raises:
-        InputError: the files are missing and cannot be downloaded, damaged, of another kind, or no
-            longer those that ``facts`` describes.
+        InputError: files are missing and cannot be downloaded, are damaged, are not the published
+            ones, or do not match ``facts``.
     """
     units = test_units = None
     if isinstance(chosen, Source):
@@ -76,7 +76,7 @@ def _split(images: Any, labels: Any) -> Split:
 
 
 def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
-    """Reject files that are not the published data set."""
+    """Reject files that differ from the published dataset."""
     facts = DATASETS[name]
     shapes = " and ".join(str(tuple(part.images.shape)) for part in (train, test))
     sizes = facts.train_size, facts.test_size
@@ -88,8 +88,8 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
     else:
         return
     raise InputError(
-        f"The data set {name} in {data_dir} is not the published one: {fault}. Remove its files, "
-        "or name another folder with --data-dir."
+        f"The dataset {name} in {data_dir} is not the published one: {fault}. Remove its files, "
+        "or use another folder with --data-dir."
     )
 
 
@@ -108,26 +108,26 @@ def _digits() -> tuple[Split, Split]:
 
 
 def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split, Split]:
-    """Load from disk, or download what is not there; explain what fails."""
+    """Load from disk, or download missing files, and explain failures."""
     files = [data_dir / file for file in DATASETS[name].files]
     download = download and bool(_missing(files))
     try:
         train, test = (_part(name, data_dir, which, download) for which in ("train", "test"))
         return train, test
-    except Exception as failure:  # its parsers raise whatever a damaged file leads them to
+    except Exception as failure:  # its parsers raise any exception for a damaged file
         raise InputError(
-            f"The data set {name} {_what_failed(files, download, failure)}; or name another "
+            f"The dataset {name} {_what_failed(files, download, failure)}; or use another "
             "folder with --data-dir or the environment variable DPMAC_DATA_DIR; or use --dataset "
             "digits, which needs no files."
         ) from failure
 
 
 def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
-    """Load one split; torchvision checks the md5 of pickles before it reads them."""
+    """Load one split. torchvision checks the MD5 of pickled files before reading them."""
     from torchvision import datasets  # noqa: PLC0415  (seconds to import)
 
     given = getattr(datasets, DATASETS[name].torchvision)
-    # Where torchvision finds a cache of MNIST's first versions, it would read that by torch.load.
+    # torchvision would read a cache of MNIST in its first format with torch.load.
     kind: Any = type(given.__name__, (given,), {"_check_legacy_exist": lambda self: False})
     part = {"split": which} if hasattr(kind, "split_list") else {"train": which == "train"}
     loaded = kind(data_dir, download=download, **part)
@@ -140,19 +140,19 @@ def _missing(files: Sequence[Path]) -> list[str]:
 
 
 def _what_failed(files: Sequence[Path], tried: bool, failure: Exception) -> str:
-    """Return what is wrong with the files, and what to do, in words that need no torchvision."""
+    """Return the cause of a failure and its remedy, without torchvision's terms."""
     folder, missing = files[0].parent, _missing(files)
     if missing:
-        which = "is not" if len(missing) == len(files) else "is not whole"
+        which = "is not" if len(missing) == len(files) else "is incomplete"
         last = str(failure).strip().rpartition("\n")[2]
         reason = re.sub(r"<urlopen error |\[Errno -?\d+\] |[>.]+$", "", last)
-        known = f" ({reason})" if reason and "download=True" not in reason else ""  # or mere advice
+        known = f" ({reason})" if reason and "download=True" not in reason else ""  # or only advice
         download = f" and could not be downloaded{known}" if tried else ""
         these = "these files" if len(missing) > 1 else "this file"
         return f"{which} in {folder}{download}. Put {these} there: {', '.join(missing)}"
     if isinstance(failure, OSError):
         return f"in {folder} cannot be read ({failure.strerror or failure}). Make it readable"
     return (
-        f"in {folder} is damaged: a file is cut short, altered or of another kind. Remove its "
-        "files to have them downloaded again"
+        f"in {folder} is damaged: a file is truncated, modified or of another kind. Remove its "
+        "files to download them again"
     )

@@ -1,6 +1,6 @@
 """Your own dataset: a folder with one folder of images per class, an .npz of arrays, or a table.
 
-Nothing here loads torch. All faults of the files are reported together.
+Never imports torch. All faults of the files are reported together.
 """
 
 import functools
@@ -17,14 +17,14 @@ from dpmac_cli.storage.progress import Computing
 
 
 def inspect(source: Source) -> Found:
-    """Return what names and headers say. Raises InputError with every fault found."""
+    """Return the facts of a dataset from names and headers. Raises InputError with all faults."""
     return _reader_of(source).found
 
 
 def load(
     source: Source, facts: Dataset | None
 ) -> Generator[Computing, None, tuple[Records, Records]]:
-    """Return training and test records, which still have the facts that were found before.
+    """Return training and test records, after checking that their facts are unchanged.
 
     Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or
     float32, shape (records, columns, 1, 1). Labels are int64, shape (records,). Raises InputError.
@@ -34,7 +34,7 @@ def load(
         now, before = (f"{f.train_size:,} + {f.test_size:,}" for f in (reader.found.facts, facts))
         raise InputError(
             f"{source.path} changed while it was being read ({before} training and test records "
-            f"before, {now} now). Run the command again when nothing writes to it any more."
+            f"before, {now} now). Run the command again once nothing writes to it."
         )
     if isinstance(reader, ImageFolder):
         return (yield from reader.load())
@@ -42,9 +42,9 @@ def load(
 
 
 def _reader_of(source: Source) -> ImageFolder | ArrayFile:
-    """Return what reads a dataset, kept while its folders stay the same: a look takes seconds."""
+    """Return a dataset's reader, cached until its folders change, as scanning takes seconds."""
     path = source.path.resolve()
-    # Folders change when a file comes or goes.
+    # A folder's time changes when a file is added or removed.
     places = [path, *path.glob("*/"), *path.glob("*/*/")]
     changed = max((place.stat().st_mtime_ns for place in places if place.exists()), default=0)
     return _reader(source, path, changed)
@@ -62,10 +62,10 @@ def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFi
     if source.path.is_dir():
         return ImageFolder(source)
     if not source.path.is_file():
-        raise InputError(f"--dataset {source.path}: there is no such file or folder.")
+        raise InputError(f"--dataset {source.path}: no such file or folder.")
     if source.path.suffix == ".npz":
         return ArrayFile(source, read_npz(source.path))
     raise InputError(
-        f"--dataset {source.path} is neither a folder with a folder of images a class, nor an "
-        ".npz, nor a table (.csv, .tsv, .parquet)."
+        f"--dataset {source.path} must be a folder with one folder of images per class, an .npz, "
+        "or a table (.csv, .tsv, .parquet)."
     )

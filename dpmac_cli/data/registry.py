@@ -1,7 +1,7 @@
-"""Dataset registry: public facts of each, its default settings, and how it is loaded.
+"""Dataset registry: public facts, default settings, and how each dataset is loaded.
 
-Imports nothing heavy, so that help, validation and privacy costs stay fast. A new data set is one
-entry of datasets.toml.
+Imports nothing slow, to keep help, validation and privacy costs fast. To add a dataset, add one
+entry to datasets.toml.
 """
 
 from collections.abc import Mapping
@@ -10,29 +10,29 @@ from pathlib import Path
 
 from dpmac_cli.storage.files import catalogue
 
-#: Steps an epoch, and epochs, of training on data that nobody has tuned for: see docs/recipes.md.
+#: Steps per epoch, and epochs, for datasets without tuned defaults: see docs/recipes.md.
 STEPS_PER_EPOCH, EPOCHS = 12, 20
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Default settings of a data set."""
+    """Default settings of a dataset."""
 
     model: str  # a name of MODELS
     batch_size: int  # B, the expected batch
     sigma: float = 0.8  # noise multiplier
-    epochs: int = 5  # passes of ceil(n/B) steps
-    clip_norm: float = 1.0  # C of the fixed ball
+    epochs: int = 5  # each of ceil(n/B) steps
+    clip_norm: float = 1.0  # clipping norm C of the fixed ball
     h1: float = 5e-5  # bounds of the estimated variance
     h2: float = 1.0
-    physical_batch: int = 1024  # samples worked on at a time
+    physical_batch: int = 1024  # samples processed at a time
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Public facts of a data set."""
+    """Public facts of a dataset."""
 
-    train_size: int  # units of privacy: records, unless several belong to one
+    train_size: int  # units of privacy: records, unless a unit has several
     test_size: int
     shape: tuple[int, int, int]  # (channels, height, width) of an image
     classes: tuple[str, ...]  # names, in the order of the labels
@@ -41,20 +41,20 @@ class Dataset:
     defaults: Defaults
     about: str  # one line for help and reports
     levels: int = 255  # the largest pixel value, by which pixels are divided; 1 for numbers
-    sha256: str | None = None  # fingerprint of the files; None where torchvision's checks must do
+    sha256: str | None = None  # fingerprint of the files; None to rely on torchvision's checks
     augment: str = "crop+flip"  # digits and letters must not be mirrored
-    multilabel: bool = False  # records have any number of labels, which ``classes`` names
-    torchvision: str = ""  # class of torchvision.datasets that reads it; "" for all others
-    files: tuple[str, ...] = ()  # that it reads, below the folder of datasets
+    multilabel: bool = False  # records have any number of labels, named in ``classes``
+    torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
+    files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
 
     @property
     def is_images(self) -> bool:
-        """Whether records are images of 8 bits, not numbers."""
+        """Return whether records are 8-bit images, not numbers."""
         return self.levels > 1
 
     @property
     def is_table(self) -> bool:
-        """Whether records are rows of numbers, of shape (columns, 1, 1)."""
+        """Return whether records are rows of numbers, of shape (columns, 1, 1)."""
         return not self.is_images and self.shape[1:] == (1, 1)
 
 

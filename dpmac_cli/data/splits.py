@@ -1,4 +1,4 @@
-"""What folders of images and files of arrays have in common."""
+"""Splits, facts and error messages shared by folders of images and files of arrays."""
 
 import hashlib
 from collections import Counter
@@ -13,16 +13,16 @@ from dpmac_cli.data.schema import STANDARDS, Found, Source
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.rows import Rows
 
-#: Faults of one kind that are named; the rest are counted.
+#: Number of faults of one kind to list; the rest are counted.
 NAMED = 5
-#: The least height and width that the convolutional network can halve twice.
+#: Smallest height and width that the convolutional network can halve twice.
 LEAST_CNN = 8
-#: The height and width from which fewer images are worked on at a time, to save memory.
+#: Height and width from which fewer images are processed at a time, to save memory.
 LARGE = 128
 
 
 class Records(NamedTuple):
-    """Records in memory or in a file, their labels, and the unit of each; None if it is its own."""
+    """Records in memory or in a file, their labels, and their units; None if each is a unit."""
 
     x: NDArray[Any] | Rows
     y: NDArray[np.int64]
@@ -30,7 +30,7 @@ class Records(NamedTuple):
 
 
 def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
-    """Return a message for faults of one kind, some by name and the rest by number; [] for none."""
+    """Return a message that lists some faults of one kind and counts the rest; [] for none."""
     more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
     return [f"{'; '.join(faults[:NAMED])}{more}.{remedy}"] if faults else []
 
@@ -41,18 +41,18 @@ def refuse(faults: Sequence[str], remedy: str = "") -> None:
 
 
 def check_classes(classes: Sequence[str], source: Source) -> None:
-    """Refuse what no classifier can be trained on."""
+    """Reject classes that no classifier can be trained on."""
     if len(classes) < 2:
         raise InputError(
-            f"{source.path} has one class, {classes[0]}: there is nothing to tell apart."
+            f"{source.path} has only one class, {classes[0]}. A classifier needs at least two."
         )
     unclear = [name for name in (source.path.name, *classes) if not name.isprintable()]
     refuse(
-        [f"The name {name!a} holds characters that cannot be shown" for name in unclear],
-        " A terminal would obey them: choose another name.",
+        [f"The name {name!a} contains characters that cannot be displayed" for name in unclear],
+        " A terminal may interpret them as commands. Choose another name.",
     )
     twice = [f"{n} classes {name}" for name, n in Counter(classes).items() if n > 1]
-    refuse([f"{source.path} names {which}" for which in twice], " Give each a name of its own.")
+    refuse([f"{source.path} has {which}" for which in twice], " Class names must be unique.")
 
 
 def split(
@@ -61,27 +61,27 @@ def split(
     """Return the rows to train on and the rows held out, each in order.
 
     Args:
-        keys: what decides for each record on which side it is: its name, its contents, or its
-            unit.
-        labels: of each record.
-        classes: their names; None where they are declared and need no record to train on.
+        keys: one key per record that decides its side of the split: its name, its contents, or
+            its unit.
+        labels: one label per record.
+        classes: class names; None if they are declared and need no record to train on.
     """
     seed, most = source.split_seed.to_bytes(8, "big"), source.test_fraction * 2**64
-    # By each record or unit alone: one that comes or goes must move no other to the other side.
+    # Adding or removing a record or unit must not change the split of the others.
     words = (hashlib.blake2b(key, digest_size=8, key=seed).digest() for key in keys)
     held_out = np.array([int.from_bytes(word, "big") < most for word in words])
     train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if not (len(train) and len(test)):
         raise InputError(
-            f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves none to "
-            "train on, or none to test on. Give more records, or another --test-fraction "
+            f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves no "
+            "training or no test records. Add records, or use another --test-fraction "
             "or --split-seed."
         )
     if classes is not None:
         only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
         refuse(
             [f"All records of the class {classes[label]} are held out" for label in only],
-            " Choose a smaller --test-fraction or another --split-seed, add records, or declare "
+            " Use a smaller --test-fraction or another --split-seed, add records, or declare "
             "the classes with --classes.",
         )
     return train, test
@@ -96,15 +96,15 @@ def found(
     units: Sequence[NDArray[Any] | None] = (None, None),
     **rest: Any,
 ) -> Found:
-    """Return facts like those of the registry, with cautious defaults.
+    """Return facts like those of the registry, with conservative defaults.
 
     Args:
-        labels: of training and test split. shape, classes: of the records.
-        ends: of the range of numbers, shape (2, columns); None for images.
-        units: of training and test records; None if each is one. rest: as of :class:`Found`.
+        labels: labels of both splits. shape, classes: shape and classes of the records.
+        ends: limits of the range of numbers, shape (2, columns); None for images.
+        units: units of both splits; None if each record is one. rest: see :class:`Found`.
 
     Raises:
-        InputError: the constants that were chosen are for other images.
+        InputError: the chosen constants do not fit the number of channels.
     """
     train, test = (
         len(side if some is None else np.unique(some))
@@ -133,13 +133,13 @@ def found(
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation, per channel, that were chosen. Raises InputError."""
+    """Return the chosen mean and standard deviation per channel. Raises InputError."""
     mean, std = STANDARDS[source.standardise]
     if len(mean) == 1:
         return mean * channels, std * channels
     if len(mean) != channels:
         raise InputError(
-            f"--standardise {source.standardise} is for {len(mean)} channels, and the images of "
+            f"--standardise {source.standardise} is for {len(mean)} channels, but the images of "
             f"{source.path} have {channels}. Use --standardise half."
         )
     return mean, std

@@ -1,4 +1,4 @@
-"""Tables in CSV or Parquet files, read as their schema says."""
+"""Read tables in CSV or Parquet files according to their schema."""
 
 import csv
 from collections import Counter
@@ -20,10 +20,10 @@ try:
     from pyarrow import csv as arrow_csv
 except ModuleNotFoundError as missing_extra:
     raise InputError(
-        "Tables are read by pyarrow, which is not installed: pip install 'dpmac[tables]'"
+        "Tables require pyarrow, which is not installed: pip install 'dpmac[tables]'"
     ) from missing_extra
 
-#: Text that stands for no value, where it is no declared category.
+#: Text that stands for a missing value, unless it is a declared category.
 MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
 NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 Cells = dict[str, pa.Array]
@@ -38,7 +38,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
-            f"{path} needs a schema that says what its columns may hold. For a draft: "
+            f"{path} needs a schema that declares its columns. Create a draft with: "
             f"dpmac schema {path} --label COLUMN > schema.yaml. Fill it in and add "
             "--schema schema.yaml."
         )
@@ -47,9 +47,9 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     if source.unit is not None:
         declared = tuple(dict.fromkeys([*declared, source.unit]))
     strange = [name for name in names if name not in declared]
-    faults = [f"The schema declares no column {n}, neither to use nor to drop" for n in strange]
+    faults = [f"The schema does not declare the column {n}, to use or to drop it" for n in strange]
     refuse([*_absent(declared, names), *faults], f" Correct {path} or its schema.")
-    # With --skip-bad no record may decide about the others, so each is judged by itself.
+    # With --skip-bad each record is checked by itself, so no record can affect another.
     strict = not source.skip_bad
     cells, ragged = _cells(path, declared, strict, table)
     target, classes = schema.label.column, schema.label.classes
@@ -61,7 +61,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
         bad[f"no value in {source.unit}"] = units == ""
     x, low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
-        remedy = f" Correct {path} or its schema, or add --skip-bad to leave such records out."
+        remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
         refuse([*ragged, *_reasons(bad)], remedy)
     good = ~np.logical_or.reduce(list(bad.values()))
     skipped = (*ragged, *(f"record {row + 1}" for row in np.flatnonzero(~good)))
@@ -80,7 +80,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
 def read_inputs(
     path: Path, columns: Sequence[Column]
 ) -> tuple[NDArray[np.float64], list[str] | None]:
-    """Return the inputs of records without labels, and their column ``id`` if there is one.
+    """Return the inputs of unlabelled records, and their column ``id`` if there is one.
 
     Other columns are ignored. Raises InputError with every fault found.
     """
@@ -95,9 +95,9 @@ def read_inputs(
 
 
 def numeric_columns(path: Path) -> dict[str, bool | None]:
-    """Return for each column whether its type is a number; None in a CSV, which has no types.
+    """Return whether each column's type is numeric; None for a CSV, which has no types.
 
-    No record is read. Raises InputError.
+    Reads no records. Raises InputError.
     """
     columns: list[tuple[str, bool | None]]
     try:
@@ -110,7 +110,7 @@ def numeric_columns(path: Path) -> dict[str, bool | None]:
     except (OSError, csv.Error, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
     twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
-    refuse([f"{path} has several columns of the name '{name}': rename them" for name in twice])
+    refuse([f"{path} has several columns named '{name}'. Rename them" for name in twice])
     return dict(columns)
 
 
@@ -124,13 +124,13 @@ def _absent(wanted: Iterable[str], names: Container[str]) -> list[str]:
 
 
 def _delimiter(path: Path) -> str:
-    """The one of comma, semicolon and tab that is most frequent in the header."""
+    """Return the most frequent of comma, semicolon and tab in the header."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         return max(",;\t", key=file.readline().count)
 
 
 def _table_of(frame: Any) -> pa.Table:
-    """Return a data frame of pandas or polars as a table. Raises InputError."""
+    """Convert a pandas or polars data frame to a table. Raises InputError."""
     try:
         if isinstance(frame, pa.Table):
             return frame
@@ -144,7 +144,7 @@ def _table_of(frame: Any) -> pa.Table:
 def _cells(
     path: Path, names: tuple[str, ...], strict: bool, table: pa.Table | None = None
 ) -> tuple[Cells, list[str]]:
-    """Return columns of a file or table, those of a CSV as text, and what is wrong with rows."""
+    """Return columns, as text for a CSV, and a message for each row that cannot be read."""
     ragged: list[str] = []
 
     def note(row: Any) -> str:
@@ -158,7 +158,7 @@ def _cells(
         elif table is None:
             table = arrow_csv.read_csv(
                 path,
-                arrow_csv.ReadOptions(use_threads=False),  # else rows have no numbers
+                arrow_csv.ReadOptions(use_threads=False),  # threads lose the row numbers
                 arrow_csv.ParseOptions(
                     delimiter=_delimiter(path), newlines_in_values=True, invalid_row_handler=note
                 ),
@@ -171,8 +171,8 @@ def _cells(
     kinds = {name: table[name].type for name in names}
     strange = [n for n, k in kinds.items() if pa.types.is_nested(k) or pa.types.is_binary(k)]
     refuse(
-        [f"The column {name} holds {kinds[name]}, no numbers or text" for name in strange],
-        f" Write plain columns to {path}, or drop these by the schema.",
+        [f"The column {name} contains {kinds[name]}, not numbers or text" for name in strange],
+        f" Write plain columns to {path}, or list these under drop in the schema.",
     )
     return {name: _plain(table[name].combine_chunks()) for name in names}, ragged
 
@@ -193,13 +193,13 @@ def _text(cells: pa.Array) -> pa.Array:
 
 
 def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the place of each cell's text among values; -1 for others."""
+    """Return the index of each cell's text in ``values``; -1 if it is not there."""
     found = compute.index_in(_text(cells), pa.array(values))
     return np.asarray(found.fill_null(-1), np.int64)
 
 
 def _inputs(columns: Iterable[Column], cells: Cells, bad: dict[str, Mask], strict: bool) -> Inputs:
-    """Return columns as inputs; masks of records that they do not allow join ``bad``."""
+    """Return columns as inputs, and add masks of records with invalid values to ``bad``."""
     parts = [_inputs_of(column, cells[column.name], bad, strict) for column in columns]
     x, low, high = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
     return x, low, high
@@ -221,12 +221,12 @@ def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bo
                 bad[f"no category of the schema in {column.name}, nor has any other"] = outside
         low, high = [], []
     if column.outside == "refuse":
-        bad[f"what the schema does not declare in {column.name}"] = outside
+        bad[f"a value that the schema does not declare in {column.name}"] = outside
     if column.missing == "input":
         inputs.append(missing)
     else:
         bad[f"no value in {column.name}"] = missing
-    flags = len(inputs) - len(low)  # 0 or 1, which standardising leaves as they are
+    flags = len(inputs) - len(low)  # 0 or 1, unchanged by standardisation
     ends = np.array([low + [-1.0] * flags, high + [1.0] * flags])
     return np.stack(inputs, 1).astype(np.float64), *ends
 
@@ -234,7 +234,7 @@ def _inputs_of(column: Column, cells: pa.Array, bad: dict[str, Mask], strict: bo
 def _numbers(
     column: Column, cells: pa.Array, missing: Mask, bad: dict[str, Mask]
 ) -> tuple[NDArray[np.float64], Mask]:
-    """Return numbers, the middle of their range where there is none; and which lie outside."""
+    """Return numbers, with missing ones at the middle of the range, and a mask of outliers."""
     assert column.range is not None  # noqa: S101
     low, high = column.range
     if _is_number(cells.type):
@@ -250,7 +250,7 @@ def _numbers(
 
 
 def _reasons(bad: dict[str, Mask]) -> Iterator[str]:
-    """Name the first record at fault, and how many there are."""
+    """Yield a message per reason with the first bad record and the number of bad records."""
     for what, records in bad.items():
         if count := int(records.sum()):
             others = f" and {count - 1} more have" if count > 1 else " has"

@@ -1,7 +1,7 @@
-"""The schema of a table: which columns there are, what each may hold, and what is the label.
+"""Schema of a table: its columns, their allowed values, and the label.
 
-A schema is public and is written down before the records are looked at, so that no record can
-change how any other is read. Loads neither numpy nor torch.
+A schema is public and is written before looking at the records, so no record can change how
+another one is read. Imports neither numpy nor torch.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from pydantic.functional_validators import AfterValidator, BeforeValidator
 
 from dpmac_cli.errors import InputError
 
-#: What a draft has in place of everything that only a person can know.
+#: Placeholder in a draft for values that the author must fill in.
 FILL_IN = "FILL_IN"
 
 
@@ -35,15 +35,15 @@ class _Declared(BaseModel):
 
 
 class Column(_Declared):
-    """A column that the network is given: numbers in a range, or one of several categories.
+    """A column that is an input of the network: numbers in a range, or categories.
 
     Attributes:
-        name: as in the table's header.
-        range: lowest and highest number. Others are clipped to it.
-        categories: each becomes an input that is 0 or 1, and so does "other", for all that is not
-            declared.
-        missing: "input" adds an input that is 1 where there is no value.
-        outside: "refuse" rejects records beyond the range, or of other categories.
+        name: name in the table's header.
+        range: lowest and highest number. Other numbers are clipped to it.
+        categories: each becomes an input that is 0 or 1. One more input, "other", stands for all
+            undeclared values.
+        missing: "input" adds an input that is 1 where the value is missing.
+        outside: "refuse" rejects records outside the range, or with other categories.
     """
 
     name: Text
@@ -57,33 +57,33 @@ class Column(_Declared):
         if (self.range is None) == (not self.categories):
             raise ValueError("needs either a range or categories")
         if self.range is not None and self.range[0] >= self.range[1]:
-            raise ValueError("the first number of a range must be the smaller")
+            raise ValueError("the first number of a range must be smaller than the second")
         return self
 
 
 class Label(_Declared):
-    """The column that is predicted, and the names of its classes."""
+    """The column to predict, and the names of its classes."""
 
     column: Text
     classes: Annotated[Texts, Field(min_length=2)]
 
 
 class TestSet(_Declared):
-    """Records to test on: those that have one of some values in a column."""
+    """Records to test on: those with one of the given values in a column."""
 
     column: Text
     values: Annotated[Texts, Field(min_length=1)]
 
 
 def _named(columns: Any) -> Any:
-    """Take columns by their names, as they are written, each with its name inside."""
+    """Convert a mapping of column names to a list of columns that contain their names."""
     if not isinstance(columns, dict):
         return columns
     return [{"name": n, **of} if isinstance(of, dict) else of for n, of in columns.items()]
 
 
 class TableSchema(_Declared):
-    """All that is known of a table without its records."""
+    """Public description of a table."""
 
     label: Label
     columns: Annotated[tuple[Column, ...], BeforeValidator(_named), Field(min_length=1)]
@@ -97,16 +97,16 @@ class TableSchema(_Declared):
 
     @property
     def declared(self) -> tuple[str, ...]:
-        """Names of all columns of the table."""
+        """Return the names of all columns of the table."""
         test = () if self.test is None else (self.test.column,)
         return (self.label.column, *(column.name for column in self.columns), *self.drop, *test)
 
 
 class _Once(yaml.BaseLoader):
-    """YAML whose values are all text, with no key given twice."""
+    """YAML loader that reads all values as text and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Reject keys that are given twice."""
+        """Reject duplicate keys."""
         _distinct(tuple(str(key.value) for key, _ in node.value))
         return super().construct_mapping(node, deep=True)
 
@@ -118,7 +118,7 @@ def read_schema(file: Path) -> TableSchema:
         lines = [line.partition("#")[0] for line in text.splitlines()]
         if left := [str(n) for n, line in enumerate(lines, 1) if FILL_IN in line]:
             where = f"line{'s' * (len(left) > 1)} {', '.join(left)}"
-            raise ValueError(f"replace {FILL_IN} by what the columns mean, in {where}")
+            raise ValueError(f"fill in the columns' values in place of {FILL_IN} in {where}")
         given = _Once(text).get_single_data()
     except (OSError, yaml.YAMLError, RecursionError, ValueError) as failure:
         fault = " ".join(str(failure).split())
@@ -129,7 +129,7 @@ def read_schema(file: Path) -> TableSchema:
 
 
 def schema_of(given: Any, origin: str) -> TableSchema:
-    """Validate what a schema file holds. Raises InputError with every fault found."""
+    """Validate the contents of a schema file. Raises InputError with every fault found."""
     try:
         return TableSchema.model_validate(given)
     except ValidationError as failure:
@@ -146,9 +146,9 @@ def schema_of(given: Any, origin: str) -> TableSchema:
 def draft(
     file: Path, numeric: Mapping[str, bool | None], label: str | None, drop: tuple[str, ...]
 ) -> str:
-    """Return a schema to fill in for a table.
+    """Return a draft of a schema for a table.
 
-    ``numeric`` says for each column whether it holds numbers; None where the file does not say.
+    ``numeric`` maps each column to whether it holds numbers; None if the file does not declare it.
     """
     from jinja2 import Template  # noqa: PLC0415  (only drafts need it)
 
@@ -161,6 +161,6 @@ def draft(
 
 
 def _quoted(name: str) -> str:
-    """Return a name as YAML text, whatever is in it."""
+    """Return a name as YAML text, quoted if necessary."""
     style = None if name.isidentifier() else '"'
     return yaml.safe_dump(name, default_style=style, width=10**6).partition("\n")[0]

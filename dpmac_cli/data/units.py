@@ -14,8 +14,8 @@ class Units:
     """Which records belong to which unit.
 
     Attributes:
-        order: records, those of one unit next to each other, as they come; shape (records,).
-        starts: place in ``order`` where each unit begins, and its end; shape (units + 1,).
+        order: records grouped by unit, each group in its original order; shape (records,).
+        starts: index in ``order`` where each unit begins, and the end; shape (units + 1,).
     """
 
     order: Numbers
@@ -25,18 +25,18 @@ class Units:
         return len(self.starts) - 1
 
     def sha256(self) -> str:
-        """Return a checksum of which record belongs to which unit."""
+        """Return a checksum of the assignment of records to units."""
         return hashlib.sha256(self.order.tobytes() + self.starts.tobytes()).hexdigest()
 
     def records(self, units: Numbers, words: NDArray[np.uint64], count: int) -> Numbers:
         """Return K = ``count`` records of each unit, shape (units, K).
 
-        They are next to each other in the unit's order, as on a ring, from a random place on: each
-        of its records equally often, and none twice before all are there.
+        They are consecutive in the unit's order, cyclically, from a random start. Every record of
+        the unit is equally likely, and none is repeated before all have been used.
 
         Args:
-            units: numbers of units.
-            words: a uniform 64-bit word of each, shape (units,).
+            units: indices of units.
+            words: one uniform 64-bit word per unit, shape (units,).
         """
         sizes = self.starts[units + 1] - self.starts[units]
         first = (words % sizes.astype(np.uint64)).astype(np.int64)
@@ -46,9 +46,9 @@ class Units:
 
 
 def units_of(numbers: ArrayLike) -> Units:
-    """Return the units of records, from the number or name of the unit of each."""
+    """Return units, given the number or name of each record's unit."""
     _, which = np.unique(np.asarray(numbers), return_inverse=True)
-    # Within a unit as they come: an order that depended on other units would let one of them
-    # change what is drawn of this one.
+    # Keep the original order within a unit. An order that depended on other units would let one
+    # of them change which records are drawn from this one.
     order = np.argsort(which, kind="stable")
     return Units(order, np.append(0, np.cumsum(np.bincount(which))))

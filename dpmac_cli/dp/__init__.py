@@ -1,1 +1,1 @@
-"""The algorithm: geometry, per-sample clipping, mechanism, update rules."""
+"""DP optimizers: clipping geometries, per-sample clipping, Gaussian mechanism, update rules."""

@@ -1,4 +1,4 @@
-"""Algorithm of a run: a geometry and a rule with their numbers, looked up by the table's names."""
+"""Algorithm of a run: geometry, rule and hyperparameters, looked up by their names in the table."""
 
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -11,22 +11,22 @@ from dpmac_cli.dp.mechanism import Ellipsoid
 from dpmac_cli.dp.optimizers import RULE_SETTINGS, Hyperparameters, Optimizer
 from dpmac_cli.dp.rules import RULES, Moments, Rule
 
-#: The radius of a ball that clips nothing: a power of two, so scaling by it is exact.
+#: Radius of a ball that clips nothing; a power of two, so scaling by it is exact.
 NO_CLIPPING = 2.0**40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One of the six optimizers, or another, ready to train."""
+    """One of the six optimizers, or a custom one, ready to train."""
 
     geometry: Geometry  # chooses the ellipsoid that the next step clips to
-    rule: Rule  # moves theta by the private mean
-    hyper: Hyperparameters  # the numbers of both
-    keeps_moments: bool  # True if the rule uses m and v, which are then as long as theta
+    rule: Rule  # updates theta with the private mean
+    hyper: Hyperparameters  # hyperparameters of both
+    keeps_moments: bool  # True if the rule uses m and v, which then have the size of theta
     tracks_noise: bool  # True if the moments track the noise's variance
 
     def start(self, theta: Tensor) -> tuple[Ellipsoid, Spread | None, Moments]:
-        """Return the ellipsoid of step 1, what the geometry remembers, and the moments."""
+        """Return the ellipsoid of step 1, the state of the geometry, and the moments."""
         kept = theta if self.keeps_moments else theta[:0]
         moments = Moments(
             self.hyper.beta1,
@@ -41,11 +41,11 @@ class Algorithm:
 def build_algorithm(
     optimizer: Optimizer, hyper: Hyperparameters, *, private: bool = True, rule: Rule | None = None
 ) -> Algorithm:
-    """Build the algorithm of a row of the table.
+    """Build an optimizer of the table.
 
-    Not ``private``, it has a ball that clips nothing. A ``rule`` moves theta in place of the
-    table's. It is given a block of theta, and of the moments, at a time, so it must treat each
-    coordinate by itself.
+    Without ``private``, nothing is clipped. A ``rule`` replaces the table's update rule. It is
+    called with one block of theta and of the moments at a time, so it must be independent across
+    coordinates.
     """
     return Algorithm(
         geometry=_with_settings(GEOMETRIES[optimizer.geometry], hyper)
@@ -59,7 +59,7 @@ def build_algorithm(
 
 
 def _with_settings(made: Any, hyper: Hyperparameters) -> Any:
-    """Return a function as it is, and a dataclass made with the numbers that it has fields for."""
+    """Return a function unchanged, or a dataclass with the hyperparameters of its fields."""
     if not is_dataclass(made):
         return made
     return made(**{field.name: getattr(hyper, field.name) for field in fields(made)})  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""The ellipsoid that the next step clips to, from post-noise values alone.
+"""Geometries: compute the next step's clipping ellipsoid from post-noise values only.
 
-By its signature, ``estimate`` is post-processing and costs no privacy (Proposition 1). All but one
-sum is done by coordinate, so that a step can go through the vectors in blocks that stay in cache.
+By its signature, ``estimate`` is post-processing and has no privacy cost (Proposition 1). It works
+per coordinate, except for one sum, so a step can process vectors in blocks that stay in cache.
 """
 
 from collections.abc import Mapping
@@ -20,21 +20,21 @@ LEAST_KAPPA = 1e-6
 
 @dataclass
 class Spread:
-    """Memory of a geometry: how far g-tilde strays from its mean. Post-noise, so public."""
+    """State of a geometry: the spread of g-tilde around its mean. Post-noise, so public."""
 
     s: Tensor  # AdaClip's s_t^2 or MacAdam's s_t, (d,)
     psi: Tensor | None  # the noise's share of MacAdam's s_t, (d,), if kappa is "tracked"
-    kappa_star: float = 0.0  # E[s_t] over the variance of i.i.d. g-tilde
-    kappa: float | None = None  # what s_t is divided by at step t; None where that is 0
+    kappa_star: float = 0.0  # E[s_t] divided by the variance of i.i.d. g-tilde
+    kappa: float | None = None  # divisor of s_t at step t; None if it is 0
     share: float = 0.0  # (1 - c_t)^2, the weight of the noise of step t in u_t
 
 
-#: What is kept of every coordinate.
+#: State per coordinate.
 Kept = TypeVar("Kept", Ellipsoid, Moments, Spread)
 
 
 def part_of(kept: Kept, block: slice) -> Kept:
-    """Return views of some coordinates of every vector; the numbers are the same."""
+    """Return views of some coordinates of every vector; scalars are unchanged."""
     tensors = {name: x for name, x in vars(kept).items() if isinstance(x, Tensor)}
     vectors: Any = {name: x[block] for name, x in tensors.items() if x.ndim > 0}
     return replace(kept, **vectors)
@@ -44,17 +44,17 @@ class Geometry(Protocol):
     """Chooses the clipping ellipsoid."""
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread | None]:
-        """The ellipsoid of step 1, and the memory, for a theta like ``like``, shape (d,)."""
+        """Return the ellipsoid of step 1 and the state, for a theta like ``like``, shape (d,)."""
         ...
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """Advance everything that is no vector to step t."""
+        """Advance all scalar state to step t."""
         del step, spread
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
-        """Lines 16 to 20 for a block, in place: the next centre and ``inverse``.
+        """Compute the next centre and ``inverse`` of a block, in place: lines 16 to 20.
 
         Returns the block's part of the next ``factor``, shape (). By default, nothing changes.
         """
@@ -64,12 +64,12 @@ class Geometry(Protocol):
 
 @dataclass(frozen=True)
 class Ball(Geometry):
-    """A fixed ball about the origin: DP-SGD, DP-Adam, DP-AdamBC."""
+    """Fixed ball around the origin: DP-SGD, DP-Adam, DP-AdamBC."""
 
     clip_norm: float  # C > 0, the radius
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, None]:
-        """The ball, which never changes."""
+        """Return the ball, which never changes."""
         return ball(self.clip_norm, like), None
 
 
@@ -83,7 +83,7 @@ class AdaClip(Geometry):
     h2: float
 
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
-        """Centre m = 0 and the scale of s^2 = sqrt(h1 h2)."""
+        """Return the centre m = 0 and the scale of s^2 = sqrt(h1 h2)."""
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
         region = ellipsoid(torch.zeros_like(like), torch.ones_like(like))
         region.factor.copy_(_scale(s_squared, region))
@@ -92,7 +92,7 @@ class AdaClip(Geometry):
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
-        """m and s^2 are running averages of g~ and of clamp((g~ - m)^2 - noise, h1, h2)."""
+        """Update m and s^2, running averages of g~ and clamp((g~ - m)^2 - noise, h1, h2)."""
         assert spread is not None  # noqa: S101
         region.centre.lerp_(private.value, 1 - self.beta1)
         variance = private.without_noise((private.value - region.centre).square_())
@@ -104,10 +104,10 @@ class AdaClip(Geometry):
 class MacAdam(Geometry):
     """DP-MacAdam's ellipsoid: lines 16 to 20 of Algorithm 1.
 
-    ``kappa`` is how the variance of the gradient is estimated from s_t:
+    ``kappa`` selects how the variance of the gradient is estimated from s_t:
         "paper": s / kappa - b^2 sigma^2 / B^2 with the paper's kappa;
         "exact": the same with kappa*, which is unbiased for i.i.d. gradients and constant b;
-        "tracked": (s - psi) / kappa*, psi being the noise's own share of s, whatever b did.
+        "tracked": (s - psi) / kappa*, where psi is the exact share of the noise in s for any b.
     """
 
     beta1: float  # decay rate of s, that of the moments, in [0, 1)
@@ -123,7 +123,7 @@ class MacAdam(Geometry):
         return region, Spread(zeros.clone(), psi)
 
     def begin(self, step: int, spread: Spread | None) -> None:
-        """Line 18, and what else depends on t alone."""
+        """Update everything that depends only on t, including line 18."""
         assert spread is not None  # noqa: S101
         beta = self.beta1
         spread.kappa_star = kappa_star(step, beta, previous=spread.kappa_star)
@@ -141,8 +141,8 @@ class MacAdam(Geometry):
         if spread.psi is not None:
             spread.psi.lerp_(private.noise_variance * spread.share, 1 - self.beta1)
         s = spread.s if spread.psi is None else spread.s - spread.psi
-        # 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0. The same where beta1 is so
-        # small that both are lost in rounding.
+        # 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0. The same holds if beta1 is
+        # so small that both are lost in rounding.
         variance = torch.zeros_like(s) if spread.kappa is None else s / spread.kappa
         if spread.psi is None:
             private.without_noise(variance)
@@ -154,7 +154,7 @@ GEOMETRIES: Mapping[str, type[Geometry]] = {"ball": Ball, "adaclip": AdaClip, "m
 
 
 def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:
-    """Line 20, b^2 = variance^(1/2) * (sum of variance^(1/2)), for a block of coordinates.
+    """Compute line 20 for a block: b^2 = variance^(1/2) * (sum of variance^(1/2)).
 
     Writes variance^(-1/2) to ``region.inverse`` and returns the block's part of the sum, shape ().
     """
@@ -164,20 +164,20 @@ def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:
 
 
 def paper_kappa(t: int, beta: float) -> float:
-    """kappa_t of line 18, 2 (beta - beta^t) / (1 + beta); 0 at t = 1."""
+    """Return kappa_t of line 18, 2 (beta - beta^t) / (1 + beta); 0 at t = 1."""
     return 2 * (beta - beta**t) / (1 + beta)
 
 
 def newest_weight(t: int, beta: float) -> float:
-    """c_t = (1 - beta) / (1 - beta^t), the weight of g~_t in m-hat_t; 1 at t = 1."""
+    """Return c_t = (1 - beta) / (1 - beta^t), the weight of g~_t in m-hat_t; 1 at t = 1."""
     return (1 - beta) / (1 - beta**t)
 
 
 def kappa_star(t: int, beta: float, previous: float) -> float:
-    """E[s_t] / V for i.i.d. g-tilde of variance V, from its value at t - 1 (0 at t = 0).
+    """Return E[s_t] / V for i.i.d. g-tilde of variance V, from its value at t - 1 (0 at t = 0).
 
-    Differs from the paper's kappa in using, inside each earlier m-hat_k, the weights of time k
-    rather than those of time t. Its limit is 2 beta^2 / (1 + beta).
+    Unlike the paper's kappa, it uses the weights of time k instead of time t within each earlier
+    m-hat_k. Its limit is 2 beta^2 / (1 + beta).
     """
     if t == 1:
         return 0.0  # m-hat_1 = g~_1, so u_1 = 0; the formula below leaves a rounding error
@@ -187,9 +187,9 @@ def kappa_star(t: int, beta: float, previous: float) -> float:
 
 
 def pinned_shares(region: Ellipsoid, h1: float, h2: float) -> tuple[float, float]:
-    """Shares of coordinates whose clamped variance lies on h1 and on h2.
+    """Return the fractions of coordinates whose clamped variance equals h1 and h2.
 
-    Read off b, so post-noise and free to publish. Synchronises with the device.
+    Computed from b, so post-noise and public. Synchronises with the device.
     """
     s_hat = region.inverse.square().reciprocal_()
     return (

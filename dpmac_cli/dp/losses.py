@@ -1,7 +1,7 @@
 """Per-sample losses: maps from outputs and labels of a batch to one loss per sample.
 
-A loss that mixed samples would let one into the gradients of others, so those that come from a
-program run on each sample alone.
+A loss that mixes samples would let one sample affect the gradients of others, so user-supplied
+losses run on each sample separately.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import what_failed
 
-#: Of outputs, shape (samples, classes), and labels, shape (samples,) or, with several labels per
-#: sample, (samples, labels). Returns shape (samples,).
+#: Takes outputs, shape (samples, classes), and labels, shape (samples,) or, with several labels
+#: per sample, (samples, labels). Returns shape (samples,).
 Loss = Callable[[Tensor, Tensor], Tensor]
-#: Exponent of the focal loss: its authors' choice.
+#: Exponent of the focal loss, as in its paper.
 FOCUS = 2.0
 
 plain: Loss = partial(cross_entropy, reduction="none")
@@ -33,10 +33,10 @@ def build_loss(
     """Return a loss by name.
 
     Args:
-        name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); or "bce", the mean over
-            several labels of their binary cross entropies.
-        smoothing: of labels (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
-        weights: public factors of the losses of each class, or of the positives of each label.
+        name: "cross-entropy"; "focal" (Lin et al. 2017, arXiv 1708.02002); or "bce", the mean of
+            the binary cross-entropies of several labels.
+        smoothing: label smoothing (Szegedy et al. 2016, arXiv 1512.00567), in [0, 1).
+        weights: public weights of each class, or of the positives of each label.
     """
     factors = torch.tensor(weights, dtype=torch.float64, device=device) if weights else None
 
@@ -56,12 +56,12 @@ def build_loss(
 
 
 def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
-    """Return a user-supplied loss that is run on each sample alone, by vmap or in a loop.
+    """Return a user-supplied loss that runs on each sample separately, by vmap or in a loop.
 
-    What it keeps in globals or closures from one call to the next cannot be isolated. It is given
-    one output, shape (1, classes), and its label. ``outputs`` and ``labels`` are examples, not
-    private. Raises ModelError if it fails on them, or gives no finite number per sample, or not the
-    same one twice.
+    State that it stores in globals or closures cannot be isolated. It is called with one output,
+    shape (1, classes), and its label. ``outputs`` and ``labels`` are examples, not private. Raises
+    ModelError if it fails on them, does not return one finite number per sample, or returns
+    different values for the same sample.
     """
 
     def single(output: Tensor, label: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
         ) from failure
     if not (found.is_floating_point() and bool(found.isfinite().all()) and found.equal(again)):
         raise ModelError(
-            "The loss must be one finite real number per sample, the same for the same sample. "
-            "Keep nothing from call to call, and draw nothing at random."
+            "The loss must return one finite real number per sample, the same for the same sample. "
+            "It must not store anything between calls or use random numbers."
         )
     mapped = vmap(single)
     try:

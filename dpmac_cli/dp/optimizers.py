@@ -1,7 +1,7 @@
 """Table of optimizers: each is a geometry and a rule, with settings and default learning rates.
 
-A ball of radius C is an ellipsoid with centre 0 and scale C, so every optimizer is
-*how gradients are clipped* x *how the private mean moves theta*. This module loads no torch;
+A ball of radius C is an ellipsoid with centre 0 and scale C, so every optimizer combines a clipping
+geometry with a rule that updates theta from the private mean. This module does not import torch;
 :mod:`dpmac_cli.dp.algorithm` looks the names up.
 """
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 Kappa = Literal["paper", "exact", "tracked"]
 
-#: Settings of each geometry and each rule that have an effect.
+#: Settings that have an effect, for each geometry and each rule.
 GEOMETRY_SETTINGS: Mapping[str, frozenset[str]] = {
     "ball": frozenset({"clip_norm"}),
     "adaclip": frozenset({"beta1", "beta2", "h1", "h2"}),
@@ -26,14 +26,14 @@ RULE_SETTINGS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """Numbers of an optimizer, in the paper's symbols."""
+    """Hyperparameters of an optimizer, in the paper's notation."""
 
     lr: float  # eta
     clip_norm: float  # C
-    beta1: float  # Adam's, as are beta2 and gamma
+    beta1: float  # of Adam, like beta2 and gamma
     beta2: float
     gamma: float
-    gamma_prime: float  # the floor of AdamBC
+    gamma_prime: float  # lower bound of AdamBC
     h1: float  # bounds of the estimated variance
     h2: float
     kappa: Kappa  # how MacAdam estimates the variance
@@ -42,19 +42,19 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A row of the table."""
+    """Entry of the table of optimizers."""
 
-    geometry: str  # the clipping region, a name of dpmac_cli.dp.geometry.GEOMETRIES
-    rule: str  # the update, a name of dpmac_cli.dp.rules.RULES
+    geometry: str  # clipping region, a key of dpmac_cli.dp.geometry.GEOMETRIES
+    rule: str  # update rule, a key of dpmac_cli.dp.rules.RULES
     summary: str  # one line for help and reports
     _: KW_ONLY
     lr: float = 1e-3  # default learning rate
-    lr_on: Mapping[str, float] = field(default_factory=dict)  # by name of a dataset
-    extra: frozenset[str] = frozenset()  # settings that only this combination has
+    lr_on: Mapping[str, float] = field(default_factory=dict)  # by dataset name
+    extra: frozenset[str] = frozenset()  # settings of this combination only
 
     @property
     def settings(self) -> frozenset[str]:
-        """The hyperparameters, by their names in the configuration, that have an effect."""
+        """Return the configuration names of the hyperparameters that have an effect."""
         return self.settings_without_clipping | GEOMETRY_SETTINGS[self.geometry] | self.extra
 
     def rate_on(self, dataset: str) -> float:
@@ -63,11 +63,11 @@ class Optimizer:
 
     @property
     def settings_without_clipping(self) -> frozenset[str]:
-        """Those that have an effect in a run without privacy, which only has the rule."""
+        """Return the settings that have an effect without privacy, where only the rule is used."""
         return RULE_SETTINGS[self.rule] | {"lr"}
 
 
-#: Learning rates are those of the DP-MacAdam paper, and tuned ones for digits.
+#: Learning rates are from the DP-MacAdam paper, and tuned for digits.
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "dp-sgd": Optimizer(
         "ball", "sgd", "fixed clipping norm, gradient descent", lr=0.1, lr_on={"digits": 0.5}
@@ -76,14 +76,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "adaclip", "sgd", "coordinate-wise clipping, gradient descent", lr_on={"digits": 0.5}
     ),
     "dp-adam": Optimizer("ball", "adam", "fixed clipping norm, Adam", lr_on={"digits": 0.005}),
-    "dp-adambc": Optimizer("ball", "adam_bc", "fixed clipping norm, Adam less the noise's bias"),
+    "dp-adambc": Optimizer("ball", "adam_bc", "fixed clipping norm, Adam corrected for noise bias"),
     "dp-macadam": Optimizer(
         "macadam", "adam", "coordinate-wise clipping, Adam", lr_on={"digits": 0.005}
     ),
     "dp-macadambc": Optimizer(
         "macadam",
         "adam_bc",
-        "coordinate-wise clipping, Adam less the noise's bias",
+        "coordinate-wise clipping, Adam corrected for noise bias",
         lr_on={"digits": 0.0005},
         extra=frozenset({"phi"}),
     ),

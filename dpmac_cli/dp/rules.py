@@ -1,6 +1,6 @@
-"""Moments of the private mean, and update rules that move theta by them: lines 12 to 15.
+"""Moments of the private mean, and the update rules that use them: lines 12 to 15.
 
-Each rule takes the private mean into the moments it uses and moves theta, all in place.
+Each rule updates the moments that it uses with the private mean and updates theta, all in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +25,13 @@ class Moments:
 
     beta1: float  # decay rates in [0, 1)
     beta2: float
-    m: Tensor  # of g-tilde, (d,)
-    v: Tensor  # of g-tilde^2, (d,)
-    noise: Tensor | None  # of its noise's variance, as v; None unless the rule asks for it
-    step: int = 0  # t, from 1, of the private mean taken in last, or being taken in
+    m: Tensor  # average of g-tilde, (d,)
+    v: Tensor  # average of g-tilde^2, (d,)
+    noise: Tensor | None  # average of its noise's variance, like v; None if the rule needs none
+    step: int = 0  # step t, from 1, of the last private mean
 
     def update(self, private: PrivateMean) -> None:
-        """Take in g-tilde_t, in place."""
+        """Update the averages with g-tilde_t, in place."""
         g = private.value
         self.m.lerp_(g, 1 - self.beta1)  # line 12
         self.v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)  # line 13
@@ -39,16 +39,16 @@ class Moments:
             self.noise.lerp_(private.noise_variance, 1 - self.beta2)
 
     def m_hat(self) -> Tensor:
-        """Bias-corrected m, line 14, shape (d,)."""
+        """Return bias-corrected m, line 14, shape (d,)."""
         return self.m / (1 - self.beta1**self.step)
 
     def v_hat(self) -> Tensor:
-        """Bias-corrected v, line 14, shape (d,)."""
+        """Return bias-corrected v, line 14, shape (d,)."""
         return self.v / (1 - self.beta2**self.step)
 
     def noise_hat(self) -> Tensor:
-        """The share of ``v_hat`` that is the mechanism's noise: phi-hat_t, exactly."""
-        assert self.noise is not None, "the rule did not ask for the noise's average"  # noqa: S101
+        """Return phi-hat_t, the exact share of the mechanism's noise in ``v_hat``."""
+        assert self.noise is not None, "the rule does not track the noise's average"  # noqa: S101
         return self.noise / (1 - self.beta2**self.step)
 
 
@@ -63,13 +63,13 @@ def sgd(theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> No
 
 @dataclass(frozen=True)
 class Adam:
-    """theta - eta m-hat / (sqrt(v-hat) + gamma), line 15 of Algorithm 1."""
+    """Adam: theta - eta m-hat / (sqrt(v-hat) + gamma), line 15 of Algorithm 1."""
 
     gamma: float  # stability constant >= 0
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
-        """Move theta, shape (d,), by torch's fused kernel: one pass over the vectors."""
-        before = torch.full((), moments.step - 1.0, device=theta.device)  # torch counts on
+        """Update theta, shape (d,), with torch's fused kernel: one pass over the vectors."""
+        before = torch.full((), moments.step - 1.0, device=theta.device)  # torch increments it
         g, m, v = private.value, moments.m, moments.v
         vectors: list[list[Tensor]] = [[theta], [g], [m], [v], [], [before]]
         rates = {"beta1": moments.beta1, "beta2": moments.beta2}
@@ -78,16 +78,16 @@ class Adam:
 
 @dataclass(frozen=True)
 class AdamBC:
-    """m-hat / sqrt(max(v-hat - Phi, gamma')), Tang et al. 2023.
+    """AdamBC: m-hat / sqrt(max(v-hat - Phi, gamma')), Tang et al. 2023.
 
-    Phi is the noise's share of v-hat: what the moments tracked; or its variance for a ball, which
-    is a constant; or, as in the paper, the variance of the noise before it is scaled by b.
+    Phi is the noise's share of v-hat: the tracked moments; the constant variance for a ball; or, as
+    in the paper, the variance of the noise before it is scaled by b.
     """
 
-    gamma_prime: float  # gamma' > 0, the floor of the corrected second moment
+    gamma_prime: float  # gamma' > 0, lower bound of the corrected second moment
 
     def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
-        """Move theta, shape (d,)."""
+        """Update theta, shape (d,)."""
         moments.update(private)
         phi: Tensor | float = private.noise_ratio**2
         if moments.noise is not None:

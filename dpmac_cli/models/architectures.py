@@ -1,4 +1,4 @@
-"""Built-in networks. None mixes samples: norms are group norms, or weights are standardised."""
+"""Built-in networks. None mixes samples: they use group norm or weight standardisation."""
 
 import math
 from functools import partial
@@ -27,8 +27,8 @@ def cnn(dataset: Dataset) -> nn.Module:
     channels, height, width = dataset.shape
     if min(height, width) < 4:
         raise ModelError(
-            f"The network cnn needs images of at least 4 by 4 pixels, and the shape of these is "
-            f"{dataset.shape}. Try --model mlp."
+            f"The network cnn needs images of at least 4 by 4 pixels, but the shape of these is "
+            f"{dataset.shape}. Use --model mlp."
         )
 
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:
@@ -48,7 +48,7 @@ def cnn(dataset: Dataset) -> nn.Module:
 
 
 class _Block(nn.Module):
-    """Norm, ReLU and convolution, twice, with a shortcut."""
+    """Residual block: norm, ReLU and convolution, twice, with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def wide_resnet(dataset: Dataset, depth: int, width: int) -> nn.Module:
 
 
 def resnet18(dataset: Dataset) -> nn.Module:
-    """Return torchvision's ResNet-18 with group norm in place of batch norm."""
+    """Return torchvision's ResNet-18 with group norm instead of batch norm."""
     from torchvision import models  # noqa: PLC0415  (seconds to import)
 
     norm = partial(nn.GroupNorm, 32)

@@ -1,4 +1,4 @@
-"""Public backbones: networks with public weights, behind images of any size."""
+"""Public backbones: networks with public weights, applied to images of any size."""
 
 import importlib.util
 from pathlib import Path
@@ -14,19 +14,19 @@ from dpmac_cli.models.efficientnet import EfficientNetLite
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone
 from dpmac_cli.models.weights import PublicWeights, read_weights
 
-#: Bounds of a normalised feature. Few are beyond, and no head is given an outlier.
+#: Bounds that normalised features are clipped to. Few exceed them, so the head sees no outliers.
 LEAST, MOST = -3.0, 6.0
-#: Pixels of a side, times images, that are worked on at a time.
+#: Image side in pixels times number of images to process at a time.
 SIDES_AT_A_TIME = 4096
 
 
 class PublicBackbone(nn.Module):
     """Maps images of a dataset to the normalised features of a public network.
 
-    Each image is resized, standardised as the network was trained, and its features normalised by
-    their own mean and deviation: a function of that image alone. It is in evaluation mode always,
-    so that batch norms are constants, and nothing in it is drawn at random. ``dataset`` gives the
-    shape of images and the constants that they were standardised with.
+    Each image is resized and standardised as during the network's training, and its features are
+    normalised by their own mean and deviation. The result depends on that image alone: the network
+    is always in evaluation mode, batch norms are constants, and nothing is random. ``dataset``
+    gives the shape of images and the constants that they were standardised with.
     """
 
     def __init__(self, backbone: Backbone, dataset: Dataset) -> None:
@@ -51,7 +51,7 @@ class PublicBackbone(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features, shape (images, width, 1, 1); grey images are repeated as colours."""
+        """Return features, shape (images, width, 1, 1); grey images are repeated to 3 channels."""
         x = x * self.get_buffer("gain") + self.get_buffer("offset")
         if self._resizes:
             x = interpolate(x, self._size, mode="bicubic", antialias=True)
@@ -66,15 +66,15 @@ class PublicBackbone(nn.Module):
 
 
 def at_a_time(size: int) -> int:
-    """Return how many images of a size fit in a CPU's cache at a time.
+    """Return how many images of a given size fit in a CPU's cache.
 
-    It divides the batches in which features are computed, so that all are of one size.
+    It divides the batch size for computing features, so all parts have the same size.
     """
     return 1 << max(0, (SIDES_AT_A_TIME // size).bit_length() - 1)
 
 
 def of_torchvision(name: str, head: str) -> nn.Module:
-    """Return a network of torchvision without its head, nor layers that draw at random."""
+    """Return a torchvision network without its head and without random layers."""
     from torchvision import models, ops  # noqa: PLC0415  (seconds to import)
 
     network: nn.Module = models.get_model(name, weights=None)
@@ -85,9 +85,9 @@ def of_torchvision(name: str, head: str) -> nn.Module:
 
 
 def public_weights(name: str) -> PublicWeights:
-    """Read the public weights of a backbone; torchvision's are downloaded once.
+    """Read the public weights of a backbone; torchvision's weights are downloaded once.
 
-    Raises InputError if they can be neither found nor downloaded, or are not the known ones.
+    Raises InputError if they cannot be found or downloaded, or have another checksum.
     """
     known, flag = BACKBONES[name], f"--backbone {name}"
     if known.package:
@@ -101,10 +101,10 @@ def public_weights(name: str) -> PublicWeights:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             download_url_to_file(url, str(path), hash_prefix=known.sha256, progress=False)
-    except (OSError, RuntimeError) as failure:  # RuntimeError: another checksum
+    except (OSError, RuntimeError) as failure:  # RuntimeError: wrong checksum
         raise InputError(
-            f"{flag}: {url} cannot be downloaded ({failure}). Download it on a machine with a "
-            f"network, and copy it to {path}."
+            f"{flag}: {url} cannot be downloaded ({failure}). Download it on a machine with "
+            f"network access and copy it to {path}."
         ) from failure
-    remedy = f"Put {url} there, or remove it to download it again."
+    remedy = f"Replace it with {url}, or remove it to download it again."
     return read_weights(path, flag, known.sha256, remedy)

@@ -38,13 +38,13 @@ def build_model(
     """Return a freshly initialised, validated network that maps images to logits.
 
     Args:
-        model: of :func:`~dpmac_cli.models.registry.parse_model`.
+        model: result of :func:`~dpmac_cli.models.registry.parse_model`.
         dataset: gives the input shape and the number of classes.
-        seed: of the initial weights; no global generator is touched.
-        fix_norm: replace batch norms by group norms.
-        features: fixed features that the network is put behind.
-        trained: part of a network with public weights that is trained; None for other networks.
-        isolated: as in :func:`~dpmac_cli.models.validation.check_model`.
+        seed: seed of the initial weights; global generators are not changed.
+        fix_norm: replace batch norm with group norm.
+        features: fixed features that are the network's inputs.
+        trained: part of a network with public weights to train; None for other networks.
+        isolated: see :func:`~dpmac_cli.models.validation.check_model`.
 
     Raises InputError if there is no such factory; ModelError if it fails, or the network mixes
     samples or does not fit the data.
@@ -74,9 +74,9 @@ def build_model(
 def _behind(
     head: nn.Module, features: Features, dataset: Dataset, trained: Trained | None
 ) -> nn.Module:
-    """Put a network behind features of images. Raises ModelError if these have none."""
+    """Apply a network to features of images. Raises ModelError if the images do not fit."""
     if (fault := features.fault(dataset.shape)) is not None:
-        raise ModelError(f"Features of images: they {fault}")
+        raise ModelError(f"The images {fault}")
     if not isinstance(features, Backbone):
         return with_features(head, dataset.shape, features.kind)
     backbone = PublicBackbone(features, dataset)
@@ -90,20 +90,20 @@ def _behind(
 
 
 def build_network(name: str, dataset: Dataset) -> nn.Module:
-    """Return a built-in network, not validated; its weights are of torch's global generator."""
+    """Return a built-in network, not validated, initialised with torch's global generator."""
     kind = MODELS[name]
     network: nn.Module = getattr(architectures, kind.builder)(dataset, *kind.arguments)
     return network
 
 
 def seen_by_network(dataset: Dataset, features: Features | None) -> Dataset:
-    """Return a dataset with the shape that the network is given: of images or of features."""
+    """Return a dataset with the shape of the network's inputs: images or features."""
     shape = features.shape_of(dataset.shape) if features else dataset.shape
     return replace(dataset, shape=shape)
 
 
 def _call_factory(model: UserModel, dataset: Dataset) -> nn.Module:
-    """Call a factory with (shape, classes), or with nothing if it does not take two arguments."""
+    """Call a factory with (shape, classes), or without arguments if it does not take two."""
     factory = _find(model)
     arguments = _arguments(factory, dataset)
     try:
@@ -116,20 +116,20 @@ def _call_factory(model: UserModel, dataset: Dataset) -> nn.Module:
     if isinstance(network, nn.Module):
         return network
     raise ModelError(
-        f"--model {model}: the factory gave no torch.nn.Module, but a value of type "
+        f"--model {model}: the factory must return a torch.nn.Module, not a value of type "
         f"{type(network).__name__}."
     )
 
 
 def built_by(model: UserModel, dataset: Dataset) -> str:
-    """Return how a built factory was called, as code: "net.py:Net((1, 28, 28), 10)"."""
+    """Return the call of a factory as code: "net.py:Net((1, 28, 28), 10)"."""
     factory = getattr(sys.modules[_module_name(model.place)], model.factory)
     arguments = ", ".join(map(repr, _arguments(factory, dataset)))
     return f"{Path(model.place).name}:{model.factory}({arguments})"
 
 
 def source_sum(model: UserModel) -> str:
-    """Return SHA-256 of a built factory's source file, without its imports. Raises OSError."""
+    """Return the SHA-256 of a factory's source file, without its imports. Raises OSError."""
     file = inspect.getfile(sys.modules[_module_name(model.place)])
     return hashlib.sha256(Path(file).read_bytes() + f"\n{model.factory}".encode()).hexdigest()
 
@@ -149,10 +149,8 @@ def _find(model: UserModel) -> Callable[..., Any]:
         return factory
     own = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
     offered = [k for k, v in own.items() if getattr(v, "__module__", None) == module.__name__]
-    known = f" There are: {', '.join(offered)}." if offered else ""
-    raise InputError(
-        f"--model {model}: {model.place} has no '{model.factory}' that can be called.{known}"
-    )
+    known = f" Available: {', '.join(offered)}." if offered else ""
+    raise InputError(f"--model {model}: {model.place} has no callable '{model.factory}'.{known}")
 
 
 def _module_name(place: str) -> str:
@@ -162,14 +160,14 @@ def _module_name(place: str) -> str:
 def _imported(model: UserModel) -> ModuleType:
     place = model.place
     if place.endswith(".py") and not Path(place).is_file():
-        raise InputError(f"--model {model}: there is no file {place}.")
+        raise InputError(f"--model {model}: no such file: {place}.")
     try:
         if not place.endswith(".py"):
             return importlib.import_module(place)
         loader = SourceFileLoader(_module_name(place), place)
         module = ModuleType(loader.name)
         module.__file__ = place
-        sys.modules[loader.name] = module  # where dataclasses look their module up
+        sys.modules[loader.name] = module  # dataclasses look up their module there
         loader.exec_module(module)
         return module
     except (Exception, SystemExit) as failure:
@@ -179,7 +177,7 @@ def _imported(model: UserModel) -> ModuleType:
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:
-    """Replace every batch norm by a group norm with its weight and bias; return the model.
+    """Replace every batch norm with a group norm with its weight and bias; return the model.
 
     The number of groups is the largest divisor of the channels up to 32 that leaves at least two
     channels per group.

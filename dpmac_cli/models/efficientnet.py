@@ -1,7 +1,7 @@
 """EfficientNet-Lite: convolutional networks with public weights of ImageNet (Tan and Le 2019).
 
 Without squeeze-and-excitation and with ReLU6 (Liu 2020, tensorflow/tpu). Modules are named as in
-the published files, and run in the order in which they are set.
+the published files and run in the order of their definition.
 """
 
 from functools import partial
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 STEM, WIDTH = 32, 1280
-#: Stages of blocks of one width: how many blocks at depth 1; kernel and stride of the depthwise
-#: convolution of the first block, the others have stride 1; the factor by which the channels are
-#: expanded within a block; the channels that come out, at width 1.
+#: Stages of blocks: number of blocks at depth 1; kernel size and stride of the depthwise
+#: convolution in the first block (the others have stride 1); expansion factor of the channels
+#: within a block; number of output channels at width 1.
 STAGES = (
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -27,7 +27,7 @@ _norm = partial(nn.BatchNorm2d, eps=1e-3)
 
 
 class SameConv(nn.Conv2d):
-    """A convolution whose outputs are inputs / stride in size, padded more at the far ends."""
+    """Convolution with output size inputs / stride, padded more at the bottom and right."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs for images, (samples, channels, height, width)."""
@@ -38,7 +38,7 @@ class SameConv(nn.Conv2d):
 
 
 class Block(nn.Sequential):
-    """Expand, convolve each channel alone, project; add the input where the shape allows it."""
+    """Inverted residual block: expansion, depthwise convolution, projection, and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ class Block(nn.Sequential):
 
 
 class EfficientNetLite(nn.Sequential):
-    """Maps standardised images to the mean over positions of 1,280 features, (images, 1280).
+    """Map standardised images to 1,280 features averaged over positions, (images, 1280).
 
     Args:
-        width: factor of the channels, but for those of the stem and of the features.
-        depth: factor of the blocks of every stage but the first and the last.
+        width: multiplier of the channels, except in the stem and the features.
+        depth: multiplier of the blocks of every stage except the first and the last.
     """
 
     def __init__(self, width: float, depth: float) -> None:

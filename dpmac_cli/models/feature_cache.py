@@ -1,6 +1,6 @@
-"""Outputs of a frozen part for every record, computed once and kept in the cache.
+"""Outputs of a network's frozen part for every record, computed once and stored in the cache.
 
-They are the records in another shape, and as private.
+Features are as private as the records that they were computed from.
 """
 
 from collections.abc import Generator, Mapping
@@ -21,21 +21,21 @@ from dpmac_cli.storage.progress import Computing
 from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 
 VERSION = 5
-#: Images whose features are computed at a time, always as many.
+#: Fixed number of images whose features are computed at a time.
 AT_A_TIME = 256
-#: Records whose features are part of a file's name, since they depend on code as well.
+#: Records whose features enter a file's name, because features also depend on the code.
 PROBED = 16
 
 
 def featured(
     parts: FrozenFeatures, data: Data, settings: Mapping[str, Any], folder: Path
 ) -> Generator[Computing, None, tuple[Data, str]]:
-    """Return a dataset of the features of every image, which need no standardisation.
+    """Return a dataset with the features of every image, and the SHA-256 of the features.
 
-    They are from the cache, or computed and kept there. Beside them is their SHA-256.
+    Features are read from the cache, or computed and stored there. They need no standardisation.
 
-    ``parts`` is on the device of the data. ``settings`` is what defines features beside weights and
-    records, as JSON values.
+    ``parts`` is on the device of the data. ``settings`` are JSON values of everything else that
+    features depend on besides weights and records.
     """
     like = parts.features(data.standardised(data.train.at(slice(PROBED))[0])).cpu().numpy()
     kept = partial(
@@ -68,7 +68,7 @@ def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
 
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:
-    """Return SHA-256 over all that decides what the features are, some of which are ``like``."""
+    """Return the SHA-256 of everything that determines the features; ``like`` is part of them."""
     named = {
         **{f"weight {name}": tensor for name, tensor in parts.public_weights().items()},
         **{"gain": data.gain, "offset": data.offset, "probe": torch.from_numpy(like)},
@@ -79,7 +79,7 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
 
 
 def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Computing, None, None]:
-    """Compute the features that are missing from a file, of both splits in turn."""
+    """Compute the features that are missing from a file, for one split after the other."""
     missing, first = set(file.missing().tolist()), 0
     yield Computing(0, len(file), file.path.parent)
     for split in (data.train, data.test):
@@ -97,8 +97,8 @@ def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Com
 def _features(parts: FrozenFeatures, images: Tensor) -> Tensor:
     """Return the features of at most :data:`AT_A_TIME` images.
 
-    How an operation rounds depends on the size of its batch, which is therefore always the same:
-    a record more must not change the features of those that happen to come last.
+    The batch size is fixed, because rounding depends on it: adding a record must not change the
+    features of the last ones.
     """
     if parts.isolated:
         return torch.cat([parts.features(image) for image in torch.split(images, 1)])

@@ -1,8 +1,8 @@
-"""Networks with a frozen, public part, and the part that is trained.
+"""Networks with a frozen, public part and a trained part.
 
-Where all that is frozen comes first, it is run over every record once, and the trainer is given its
-outputs in place of images. The whole network is published, which takes images. A record's features
-depend on that record alone, so they change nothing about the guarantee.
+If all frozen layers come first, they run once on every record, and the trainer uses their outputs
+instead of images. The whole network is published and takes images. The features of a record depend
+on that record alone, so the guarantee is unchanged.
 """
 
 import copy
@@ -24,9 +24,9 @@ NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, ConstantNorm)
 
 
 class WithHead(nn.Module):
-    """A network, which maps images to features, and its head, which maps them to logits."""
+    """A network that maps images to features, and a head that maps features to logits."""
 
-    #: Images that a CPU works on at a time where no gradient is needed.
+    #: Images that a CPU processes at a time if no gradient is needed.
     at_a_time = 256
 
     def __init__(self, frozen: nn.Module, head: nn.Module) -> None:
@@ -45,10 +45,10 @@ class WithHead(nn.Module):
 
 
 class FrozenFeatures(WithHead):
-    """A network of which only the head is trained.
+    """A network whose head alone is trained.
 
-    Features have three dimensions or more beside the samples', and are rounded to the dtype
-    ``stored``, in training and evaluation alike.
+    Features have at least three dimensions besides the batch, and are rounded to the dtype
+    ``stored``, in both training and evaluation.
     """
 
     #: Whether the features of the records are computed one record at a time.
@@ -60,11 +60,11 @@ class FrozenFeatures(WithHead):
 
     @torch.no_grad()
     def features(self, x: Tensor) -> Tensor:
-        """Return the features of images, in the dtype that they are stored in."""
+        """Return the features of images, in the dtype in which they are stored."""
         return torch.cat([self.frozen(part).to(self.stored) for part in self._parts(x)])
 
     def public_weights(self) -> dict[str, Tensor]:
-        """Return parameters and all buffers of the frozen part by name, and none of the head."""
+        """Return all parameters and buffers of the frozen part by name, without the head."""
         trained = {id(p) for p in self.head.parameters()}
         held = (*self.frozen.named_parameters(), *self.frozen.named_buffers())
         return {name: tensor for name, tensor in held if id(tensor) not in trained}
@@ -78,7 +78,7 @@ class FrozenFeatures(WithHead):
 class Mirrored(nn.Module):
     """Features of images in opponent colours, averaged over each image and its mirror image."""
 
-    #: The sum of red, green and blue and two differences, by row, not yet of unit norm.
+    #: Rows: the sum of red, green and blue, and two differences; not yet of unit norm.
     COLOURS = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
 
     def __init__(self, network: nn.Module) -> None:
@@ -86,7 +86,7 @@ class Mirrored(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the features of images; those without three channels keep their values."""
+        """Return the features of images. Only images with three channels change colours."""
         if x.shape[1] == len(self.COLOURS):
             x = torch.einsum("oc,nchw->nohw", normalize(self.COLOURS.to(x)), x)
         mean: Tensor = (self.network(x) + self.network(x.flip(3))) / 2
@@ -96,10 +96,10 @@ class Mirrored(nn.Module):
 def with_features(
     head: nn.Module, shape: tuple[int, int, int], kind: str = "scatter"
 ) -> FrozenFeatures:
-    """Put a network behind the scattering of images, stored in float16 to save memory and disk.
+    """Apply a network to scattering features, stored in float16 to save memory and disk.
 
-    A norm of 27 groups is between them, as in Tramer and Boneh 2021, arXiv 2011.11660. ``shape`` is
-    (channels, height, width) of an image; the head takes that of ``Scattered(kind).shape_of``.
+    A group norm of 27 groups precedes it, as in Tramer and Boneh 2021, arXiv 2011.11660. ``shape``
+    is (channels, height, width) of an image; ``Scattered(kind).shape_of`` is the network's input.
     """
     channels, height, width = shape
     norm = nn.GroupNorm(27, channels * SCATTERED, affine=False)
@@ -109,27 +109,27 @@ def with_features(
 
 
 def cut_before_head(network: nn.Module, shape: tuple[int, ...]) -> FrozenFeatures:
-    """Split a network into a frozen part and its last linear layer, which remain parts of it.
+    """Split a network into a frozen part and its last linear layer, without copying them.
 
-    The frozen part is in evaluation mode: batch norms in it are public constants. Raises ModelError
-    if the network does not end in a linear layer of its own.
+    The frozen part is in evaluation mode, so its batch norms are public constants. Raises
+    ModelError if the network does not end in a linear layer that it does not share.
     """
     name = head_of(network, shape)
     if name is None:
         raise ModelError(
-            "--train head trains the last linear layer, whose output must be the logits, and the "
-            "network does not end in one that is called once, on one row per sample, and shares no "
+            "--train head is not supported for this network: it must end in a linear layer whose "
+            "output is the logits, and which is called once, on one row per sample, and shares no "
             "parameter. Use --train all."
         )
     shared = {id(t): t for t in (*network.parameters(), *network.buffers())}
     frozen = copy.deepcopy(network.eval(), shared)
-    frozen.get_submodule(name).forward = lambda x: x  # the output is what the layer is given
+    frozen.get_submodule(name).forward = lambda x: x  # return the layer's input
     head = nn.Sequential(nn.Flatten(), network.get_submodule(name))
     frozen = nn.Sequential(frozen, nn.Unflatten(1, (-1, 1, 1)))
     return FrozenFeatures(frozen, head, torch.float32)
 
 
-#: Samples on which calls are looked at.
+#: Number of samples used to inspect calls.
 SEEN = 2
 #: A call of a linear layer: its name, input and output.
 Call = tuple[str, Tensor, Tensor]
@@ -137,7 +137,7 @@ Call = tuple[str, Tensor, Tensor]
 
 @torch.no_grad()
 def linear_calls(network: nn.Module, shape: tuple[int, ...]) -> tuple[list[Call], Tensor]:
-    """Return the calls of plain linear layers on made-up samples, and the logits; a copy is run."""
+    """Run a copy on random samples; return the calls of plain linear layers, and the logits."""
     calls: list[Call] = []
 
     def note(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
@@ -169,10 +169,10 @@ def head_of(network: nn.Module, shape: tuple[int, ...]) -> str | None:
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer, and a trained addition of low rank (Hu et al. 2021, arXiv 2106.09685).
+    """Frozen linear layer with a trained low-rank update (Hu et al. 2021, arXiv 2106.09685).
 
-    Weight and bias are those of ``layer`` and keep their names. The addition has the rank that is
-    given; it is scaled by alpha / rank, and 0 at first.
+    Weight and bias are those of ``layer`` and keep their names. The update is scaled by
+    alpha / rank and is initially 0.
     """
 
     def __init__(self, layer: nn.Linear, trained: Trained) -> None:
@@ -189,13 +189,13 @@ class LoraLinear(nn.Linear):
         return super().forward(x) + self.scale * added
 
     def merged(self) -> Tensor:
-        """Return the weight of one plain layer that does the same."""
+        """Return the weight of an equivalent plain layer."""
         product = self.up.weight.double() @ self.down.weight.double()
         return (self.weight.double() + self.scale * product).to(self.weight.dtype)
 
 
 def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None:
-    """Have only a part of a network trained; in place.
+    """Freeze everything except one part of a network, in place.
 
     Batch norms become constants. The head is that of :func:`head_of`, or the child ``head`` of a
     network with a backbone. Raises ModelError if it has no such part.
@@ -208,18 +208,18 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
         return
     head = "head" if isinstance(network, WithHead) else head_of(network, shape)
     if head is None:
-        raise _missing(trained, "the network does not end in a linear layer of its own")
+        raise _missing(trained, "the network does not end in a linear layer that it does not share")
     parts = [network.get_submodule(head)]
     if trained.part == "norm":
         norms = [module for module in network.modules() if isinstance(module, NORMS)]
         if not norms:
-            raise _missing(trained, "the network has no norm")
+            raise _missing(trained, "the network has no normalisation layer")
         parts += norms
     elif trained.part == "lora":
         calls, _ = linear_calls(network, shape)
         names = dict.fromkeys(n for n, *_ in calls if not f"{n}.".startswith(f"{head}."))
         if not names:
-            raise _missing(trained, "the network has no linear layer but its head")
+            raise _missing(trained, "the network has no linear layer besides its head")
         for name in names:
             layer: Any = network.get_submodule(name)
             wrapped = LoraLinear(layer, trained)
@@ -230,4 +230,4 @@ def freeze(network: nn.Module, trained: Trained, shape: tuple[int, ...]) -> None
 
 
 def _missing(trained: Trained, why: str) -> ModelError:
-    return ModelError(f"--train {trained.part}: {why}. Choose another part, or --train all.")
+    return ModelError(f"--train {trained.part}: {why}. Train another part, or use --train all.")

@@ -1,8 +1,8 @@
 """Wavelet scattering: fixed, public features of images (Bruna and Mallat 2013, arXiv 1203.1514).
 
 Two layers of Morlet wavelets and modulus, averaged over 4 pixels: J = 2 octaves, L = 8 angles.
-Nothing is learnt, so features cost no privacy; a linear classifier on them beats small networks
-that are trained end to end privately (Tramer and Boneh 2021, arXiv 2011.11660).
+Nothing is learnt, so features have no privacy cost. A linear classifier on them beats small
+networks that are trained end to end with privacy (Tramer and Boneh 2021, arXiv 2011.11660).
 """
 
 import math
@@ -14,24 +14,24 @@ from torch.nn.functional import pad
 from dpmac_cli.models.registry import SHRINK
 
 ANGLES = 8
-#: Copies of a filter's spectrum on each side that sampling folds; beyond, it is 0 to rounding.
+#: Periods of a filter's spectrum on each side that alias when sampled; others are 0 to rounding.
 COPIES = 2
-#: Images of one channel that are worked on at a time: few enough to stay in the cache.
+#: One-channel images to process at a time: few enough to stay in the cache.
 PLANES = 16
 
 
 class Scattering(nn.Module):
-    """Features of images of one size, multiples of 4. Nothing in it is trained or saved."""
+    """Scattering features of images of one size, a multiple of 4. Nothing is trained or saved."""
 
     def __init__(self, height: int, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         if height % SHRINK or width % SHRINK:
-            raise ValueError(f"{height} x {width} is no multiple of {SHRINK}")
+            raise ValueError(f"{height} x {width} is not a multiple of {SHRINK}")
         shape = (height + 2 * SHRINK, width + 2 * SHRINK)  # reflected at the borders
         tilts = [(ANGLES // 2 - 1 - k) * math.pi / ANGLES for k in range(ANGLES)]
         for octave in (0, 1):
             bank = torch.stack([_morlet(shape, octave, tilt) for tilt in tilts]) / 4**octave
-            # Each value is there twice, for a real and an imaginary part.
+            # Repeat each value, for the real and the imaginary part.
             kept = {f"bank_{octave}": bank.repeat_interleave(2, -1)}
             for axis, size in enumerate(shape):
                 kept[f"average_{octave}_{axis}"] = _averaging(size, 2**octave)
@@ -75,9 +75,9 @@ class Scattering(nn.Module):
 
 
 def _averaging(size: int, factor: int) -> Tensor:
-    """Return the matrix that smooths, along one axis, a signal of every ``factor``-th value.
+    """Return the matrix that smooths a signal subsampled by ``factor`` along one axis.
 
-    The signal holds frequencies up to half of its size. Shape (size / 4 - 2, size / factor).
+    The signal contains frequencies up to half of its size. Shape (size / 4 - 2, size / factor).
     """
     deviation = 0.8 * SHRINK / 2
     spectrum = torch.exp(-((deviation * _frequencies(size)) ** 2) / 2).reshape(-1, size).sum(0)
@@ -88,7 +88,7 @@ def _averaging(size: int, factor: int) -> Tensor:
 
 
 def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Tensor:
-    """Return the spectrum of a wave in a Gaussian envelope, minus as much of it for mean zero.
+    """Return the spectrum of a Morlet wavelet: a wave in a Gaussian envelope, with mean zero.
 
     The deviation is 0.8 * 2^octave pixels along the wave and twice that across.
     """
@@ -106,5 +106,5 @@ def _morlet(shape: tuple[int, int], octave: int, tilt: float) -> Tensor:
 
 
 def _frequencies(size: int) -> Tensor:
-    """Return the frequencies of an axis, radians per pixel, and those that sampling folds."""
+    """Return the frequencies of an axis in radians per pixel, and their aliases."""
     return torch.arange(-COPIES * size, (COPIES + 1) * size).double() * 2 * math.pi / size

@@ -1,4 +1,4 @@
-"""Compare what a network holds with a copy made before, part by part."""
+"""Compare the state of a network with an earlier copy, part by part."""
 
 from collections import deque
 from enum import Enum
@@ -39,7 +39,7 @@ def first_opaque(value: Any) -> str | None:
 
 
 def _state(value: Any) -> dict[tuple[Any, ...], Any]:
-    """Return an object and everything in it by path; parts of what is held twice appear once."""
+    """Return an object and all its parts by path; parts of shared objects appear once."""
     found: list[tuple[tuple[Any, ...], Any]] = [((), value)]
     seen: set[int] = set()
     for path, part in found:  # grows
@@ -50,7 +50,7 @@ def _state(value: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    """Return what an object consists of; nothing if it is compared as a whole."""
+    """Return the parts of an object; an empty result if it is compared as a whole."""
     if isinstance(value, nn.Module):
         own = {key: part for key, part in vars(value).items() if key not in _OF_TORCH}
         if type(value).get_extra_state is not nn.Module.get_extra_state:
@@ -65,7 +65,7 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 
 def _equal(before: Any, after: Any) -> bool:
-    """Return whether two values are equal, apart from what they consist of."""
+    """Return whether two values are equal, ignoring their parts."""
     if type(before) is not type(after):
         return False
     if isinstance(after, Tensor):
@@ -74,6 +74,6 @@ def _equal(before: Any, after: Any) -> bool:
         return torch.equal(before.get_state(), after.get_state())
     if isinstance(after, np.ndarray):
         return np.array_equal(before, after)
-    if isinstance(after, set | frozenset):  # in another order, perhaps
+    if isinstance(after, set | frozenset):  # the order may differ
         return bool(before == after)
     return not isinstance(after, _PLAIN) or repr(before) == repr(after)

@@ -1,9 +1,9 @@
-"""Proofs, operation by operation, that a network is independent across samples.
+"""Prove, operation by operation, that a network is independent across samples.
 
-Two parts, both on made-up data. :func:`check_uniform` exports the network with a symbolic batch
-size: the same operations then run for every batch, whatever its size and its values.
-:class:`Dependence` follows through one forward and backward pass which samples each number was
-computed from. What either of them does not know counts as not proven.
+There are two parts, both on random data. :func:`check_uniform` exports the network with a symbolic
+batch size: the same operations then run for every batch, regardless of its size and values.
+:class:`Dependence` tracks, through one forward and backward pass, which samples each number was
+computed from. Anything unknown to either of them counts as not proven.
 """
 
 import contextlib
@@ -28,43 +28,43 @@ from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.storage.files import catalogue
 from dpmac_cli.torch_errors import what_failed
 
-#: Samples that are told apart, a plane each.
+#: Number of samples to distinguish, with one plane per sample.
 SAMPLES = 4
-#: Largest batch for which the operations must be the same.
+#: Largest batch size for which the operations must be the same.
 LARGEST_BATCH = 1 << 20
-#: Names of operations, and of some of their inputs, by how their outputs depend on their inputs.
+#: Names of operations and inputs, grouped by how outputs depend on inputs.
 KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
 
 
 class UnprovenError(Exception):
-    """Independence across samples could not be proven; the message says why."""
+    """Independence across samples could not be proven. The message gives the reason."""
 
 
 class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Follows which samples each number was computed from, while it is entered.
+    """Context manager that tracks which samples each number is computed from.
 
-    Each storage has a shadow with a plane per sample and a place per element, so that views and
-    assignments to parts of a tensor need no rule.
+    Each storage has a shadow with one plane per sample and one entry per element. Views, and
+    assignments to parts of a tensor, therefore need no rules.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shadows: dict[int, Tensor] = {}
-        self._kept: list[Tensor] = []  # a storage that was freed could be taken for another
+        self._kept: list[Tensor] = []  # a freed storage could be mistaken for a new one
 
     def mark(self, x: Tensor) -> None:
-        """Have row i of x stand for sample i; there are :data:`SAMPLES` rows."""
+        """Mark row i of x as sample i; there are :data:`SAMPLES` rows."""
         own = torch.eye(SAMPLES, dtype=torch.bool).view(SAMPLES, *[1] * (x.ndim - 1), SAMPLES)
         self._of(x).copy_(own.expand(*x.shape, SAMPLES))
 
     def check_rows(self, what: str, tensor: Tensor) -> None:
-        """Raise UnprovenError, naming ``what`` it is, if row i depends on others than sample i."""
+        """Raise UnprovenError, which names ``what``, if row i depends on more than sample i."""
         rows = _by_row(self._of(tensor))
         if rows.shape != (SAMPLES, SAMPLES) or bool((rows & ~torch.eye(SAMPLES).bool()).any()):
-            raise UnprovenError(f"In {what} a row depends on more than its own sample.")
+            raise UnprovenError(f"In {what} a row depends on other samples.")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note from which samples its outputs were computed."""
+        """Run an operation and record which samples its outputs were computed from."""
         names = [argument.name for argument in func._schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         told = {
@@ -86,13 +86,13 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             self._shadows[place] = shadow
             self._kept.append(tensor)
         if shadow.shape[1] != size:
-            raise UnprovenError("It looks at the bytes of numbers.")
+            raise UnprovenError("It reinterprets the bytes of numbers.")
         return shadow.as_strided(
             (*tensor.shape, SAMPLES), (*tensor.stride(), size), tensor.storage_offset()
         )
 
     def _note(self, func: Any, named: Mapping[str, Any], told: set[str], result: Any) -> None:
-        """Set the planes of outputs, given the names of the inputs that hold samples."""
+        """Set the planes of outputs, given the names of the inputs that depend on samples."""
         name, outputs = _name_of(func), tensors_in(result)
         if not outputs:
             raise UnprovenError(f"{name} reads a number that was computed from samples.")
@@ -121,7 +121,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             self._of(out).copy_(planes.expand(*out.shape, SAMPLES))
 
     def _moved(self, func: Any, named: Mapping[str, Any]) -> list[Tensor]:
-        """Return the planes of the outputs of an operation that moves numbers."""
+        """Return the planes of the outputs of an operation that moves elements."""
         found = []
         for sample in range(SAMPLES):
 
@@ -131,13 +131,13 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
             given = {
                 n: v if n in KNOWN["places"] else tree_map(shadow, v) for n, v in named.items()
             }
-            given.pop("value", None)  # what is put around them
+            given.pop("value", None)  # the padding value
             found.append(tensors_in(func(**given)))
         return [torch.stack(planes, -1) > 0 for planes in zip(*found, strict=True)]
 
 
 def _name_of(func: Any) -> str:
-    """Return the name of an operation, the same for its in-place form."""
+    """Return the name of an operation, without the suffix of its in-place variant."""
     packet = getattr(func, "overloadpacket", func)
     return str(getattr(packet, "__name__", packet)).removesuffix("_")
 
@@ -147,7 +147,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:
-    """Return the dimensions that an operation works along; none for all of them."""
+    """Return the dimensions that an operation works along; an empty list means all."""
     if "normalized_shape" in named:
         return list(range(-len(named["normalized_shape"]), 0))
     defaults = {a.name: a.default_value for a in func._schema.arguments}
@@ -156,11 +156,11 @@ def _dims_of(func: Any, named: Mapping[str, Any]) -> list[int]:
 
 
 def _union(given: Sequence[Tensor]) -> Tensor:
-    return reduce(torch.logical_or, given, torch.tensor(False))  # a copy also of a single one
+    return reduce(torch.logical_or, given, torch.tensor(False))  # a copy, even of a single one
 
 
 def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return planes of outputs that depend on all inputs along some dimensions."""
+    """Return planes of outputs that depend on all inputs along the given dimensions."""
     whole = max(given, key=Tensor.numel)[..., 0]
     places = [dim % whole.ndim for dim in dims or range(whole.ndim)]
     kept = [planes.any(places, keepdim=True) if places else planes for planes in given]
@@ -169,14 +169,14 @@ def _along(given: Sequence[Tensor], dims: list[int], outputs: Sequence[Tensor]) 
 
 
 def _by_row(planes: Tensor) -> Tensor:
-    """Return from which samples each row was computed, shape (rows, SAMPLES)."""
+    """Return which samples each row was computed from, shape (rows, SAMPLES)."""
     return planes.flatten(1, -2).any(1) if planes.ndim > 2 else planes
 
 
 def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return planes of outputs whose rows depend on the same rows of inputs."""
     if min(planes.ndim for planes in given) < 2 or len({len(planes) for planes in given}) > 1:
-        raise UnprovenError("Its rows are not those of the samples.")
+        raise UnprovenError("Its rows do not correspond to samples.")
     rows = torch.stack([_by_row(planes) for planes in given]).any(0)
     return [
         rows.view(len(rows), *[1] * (out.ndim - 1), SAMPLES)
@@ -189,8 +189,8 @@ def _row_by_row(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tens
 def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
     """Prove that a network is independent across samples in training, forwards and backwards.
 
-    The model is in the mode in which it is trained, its dropout layers being identities. Its
-    parameters are moved. Raises UnprovenError, which does not mean that it is not independent.
+    The model is in training mode, with its dropout layers replaced by identities. Its parameters
+    are modified. Raises UnprovenError, which does not mean that the model mixes samples.
     """
     check_uniform(model, shape)
     x, y = torch.randn(SAMPLES, *shape), torch.arange(SAMPLES) % classes
@@ -208,7 +208,7 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
 
 
 def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Prove independence across samples of the output of a network that is not trained.
+    """Prove that the output of a frozen network is independent across samples.
 
     Raises UnprovenError.
     """
@@ -220,7 +220,7 @@ def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Reject hooks, which may run backwards, where nothing is traced. Raises UnprovenError."""
+    """Reject hooks, which may run in backward passes, untraced. Raises UnprovenError."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
         if any(getattr(part, kind, None) for kind in kinds):
@@ -229,7 +229,7 @@ def check_hooks(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _following(x: Tensor) -> Iterator[Dependence]:
-    """Follow what is computed from each row of x, by operations that are known; reject hooks."""
+    """Track which values are computed from each row of x, and reject hooks."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise UnprovenError("It registers hooks on tensors.")
@@ -237,7 +237,7 @@ def _following(x: Tensor) -> Iterator[Dependence]:
     dependence, fast = Dependence(), torch.backends.mha.get_fastpath_enabled()
     dependence.mark(x)
     try:
-        torch.backends.mha.set_fastpath_enabled(False)  # one operation that does everything
+        torch.backends.mha.set_fastpath_enabled(False)  # a single fused operation
         without_hooks = patch.multiple(
             Tensor, register_hook=refuse, register_post_accumulate_grad_hook=refuse
         )
@@ -248,7 +248,7 @@ def _following(x: Tensor) -> Iterator[Dependence]:
 
 
 def _check_backward(losses: Tensor) -> None:
-    """Reject functions with a backward of their own, of which only one batch was seen."""
+    """Reject functions with a custom backward, which was observed for one batch only."""
     nodes: list[Any] = [losses.grad_fn]
     seen: set[Any] = {None}
     for node in nodes:  # grows
@@ -258,22 +258,22 @@ def _check_backward(losses: Tensor) -> None:
         kind = type(node).__name__
         own = isinstance(node, torch.autograd.function.BackwardCFunction)
         if own and kind != "_StartedBackward":
-            raise UnprovenError(f"{kind} is a backward of its own.")
+            raise UnprovenError(f"{kind} is a custom backward function.")
         nodes += [function for function, _ in node.next_functions]
 
 
 def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
     """Prove that a forward pass runs the same operations for every batch of at least two samples.
 
-    The batch is a symbol in the exported graph. No operation may compute with it, reduce over the
-    dimension that has it, or work along that dimension: constants that are as many as the samples
-    would tell their number, and shifts would tell their places. Raises UnprovenError.
+    The batch size is a symbol in the exported graph. No operation may compute with it, reduce over
+    the batch dimension, or work along it: constants with one entry per sample would reveal the
+    batch size, and shifts would reveal positions. Raises UnprovenError.
     """
     x = torch.zeros(SAMPLES + 1, *shape)
     size = torch.export.Dim("samples", min=1, max=LARGEST_BATCH)
     logger = logging.getLogger("torch")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # of a network that it cannot trace, torch.export prints much
+    logger.setLevel(logging.CRITICAL)  # torch.export is verbose if it cannot trace a network
     try:
         with warnings.catch_warnings(action="ignore"):
             program = torch.export.export(model, (x,), dynamic_shapes=({0: size},))
@@ -288,7 +288,7 @@ def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
 
 
 def _check_node(node: torch.fx.Node) -> None:
-    """Reject an operation of a graph that tells the size of the batch, or places in it."""
+    """Reject an operation that reveals the batch size, or positions in the batch."""
     target: Any = node.target
     arguments: Any = node.args
     name = _name_of(target)
@@ -297,11 +297,11 @@ def _check_node(node: torch.fx.Node) -> None:
     counted = any(isinstance(value, torch.SymInt) for value in given)
     filled = name == "full" and isinstance(arguments[1], torch.fx.Node)
     if filled or (counted and (name not in KNOWN["shaping"] or (name == "mul" and outputs))):
-        raise UnprovenError(f"{name} computes with the size of the batch.")
+        raise UnprovenError(f"{name} computes with the batch size.")
     batched = [t for t in tensors_in(given) if _batch_dim(t) is not None]
     made = [(_batch_dim(out), out) for out in outputs]
     if name == "as_strided" and not (batched and _same_places(batched[0], outputs[0])):
-        raise UnprovenError("as_strided moves numbers.")
+        raise UnprovenError("as_strided moves elements.")
     if not batched or not outputs:
         return
     if any(dim is None and 0 not in out.shape for dim, out in made):
@@ -329,7 +329,7 @@ def _check_node(node: torch.fx.Node) -> None:
 
 
 def _same_places(a: Tensor, b: Tensor) -> bool:
-    """Return whether a view of a traced tensor has each number in the place that it had."""
+    """Return whether a view of a traced tensor keeps every element at its position."""
     several = [dim for dim, size in enumerate(a.shape) if size != 1]
     moved = any(a.stride(dim) != b.stride(dim) for dim in several)
     return a.shape == b.shape and bool(a.storage_offset() == b.storage_offset()) and not moved
@@ -338,15 +338,15 @@ def _same_places(a: Tensor, b: Tensor) -> bool:
 def _batch_dim(tensor: Tensor) -> int | None:
     """Return the dimension of a traced tensor that has a symbolic size; None if there is none.
 
-    Raises UnprovenError if there are several, or its size is not a multiple of the batch's.
+    Raises UnprovenError if there are several, or its size is not a multiple of the batch size.
     """
     shape: Any = tensor.shape
     symbolic = {d: size.node.expr for d, size in enumerate(shape) if isinstance(size, torch.SymInt)}
     for size in symbolic.values():
-        symbols = list(size.free_symbols)  # u..: by the numbers in it
+        symbols = list(size.free_symbols)  # u..: depends on the data
         alone = len(symbols) == 1 and not str(symbols[0]).startswith("u")
         if not alone or not (size / symbols[0]).is_Integer:
-            raise UnprovenError("A tensor of it has another size than a multiple of the batch's.")
+            raise UnprovenError("The size of a tensor is not a multiple of the batch size.")
     if len(symbolic) > 1:
         raise UnprovenError("It computes with pairs of samples.")
     return next(iter(symbolic), None)
@@ -356,8 +356,8 @@ def _why(failure: Exception) -> str:
     """Return why torch.export could not trace a network, as a sentence."""
     kind = type(failure).__name__
     if "Constraints violated" in str(failure):
-        return "What it does depends on the size of the batch (len(x) counts as that)."
+        return "Its operations depend on the batch size (which includes len(x))."
     if kind == "GuardOnDataDependentSymNode":
         where = what_failed(failure).partition(":")[0].removeprefix(kind)
-        return f"What it does depends on numbers that were computed from samples{where}."
+        return f"Its operations depend on numbers that were computed from samples{where}."
     return f"torch.export cannot trace it: {what_failed(failure)}"

@@ -1,9 +1,9 @@
-"""Model validation: no network is trained in which a sample can change what another one computes.
+"""Model validation: reject networks in which one sample can change another one's gradient.
 
-Clipping bounds what a sample does to its own gradient. An operation that mixes samples lets it into
-the gradients of others and voids the guarantee. :func:`check_model` rejects layers that are known
-to mix samples, and networks that keep something of what they have seen. :func:`independence` asks
-for a proof (:mod:`dpmac_cli.models.tracing`) and otherwise has each sample run alone.
+Clipping bounds only the gradient of a sample itself. An operation that mixes samples lets a sample
+affect the gradients of others, which voids the guarantee. :func:`check_model` rejects layers that
+are known to mix samples, and networks that store information about samples. :func:`independence`
+tries to prove independence (:mod:`dpmac_cli.models.tracing`); if it fails, samples run one by one.
 """
 
 import contextlib
@@ -31,22 +31,22 @@ from dpmac_cli.models.tracing import (
 )
 from dpmac_cli.torch_errors import what_failed
 
-#: How a network is known to be independent across samples.
+#: Reason why a network is independent across samples.
 Independence = Literal["built in", "isolated", "traced"]
 
 # Layers that compute statistics over the batch, so that one sample changes another's output.
 MIXING_LAYERS = (nn.modules.batchnorm._BatchNorm,)
 
-#: Layers whose random draws training deals with: they depend on no sample.
+#: Layers whose random draws are handled in training and do not depend on samples.
 DROPOUT = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
-#: Why 32 bits are needed.
+#: Why at least 32 bits are needed.
 ROUNDING = (
-    "In fewer than 32 bits, rounding moves the clipped sum by more than the noise is scaled for."
+    "With fewer than 32 bits, rounding changes the clipped sum by more than the noise allows for."
 )
-#: Samples of a trial.
+#: Number of samples in a trial.
 FEW = 5
 
 
@@ -59,7 +59,7 @@ def check_model(
     isolated: bool = False,
     built_in: bool = False,
 ) -> None:
-    """Reject a model that keeps something of samples, or cannot be trained.
+    """Reject a model that stores information about samples, or cannot be trained.
 
     It may mix samples in its own operations: see :func:`independence`.
 
@@ -67,9 +67,9 @@ def check_model(
         model: maps (samples, *shape) to logits, (samples, classes). It is not changed.
         shape, classes: shape of one sample, number of classes.
         frozen: only the last layer, a linear one, is trained. The rest is checked in evaluation
-            mode, in which it is run: batch norm is a public constant there.
-        isolated: each sample is run alone, by a copy that keeps nothing.
-        built_in: the network is dpmac's own: only its output is checked.
+            mode, in which it is also run: batch norm is a public constant there.
+        isolated: each sample is run alone, on a copy that stores nothing.
+        built_in: the network is built in, so only its output is checked.
 
     Raises ModelError, which names the layer and the remedy.
     """
@@ -79,7 +79,7 @@ def check_model(
         probe = copy.deepcopy(model)
     except (Exception, SystemExit) as failure:
         raise ModelError(
-            f"The model cannot be copied: {what_failed(failure)} Copies are made to validate it. "
+            f"The model cannot be copied: {what_failed(failure)} Validation works on a copy. "
             "Instead of torch.nn.utils.weight_norm use torch.nn.utils.parametrizations.weight_norm."
         ) from failure
     with _explained(shape):
@@ -96,7 +96,7 @@ def check_model(
     if isolated:
         return
     _without_zeros(probe)
-    remedy = " Or add --isolate, which runs the network on each sample alone."
+    remedy = " Or add --isolate to run the network on each sample separately."
     with _explained(shape, remedy):
         _check_forward(probe, shape)
         if not frozen:
@@ -106,24 +106,24 @@ def check_model(
 def independence(
     model: nn.Module, shape: tuple[int, ...], classes: int, frozen: nn.Module | None = None
 ) -> tuple[Independence, str]:
-    """Prove that a user-supplied network is independent across samples, or return why not.
+    """Try to prove that a user-supplied network is independent across samples.
 
-    The model has passed :func:`check_model`, with this shape and number of classes; ``frozen`` is
-    what is not trained of it, if only its last layer is. Returns "traced", or "isolated" and why,
-    as a sentence.
+    The model has passed :func:`check_model` with this shape and number of classes. ``frozen`` is
+    its frozen part, if only its last layer is trained. Returns "traced" if proven, or "isolated"
+    and the reason as a sentence.
     """
     probe = _prepared(copy.deepcopy(frozen or model), frozen is not None)
     try:
         if (opaque := first_opaque(frozen or model)) is not None:
-            raise UnprovenError(f"Its {opaque} could keep something that cannot be looked at.")
+            raise UnprovenError(f"Its {opaque} may store information that cannot be inspected.")
         if frozen is None:
-            check_hooks(model)  # which copies may lack
+            check_hooks(model)  # copies may lack hooks
             for layer in find_layers(probe, torch.zeros(2, *shape)):
-                # Random draws in it could not be repeated.
+                # Its random draws could not be repeated.
                 inside = [] if layer.direct else list(layer.module.modules())[1:]
                 if any(isinstance(part, DROPOUT) and part.p > 0 for part in inside):
                     name = layer.name or "The model"
-                    raise UnprovenError(f"{name} holds parameters itself, and dropout layers too.")
+                    raise UnprovenError(f"{name} has both its own parameters and dropout layers.")
             check_independent(probe, shape, classes)
         else:
             check_independent_forward(probe, shape)
@@ -134,9 +134,9 @@ def independence(
 
 @contextlib.contextmanager
 def _explained(shape: tuple[int, ...], remedy: str = "") -> Iterator[None]:
-    """Turn what user code raises on made-up samples, which are not private, into a ModelError.
+    """Convert exceptions of user code on random samples, which are not private, to ModelError.
 
-    Rejections get the remedy for a network that treats samples in its own order.
+    The remedy is added to rejections.
     """
     try:
         yield
@@ -145,9 +145,9 @@ def _explained(shape: tuple[int, ...], remedy: str = "") -> Iterator[None]:
         if reason is None:
             raise ModelError(f"{failure}{remedy}") from None
         raise ModelError(
-            f"The model, given samples of shape {shape} in float64, failed: "
-            f"{what_failed(reason)} It must take any number of such samples, one alone too; what "
-            "it makes by itself takes its dtype and device from them (x.new_zeros)."
+            f"The model failed on samples of shape {shape} in float64: {what_failed(reason)} It "
+            "must accept any number of such samples, including one. Tensors that it creates must "
+            "use the dtype and device of its inputs (x.new_zeros)."
         ) from failure
 
 
@@ -158,12 +158,12 @@ def _check_layers(model: nn.Module, frozen: bool) -> None:
             raise ModelError(
                 f"The layer {name} is a {type(module).__name__}, which mixes the samples of a "
                 "batch and keeps statistics of them without noise. Use "
-                "nn.GroupNorm(groups, channels) instead, or have that done by --fix-norm."
+                "nn.GroupNorm(groups, channels) instead, or add --fix-norm to replace it."
             )
         bounded = getattr(module, "max_norm", None) is not None
         if bounded or getattr(module, "scale_grad_by_freq", False):
             raise ModelError(
-                f"The layer {name} changes its weights, or its gradients, by what is in the batch. "
+                f"The layer {name} changes its weights or gradients depending on the batch. "
                 "Leave out max_norm and scale_grad_by_freq."
             )
 
@@ -173,7 +173,7 @@ def _check_values(model: nn.Module, frozen: bool) -> None:
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(value):
             raise ModelError(
-                f"The shape of {name} is not known before the network is used. Give the layer's "
+                f"The shape of {name} is unknown until the network is used. Specify the layer's "
                 "sizes, or call the network once on zeros in its factory."
             )
         exact = value.is_floating_point() and value.itemsize >= 4
@@ -183,13 +183,13 @@ def _check_values(model: nn.Module, frozen: bool) -> None:
                 "to the network's factory, or before make_private: network.float()"
             )
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense one.")
+            raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense tensor.")
         if value.is_floating_point() and not bool(value.double().isfinite().all()):
-            raise ModelError(f"{name} begins with NaN or infinity. Begin with finite numbers.")
+            raise ModelError(f"{name} contains NaN or infinity. Initialise it with finite numbers.")
 
 
 def _check_output(model: nn.Module, x: Tensor, classes: int, *, scored: bool = False) -> None:
-    """Reject a model whose output does not fit the classes; NaN only counts as wrong if scored."""
+    """Reject a model whose output does not fit the classes; reject NaN only if ``scored``."""
     logits: Any = model(x)
     if not isinstance(logits, Tensor):
         found = f"a {type(logits).__name__}"
@@ -198,28 +198,27 @@ def _check_output(model: nn.Module, x: Tensor, classes: int, *, scored: bool = F
     elif not logits.is_floating_point() and not scored:
         found = f"{logits.dtype} numbers"
     elif not bool(logits.isfinite().any()) and not scored:
-        found = "NaN or infinity alone"
+        found = "only NaN or infinity"
     else:
         return
     raise ModelError(
-        f"The model gives {found} for {len(x)} samples of shape {tuple(x.shape[1:])}. Return one "
-        f"tensor of real logits, of shape (samples, {classes}): a column for each of the {classes} "
-        "classes."
+        f"The model returns {found} for {len(x)} samples of shape {tuple(x.shape[1:])}. Return one "
+        f"tensor of real logits of shape (samples, {classes}), with one column per class."
     )
 
 
 def _prepared(model: nn.Module, frozen: bool) -> nn.Module:
-    """Put a model into the mode in which it is run and make its dropout layers identities."""
+    """Set a model to the mode in which it runs, and turn its dropout layers into identities."""
     model = model.train(not frozen)
     for module in model.modules():
         if type(module) in DROPOUT:
-            module.forward = lambda x: x  # still in training mode, which other code may look at
+            module.forward = lambda x: x  # still in training mode, which other code may check
     return model
 
 
 @torch.no_grad()
 def _without_zeros(model: nn.Module) -> None:
-    """Draw the parameters that are zero: they would hide what a model does before them."""
+    """Randomise zero parameters, which would hide the effects of earlier layers."""
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters():
         if p.is_floating_point() and not p.any():
@@ -227,14 +226,14 @@ def _without_zeros(model: nn.Module) -> None:
 
 
 def _made_up(samples: int, shape: tuple[int, ...]) -> Tensor:
-    """Return a batch of normal numbers, float64, shape (samples, *shape), the same every time."""
+    """Return a fixed batch of normal random numbers, float64, shape (samples, *shape)."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
 
 
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
-    """Seed torch's global generator, whose seed is secret in training; restore it afterwards."""
+    """Seed torch's global generator, whose seed is secret in training, and restore it after."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
@@ -242,7 +241,7 @@ def _same_draws() -> Iterator[None]:
 
 @torch.no_grad()
 def _check_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Reject a model that changes itself, or that gives two outputs for the same batch.
+    """Reject a model that changes itself, or whose outputs differ for the same batch.
 
     The model is in float64 and :func:`_prepared`. Raises ModelError.
     """
@@ -254,25 +253,25 @@ def _check_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
         changed = first_change(before, model)
         if changed is not None:
             raise ModelError(
-                f"A forward pass changes {changed}: statistics of private data would be kept "
-                "without noise. Switch that off (for normalisation layers, "
-                "track_running_stats=False); keep nothing from one batch to the next."
+                f"A forward pass changes {changed}, which would store statistics of private data "
+                "without noise. Turn this off (for normalisation layers, "
+                "track_running_stats=False) and keep nothing from one batch to the next."
             )
     first, again = outputs
     if not torch.allclose(again, first, rtol=1e-6, atol=1e-9, equal_nan=True):
         raise ModelError(
-            "The model gives another output for the same batch. Draw at random by torch alone, as "
-            "nn.Dropout, torch.rand and torch.bernoulli do: their seed is secret. If it keeps "
-            "something of what it has seen, that is of private records: keep nothing."
+            "The model returns different outputs for the same batch. Use only torch for random "
+            "numbers (nn.Dropout, torch.rand, torch.bernoulli), because its seed is secret. If the "
+            "model stores information about its inputs, remove that: inputs are private records."
         )
 
 
 @torch.enable_grad()
 def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> None:
-    """Reject a model whose recorded gradients are not all of its gradients.
+    """Reject a model whose recorded gradients are not its complete gradients.
 
-    It then uses a weight outside of its layer. The model is in float64 and :func:`_prepared`; its
-    parameters are moved. Raises ModelError.
+    Such a model uses a weight outside its layer. The model is in float64 and :func:`_prepared`; its
+    parameters are modified. Raises ModelError.
     """
     x, y = _made_up(FEW, shape), torch.arange(FEW) % classes
     layers = find_layers(model, x)
@@ -292,14 +291,14 @@ def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
         off = float((total[own] - whole[own]).norm() / whole[own].norm().clamp(min=1e-12))
         if off > 1e-6:
             raise ModelError(
-                f"The gradient of layer {layer.name} from its calls is {off:.0%} off the whole: "
-                "its parameters are also used without calling it (for example F.linear(x, "
-                f"self.{layer.name}.weight)). Only call it."
+                f"The gradient of layer {layer.name} from its calls is {off:.0%} off its complete "
+                "gradient: its parameters are also used without calling it (for example "
+                f"F.linear(x, self.{layer.name}.weight)). Call the layer instead."
             )
 
 
 class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """Rejects any operation whose result has fewer than 32 bits, as under autocast."""
+    """Reject operations whose results have fewer than 32 bits, as under autocast."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -307,14 +306,14 @@ class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if value.is_floating_point() and value.itemsize < 4:
                 raise ModelError(
                     f"The model computes {func.overloadpacket.__name__} in {value.dtype}, as under "
-                    f"torch.autocast. {ROUNDING} Leave out autocast and casts to half."
+                    f"torch.autocast. {ROUNDING} Remove autocast and casts to half precision."
                 )
         return result
 
 
 @torch.enable_grad()
 def check_precision(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Reject a network with an operation below 32 bits on its device. Raises ModelError."""
+    """Reject a network that computes in fewer than 32 bits on its device. Raises ModelError."""
     x = _made_up(1, shape).float()
     x = x.to(next(model.parameters(), x).device)
     network = copy.deepcopy(model).train()

@@ -1,4 +1,4 @@
-"""Weights of a network by name: published ones, and public ones from a file."""
+"""Weights of a network by name: published weights, and public weights from a file."""
 
 import hashlib
 import io
@@ -17,19 +17,19 @@ from dpmac_cli.models.features import LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
-#: Exceptions raised by reading a header that is not as dpmac writes it.
+#: Exceptions raised by reading a header that dpmac did not write.
 BROKEN = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
-#: Exceptions raised by reading what is no whole safetensors file.
+#: Exceptions raised by reading an incomplete or invalid safetensors file.
 NOT_SAFE = (safetensors.SafetensorError, ValueError, KeyError)
-#: Entries that do not fit and are named; the rest are counted.
+#: Number of mismatched entries to list; the rest are counted.
 NAMED = 8
 
 
 def published(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by their names in ``state_dict``.
 
-    Additions of LoRA are merged into the weights of their layers. The hooks and the extra state of
-    ``state_dict`` may hold statistics of private records.
+    LoRA updates are merged into the weights of their layers. ``state_dict`` itself is not used: its
+    hooks and extra state may contain statistics of private records.
     """
     merged = {
         f"{path}.weight": module.merged()
@@ -40,7 +40,7 @@ def published(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors themselves that a model is published with, by their names."""
+    """Return the tensors of a published model by name, without copying them."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     added = {id(part) for layer in layers for part in (layer.down, layer.up)}
     return {
@@ -66,18 +66,18 @@ def _stored(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PublicWeights:
-    """The contents of a file of public weights."""
+    """Contents of a file of public weights."""
 
     path: Path
-    sha256: str  # of the file
+    sha256: str  # SHA-256 of the file
     tensors: Mapping[str, Tensor]
-    trained_on: str | None  # the dataset that dpmac trained them on, if the file says so
+    trained_on: str | None  # dataset that dpmac trained them on, if the file records it
 
     def adopted_by(self, model: nn.Module, head: str | None) -> Iterator[str]:
-        """Load the weights into a model in place, and yield notes for its author.
+        """Load the weights into a model in place, and yield notes for the user.
 
-        The layer ``head`` may start fresh, where the file has none of its shape, or the model may
-        not have it. Raises ModelError if anything else does not fit.
+        The layer ``head`` keeps its initial weights if the file has none of its shape, and may be
+        absent from the model. Raises ModelError if anything else does not fit.
         """
         wanted, tensors, prefix = _held(model), self.tensors, f"{head}."
         faults = {
@@ -90,40 +90,40 @@ class PublicWeights:
         rest = [f"{name}: {fault}" for name, fault in faults.items() if name not in fresh]
         if rest:
             more = f"; and {len(rest) - NAMED} more" if len(rest) > NAMED else ""
-            remedy = " Only one of the two has batch norm: with --fix-norm the network has none."
+            remedy = " Only one of them has batch norm; --fix-norm removes it from the network."
             on_one_side = any(name.endswith("running_mean") for name in faults)
             raise ModelError(
                 f"{self.path} does not fit the network: {'; '.join(rest[:NAMED])}{more}. Only the "
-                "last layer may be missing, or of another shape; name the network that the "
+                "last layer may be missing or have another shape. Use the network that the "
                 f"weights were trained in.{remedy * on_one_side}"
             )
-        left_out = prefix if fresh else "."  # a head of which only a part fits starts fresh
+        left_out = prefix if fresh else "."  # ignore the whole head if any part does not fit
         adopt(model, {n: t for n, t in tensors.items() if not n.startswith(left_out)})
         if fresh & wanted.keys():
-            yield f"{self.path.name} has no layer '{head}' that fits: it starts fresh."
+            yield f"{self.path.name} has no matching layer '{head}'. It starts from scratch."
 
 
 def _fault(found: Tensor | None, wanted: Tensor | None) -> str | None:
-    """Return what is wrong with an entry of a file; None if it fits."""
+    """Return why an entry of a file does not fit; None if it does."""
     if wanted is None:
-        return "nothing of that name in the network"
+        return "not in the network"
     if found is None:
-        return "missing in the file"
+        return "missing from the file"
     if found.shape != wanted.shape:
-        return f"{tuple(found.shape)} in the file, {tuple(wanted.shape)} wanted"
+        return f"{tuple(found.shape)} in the file, expected {tuple(wanted.shape)}"
     if found.is_floating_point() != wanted.is_floating_point():
-        return f"{found.dtype} in the file, {wanted.dtype} wanted".replace("torch.", "")
-    return None if found.isfinite().all() else "holds NaN or infinity"
+        return f"{found.dtype} in the file, expected {wanted.dtype}".replace("torch.", "")
+    return None if found.isfinite().all() else "contains NaN or infinity"
 
 
 def read_weights(
     path: Path, flag: str = "--pretrained", sha256: str = "", remedy: str = ""
 ) -> PublicWeights:
-    """Read a safetensors file of public weights, or a pickle of tensors that is known.
+    """Read a safetensors file of public weights, or a known pickle of tensors.
 
-    ``sha256`` are the first digits of the checksum of a known file, a pickle; "" for others.
-    Messages name the ``flag`` that the file belongs to and give the ``remedy``, a sentence. Raises
-    InputError if it cannot be read, is no safetensors file, or has another checksum.
+    ``sha256`` is the start of the checksum of a known pickle; "" for other files. Messages name
+    the ``flag`` that the file belongs to and end with the ``remedy``, a sentence. Raises InputError
+    if the file cannot be read, is not a safetensors file, or has another checksum.
     """
     try:
         content = path.read_bytes()
@@ -133,7 +133,7 @@ def read_weights(
     found = hashlib.sha256(content).hexdigest()
     if not found.startswith(sha256):
         raise InputError(
-            f"{flag}: {path} is not the file that is known: its SHA-256 is {found}, not {sha256}. "
+            f"{flag}: {path} is not the expected file: its SHA-256 is {found}, not {sha256}. "
             f"{remedy}"
         )
     if sha256:
@@ -143,14 +143,14 @@ def read_weights(
         tensors, header = unpacked(content)
     except NOT_SAFE as failure:
         raise InputError(
-            f"{flag}: {path} is not a whole safetensors file. Convert what torch.save wrote, where "
-            "you trust it, in Python: safetensors.torch.save_file(torch.load("
+            f"{flag}: {path} is not a valid safetensors file. If it was written by torch.save and "
+            "you trust it, convert it in Python: safetensors.torch.save_file(torch.load("
             f'"{path}", weights_only=True), "{path.with_suffix(".safetensors")}")'
         ) from failure
     if CHECKPOINT_HEADER in header:
         raise InputError(
             f"{flag}: {path} is a private checkpoint, from which the noise of its run can be "
-            "computed. Public weights are in the model.safetensors of a run."
+            "computed. Use the model.safetensors of a run, which has public weights."
         )
     try:
         trained_on = str(json.loads(header[MODEL_HEADER])["dataset"]["name"])
@@ -160,7 +160,7 @@ def read_weights(
 
 
 def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors and header of a safetensors file. Raises :data:`NOT_SAFE`."""
+    """Return the tensors and header of a safetensors file. Raises :data:`NOT_SAFE`."""
     tensors = safetensors.torch.load(content)
     size = int.from_bytes(content[:8], "little")
     header: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}

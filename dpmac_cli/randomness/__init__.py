@@ -1,1 +1,1 @@
-"""Secret random draws: key stream, Gaussian noise, batch samplers, layers."""
+"""Secret randomness: key stream, Gaussian noise, batch samplers, layers."""

@@ -1,4 +1,4 @@
-"""Secret keys of a run, and random bits that are a function of a key and the step."""
+"""Secret keys of a run, and random bits as a function of a key and the step."""
 
 import secrets
 from collections.abc import Mapping
@@ -13,26 +13,26 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 KEY_BYTES, AES_BLOCK = 32, 16
-#: Blocks of key stream that a step has, as a power of two. No two steps share any.
+#: Key stream blocks per step, as a power of two. Steps do not share blocks.
 STEP_BITS = 64
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Keys:
-    """Secret keys of a run, or of a part of it: 256 bits for each stream of random numbers.
+    """Secret keys of a run, or of a part of it: 256 bits per stream of random numbers.
 
-    No draw for one purpose can be read off the draws for another. A stream without a key (b"")
-    cannot draw.
+    The random numbers of one stream reveal nothing about those of another. A stream without a key
+    (b"") cannot be used.
     """
 
     init: bytes = b""  # initial parameters
     sampler: bytes = b""  # batches
     noise: bytes = b""  # Gaussian noise
-    canaries: bytes = b""  # what canaries are
-    coins: bytes = b""  # which of them are in the data set
+    canaries: bytes = b""  # contents of canaries
+    coins: bytes = b""  # whether each canary is in the dataset
     layers: bytes = b""  # augmented views and dropout
     scores: bytes = b""  # noise of covered scores
-    base: int = 0  # steps taken before; epochs of a sampler are counted from there
+    base: int = 0  # previous steps, from which the epochs of a sampler are counted
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys as JSON values, as secret as the keys."""
@@ -40,17 +40,17 @@ class Keys:
 
     @classmethod
     def of_json(cls, saved: Mapping[str, Any]) -> "Keys":
-        """Return the keys that :meth:`as_json` gave."""
+        """Return the keys from the result of :meth:`as_json`."""
         keys = {name: bytes.fromhex(saved[name]) for name in STREAMS if name in saved}
         return cls(base=saved.get("base", 0), **keys)
 
 
-#: Names of the streams. A stream's place is part of its seed.
+#: Names of the streams. A stream's index is part of its seed.
 STREAMS = tuple(field.name for field in fields(Keys) if field.name != "base")
 
 
 def make_keys(seed: int | None, base: int = 0) -> Keys:
-    """Return new keys: of the seed or, for None, fresh bits from the operating system."""
+    """Return new keys: from the seed or, for None, from the operating system's random bits."""
     if seed is None:
         return Keys(base=base, **{name: secrets.token_bytes(KEY_BYTES) for name in STREAMS})
     sequences = (np.random.SeedSequence(seed, spawn_key=(i, 0)) for i in range(len(STREAMS)))
@@ -59,7 +59,7 @@ def make_keys(seed: int | None, base: int = 0) -> Keys:
 
 
 def generator(key: bytes, step: int = 0) -> np.random.Generator:
-    """Return numpy's SFC64, which is fast but no cipher, seeded by the key stream of a step."""
+    """Return numpy's SFC64, fast but not cryptographic, seeded by the key stream of a step."""
     return KeyStream(key).at(step).generator()
 
 
@@ -76,15 +76,15 @@ class KeyStream:
 
 
 class Stretch(ISeedSequence):
-    """Key stream of one step, no byte of which is handed out twice."""
+    """Key stream of one step. No byte is returned twice."""
 
     def __init__(self, cipher: Any) -> None:
         self._cipher = cipher
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
-        """Return the next words, of whole blocks, as numpy asks a seed of a generator for them."""
+        """Return the next words, in whole blocks: the interface of numpy's seed sequences."""
         size = -(-n_words * np.dtype(dtype).itemsize // AES_BLOCK) * AES_BLOCK
-        out = np.empty(size + AES_BLOCK, np.uint8)  # the cipher asks for more room than it uses
+        out = np.empty(size + AES_BLOCK, np.uint8)  # the cipher needs a larger buffer than it fills
         self._cipher.update_into(bytes(size), out.data)
         words: NDArray[Any] = out.view(dtype)[:n_words]
         return words

@@ -23,7 +23,7 @@ class LayerDraws:
     def of(self, step: int) -> Iterator[None]:
         """Seed torch's global generators for a step, and restore them afterwards.
 
-        Layers draw in the order of the batch: one record changes the draws of those behind it.
+        Layers draw in batch order: one record changes the draws of those after it.
         """
         *_, word = self._keys.at(step).generate_state(3 + self._rank, np.uint64)
         with torch.random.fork_rng():
@@ -35,7 +35,7 @@ class LayerDraws:
         philox = np.random.Philox(key=self._keys.at(step).generate_state(2, np.uint64))
         state, words = philox.state, np.empty((len(records), count), np.uint64)
         for row, record in zip(words, records.tolist(), strict=True):
-            state["state"]["counter"][1] = record  # each has 2^64 blocks of four words
+            state["state"]["counter"][1] = record  # each record has 2^64 blocks of four words
             philox.state = state
             row[:] = philox.random_raw(count)
         return words

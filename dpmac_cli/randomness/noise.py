@@ -1,4 +1,4 @@
-"""Gaussian noise that is a function of a key and the step."""
+"""Gaussian noise as a function of a key and the step."""
 
 import math
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 
-#: The least u, in (0, 1]; 0.5 + LEAST_U is exact in float64.
+#: Smallest u, in (0, 1]; 0.5 + LEAST_U is exact in float64.
 LEAST_U = 2.0**-53
-#: Pairs of normals made at a time on the CPU, so that what they are made from stays in cache.
+#: Pairs of normals to generate at a time on the CPU, to stay in cache.
 NOISE_PAIRS = 1 << 17
-#: Normals that make one of :class:`SecureNormals`.
+#: Number of normals per draw of :class:`SecureNormals`.
 SUMMANDS = 4
 
 
 def box_muller(words: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
     """Return two N(0, 1) draws from each radius sqrt(-2 log u) and angle, shape (2 pairs,).
 
-    u has 53 bits, so that the normals end at 8.57 standard deviations; torch's own, on the CPU in
-    float32, end at 5.77.
+    u has 53 bits, so the normals are at most 8.57 standard deviations; torch's own, on the CPU in
+    float32, are at most 5.77.
 
     ``words``, for the radii, are int64, and ``turns``, for the angles, int32 or int64, (pairs,).
     """
@@ -30,9 +30,9 @@ def box_muller(words: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class SeededNormals:
-    """Normals from the key stream of a step, none of which is handed out twice.
+    """Normals from the key stream of a step. None is returned twice.
 
-    Torch's generator keeps 32 bits of a seed, so that 4 billion tries recover its noise.
+    Torch's generator uses only 32 bits of a seed, so 4 billion tries would recover its noise.
     """
 
     def __init__(self, stretch: Stretch) -> None:
@@ -56,11 +56,11 @@ class SeededNormals:
 
 
 class SecureNormals(SeededNormals):
-    """Half the sum of four normals, each from other key stream, in float64.
+    """Half the sum of four normals from different parts of the key stream, in float64.
 
-    The last bits of one normal tell what it was made from; those of a sum, only by a search over
-    three of them (Holohan and Braghin 2021, arXiv 2107.10138). The two normals of a pair are never
-    in one sum: they go to different coordinates.
+    The low bits of a single normal reveal its inputs; for a sum, that needs a search over three of
+    the normals (Holohan and Braghin 2021, arXiv 2107.10138). The two normals of a pair are never
+    in one sum, but in different coordinates.
     """
 
     def standard_normal(self, like: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class SecureNormals(SeededNormals):
 
 
 class Noise:
-    """Standard normal draws, a function of the secret key, the step and the place within it."""
+    """Standard normal draws, a function of the secret key, the step and the position in it."""
 
     def __init__(self, key: bytes, *, secure: bool = False) -> None:
         self._keys, self._last = KeyStream(key), -1
@@ -82,9 +82,9 @@ class Noise:
     def at(self, step: int) -> SeededNormals:
         """Return the draws of a step.
 
-        Raises ValueError for this or an earlier step: no noise must be added to two sums.
+        Raises ValueError for this or an earlier step: noise must not be added to two sums.
         """
         if step <= self._last:
-            raise ValueError(f"the noise of step {step} follows that of step {self._last}")
+            raise ValueError(f"step {step} is not after step {self._last}: noise is used only once")
         self._last = step
         return self._kind(self._keys.at(step))

@@ -1,4 +1,4 @@
-"""Batch samplers. The draws are secret: amplification by sampling holds only while they are."""
+"""Batch samplers. Draws must stay secret: privacy amplification by sampling relies on it."""
 
 import math
 from typing import Protocol
@@ -8,19 +8,19 @@ from numpy.typing import NDArray
 
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 
-#: Indices of a step's records, increasing; shape (drawn,).
+#: Increasing indices of a step's records; shape (drawn,).
 Batch = NDArray[np.int64]
 
 
 class Sampler(Protocol):
-    """Draws one batch per step."""
+    """Interface that draws one batch per step."""
 
     def draw(self, step: int) -> Batch:
         """Return the records of step t = 1, 2, ..., a function of the key and t."""
 
 
 class SeededDraws:
-    """Random choices among n records, of one step or epoch, by numpy's generator."""
+    """Random choices among n records for one step or epoch, with numpy's generator."""
 
     def __init__(self, size: int, stretch: Stretch) -> None:
         self._size, self._generator = size, stretch.generator()
@@ -39,21 +39,21 @@ class SeededDraws:
 
 
 class SecureDraws:
-    """The same choices by the key stream of a cipher, 64 bits per record."""
+    """Random choices like :class:`SeededDraws`, with a cipher's key stream, 64 bits per record."""
 
     def __init__(self, size: int, stretch: Stretch) -> None:
         self._size, self._stretch = size, stretch
 
     def independently(self, rate: float) -> Batch:
         """Draw each record with probability ``rate``, rounded down to a multiple of 2^-64."""
-        last = int(math.ldexp(rate, 64)) - 1  # that is in: a rate of 1 takes every word there is
+        last = int(math.ldexp(rate, 64)) - 1  # the largest word to include; all for rate 1
         return np.flatnonzero(self._draw() <= np.uint64(last))
 
     def bins(self, count: int) -> NDArray[np.int64]:
-        """Return the bin of each record's word; all bins are equally many words wide.
+        """Return the bin of each record's word; all bins have the same number of words.
 
-        Where a word is in no bin, all are drawn again. That does not depend on the order of the
-        records, so what is left is exactly even.
+        If any word is in no bin, all words are drawn again. That does not depend on the order of
+        the records, so the result is exactly uniform.
         """
         width = np.uint64((2**64 - 1) // count)
         while True:
@@ -67,17 +67,17 @@ class SecureDraws:
 
 
 class KeyedSampler:
-    """A sampler as :data:`dpmac_cli.accounting.events.SAMPLERS` prices it.
+    """Sampler whose privacy cost is defined by :data:`dpmac_cli.accounting.events.SAMPLERS`.
 
     Args:
         name: a key of that table.
-        size: n, the number of training records.
-        batch: B, in [1, n]; the size that is drawn may differ, may be 0, and is private.
-        key: the sampler's own secret.
-        secure: whether a cipher draws.
+        size: number n of training records.
+        batch: expected batch size B in [1, n]. The actual size may differ or be 0, and is private.
+        key: secret key of the sampler.
+        secure: whether to use a cipher for draws.
         rate: q of "poisson", in (0, 1]; None for B/n.
-        base: steps taken before the key was made. Steps that continued an epoch of another key
-            would show a record more often than once per epoch that it is charged for.
+        base: steps taken before the key was created. Continuing an epoch of another key would use
+            a record more often than the once per epoch that its privacy cost covers.
     """
 
     def __init__(

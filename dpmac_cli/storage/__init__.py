@@ -1,1 +1,1 @@
-"""Files, checksums and folders. Knows nothing of runs."""
+"""Files, checksums and folders. Independent of runs."""

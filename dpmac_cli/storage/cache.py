@@ -1,7 +1,7 @@
-"""Cache of what is computed once from private records: features, and decoded images.
+"""Cache of features and decoded images, which are computed once from private records.
 
-It is as private as the records: folder 0700, files 0600. A file is named by all that decides its
-contents, and has a checksum for each row. Those used longest ago are removed.
+It is as private as the records: folder 0700, files 0600. A file's name depends on everything that
+determines its contents, and each row has a checksum. The least recently used files are removed.
 """
 
 import os
@@ -19,14 +19,14 @@ from dpmac_cli.storage.paths import cache_size
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.storage.rows import RowFile, begin
 
-#: Endings of a whole file, and of one that is still computed.
+#: Suffixes of a complete file, and of one that is being computed.
 WHOLE, BEGUN = ".rows", ".begun"
-#: Seconds between looks at whether another process is done.
+#: Seconds between checks for another process to finish.
 PATIENCE = 0.2
 
 
 def whole(path: Path) -> RowFile | None:
-    """Return the user's own file that is whole, marked as used now; None if there is none."""
+    """Return a complete file of this user, and mark it as used; None if there is none."""
     try:
         if path.stat().st_uid != os.geteuid():
             return None
@@ -45,22 +45,22 @@ def kept_file(
     *,
     what: str = "features",
 ) -> Generator[Computing, None, RowFile]:
-    """Return a whole file, computed if it is missing. What a killed process computed is used.
+    """Return a complete file, and compute missing rows. Rows of a killed process are reused.
 
-    Of several processes one computes; the others wait. Raises InputError if it cannot be kept.
+    Only one process computes; others wait. Raises InputError if the file cannot be stored.
 
     Args:
-        path: of the whole file. rows, shape, dtype: of what is in it.
-        fill: writes the missing rows of a file, reports progress, and returns the notes to keep.
+        path: path of the complete file. rows, shape, dtype: layout of its contents.
+        fill: writes the missing rows of a file, reports progress, and returns notes to store.
         what: name of the rows in messages.
     """
     folder, begun = path.parent, path.with_suffix(BEGUN)
     try:
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.geteuid():
-            raise PermissionError("the folder is another user's")
+            raise PermissionError("the folder belongs to another user")
         folder.chmod(PRIVATE_FOLDER)
-        # Only an flock ends with its process: a file system without one keeps nothing.
+        # Only an flock is released when its process dies; file systems without it are not used.
         lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
         while (file := whole(path)) is None:
             try:
@@ -74,20 +74,20 @@ def kept_file(
         make_room(folder, cache_size(), path)
     except OSError as failure:
         raise InputError(
-            f"The {what} cannot be kept in {folder} ({failure.strerror or failure}). Make room "
-            "there, or name another folder by DPMAC_CACHE_DIR."
+            f"The {what} cannot be stored in {folder} ({failure.strerror or failure}). Free space "
+            "there, or set DPMAC_CACHE_DIR to another folder."
         ) from failure
     return file
 
 
 def kept_files(folder: Path) -> list[Path]:
-    """Return the files of a cache, whole and begun, the last used first."""
+    """Return the complete and incomplete files of a cache, most recently used first."""
     files = [file for file in folder.glob("*") if file.suffix in (WHOLE, BEGUN)]
     return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
 
 
 def make_room(folder: Path, size: float, kept: Path | None = None) -> list[Path]:
-    """Remove the files used longest ago but ``kept``, down to ``size`` bytes, and return them."""
+    """Remove the least recently used files except ``kept``, down to ``size`` bytes; return them."""
     removed, total = [], 0
     for file in kept_files(folder):
         total += file.stat().st_size

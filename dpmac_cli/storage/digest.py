@@ -1,4 +1,4 @@
-"""Checksums and comparison of tensors by their bytes."""
+"""Checksums and bytewise comparison of tensors."""
 
 import hashlib
 import json

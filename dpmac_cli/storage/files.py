@@ -26,7 +26,7 @@ PRIVATE_FOLDER = 0o700
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add a file's name to an OSError that lacks it, such as that of a full disk."""
+    """Add a file's name to an OSError that lacks it, such as on a full disk."""
     try:
         yield
     except OSError as failure:
@@ -35,9 +35,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
-    """Write a whole file, or leave the old one. Raises OSError, naming the file.
+    """Write a complete file, or leave the old one unchanged. Raises OSError with the file's name.
 
-    Until it is whole only its owner can read it.
+    Until it is complete, only its owner can read it.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
@@ -56,7 +56,7 @@ def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> Non
 
 
 def _sync_folder(path: Path) -> None:
-    with contextlib.suppress(OSError):  # not every file system can
+    with contextlib.suppress(OSError):  # not every file system supports this
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -65,17 +65,17 @@ def _sync_folder(path: Path) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Return indented JSON. Raises ValueError on NaN and Infinity, which JSON does not have."""
+    """Return indented JSON. Raises ValueError for NaN and Infinity, which JSON does not support."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def shown(value: float) -> float | None:
-    """Return a number as JSON has it: None if it is not finite."""
+    """Return a number as a JSON value: None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, without lines that are damaged."""
+    """Return the records of a JSON lines file, without damaged lines."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):
@@ -84,7 +84,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a header and one line per row; values of other columns are left out."""
+    """Return a CSV header and one line per row, with only the values of these columns."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -93,6 +93,6 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def catalogue(kind: type[Kind], file: Path) -> Mapping[str, Kind]:
-    """Return the entries of a TOML file by name, each as a dataclass of a kind."""
+    """Return the entries of a TOML file by name, each as a dataclass of type ``kind``."""
     entries = tomllib.loads(file.read_text("utf-8"))
     return TypeAdapter(dict[str, kind]).validate_python(entries)  # type: ignore[valid-type]

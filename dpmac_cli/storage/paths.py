@@ -1,4 +1,4 @@
-"""Default folders for datasets and the cache. Imports nothing heavy."""
+"""Default folders for datasets and the cache. Imports nothing slow."""
 
 import contextlib
 import os
@@ -10,19 +10,19 @@ from dpmac_cli.errors import InputError
 
 
 def data_folder(chosen: Path | None) -> Path:
-    """Return the folder of datasets: the flag, else DPMAC_DATA_DIR, else the user's cache."""
+    """Return the folder of datasets: the flag, DPMAC_DATA_DIR, or the user's cache."""
     return chosen or _named("DPMAC_DATA_DIR")
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache, below DPMAC_CACHE_DIR or else the user's cache."""
+    """Return the cache folder, in DPMAC_CACHE_DIR or the user's cache."""
     return _named("DPMAC_CACHE_DIR") / "rows"
 
 
 def cache_size() -> float:
-    """Return the most bytes of the cache: DPMAC_CACHE_SIZE, in gigabytes, or 20 of them.
+    """Return the maximum size of the cache in bytes: DPMAC_CACHE_SIZE gigabytes, by default 20.
 
-    Raises InputError if that is no number.
+    Raises InputError if that is not a number.
     """
     text = os.environ.get("DPMAC_CACHE_SIZE", "20")
     with contextlib.suppress(ValueError):

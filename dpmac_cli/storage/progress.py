@@ -1,4 +1,4 @@
-"""Progress of what is computed once: decoded images and features. Loads nothing."""
+"""Progress of computing decoded images and features. Loads nothing."""
 
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -12,22 +12,22 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Computing:
-    """Progress: ``done`` of the ``records`` are computed, here or ``elsewhere``."""
+    """Progress: ``done`` of ``records`` are computed, here or ``elsewhere``."""
 
     done: int
     records: int
     folder: Path
     elsewhere: bool = False
     what: str = "features"
-    nbytes: int = 0  # of all of them, on the disk
+    nbytes: int = 0  # size of all records on disk
 
 
-#: Is told of progress by what returns no events. The terminal listens.
+#: Called with progress by functions that return no events; set by the terminal.
 LISTENER: ContextVar[Callable[[Computing], object]] = ContextVar("LISTENER", default=lambda _: None)
 
 
 def outcome(events: Generator[Computing, None, Made]) -> Made:
-    """Return what a generator makes; the listener is told of its progress."""
+    """Return a generator's result, and report its progress to the listener."""
     while True:
         try:
             LISTENER.get()(next(events))
@@ -38,7 +38,7 @@ def outcome(events: Generator[Computing, None, Made]) -> Made:
 def until(
     stop: Callable[[], bool], events: Generator[Computing, None, Made]
 ) -> Generator[Computing, None, Made]:
-    """Return what a generator makes; raise KeyboardInterrupt once ``stop`` returns True."""
+    """Return a generator's result; raise KeyboardInterrupt once ``stop`` returns True."""
     with closing(events):
         try:
             while True:

@@ -1,8 +1,8 @@
 """Rows of one shape in a private file, each with its checksum.
 
-Rows are read one by one, not mapped, so that resident memory does not grow with the file. Layout: a
-header of one JSON line, filled up with spaces; the rows; the SHA-256 of each, zeros for one that is
-not written yet; and notes as JSON, once the file is whole.
+Rows are read one by one instead of mapped, so resident memory does not grow with the file. Layout:
+a header of one JSON line, padded with spaces; the rows; the SHA-256 of each row, zeros if it is not
+written yet; and notes as JSON, once the file is complete.
 """
 
 import errno
@@ -27,18 +27,18 @@ VERSION = 1
 
 
 class DamagedError(InputError):
-    """A row is not what was written."""
+    """A row differs from what was written."""
 
 
 class RowFile:
-    """An open file of rows. Several processes may write to one, each other rows.
+    """An open file of rows. Several processes may write different rows of it.
 
     Attributes:
-        shape: of a row. dtype: of its values. nbytes: of all rows.
+        shape: shape of a row. dtype: type of its values. nbytes: size of all rows.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is no file of rows.
+        ValueError: it is not a file of rows.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
@@ -47,7 +47,7 @@ class RowFile:
         weakref.finalize(self, os.close, self._handle)
         head = json.loads(os.pread(self._handle, HEADER, 0))
         if (head["version"], head["name"]) != (VERSION, path.stem):
-            raise ValueError(f"{path} is not what its name says")
+            raise ValueError(f"{path} does not match its name")
         self.shape, self.dtype = tuple(head["shape"]), np.dtype(head["dtype"])
         self._rows: int = head["rows"]
         self._size: int = prod(self.shape) * self.dtype.itemsize
@@ -59,19 +59,19 @@ class RowFile:
         return self._rows
 
     def __reduce__(self) -> tuple[type["RowFile"], tuple[Path]]:
-        return RowFile, (self.path,)  # another process opens it by itself
+        return RowFile, (self.path,)  # another process opens the file itself
 
     def _read_checksums(self) -> NDArray[np.uint8]:
-        """Return the checksums on the disk, shape (rows, 32)."""
+        """Return the checksums on disk, shape (rows, 32)."""
         content = os.pread(self._handle, self._rows * CHECKSUM, HEADER + self.nbytes)
         return np.frombuffer(content, np.uint8).reshape(self._rows, CHECKSUM)
 
     def missing(self) -> NDArray[np.int64]:
-        """Return the rows that are not written yet, by this process or another."""
+        """Return the rows that no process has written yet."""
         return np.flatnonzero(~self._read_checksums().any(1))
 
     def write(self, row: int, values: NDArray[Any]) -> None:
-        """Write a row and then its checksum. Raises OSError, naming the file."""
+        """Write a row and then its checksum. Raises OSError with the file's name."""
         content = np.ascontiguousarray(values, self.dtype)
         checksum = hashlib.sha256(content.data).digest()
         with naming(self.path):
@@ -79,9 +79,9 @@ class RowFile:
             os.pwrite(self._handle, checksum, HEADER + self.nbytes + row * CHECKSUM)
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """Return rows in the order that they are asked for, shape (rows, ...).
+        """Return rows in the requested order, shape (rows, ...).
 
-        Raises DamagedError if a row is not what was written, and removes the file.
+        Raises DamagedError, and removes the file, if a row differs from what was written.
         """
         found = np.empty((len(rows), *self.shape), self.dtype)
         for place, row in zip(found, rows.tolist(), strict=True):
@@ -89,18 +89,18 @@ class RowFile:
             if hashlib.sha256(place.data).digest() != self.checksums[row].tobytes():
                 self.path.unlink(missing_ok=True)
                 raise DamagedError(
-                    f"{self.path} is damaged in row {row}, and has been removed. Run the command "
-                    "again: what it kept is computed again."
+                    f"{self.path} is damaged in row {row} and has been removed. Run the command "
+                    "again to recompute its contents."
                 )
         return found
 
     def notes(self) -> Any:
-        """Return the notes that the file was finished with."""
+        """Return the notes stored by :meth:`finish`."""
         size = os.fstat(self._handle).st_size - self._end
         return json.loads(os.pread(self._handle, size, self._end))
 
     def finish(self, path: Path, notes: Any) -> None:
-        """Add notes, sync the file to the disk and rename it. Raises OSError, naming the file."""
+        """Add notes, sync the file to disk and rename it. Raises OSError with the file's name."""
         with naming(self.path):
             os.pwrite(self._handle, json.dumps(notes).encode(), self._end)
             os.fsync(self._handle)
@@ -108,10 +108,10 @@ class RowFile:
 
 
 def begin(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> RowFile:
-    """Open a file that was begun, or reserve the space of a new one that its owner alone can read.
+    """Open an incomplete file, or reserve space for a new one that only its owner can read.
 
     Raises:
-        OSError: naming the file; where space is missing, saying how much.
+        OSError: with the file's name and, if the disk is full, the missing space.
     """
     head = {"version": VERSION, "name": path.stem, "rows": rows, "shape": shape, "dtype": dtype.str}
     header = json.dumps(head).encode().ljust(HEADER)
@@ -124,8 +124,8 @@ def begin(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -
                 if lacking > 0:
                     path.unlink()
                     need = f"{size / 1e9:.1f} GB are needed, {max(lacking / 1e9, 0.1):.1f} GB more"
-                    raise OSError(errno.ENOSPC, f"{need} than there is room for")
-                os.truncate(handle, 0)  # another layout, or a new file
+                    raise OSError(errno.ENOSPC, f"{need} than are available")
+                os.truncate(handle, 0)  # a different layout, or a new file
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(handle, 0, size)
                 os.truncate(handle, size)
@@ -137,7 +137,7 @@ def begin(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a file, in an order of their own."""
+    """Some rows of a file, in any order."""
 
     file: RowFile
     rows: NDArray[np.int64]

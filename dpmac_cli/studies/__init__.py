@@ -1,1 +1,1 @@
-"""Grids of runs, who carries them out, and tables of results."""
+"""Studies: grids of runs, executors, and tables of results."""

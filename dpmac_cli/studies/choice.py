@@ -1,4 +1,4 @@
-"""Choosing the executor of a study: processes here, a Ray cluster, or SLURM. Loads no torch."""
+"""Choose the executor of a study: local processes, a Ray cluster, or SLURM. Imports no torch."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from dpmac_cli.studies.executor import Executor
 if TYPE_CHECKING:
     from dpmac_cli.studies.local import SharedData
 
-#: All but the first need an extra of the same name.
+#: All except the first need an extra of the same name.
 EXECUTORS = ("local", "ray", "slurm")
 #: sbatch options that dpmac sets itself.
 OURS = (
@@ -25,12 +25,12 @@ OURS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """Executor and its options, as given.
+    """Executor and its options.
 
     Attributes:
         name: one of :data:`EXECUTORS`.
         jobs: runs at a time; None for the executor's default.
-        cluster: address of the Ray cluster; None for that of RAY_ADDRESS, or a new one here.
+        cluster: address of the Ray cluster; None for RAY_ADDRESS, or a new local cluster.
         slurm: sbatch options of a job, KEY=VALUE separated by commas; None without SLURM.
     """
 
@@ -40,7 +40,7 @@ class Choice:
     slurm: str | None = None
 
     def faults(self) -> Iterator[str]:
-        """Yield what is wrong with it, each a full sentence."""
+        """Yield each fault as a full sentence."""
         if self.jobs is not None and not 1 <= self.jobs <= 1024:
             yield f"--jobs must be from 1 to 1,024, not {self.jobs}."
         if self.name not in EXECUTORS:
@@ -48,7 +48,7 @@ class Choice:
         if self.cluster is not None and self.name != "ray":
             yield "--cluster is the address of a Ray cluster. Add --executor ray, or leave it out."
         if self.slurm is not None and self.name != "slurm":
-            yield "--slurm is for jobs of SLURM. Add --executor slurm, or leave it out."
+            yield "--slurm is for SLURM jobs. Add --executor slurm, or leave it out."
         if self.name == "slurm":
             yield from self._slurm_faults()
         if self.name in EXTRAS:
@@ -56,7 +56,7 @@ class Choice:
 
     @property
     def sbatch(self) -> dict[str, str]:
-        """The options of :attr:`slurm`, by sbatch's own names."""
+        """Return the options of :attr:`slurm` by sbatch's names."""
         pairs = (part.removeprefix("--").partition("=") for part in self._parts())
         return {name.replace("_", "-"): value for name, _, value in pairs}
 
@@ -69,11 +69,11 @@ class Choice:
                 yield f"--slurm '{part}' is not KEY=VALUE, such as partition=gpu,time=60."
         for name in self.sbatch:
             if name in OURS:
-                yield f"--slurm {name} cannot be chosen: dpmac depends on it. Leave it out."
+                yield f"--slurm {name} cannot be set, because dpmac sets it. Leave it out."
         if "time" not in self.sbatch:
             yield (
-                "--slurm must say how long a job may take, as sbatch --time does: --slurm time=60 "
-                "(an hour)."
+                "--slurm must include the time limit of a job, as in sbatch --time: --slurm "
+                "time=60 (one hour)."
             )
 
 
@@ -81,12 +81,12 @@ class Choice:
 def opened(
     choice: Choice, plans: Sequence[TrainPlan], data: "SharedData", jobs: Path
 ) -> Iterator[Executor]:
-    """Provide the executor of a choice without faults. Writes nothing yet.
+    """Create the executor of a valid choice. Does not write any files yet.
 
-    ``data``, of :func:`~dpmac_cli.studies.local.share_data`, is for processes here only, and
-    ``jobs`` is the folder for what SLURM's jobs print. Raises InputError: there is no such cluster.
+    ``data``, from :func:`~dpmac_cli.studies.local.share_data`, is for local processes only, and
+    ``jobs`` is the folder for the output of SLURM jobs. Raises InputError if there is no cluster.
     """
-    # Another machine chooses among its own GPUs.
+    # Other machines choose among their own GPUs.
     placed = [replace(plan, device=plan.device.partition(":")[0]) for plan in plans]
     if choice.name == "ray":
         from dpmac_cli.studies import ray_cluster  # noqa: PLC0415  (loads ray)

@@ -1,4 +1,4 @@
-"""Running a study: jobs watched through the folders of their runs, and repeated attempts.
+"""Run a study: jobs, monitored through the folders of their runs, and repeated attempts.
 
 Implementations: :mod:`~dpmac_cli.studies.local`, :mod:`~dpmac_cli.studies.ray_cluster` and
 :mod:`~dpmac_cli.studies.slurm`, chosen by :mod:`~dpmac_cli.studies.choice`. Loads no torch.
@@ -17,17 +17,17 @@ from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 
-#: How often a run is started whose process dies.
+#: Number of attempts at a run whose process dies.
 ATTEMPTS = 3
 #: Seconds between checks for a request to stop.
 PATIENCE = 0.2
-#: Seconds until files written by another machine must be visible here.
+#: Seconds within which files written by another machine must become visible.
 GRACE = 15.0
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Progress of a run of the grid: steps taken, and the metric once evaluated."""
+    """Progress of a run in the grid: steps taken, and the metric once evaluated."""
 
     number: int
     step: int
@@ -39,8 +39,8 @@ class Ended:
     """End of a run, or of one attempt at it.
 
     Attributes:
-        failure: why it failed; None if it finished or was asked to stop.
-        again: whether its process died, so that the run is to be started again.
+        failure: reason for the failure; None if it finished or was asked to stop.
+        again: whether its process died and the run will be started again.
     """
 
     number: int
@@ -49,19 +49,19 @@ class Ended:
 
 
 RunEvent = Moved | Ended
-#: Why a run failed, if it did, and its last step; None if the job ended without a result.
+#: Reason why a run failed, if it did, and its last step; None if the job ended without a result.
 Result = tuple[str | None, int | None]
 
 
 class Executor(ABC):
-    """Runs as jobs, in other processes or on other machines, for :func:`carry_out`.
+    """Interface that runs jobs in other processes or on other machines, for :func:`carry_out`.
 
     Args:
-        plans: of all runs, each with its ``out``.
-        slots: runs at a time.
+        plans: plans of all runs, each with its ``out``.
+        slots: maximum number of runs at a time.
     """
 
-    #: Seconds between looks at the jobs and the folders of their runs.
+    #: Seconds between checks of the jobs and the folders of their runs.
     pause = 0.5
 
     def __init__(self, plans: Sequence[TrainPlan], slots: int) -> None:
@@ -69,35 +69,35 @@ class Executor(ABC):
 
     @abstractmethod
     def _submit(self, plans: Sequence[TrainPlan]) -> Sequence[Any]:
-        """Begin a job of :func:`~dpmac_cli.studies.local.train_job` for each of some runs."""
+        """Start a job of :func:`~dpmac_cli.studies.local.train_job` for each of these runs."""
 
     @abstractmethod
     def _result(self, job: Any) -> Result | None:
-        """Return what a job has returned, or why it ended without a result; None while it runs."""
+        """Return a job's result, or why it ended without one; None while it runs."""
 
     @abstractmethod
     def _cancel(self, job: Any) -> None:
-        """Send a job a signal that asks it to stop, or take it out of the queue."""
+        """Signal a job to stop, or remove it from the queue."""
 
     def _wait(self, job: Any) -> None:  # noqa: B027  (most jobs outlive the command)
-        """Wait for the end of a job that was cancelled, if it runs here."""
+        """Wait for a cancelled job to end, if it runs locally."""
 
 
 def carry_out(
     executor: Executor, numbers: Sequence[int], stop: Callable[[], bool]
 ) -> Iterator[RunEvent]:
-    """Carry out some runs of a study and yield what happens to them.
+    """Carry out some runs of a study and yield their progress and results.
 
-    A run whose process dies is started again, up to :data:`ATTEMPTS` times in all; the others are
+    A run whose process dies is started again, at most :data:`ATTEMPTS` times in total; others are
     not affected. Every run that was started ends with one :class:`Ended` that is not ``again``.
 
     Args:
-        executor: trains the runs. Jobs that are left at the end are cancelled.
-        numbers: of the runs to carry out, as indices into its plans.
-        stop: called between looks at the jobs; True lets every run finish its step, save and end.
+        executor: trains the runs. Jobs that remain at the end are cancelled.
+        numbers: indices of the runs to carry out in the executor's plans.
+        stop: called between checks of the jobs; if True, every run finishes its step and saves.
     """
     waiting, attempts, asked = deque(numbers), Counter[int](), False
-    jobs: dict[int, Any] = {}  # of the runs under way
+    jobs: dict[int, Any] = {}  # jobs of the runs in progress
     steps = dict.fromkeys(numbers, 0)
 
     def cancel() -> None:
@@ -136,7 +136,7 @@ def carry_out(
 
 
 def _progress(number: int, plan: TrainPlan, result: Result | None) -> Moved:
-    """Return how far a run is by its folder, or by its result where that is further."""
+    """Return the progress of a run by its folder, or by its result if that is further."""
     lines = files.read_lines(plan.folder / folder.METRICS)
     last = lines[-1] if lines else {"step": 0}
     step = max(int(last["step"]), (result and result[1]) or 0)
@@ -146,23 +146,23 @@ def _progress(number: int, plan: TrainPlan, result: Result | None) -> Moved:
 def _judge(
     number: int, plan: TrainPlan, result: Result, step: int, attempt: int, *, stopped: bool
 ) -> Ended:
-    """Decide from the result of a job, its step and which start it was, whether its run is over."""
+    """Decide whether a run is over, from its job's result, step and number of attempts."""
     why, reached = result
-    if reached is None and (stopped or _finished(plan)):  # killed after its run was finished
+    if reached is None and (stopped or _finished(plan)):  # killed after its run had finished
         return Ended(number)
     if reached is not None:
         if stopped or why is not None:
             return Ended(number, why)
         if step >= plan.steps:
             unseen = (
-                f"it ended on another machine, and its folder {plan.folder} is not seen here. "
-                "Name an --out on storage that all machines share."
+                f"it ended on another machine, but its folder {plan.folder} is not visible here. "
+                "Set --out to a folder on shared storage."
             )
             return Ended(number, None if _appears(plan) else unseen)
-        why = "it was asked to end by its cluster"
+        why = "its cluster asked it to stop"
     if attempt < ATTEMPTS:
         return Ended(number, f"its process died ({why})", again=True)
-    died = f"its process died {ATTEMPTS} times ({why}). If memory ran out, try fewer --jobs."
+    died = f"its process died {ATTEMPTS} times ({why}). If memory ran out, use fewer --jobs."
     return Ended(number, died)
 
 
@@ -178,5 +178,5 @@ def _appears(plan: TrainPlan) -> bool:
             return False
         time.sleep(PATIENCE)
         if plan.folder.is_dir():
-            os.listdir(plan.folder)  # makes a network file system look again
+            os.listdir(plan.folder)  # makes a network file system refresh
     return True

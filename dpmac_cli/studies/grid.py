@@ -1,4 +1,4 @@
-"""Grid of a study: settings with several values become cells and runs. Loads no torch."""
+"""Grid of a study: settings with several values become cells and runs. Imports no torch."""
 
 import hashlib
 import itertools
@@ -17,21 +17,21 @@ from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError, raise_errors
 
-#: Settings of a run that a study chooses itself or does not support.
+#: Settings of a run that a study sets itself or does not support.
 NOT_IN_A_STUDY = (
     *("seed", "secure", "out", "force", "json", "quiet", "debug"),
     *("max_epsilon", "canaries", "guesses", "cover_scores", "score_every"),
 )
-#: Settings of a study other than the optimizers.
+#: Settings of a study besides the optimizers.
 STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
-#: Settings that tell no run from another; "secure" is the same in every study.
+#: Settings that do not distinguish runs; "secure" is the same for a whole study.
 ASIDE = ("device", "secure", "metric")
-#: Settings of which one value holds a comma; several of them are a list in a file.
+#: Settings whose value may contain a comma; several values must be a list in a file.
 WITH_COMMA = ("feature_range", "classes")
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
 
-#: What tells a row from the others: names of flags and their values.
+#: Labels that distinguish a row: names of flags and their values.
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -40,8 +40,8 @@ class Run:
     """One training run of a study.
 
     Attributes:
-        plan: all of its settings, ``out`` included.
-        labels: what tells its row from the others, by the names of the flags.
+        plan: all its settings, including ``out``.
+        labels: settings that distinguish its row, by the names of their flags.
         column: its value of the study's column setting.
     """
 
@@ -52,20 +52,20 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
+        """Return the folder of the run."""
         return self.plan.folder
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A checked study.
+    """A validated study.
 
     Attributes:
-        runs: all of them, those of a cell side by side.
-        axes: names of the settings that tell the rows apart, by the names of the flags.
-        column: "sigma", or "epsilon" where each column has the noise that meets a budget.
-        seeds: of every cell.
-        notes: what its author should know.
+        runs: all runs, grouped by cell.
+        axes: settings that distinguish rows, by the names of their flags.
+        column: "sigma", or "epsilon" if the noise of each column meets a budget.
+        seeds: seeds of every cell.
+        notes: messages for the user.
     """
 
     runs: tuple[Run, ...]
@@ -76,7 +76,7 @@ class Grid:
 
     @property
     def plan(self) -> TrainPlan:
-        """Settings of the first run, which share dataset and delta with the others."""
+        """Return the settings of the first run; dataset and delta are the same for all runs."""
         return self.runs[0].plan
 
 
@@ -86,15 +86,15 @@ def row_name(labels: Labels) -> str:
 
 
 def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "runs") -> Grid:
-    """Turn flags and a YAML file, with lists for values, into a grid. Flags win.
+    """Build a grid from flags and a YAML file with lists of values. Flags take precedence.
 
     Args:
-        flags: field name -> text with commas, or None; with ``optimizers`` and ``seeds``.
-        file: YAML with flag names for keys, and values or lists of them.
+        flags: field name -> comma-separated text, or None; with ``optimizers`` and ``seeds``.
+        file: YAML file with flag names as keys, and values or lists of values.
         root: folder of all runs.
 
     Raises:
-        InputError: with every fault found.
+        InputError: lists every fault found.
     """
     errors: list[str] = []
     known = (*STUDIED, "optimizer", "optimizers", "seeds")
@@ -107,7 +107,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     given = {name: values for name, values in given.items() if name not in replaced} | typed
     one = given.pop("optimizer", ["all"])  # as in the file of a single run
     if len(given.get("metric", ())) > 1:
-        errors.append("--metric: a study is ranked by one. Its runs serve for another table too.")
+        errors.append("--metric: use one metric. Compare again to rank the same runs by another.")
     given["optimizer"] = _optimizers(given.pop("optimizers", one), errors)
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
     if errors:
@@ -116,7 +116,7 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
 
 
 def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
-    """Yield what is wrong with single values."""
+    """Yield the faults of single values."""
     for name, values in given.items():
         for value in values if name != "optimizer" else ():
             try:
@@ -126,7 +126,7 @@ def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 def _meant(name: str, text: str) -> str | bool:
-    """Return a value as flags and YAML have it: bool for a switch."""
+    """Return a value as in flags and YAML: bool for a switch."""
     switches = {"true": True, "false": False}
     return switches.get(text.lower(), text) if SETTINGS[name].kind is bool else text
 
@@ -147,26 +147,26 @@ def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
 
 
 def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
-    """Parse a number of seeds (5), or seeds (3,7,8; one alone with a comma: 3,)."""
+    """Parse a number of seeds (5), or a list of seeds (3,7,8; a single seed with a comma: 3,)."""
     try:
         numbers = [int(text) for text in texts if text or len(texts) == 1]
     except ValueError:
-        errors.append(f"--seeds: '{','.join(texts)}' is neither how many (5) nor which (3,7,8).")
+        errors.append(f"--seeds: '{','.join(texts)}' is neither a number (5) nor a list (3,7,8).")
         return ()
     alone = len(texts) == 1
     seeds = range(min(numbers[0], MOST_SEEDS + 1)) if alone else tuple(dict.fromkeys(numbers))
     if not 1 <= len(seeds) <= MOST_SEEDS or min(seeds) < 0:
         errors.append(
-            f"--seeds must be a number from 1 to {MOST_SEEDS:,}, or seeds that are not negative."
+            f"--seeds must be a number from 1 to {MOST_SEEDS:,}, or a list of seeds of at least 0."
         )
     return tuple(seeds)
 
 
 def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
     count = math.prod(map(len, given.values())) * len(seeds)
-    if count > MOST_RUNS:  # before any is resolved, which takes time
+    if count > MOST_RUNS:  # check before resolving runs, which takes time
         raise InputError(
-            f"{count:,} combinations of values and seeds; a study takes at most {MOST_RUNS:,}."
+            f"{count:,} combinations of values and seeds; a study has at most {MOST_RUNS:,}."
         )
     column = "epsilon" if "epsilon" in given else "sigma"
     varied = [name for name, values in given.items() if len(values) > 1]
@@ -180,7 +180,7 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
         for name in varied:
             if SETTINGS[name].panel == OPTIMIZER and name not in used:
-                flags.pop(name)  # of another optimizer: the same run for each of its values
+                flags.pop(name)  # a setting of another optimizer does not change this run
                 labels[name] = ""
         try:
             resolved = resolve(flags)
@@ -202,7 +202,7 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
 
 
 def address(plan: TrainPlan, seed: int) -> str:
-    """Return the name of a run's folder, a function of settings and seed. Raises OSError."""
+    """Return the name of a run's folder, which depends on settings and seed. Raises OSError."""
     settings = {name: value for name, value in plan.recorded.items() if name not in ASIDE}
     if plan.pretrained is not None:
         settings["pretrained"] = hashlib.sha256(plan.pretrained.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Training one run of a study, and a pool of processes here that each train one."""
+"""Train one run of a study, and a pool of local processes that train one run each."""
 
 import contextlib
 import multiprocessing
@@ -28,17 +28,17 @@ from dpmac_cli.runs.session import RunEvent, Started, Update
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.torch_errors import what_failed
 
-#: Signals that ask a job to stop: ray.cancel and scancel, the end of its time, and preemption.
+#: Signals that ask a job to stop: from ray.cancel and scancel, at its time limit, and preemption.
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-#: Processes are forked from one that has loaded torch, and nothing else.
+#: Processes are forked from one that has only imported torch.
 CONTEXT = processes.get_context("forkserver")
 
-#: Data sets by what --dataset names.
+#: Datasets by the value of --dataset.
 SharedData = Mapping[str | Source, Data]
 
 
 def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result:
-    """Train one run as :func:`train_run` does, until a signal comes or its parent is gone."""
+    """Train one run like :func:`train_run`, until a signal arrives or its parent has ended."""
     parent = multiprocessing.parent_process()
     asked = threading.Event()
     for number in REQUESTS:
@@ -55,11 +55,11 @@ def train_job(plan: TrainPlan, threads: int, data: Data | None = None) -> Result
 def train_run(
     plan: TrainPlan, data: Data | None, stop: Callable[[], bool]
 ) -> tuple[str | None, int]:
-    """Train a run, or resume it where that is exact.
+    """Train a run, or resume it if that is exact.
 
     Args:
-        plan: with its ``out``. data: on the run's device; None to load it.
-        stop: called after every step; True saves the run and ends it.
+        plan: a plan with ``out``. data: data on the run's device; None to load it.
+        stop: called after every step; True saves and ends the run.
     """
     failure, step = None, 0
     try:
@@ -74,23 +74,23 @@ def train_run(
         failure = str(problem)
     except OSError as problem:
         failure = explain_os_error(problem)
-    except Exception as problem:  # noqa: BLE001  (the other runs continue, whatever it is)
-        failure = f"a bug in dpmac, {what_failed(problem)} dpmac train --debug shows all of it."
+    except Exception as problem:  # noqa: BLE001  (the other runs continue in any case)
+        failure = f"a bug in dpmac, {what_failed(problem)} For a traceback: dpmac train --debug."
     return failure, step
 
 
 def _events(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
-    """Train a run, resuming it where that is exact."""
+    """Train a run, resuming it if that is exact."""
     if run.resumes_exactly(plan.folder, plan.device):
         flags = {"device": plan.device, "model": plan.recorded["model"]}
         return run.resume(plan.folder, flags, stop, data)
-    # A run that cannot be resumed here: the study is charged for what was done before.
+    # This run cannot be resumed here: its earlier steps still count towards the privacy cost.
     before = attempts(plan.folder, plan.event) if plan.private else ()
     return run.train(plan, stop, data, abandoned=before)
 
 
 def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
-    """Load every data set once. torch shares the memory of tensors that it sends to processes."""
+    """Load every dataset once. torch shares the memory of tensors sent to other processes."""
     cpu = torch.device("cpu")
     by_data = {plan.data: plan for plan in plans}.values()
     return {p.data: load_data(p.data, p.data_dir, cpu, facts=p.facts) for p in by_data}
@@ -98,7 +98,7 @@ def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
 
 @dataclass
 class _Worker:
-    """Process that trains one run, and its place among those of the pool."""
+    """Process that trains one run, and its index in the pool."""
 
     process: Any
     pipe: Connection
@@ -108,7 +108,7 @@ class _Worker:
 class Pool(Executor):
     """Executor with ``jobs`` processes at a time on this machine, which share ``data``.
 
-    The default is one per GPU, or one per core, since a small step fills only one.
+    The default is one per GPU, or one per core, because a small step uses only one core.
     """
 
     pause = 0.05
@@ -119,7 +119,7 @@ class Pool(Executor):
         super().__init__(plans, min(jobs, len(plans)))
         self.data = data
         self._places = list(range(self.slots))
-        # The same in every call of the same command, or runs could not be resumed exactly.
+        # Must be the same in every call of a command, or runs could not be resumed exactly.
         self._threads = max(1, torch.get_num_threads() // self.slots)
         CONTEXT.set_forkserver_preload(["__main__", __name__])
 
@@ -129,10 +129,10 @@ class Pool(Executor):
             place = self._places.pop(0)
             mine, theirs = CONTEXT.Pipe()
             device = choose_device(plan.device)
-            if device.type == "cuda" and ":" not in plan.device:  # the processes share out the GPUs
+            if device.type == "cuda" and ":" not in plan.device:  # distribute processes over GPUs
                 device = torch.device("cuda", place % torch.cuda.device_count())
             placed = replace(plan, device=str(device))
-            # What a process is forked from keeps the variables that it began with.
+            # The server that processes are forked from keeps its initial environment variables.
             arguments = (dict(os.environ), theirs, placed, self.data[plan.data], self._threads)
             process = CONTEXT.Process(target=_work, args=arguments)
             process.start()
@@ -164,6 +164,6 @@ def _work(
     """Train one run and send its result: the main function of a process."""
     os.environ.clear()
     os.environ.update(variables)
-    # A network may print, and the parent's stdout may be read by a program.
+    # A network may print to stdout, which a program may parse.
     with contextlib.redirect_stdout(sys.stderr):
         pipe.send(train_job(plan, threads, data.to(torch.device(plan.device))))

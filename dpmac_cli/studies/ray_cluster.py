@@ -12,15 +12,15 @@ from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.local import train_job
 
-#: No usage statistics are sent. Read when ray is imported.
+#: Disables Ray's usage statistics. Read when ray is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-#: For a cluster that dpmac starts: no dashboard, and little memory for objects, which are small.
+#: Options of a cluster that dpmac starts: no dashboard, and little memory, as objects are small.
 OWN = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
-#: Environment variables of the command that tasks need.
+#: Environment variables to pass to tasks.
 PLACES = ("DPMAC_DATA_DIR", "DPMAC_CACHE_DIR")
 #: Seconds to wait for a cluster's answer.
 ANSWER = 5.0
@@ -28,13 +28,13 @@ ANSWER = 5.0
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect to a Ray cluster: the one named, that of RAY_ADDRESS, or a new one on this machine.
+    """Connect to a Ray cluster: the given one, RAY_ADDRESS, or a new one on this machine.
 
     Raises InputError if it does not answer.
     """
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Ray's own messages would go to stdout, where the table goes.
+    # Ray would print messages to stdout, like the table.
     ray._private.worker._worker_logs_enabled = False
     try:
         _reach(where)
@@ -44,10 +44,10 @@ def connected(address: str | None) -> Iterator[None]:
         why = str(failure).splitlines()[0]
         raise InputError(
             f"No Ray cluster can be used at {where} ({why}). Start one with ray start --head, or "
-            "leave --cluster and RAY_ADDRESS out."
+            "leave out --cluster and RAY_ADDRESS."
         ) from failure
     finally:
-        for number, handler in handlers.items():  # Ray replaces them
+        for number, handler in handlers.items():  # Ray replaces the handlers
             signal.signal(number, handler)
     try:
         yield
@@ -56,18 +56,18 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def _reach(where: str) -> None:
-    """Check that an address answers, as Ray would wait for minutes. Raises OSError, ValueError."""
+    """Check that an address answers; Ray would wait for minutes. Raises OSError or ValueError."""
     if where.startswith("ray://"):
-        raise ValueError("a Ray client cannot do it: run dpmac on a machine of the cluster")
+        raise ValueError("Ray clients are not supported: run dpmac on a machine of the cluster")
     host, _, port = where.rpartition(":")
     if host and port.isdecimal() and "/" not in where:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
 
 
 class Tasks(Executor):
-    """Executor of runs as tasks on the cluster that this process is connected to.
+    """Executor that trains runs as tasks on the connected cluster.
 
-    There are ``jobs`` at a time; None for one per core or GPU of the cluster.
+    ``jobs`` tasks run at a time; None for one per core or GPU of the cluster.
     """
 
     def __init__(self, plans: Sequence[TrainPlan], jobs: int | None) -> None:
@@ -98,19 +98,19 @@ class Tasks(Executor):
 
 
 def resource(device: str, there: Mapping[str, float]) -> str:
-    """Return the resource that a run on a device takes one of: "CPU" or "GPU".
+    """Return the resource that a run on a device occupies: "CPU" or "GPU".
 
-    ``there`` are the resources of the cluster. Raises InputError if it has none of these.
+    ``there`` are the cluster's resources. Raises InputError if it has no such resource.
     """
     gpu = device == "cuda" or (device == "auto" and there.get("GPU", 0) >= 1)
     kind = "GPU" if gpu else "CPU"
     if there.get(kind, 0) < 1:
-        raise InputError(f"The Ray cluster has no {kind}. Add a machine that has, or use --device.")
+        raise InputError(f"The Ray cluster has no {kind}. Add a machine with one, or use --device.")
     return kind
 
 
 def _train(plan: TrainPlan, folder: str, places: Mapping[str, str]) -> Result:
-    """Train one run as if it were started where the command was: the main function of a task."""
+    """Train one run in the command's folder: the main function of a task."""
     try:
         os.chdir(folder)
     except OSError as failure:

@@ -16,9 +16,9 @@ from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.report_file import events_of
 from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run
 
-#: Smaller differences are rounding errors, and leave a t-test without spread.
+#: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
-#: Probability of calling a difference real that is not, over a whole column.
+#: Probability of a false positive in a whole column.
 LEVEL = 0.05
 
 
@@ -27,12 +27,12 @@ class Cell:
     """Runs that differ only by their seed.
 
     Attributes:
-        labels, column: of the row, and value of the column.
-        epsilon: of one run; ``inf`` without privacy.
-        values: metric of the test records (0 to 1; nan if undefined) by seed, of finished runs.
-        seconds: mean training time of the finished runs; nan if there is none.
-        failures: why others did not, by seed.
-        standing: "best" if significantly so, "tied" if not told apart from it, "" otherwise.
+        labels, column: labels of the row, and value of the column.
+        epsilon: epsilon of one run; ``inf`` without privacy.
+        values: test metric (0 to 1; nan if undefined) of finished runs, by seed.
+        seconds: mean training time of the finished runs; nan if there are none.
+        failures: reasons why other runs did not finish, by seed.
+        standing: "best" if significantly so, "tied" if not significantly worse, "" otherwise.
     """
 
     labels: Labels
@@ -46,12 +46,12 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """Mean metric, 0 to 1; nan if no run finished, or it is not defined."""
+        """Return the mean metric, 0 to 1; nan if no run finished, or it is not defined."""
         return fmean(self.values.values()) if self.values else math.nan
 
     @property
     def std(self) -> float | None:
-        """Sample standard deviation of the metric; None for fewer than two."""
+        """Return the sample standard deviation of the metric; None for fewer than two values."""
         defined = len(self.values) > 1 and math.isfinite(self.mean)
         return stdev(self.values.values()) if defined else None
 
@@ -69,7 +69,7 @@ class Comparison:
 
 
 def collect(grid: Grid, failures: Mapping[int, str]) -> Comparison:
-    """Read what the runs of a grid have left; ``failures`` by number say why some failed."""
+    """Read the results of a grid's runs; ``failures`` maps numbers of runs to reasons."""
     groups = itertools.groupby(enumerate(grid.runs), lambda pair: (pair[1].labels, pair[1].column))
     cells = [_cell(list(runs), failures) for _, runs in groups]
     standings = {
@@ -109,7 +109,7 @@ def _cell(runs: Sequence[tuple[int, Run]], failures: Mapping[int, str]) -> Cell:
 
 
 def finished_report(run: Run) -> dict[str, Any] | None:
-    """Return a run's report, if it and the metrics are intact and the run took all its steps."""
+    """Return a run's report if it and the metrics are intact and the run took all its steps."""
     taken = folder.reported_steps(run.folder)
     if taken < run.plan.steps or not folder.vouched(run.folder, folder.METRICS):
         return None
@@ -118,18 +118,18 @@ def finished_report(run: Run) -> dict[str, Any] | None:
 
 
 def was_changed(run: Run) -> bool:
-    """Return whether a run's folder has other settings, such as one trained by hand."""
+    """Return whether a run's folder has different settings, such as from a manual run."""
     try:
         kept, asked = folder.settings(run.folder), run.plan.recorded
     except folder.BROKEN:
-        return False  # there is none, or it is damaged, which is handled elsewhere
+        return False  # missing or damaged, which is handled elsewhere
     both = (kept.keys() & asked.keys()) - {*ASIDE, "dataset"}  # an earlier version has fewer
     longer = folder.reported_steps(run.folder) > run.plan.steps
     return longer or any(kept[name] != asked[name] for name in both)
 
 
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
-    """Yield events of all attempts at private runs, not added up: each begins its own epochs."""
+    """Yield events of all attempts at private runs, not merged, as each begins its own epochs."""
     for run in runs:
         if not run.plan.private:
             continue
@@ -160,7 +160,7 @@ def paired_p_value(one: Mapping[int, float], other: Mapping[int, float]) -> floa
 
     seeds = sorted(one.keys() & other.keys())
     differences = [one[seed] - other[seed] for seed in seeds]
-    # Of counts, equal differences are a chance.
+    # Metrics are ratios of counts, so all differences may be equal by chance.
     if len(seeds) < 2 or stdev(differences) < LEAST_SPREAD:
         return 1.0
     return float(ttest_1samp(differences, 0.0).pvalue)

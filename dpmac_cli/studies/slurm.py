@@ -1,7 +1,7 @@
-"""Runs as jobs of a SLURM array, by submitit.
+"""Runs as jobs of a SLURM array, submitted with submitit.
 
-Jobs outlive a command that is killed; ``scancel --name dpmac`` ends them. Until they have ended,
-the same command finds the folders of their runs in use.
+Jobs continue if the command is killed; ``scancel --name dpmac`` ends them. Until they have ended,
+the folders of their runs are in use for the same command.
 """
 
 import os
@@ -19,29 +19,29 @@ from dpmac_cli.errors import InputError
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.studies.local import train_job
 
-#: sbatch options that say which GPUs a job gets.
+#: sbatch options that select the GPUs of a job.
 GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
-#: Asks SLURM about jobs without a result at least twice a minute; submitit's own, every 10 minutes.
+#: Checks jobs without a result at least twice a minute; submitit's default is every 10 minutes.
 SlurmJob.watcher = SlurmInfoWatcher(delay_s=30)
 
 
 def check() -> None:
-    """Refuse a machine without SLURM. Raises InputError."""
+    """Raise InputError on a machine without SLURM."""
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise InputError(
-            "--executor slurm: there is no SLURM here (no sbatch and srun). Run dpmac on a login "
+            "--executor slurm: SLURM is not available (no sbatch and srun). Run dpmac on a login "
             "node of the cluster, or use another --executor."
         )
 
 
 class Array(Executor):
-    """Executor whose runs are an array of jobs, which SLURM queues itself.
+    """Executor that trains runs as a SLURM job array, which SLURM queues.
 
     Args:
-        jobs: at a time; None for as many as SLURM lets run.
-        where: folder for what the jobs print and are told; made when the first starts.
+        jobs: maximum number of jobs at a time; None for SLURM's limit.
+        where: folder for the jobs' inputs and output; created when the first one starts.
         sbatch: options of a job, by sbatch's names.
-        cluster: submitit's name of what runs the jobs.
+        cluster: submitit's name of the system that runs the jobs.
     """
 
     def __init__(

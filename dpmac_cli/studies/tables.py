@@ -1,4 +1,4 @@
-"""A comparison as JSON values, CSV and Markdown, and the text of its cells."""
+"""Render a comparison as JSON values, CSV and Markdown."""
 
 import json
 import math
@@ -21,22 +21,22 @@ from dpmac_cli.studies.results import LEVEL, Cell, Comparison
 SCHEMA_VERSION = 3
 MISSING = "–"
 TEST = (
-    "Bold (**): better than every other of its column by a paired t-test over seeds (two-sided, "
-    f"{LEVEL:.0%} over the column by Holm's method). Tied with the best otherwise: ~."
+    "Bold (**): significantly better than all others in its column (paired two-sided t-test over "
+    f"seeds, {LEVEL:.0%} per column with Holm's method). Otherwise ~: tied with the best."
 )
 NO_TEST = (
-    "Nothing is marked as best: with fewer than two finished runs a row, there is no telling a "
-    "real difference from chance."
+    "Nothing is marked as best: with fewer than two finished runs per row, real differences "
+    "cannot be distinguished from chance."
 )
 
 OTHERS = (
-    "Other runs on the same records add to the privacy cost, also those that were deleted, or "
+    "Other runs on the same records add to the privacy cost, including runs that were deleted or "
     "replaced by dpmac train --force."
 )
 
 
 def as_values(comparison: Comparison) -> dict[str, Any]:
-    """Return the content of compare.json: ``rows`` for programs, and the remarks on them."""
+    """Return the content of compare.json: ``rows`` for programs, and remarks."""
     grid = comparison.grid
     return {
         "schema_version": SCHEMA_VERSION,
@@ -74,7 +74,7 @@ def as_csv(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return an aligned table with the epsilons below the columns' titles, and the remarks."""
-    epsilons: dict[float, float] = {}  # of one run in each column: the largest of its rows
+    epsilons: dict[float, float] = {}  # largest epsilon of one run in each column
     for cell in comparison.cells:
         epsilons[cell.column] = max(cell.epsilon, epsilons.get(cell.column, 0))
     worth = ["no privacy" if math.isinf(e) else format_epsilon(e) for e in epsilons.values()]
@@ -95,11 +95,11 @@ def as_markdown(comparison: Comparison) -> str:
 
 
 def study_page(out: Path) -> str:
-    """Return a web page of a study, from what :mod:`dpmac_cli.cli.compare` wrote.
+    """Return a web page of a study, from the files of :mod:`dpmac_cli.cli.compare`.
 
     Raises InputError if its files cannot be read.
     """
-    remedy = "Name a folder of dpmac compare."
+    remedy = "Use the output folder of dpmac compare."
     _, table = folder.read(out, "compare.md", remedy)
     file, values = folder.read(out, "compare.json", remedy)
     study = json.loads(values)
@@ -120,7 +120,7 @@ def _mean(cell: Cell | None) -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """Return how rows were told apart, what epsilons cover, and what publishing the best costs."""
+    """Return remarks on significance, on epsilons, and on the cost of publishing the best run."""
     rivals = Counter(cell.column for cell in comparison.cells)
     tested = Counter(cell.column for cell in comparison.cells if len(cell.values) > 1)
     said = []
@@ -132,23 +132,23 @@ def remarks(comparison: Comparison) -> list[str]:
     if not math.isfinite(epsilon) or epsilon == 0:
         return said
     said.append(
-        "Runs are drawn with the seeds named, to be repeatable: their epsilons hold only against "
-        "those who do not know the seeds. Train what is to be published without one."
+        "Runs use the given seeds to be reproducible: their epsilons hold only against attackers "
+        "who do not know the seeds. Train a model that you publish without a seed."
     )
     open_ends = sum(len(cell.failures) for cell in cells)
     runs = open_ends + sum(len(cell.values) for cell in cells)
     counted = f", {open_ends} of them not finished and counted in full," if open_ends else ""
     if runs > 1 or epsilon > cells[0].epsilon:
         said.append(
-            "An epsilon above is the privacy cost of one run fixed in advance. "
-            f"The {runs} runs{counted} are on the same records: publishing what was learnt from "
+            "Each epsilon above is the privacy cost of one run chosen in advance. "
+            f"The {runs} runs{counted} use the same records: publishing anything learnt from "
             f"all of them, such as which is best, costs epsilon {format_epsilon(epsilon)} at "
-            f"delta {comparison.grid.plan.delta:g} in all. That covers attempts at these runs "
-            "that were begun again from scratch."
+            f"delta {comparison.grid.plan.delta:g} in total. This includes attempts at these runs "
+            "that were restarted from scratch."
         )
     if len(cells) > 1:
         said.append(
-            "That is for runs drawn independently. Runs of the same seed share batches and noise: "
-            "from two of their models the noise can be subtracted, so publish no two of them."
+            "This total is for independent runs. Runs with the same seed share batches and noise, "
+            "so the noise can be subtracted from two of their models. Publish at most one of them."
         )
     return [*said, OTHERS]

@@ -1,8 +1,8 @@
-"""Canaries: records that an audit adds to the data and then looks for in what is released.
+"""Canaries: records that an audit adds to the data and then tries to detect in the released values.
 
-Each is in the data set or not by a secret coin, and guessing the coins tells how much the training
-gives away (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846). :mod:`dpmac_cli.runs.audit` turns
-guesses into a lower bound on epsilon. Scores are computed from what is released alone.
+A secret coin decides whether each canary is in the dataset. Guessing the coins measures how much
+training reveals (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846). :mod:`dpmac_cli.runs.audit`
+converts guesses to a lower bound on epsilon. Scores use only released values.
 """
 
 import math
@@ -18,29 +18,29 @@ from dpmac_cli.errors import ModelError
 from dpmac_cli.randomness.keystream import Keys, generator
 from dpmac_cli.randomness.sampling import Batch
 
-#: The reach of every other canary's gradient; that of the clipping is 1.
+#: Norm of every other canary's gradient; the clipping bound is 1.
 FAR = 100.0
 #: The median of |z| for a standard normal z.
 MEDIAN = 0.6744897501960817
-#: Below, the noise that is seen counts as this, so that scores stay finite.
+#: Lower bound on the estimated noise, which keeps scores finite.
 LEAST_NOISE = 1e-6
 
 
 class Canaries:
-    """The K = ``count`` records from n = ``first`` on, whose gradients are along one coordinate.
+    """K = ``count`` records from n = ``first`` on, with gradients along one coordinate each.
 
-    Each canary has a coordinate of its own, with a sign for each step. The sign is public and drawn
-    again in every step, so that what the other records add at the coordinate, much the same from
-    step to step, averages out of the score; a canary's own part does not. Heights are in the scale
-    of the ellipsoid, b_j (1 + ||m/b||): that high, a gradient ends about at the bound wherever the
-    centre is. Every other one ends :data:`FAR` times as far, where clipping that is left out shows.
+    Each canary has its own coordinate, with a random public sign in each step. Contributions of
+    other records at the coordinate, which change little between steps, therefore average out of
+    the score, unlike that of the canary. Heights are relative to the ellipsoid, b_j (1 + ||m/b||),
+    which puts a gradient near the clipping bound for any centre. Every other canary is :data:`FAR`
+    times as large, to detect missing clipping.
 
     Attributes:
-        coins: which are in the data set, bool, shape (K,). Secret while training.
-        scores: the higher, the likelier is it that a canary is in; float64, shape (K,).
+        coins: whether each canary is in the dataset, bool, shape (K,). Secret while training.
+        scores: higher if a canary is more likely to be in; float64, shape (K,).
 
-    ``parameters``, ``rate`` and ``batch`` are d, q and B; ``inputs`` of each canary are drawn in a
-    step, like the records of a unit of privacy; ``keys`` are those of coins and signs. Raises
+    ``parameters``, ``rate`` and ``batch`` are d, q and B. ``inputs`` is the number of inputs per
+    canary and step, as for a unit of privacy; ``keys`` are the keys of coins and signs. Raises
     ModelError if there are fewer coordinates than canaries.
     """
 
@@ -58,8 +58,8 @@ class Canaries:
     ) -> None:
         if count > parameters:
             raise ModelError(
-                f"--canaries {count:,}: the model has {parameters:,} parameters, and each canary "
-                "takes one of its own. Choose fewer canaries or a larger model."
+                f"--canaries {count:,}: each canary needs its own parameter, but the model has "
+                f"only {parameters:,}. Use fewer canaries or a larger model."
             )
         self._first, self._key = first, keys.canaries
         coins = generator(keys.coins).integers(0, 2, count)
@@ -82,14 +82,14 @@ class Canaries:
         }
 
     def records(self, drawn: Batch) -> Batch:
-        """Return the records of a draw; the canaries are for :meth:`add`."""
-        # Leaving out what is not in leaves every other record its own probability.
+        """Return the drawn records without canaries, which :meth:`add` handles."""
+        # Leaving out absent canaries does not change the probabilities of other records.
         canaries = drawn[drawn >= self._first] - self._first
         self._met = canaries[self.coins.cpu().numpy()[canaries]]
         return drawn[drawn < self._first]
 
     def heights(self, step: int, region: Ellipsoid, centre_norm: Tensor) -> Tensor:
-        """Return R of their gradients R e_j in a step, float64, shape (K,), given ||m/b||."""
+        """Return R of the gradients R e_j in a step, float64, shape (K,), given ||m/b||."""
         heads = generator(self._key, step).integers(0, 2, len(self.scores))
         signs = torch.from_numpy(2.0 * heads - 1).to(self.scores.device)
         return signs * _place(region, self._coordinates)[1] * (self._reach + centre_norm)
@@ -104,12 +104,12 @@ class Canaries:
         region, centre_norm = metric.region, metric.centre_norm(clipped_sum.layers)
         heights = self.heights(step, region, centre_norm)
         c = clipped_sum.weights(self.squared_norms(heights, region, centre_norm))
-        c = c * (self._inputs / clipped_sum.views)  # as often as its inputs are clipped: once
+        c = c * (self._inputs / clipped_sum.views)  # each canary is clipped once, like its inputs
         m, b = _place(region, self._coordinates)
         self._added = c * (heights - m) / b
         if len(self._met) == 0:
             return clipped
-        # In float64: the margin of the clipping is for the rounding of the other samples' sum.
+        # In float64: the clipping margin covers only the rounding of the other samples' sum.
         total, which = clipped.double(), torch.from_numpy(self._met).to(clipped.device)
         total.index_add_(0, self._coordinates[which], (c * heights)[which])
         if not region.is_ball:
@@ -117,7 +117,7 @@ class Canaries:
         return total
 
     def hear(self, private: PrivateMean, region: Ellipsoid, block: slice) -> None:
-        """Note the whitened noisy sum at the coordinates that lie in a block."""
+        """Record the whitened noisy sum at the canaries' coordinates in a block."""
         ends = torch.tensor([block.start, block.stop], device=self._coordinates.device)
         low, high = torch.searchsorted(self._coordinates, ends).tolist()
         there = self._coordinates[low:high] - block.start
@@ -128,8 +128,8 @@ class Canaries:
     def end(self) -> None:
         """Add the step's log-likelihood ratio of "in" against "out" to the scores.
 
-        The noise is taken to be what it looks like: an attack on too little noise must not believe
-        the claim. Of many coordinates the median tells its deviation, whatever the canaries add.
+        The noise is estimated from the output, because an attack on too little noise must not
+        trust the claim. The median over many coordinates is robust to what the canaries add.
         """
         x, a, q = self._seen, self._added, self._rate
         sigma = x.abs().median().div(MEDIAN).clamp(min=LEAST_NOISE)

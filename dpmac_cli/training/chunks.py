@@ -1,4 +1,4 @@
-"""Clipped sum of a batch, in chunks of as many samples as fit into memory."""
+"""Clipped sum of a batch, in chunks that fit into memory."""
 
 from math import ceil, sqrt
 
@@ -22,15 +22,15 @@ from dpmac_cli.training.schedules import Plan
 
 
 class ChunkedSum:
-    """Sums the clipped, centred gradients of a batch, chunk by chunk.
+    """Sum of the clipped, centred gradients of a batch, computed chunk by chunk.
 
-    Takes the model, the data on its device, the plan, B, and the random draws of a unit's records
-    and of augmented views. Raises ModelError if layers cannot be clipped.
+    Takes the model, the data on its device, the plan, B, and the random draws for the records of
+    units and for augmented views. Raises ModelError if layers cannot be clipped.
 
     Attributes:
-        theta: the parameters of the model, moved into one vector, shape (d,).
-        chunk: samples to begin with: the physical batch, or fewer.
-        clipped_sum: of one chunk.
+        theta: the model's parameters, moved into one vector, shape (d,).
+        chunk: initial number of samples per chunk: the physical batch, or fewer.
+        clipped_sum: clipped sum of one chunk.
         trained: ids of the parameters that are trained.
     """
 
@@ -54,25 +54,25 @@ class ChunkedSum:
         self.theta = flatten_parameters(found)
         if plan.isolated and self.theta.dtype != data.gain.dtype:
             raise ModelError(
-                f"The parameters are {self.theta.dtype}, and a network that runs on each sample "
-                f"alone has those of its input, {data.gain.dtype}. Add this line to the "
+                f"The parameters are {self.theta.dtype}, but a network that runs on each sample "
+                f"alone needs the dtype of its input, {data.gain.dtype}. Add this line to the "
                 "network's factory, or before make_private: network.float()"
             )
         self.clipped_sum = ClippedSum(model, found, self.chunk, inputs, batch, isolated, loss)
         self._sum = torch.empty_like(self.theta)
 
     def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:
-        """Return the sum over a batch, shape (d,), and the chunk size that fitted into memory.
+        """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
 
-        A chunk that runs out of memory is halved. Chunk sizes follow from public numbers alone:
-        how many records were drawn is private. The clipping bound stays as it is, with more room
-        for rounding than fewer terms need.
+        A chunk that runs out of memory is halved. Chunk sizes depend only on public numbers,
+        because the number of drawn records is private. The clipping bound is unchanged; its margin
+        for rounding is larger than fewer terms need.
 
         Args:
-            drawn: records of the training set, or units; may be empty.
-            step: t, for what is drawn of each unit, and augmented views.
-            metric: of the ellipsoid to clip to.
-            chunk: samples to work on at a time. Raises RunError if memory runs out with one.
+            drawn: training records or units; may be empty.
+            step: step t, for the random draws of units and augmented views.
+            metric: metric of the ellipsoid to clip to.
+            chunk: samples to process at a time. Raises RunError if memory runs out with one.
         """
         part, total, begin = self._sum, None, 0
         while begin < len(drawn):
@@ -85,23 +85,23 @@ class ChunkedSum:
                     raise
                 if chunk == 1:
                     raise RunError(
-                        "Memory ran out with a single sample at a time. Free some, or choose a "
-                        "smaller --model or another --device."
+                        "Memory ran out with a single sample at a time. Free some memory, or use "
+                        "a smaller --model or another --device."
                     ) from failure
                 chunk //= 2
                 continue
             if begin == 0 and end >= len(drawn):
                 return part, chunk
-            # Chunks are added up in float64: float32 would round by more than the margin.
+            # Sum chunks in float64: the rounding of float32 would exceed the margin.
             if total is None:
                 total = torch.zeros_like(part, dtype=torch.float64)
-            for block in blocks(len(part), part.device):  # else torch makes a float64 copy of it
+            for block in blocks(len(part), part.device):  # avoids a float64 copy of the whole
                 total[block].add_(part[block])
             begin = end
         return part.zero_() if total is None else total, chunk
 
     def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric) -> None:
-        """Write a chunk's sum, while the records of the next chunk, ``ahead``, are read."""
+        """Write a chunk's sum while reading the records of the next chunk, ``ahead``."""
         recipe, rows = self._recipe, self._rows(drawn, step)
         images, labels = self._data.train.at(rows)
         if len(ahead):
@@ -116,12 +116,12 @@ class ChunkedSum:
         self.clipped_sum.of(inputs, labels, metric, self._sum)
 
     def _rows(self, drawn: Batch, step: int) -> Batch:
-        """Return the records of the units that were drawn, shape (units * K,)."""
+        """Return the records of the drawn units, shape (units * K,)."""
         units = self._data.units
         if units is None:
             return drawn
         recipe = self._recipe
-        *_, words = self._words(drawn, step, recipe.inputs + 1).T  # others are for augmentation
+        *_, words = self._words(drawn, step, recipe.inputs + 1).T  # the others are for augmentation
         return units.records(drawn, words, recipe.records).reshape(-1)
 
     def _words(self, drawn: Batch, step: int, count: int) -> NDArray[np.uint64]:
@@ -130,10 +130,10 @@ class ChunkedSum:
 
 
 def first_chunk(physical_batch: int, batch: float) -> int:
-    """Return the samples to work on at a time: with room for a whole step if B of them fit.
+    """Return the number of samples to process at a time, enough for a whole step if B fit.
 
-    A draw of more than B is then no reason for a second pass over the model and over d coordinates.
-    Six standard deviations of a Poisson draw above B are never drawn in practice.
+    A draw of more than B samples then needs no second pass over the model and d coordinates. The
+    limit is six standard deviations of a Poisson draw above B, which is never exceeded in practice.
     """
     if physical_batch < batch:
         return physical_batch
@@ -141,5 +141,5 @@ def first_chunk(physical_batch: int, batch: float) -> int:
 
 
 def _evenly(left: int, chunk: int) -> int:
-    """Return the size of the next of the fewest chunks for ``left`` records, of even sizes."""
+    """Return the next chunk size if ``left`` records are split evenly into the fewest chunks."""
     return -(-left // max(1, -(-left // chunk)))

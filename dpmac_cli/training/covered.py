@@ -1,7 +1,7 @@
-"""Scores of test records that are released with noise, so that these are protected as well.
+"""Scores released with noise, which protect test records as well.
 
-A unit of privacy adds at most 1 to the counts that are released: its test records share it equally.
-Adding or removing one unit moves them by at most 1 in the L2 norm, so that noise of standard
+A unit of privacy adds at most 1 to the released counts, divided equally among its test records.
+Adding or removing one unit changes the counts by at most 1 in the L2 norm, so noise of standard
 deviation sigma is a Gaussian mechanism with noise multiplier sigma.
 """
 
@@ -20,20 +20,20 @@ from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.training.evaluation import Evaluation
 
-#: Standard deviations of a normal distribution on both sides of its mean that hold 95%.
+#: Number of standard deviations around the mean that contain 95% of a normal distribution.
 REACH = NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True)
 class CoveredScore:
-    """Accuracy on the test records with noise; everything derived from it costs no more privacy.
+    """Noisy accuracy on the test records. Anything computed from it has no further privacy cost.
 
     Attributes:
-        accuracy: 0 to 1; nan where no score was released.
+        accuracy: 0 to 1; nan if no score was released.
         samples: number of test units, which is public.
         noise: standard deviation of the noise in ``accuracy``.
-        sensitivity: of each class, 0 to 1; empty where it was not asked for.
-        loss: nan, for none is released.
+        sensitivity: sensitivity of each class, 0 to 1; empty if it was not requested.
+        loss: nan, because it is not released.
     """
 
     accuracy: float
@@ -43,19 +43,19 @@ class CoveredScore:
     loss: float = math.nan
 
     def metric(self, name: str) -> float:
-        """Return the accuracy or balanced accuracy, 0 to 1; nan where no score was released."""
+        """Return the accuracy or balanced accuracy, 0 to 1; nan if no score was released."""
         if name == "balanced-accuracy" and self.sensitivity:
             return float(np.mean(self.sensitivity))
         return self.accuracy
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95% interval of the accuracy on these test records, from the noise alone."""
+        """Return the 95% interval of the accuracy on these test records, from the noise alone."""
         reach = REACH * self.noise
         return max(0.0, self.accuracy - reach), min(1.0, self.accuracy + reach)
 
     def values(self) -> dict[str, Any]:
-        """Return what a line of metrics.jsonl holds besides accuracy, as JSON values."""
+        """Return the entries of a line of metrics.jsonl besides accuracy, as JSON values."""
         released = not math.isnan(self.accuracy)
         return {
             "test_sensitivity": list(self.sensitivity) if released and self.sensitivity else None,
@@ -65,17 +65,17 @@ class CoveredScore:
 
 
 def counts(result: Evaluation, units: Units | None, *, by_class: bool) -> NDArray[np.int64]:
-    """Return what each unit adds to the counts, in multiples of :data:`GRID`; (units, cells).
+    """Return the contribution of each unit to the counts, in multiples of :data:`GRID`.
 
-    The cells of a unit are at least 0 and add up to at most 1 / GRID. They count records that are
-    classified correctly; with ``by_class`` those of each true class, and then those that are not.
+    The shape is (units, cells). Cells are at least 0 and add up to at most 1 / GRID per unit. They
+    count correct records; with ``by_class``, correct and then incorrect ones by true class.
 
     Args:
-        result: on the test records.
-        units: which of them belong together; None where each is a unit.
+        result: evaluation on the test records.
+        units: units of the test records; None if each record is one.
     """
     truth, guess = result.answers.truth, result.answers.guess
-    whole = 1  # what the cells of a record add up to at most
+    whole = 1  # upper bound on the sum of a record's cells
     if by_class:
         cells = np.concatenate([truth & guess, truth & ~guess], 1).astype(np.int64)
     elif result.multilabel:
@@ -86,7 +86,7 @@ def counts(result: Evaluation, units: Units | None, *, by_class: bool) -> NDArra
     if units is not None:
         cells = np.add.reduceat(cells[units.order], units.starts[:-1])
         sizes = np.diff(units.starts)[:, None]
-    # Whole numbers, rounded down: a unit adds at most 1 / GRID, and the sum is exact.
+    # Integers, rounded down: a unit adds at most 1 / GRID, and the sum is exact.
     shares: NDArray[np.int64] = cells * round(1 / GRID) // (sizes * whole)
     return shares
 
@@ -97,9 +97,9 @@ def release(
     """Return the score with fresh Gaussian noise.
 
     Args:
-        result, units: as of :func:`counts`.
-        scores: give sigma > 0, and whether each class has a score.
-        noise: draws that are used here once.
+        result, units: see :func:`counts`.
+        scores: sigma > 0, and whether each class has a score.
+        noise: fresh random numbers, used only here.
     """
     sigma, by_class = scores.noise_multiplier, scores.by_class
     cells = counts(result, units, by_class=by_class)

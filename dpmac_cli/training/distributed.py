@@ -1,9 +1,9 @@
-"""Several processes that work on one run: shares of a batch, sums over ranks, and agreement.
+"""Multi-process training: batch shares, sums over ranks, and consistency checks.
 
-Rank 0 leads. It alone has the run's secrets: it draws the batches and the noise, and it alone
-writes and prints. In every step each rank gets its share of one global draw, their clipped sums are
-added up at rank 0, noise is added there, once, and the private mean goes back to all. From it every
-rank computes the same next parameters and ellipsoid: no guarantee depends on how many there are.
+Only rank 0 has the run's secrets: it draws batches and noise, writes files and prints. In every
+step, each rank gets its share of one global batch, the clipped sums are added up at rank 0, noise
+is added there once, and the private mean is sent to all ranks. Every rank computes the same next
+parameters and ellipsoid from it, so the guarantee does not depend on the number of ranks.
 """
 
 import contextlib
@@ -23,30 +23,30 @@ from torch.distributed.rendezvous import rendezvous
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.sampling import Batch
 
-#: Time that a rank may keep the others waiting: computing features may take many minutes.
+#: Timeout for waiting on another rank; computing features may take many minutes.
 PATIENCE = timedelta(hours=1)
-#: Time that all ranks may take to begin, once they have met.
+#: Timeout for all ranks to begin, once they are connected.
 ARRIVAL = timedelta(minutes=5)
-#: Time that rank 0, which may host the store, waits at its end for the others to leave.
+#: Time that rank 0, which may host the store, waits for the others to leave at the end.
 FAREWELL = timedelta(seconds=3)
-#: In place of the size of a batch: there is none, training is over.
+#: Sent instead of a batch size when training is over.
 NO_MORE = -1
-#: Key in the store that says that rank 0 has ended.
+#: Key in the store that marks that rank 0 has ended.
 OVER = "over"
 
 
 class DismissedError(Exception):
-    """Rank 0 needs this rank no more."""
+    """Rank 0 no longer needs this rank."""
 
 
 class Ranks:
-    """The processes of a run: one, or several that meet in collective operations.
+    """Processes of a run: one, or several that use collective operations.
 
     Args:
-        rank: of this one, from 0.
-        size: how many there are.
-        store: that all of several reach.
-        local: number of this one on its machine, which is that of its GPU.
+        rank: rank of this process, from 0.
+        size: number of processes.
+        store: store that all processes can reach, if there are several.
+        local: local rank on this machine, which is the index of its GPU.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def share(self, drawn: Batch | None) -> Batch:
-        """Return this rank's part of a draw, which rank 0 has. Raises DismissedError for None."""
+        """Return this rank's share of rank 0's draw. Raises DismissedError for None."""
         if self.size == 1 and drawn is not None:
             return drawn
         rows = self._told(None if drawn is None else torch.from_numpy(drawn), torch.int64)
@@ -69,7 +69,7 @@ class Ranks:
         return mine
 
     def reduce(self, part: Tensor) -> Tensor:
-        """Return the sum over several ranks in float64, shape (d,); valid at rank 0 alone."""
+        """Return the sum over several ranks in float64, shape (d,); valid only at rank 0."""
         if self.size == 1:
             return part
         total = part.double()
@@ -81,38 +81,38 @@ class Ranks:
         self._meet(dist.broadcast, tensor, 0)
 
     def least(self, number: int) -> int:
-        """Return the least of the ranks' numbers."""
+        """Return the minimum over all ranks."""
         said = torch.tensor([number])
         self._meet(dist.all_reduce, said, dist.ReduceOp.MIN)
         return int(said)
 
     def agree(self, tensors: Iterable[Tensor]) -> None:
-        """Raise RunError unless tensors are the same at every rank, bit by bit.
+        """Raise RunError unless tensors are bitwise equal at every rank.
 
-        Samples would be clipped to other regions than noise is for.
+        Otherwise samples could be clipped to other regions than the noise is scaled for.
         """
         if self.size == 1:
             return
         sums = torch.stack([t.detach().reshape(-1).view(torch.int32).sum().cpu() for t in tensors])
         if not self.alike(sums).all():
             raise RunError(
-                "The processes of this run went apart: from the same private means they worked out "
-                "other parameters. Use the same kind of machine, and the same torch, for all."
+                "The processes of this run diverged: they computed different parameters from the "
+                "same private means. Use the same hardware and the same torch for all of them."
             )
 
     def alike(self, numbers: Tensor) -> Tensor:
-        """Return which of some whole numbers are the same at every rank; shape as given."""
+        """Return a mask of the integers that are the same at every rank."""
         low, high = numbers.clone(), numbers.clone()
         self._meet(dist.all_reduce, low, dist.ReduceOp.MIN)
         self._meet(dist.all_reduce, high, dist.ReduceOp.MAX)
         return low == high
 
     def post(self, machine: Mapping[str, Any]) -> None:
-        """Tell rank 0 what this rank computes on, as JSON values."""
+        """Send this rank's hardware and software to rank 0, as JSON values."""
         self._store.set(f"machine {self.rank}", json.dumps(machine))
 
     def posted(self) -> list[dict[str, Any]]:
-        """Return what the others compute on. Raises RunError if one never says."""
+        """Return the machines of the other ranks. Raises RunError if one does not answer."""
         names = [f"machine {rank}" for rank in range(1, self.size)]
         try:
             self._store.wait(names, ARRIVAL)
@@ -121,18 +121,18 @@ class Ranks:
             raise self._lost(failure) from failure
 
     def brief(self, said: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return what rank 0 says, as JSON values; the others pass None."""
+        """Broadcast JSON values from rank 0 and return them; other ranks pass None."""
         text = None if said is None else torch.tensor(list(json.dumps(said).encode()))
         heard: dict[str, Any] = json.loads(bytes(self._told(text, torch.uint8).tolist()))
         return heard
 
     def dismiss(self) -> None:
-        """Let the other ranks go, between two steps."""
+        """Release the other ranks between two steps."""
         with contextlib.suppress(DismissedError):
             self.share(None)
 
     def leave(self) -> None:
-        """End this rank's part in the run. Rank 0 stays until the others have heard of its end."""
+        """End this rank's part in the run. Rank 0 waits until the others know that it has ended."""
         with contextlib.suppress(RuntimeError):
             self._store.set(OVER if self.leads else f"left {self.rank}", "yes")
         _disconnect()
@@ -141,7 +141,7 @@ class Ranks:
                 self._store.wait([f"left {rank}" for rank in range(1, self.size)], FAREWELL)
 
     def _told(self, said: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return rank 0's vector, whatever its length. Raises DismissedError if it has none."""
+        """Return rank 0's vector of any length. Raises DismissedError if it has none."""
         count = torch.tensor([NO_MORE if said is None else len(said)])
         self.broadcast(count)
         if int(count) == NO_MORE:
@@ -155,7 +155,7 @@ class Ranks:
 
         Raises:
             DismissedError: rank 0 has ended.
-            RunError: a rank is gone, or does not answer.
+            RunError: a rank has stopped, or does not answer.
         """
         if self.size == 1:
             return
@@ -164,37 +164,37 @@ class Ranks:
             return
         except RuntimeError as failure:
             lost = self._lost(failure)
-        # Not within the handler of the failure, whose traceback would keep the connections open.
+        # Outside the exception handler, whose traceback would keep the connections open.
         _disconnect()
-        with contextlib.suppress(RuntimeError):  # the machine of rank 0 may host the store
+        with contextlib.suppress(RuntimeError):  # rank 0's machine may host the store
             if not self.leads and self._store.check([OVER]):
                 raise DismissedError
         raise lost
 
     def _lost(self, failure: RuntimeError) -> RunError:
-        # Torch names its own source file before what happened, and says more after it.
+        # Torch's message has a source location before the reason, and details after it.
         reason = re.sub(r"\[/\S+\] ?", "", str(failure).partition("\n")[0]).partition(". ")[0]
         return RunError(
             f"One of the {self.size} processes of this run stopped, or does not answer ({reason}). "
-            "See what each of them printed."
+            "Check the output of each process."
         )
 
 
 def _disconnect() -> None:
-    """Close this rank's connections, which fails the operations of ranks that wait for it."""
+    """Close this rank's connections, which aborts the operations of ranks that wait for it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def join() -> Ranks:
-    """Join the ranks of a launcher such as torchrun. Raises InputError if its variables are bad."""
+    """Join the ranks of a launcher such as torchrun. Raises InputError for invalid variables."""
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as failure:
         raise InputError(
-            f"The processes of this run cannot meet: {str(failure).splitlines()[0]}. Start them by "
-            "torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as it does."
+            f"The processes of this run cannot connect: {str(failure).splitlines()[0]}. Start them "
+            "with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as it does."
         ) from failure
     return Ranks(rank, size, store, int(os.environ.get("LOCAL_RANK", "0")))

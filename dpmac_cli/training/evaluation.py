@@ -15,7 +15,7 @@ from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.torch_errors import code_of_network
 from dpmac_cli.training import metrics
 
-#: Records that are scored at a time, and most numbers in their images.
+#: Number of records to score at a time, and largest number of values in their images.
 RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
 
 
@@ -23,13 +23,13 @@ RECORDS, NUMBERS = 2048, 2048 * 3 * 32 * 32
 class Evaluation:
     """Outputs of a model for every sample of a split, and the scores derived from them.
 
-    A sample whose output holds NaN is wrong.
+    A sample whose output contains NaN counts as wrong.
 
     Attributes:
-        loss: mean cross entropy, of several labels that of each, whatever was trained by.
+        loss: mean cross-entropy, or mean binary cross-entropy for several labels per sample,
+            regardless of the training loss.
         logits: outputs on the CPU, shape (samples, classes).
-        labels: int64, shape (samples,); or with several labels a sample uint8, shape (samples,
-            labels), and one logit per label.
+        labels: int64, shape (samples,); with several labels per sample uint8, (samples, labels).
     """
 
     loss: float
@@ -38,9 +38,9 @@ class Evaluation:
 
     @property
     def confusion(self) -> Tensor:
-        """Counts by true and predicted class, (classes, classes); of each label, (labels, 2, 2).
+        """Return int64 counts by true and predicted class, (classes, classes), or (labels, 2, 2).
 
-        They are int64. Samples of several classes whose output holds NaN are left out.
+        For multi-class problems, samples whose output contains NaN are left out.
         """
         if self.multilabel:
             cells = 2 * self.labels.long() + torch.from_numpy(self.answers.guess)
@@ -51,12 +51,12 @@ class Evaluation:
 
     @property
     def unanswered(self) -> int:
-        """Number of samples whose output holds NaN."""
+        """Number of samples whose output contains NaN."""
         return int(self._lost.sum())
 
     @property
     def multilabel(self) -> bool:
-        """Whether a sample has any number of labels, in place of one class."""
+        """Return whether samples have any number of labels instead of one class."""
         return self.labels.ndim > 1
 
     @property
@@ -71,20 +71,20 @@ class Evaluation:
 
     @property
     def per_class(self) -> list[float]:
-        """Accuracy within each true class, or positives of a label, 0 to 1; nan without samples."""
+        """Accuracy in each true class, or in a label's positives, 0 to 1; nan without samples."""
         return metrics.sensitivity_and_specificity(self.answers)[0]
 
     def metric(self, name: str) -> float:
-        """Return a metric by its name, 0 to 1; nan where it is not defined."""
+        """Return a metric by its name, 0 to 1; nan if it is not defined."""
         return metrics.metric(name, self.answers)
 
     def values(self) -> dict[str, Any]:
-        """Return all metrics and the rates of each class, as JSON values."""
+        """Return all metrics and per-class rates as JSON values."""
         return metrics.as_values(self.answers, metrics.all_metrics(self.answers))
 
     @cached_property
     def answers(self) -> metrics.Answers:
-        """Labels and predictions of the samples as arrays, for metrics."""
+        """Labels and predictions of the samples as arrays, for computing metrics."""
         exclusive, lost = not self.multilabel, self._lost[:, None]
         if exclusive:
             classes = self.logits.shape[1]
@@ -103,14 +103,14 @@ class Evaluation:
 
 
 def probabilities(logits: Tensor, *, exclusive: bool = True) -> Tensor:
-    """Return probabilities of classes, or of labels, float32; NaN where an output holds NaN."""
-    finite = logits.nan_to_num(0.0)  # of infinity the largest number, whose softmax is no NaN
+    """Return probabilities of classes or labels, float32; NaN if an output contains NaN."""
+    finite = logits.nan_to_num(0.0)  # infinity becomes the largest number, so softmax is not NaN
     found = finite.softmax(1) if exclusive else finite.sigmoid()
     return found.float().masked_fill_(logits.isnan().any(1, keepdim=True), torch.nan)
 
 
 def places(records: int, shape: tuple[int, ...]) -> Iterator[slice]:
-    """Yield the places of records of some shape that are scored at a time."""
+    """Yield slices of records of a given shape to score at a time."""
     size = max(1, min(RECORDS, NUMBERS // prod(shape)))
     return (slice(begin, begin + size) for begin in range(0, records, size))
 

@@ -14,7 +14,7 @@ PROGRESS_EVERY = 0.1
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done so far; a few times a second."""
+    """Steps done so far, reported a few times per second."""
 
     step: int
     seconds: float
@@ -22,14 +22,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The test set scored after some step, with post-noise values beside it."""
+    """Scores on the test set after a step, with post-noise values."""
 
     step: int
-    epoch: float  # t over ceil(n/B)
-    seconds: float  # of training so far, evaluation left out
+    epoch: float  # t / ceil(n/B)
+    seconds: float  # training time so far, without evaluation
     result: Evaluation | CoveredScore
-    last: bool  # no step follows in this session
-    public: dict[str, float] = field(default_factory=dict)  # of :meth:`Trainer.public_values`
+    last: bool  # whether no step follows in this session
+    public: dict[str, float] = field(default_factory=dict)  # from :meth:`Trainer.public_values`
 
 
 def fit(
@@ -42,10 +42,10 @@ def fit(
     """Train to the plan's end, scoring the test set after each epoch and at the end.
 
     Args:
-        trainer: fresh or part way.
-        stop: asked after every step; True ends the run early, after a last evaluation.
-        pause: asked after every step; True yields a Progress however early.
-        seconds: of training before, in a run that is resumed.
+        trainer: a fresh or partly trained trainer.
+        stop: called after every step; True ends the run early, after a last evaluation.
+        pause: called after every step; True yields a Progress immediately.
+        seconds: previous training time of a resumed run.
         before: called with the number of each step before it begins.
 
     Raises DivergedError, and RunError if memory ran out with a single sample at a time.
@@ -62,7 +62,7 @@ def fit(
         if stopping or reduced or now - reported > PROGRESS_EVERY or pause(state.step):
             yield Progress(state.step, seconds + now - mark)
             reported = time.perf_counter()
-            mark += reported - now  # what is done with an event is not training
+            mark += reported - now  # exclude the handling of events from training time
         last = stopping or state.step == plan.steps
         if last or state.step % plan.steps_per_epoch == 0:
             trainer.check_finite()

@@ -1,7 +1,7 @@
-"""Metrics of a classifier on test records, and bootstrap intervals of them.
+"""Metrics of a classifier on test records, and their bootstrap intervals.
 
 Macro averages leave out classes for which a metric is not defined. A metric that is not defined for
-any, such as the AUROC of a test set with a single class, is nan.
+any class, such as the AUROC of a test set with a single class, is nan.
 """
 
 import warnings
@@ -15,25 +15,25 @@ from numpy.typing import NDArray
 from dpmac_cli.storage.files import shown
 
 Floats = NDArray[np.floating[Any]]
-#: Equal-width bins of the calibration error.
+#: Number of equal-width bins of the calibration error.
 BINS = 15
-#: Least and most resamples of a bootstrap by default, and most numbers that they hold together.
+#: Minimum and maximum default number of bootstrap resamples, and their largest total size.
 RESAMPLES, NUMBERS = (100, 1000), 200_000_000
-#: Most weights of records in memory at a time.
+#: Largest number of record weights in memory at a time.
 AT_A_TIME = 4_000_000
-#: Metrics of the order of the scores of one column.
+#: Ranking metrics of the scores of one column.
 RANKINGS = ("auroc", "average-precision")
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Labels and predictions of test records, one column per class, or per label of multi-label.
+    """Labels and predictions of test records, one column per class or per label.
 
     Attributes:
-        truth: bool, shape (records, columns). guess: what is predicted, likewise.
-        scores: probabilities, float32, likewise. Of a record whose output holds NaN they are worse
-            than any other: below 0 where ``truth`` is true, and above 1 where it is not.
-        exclusive: whether each record has one class, in place of any number of labels.
+        truth: labels, bool, shape (records, columns). guess: predictions, like ``truth``.
+        scores: probabilities, float32, shape (records, columns). If a record's output contains
+            NaN, they are worse than all others: below 0 if ``truth`` is true, otherwise above 1.
+        exclusive: whether each record has one class instead of any number of labels.
     """
 
     truth: NDArray[np.bool_]
@@ -43,15 +43,15 @@ class Answers:
 
     @property
     def ranked(self) -> list[int]:
-        """Columns with positives and negatives; of two classes the last alone."""
+        """Columns with both positives and negatives; only the last one of two classes."""
         both = np.flatnonzero(self.truth.any(0) & ~self.truth.all(0)).tolist()
         return both[-1:] if self.exclusive and self.truth.shape[1] == 2 else both
 
     @property
     def judged(self) -> tuple[Floats, NDArray[np.bool_]]:
-        """Confidence in the predicted class, and whether it is right, shape (records, 1).
+        """Confidence in the predicted class, and whether it is correct, shape (records, 1).
 
-        Of multi-label the probability and the truth of every label, shape (records, labels).
+        For several labels, the probability and the truth of each label, shape (records, labels).
         """
         if not self.exclusive:
             return self.scores.clip(0, 1), self.truth
@@ -73,13 +73,13 @@ def all_metrics(answers: Answers) -> dict[str, float]:
 
 
 def sensitivity_and_specificity(answers: Answers) -> list[list[float]]:
-    """Return both of each column; nan without positives, or without negatives."""
+    """Return sensitivity and specificity per column; nan without positives or negatives."""
     rates = _rates(len(answers.truth), *_sums(answers, _once(answers)))
     return [rate[:, 0].tolist() for rate in rates]
 
 
 def as_values(answers: Answers, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Return :func:`all_metrics`, and rates of each class, as JSON has them: null if undefined."""
+    """Return :func:`all_metrics` and per-class rates as JSON values; null if undefined."""
     sensitivity, specificity = sensitivity_and_specificity(answers)
     return {
         **{name.replace("-", "_"): shown(value) for name, value in metrics.items()},
@@ -93,9 +93,9 @@ def intervals(
 ) -> dict[str, tuple[float, float]]:
     """Return a 95% interval of each metric, by bootstrap over records with a fixed seed.
 
-    By default there are 1,000 resamples, and fewer of large test sets.
-    Ends are percentiles of the metric on resamples, less its mean bias on them: a resample has
-    records twice, which flatters an average precision and worsens a calibration error.
+    By default there are 1,000 resamples, and fewer for large test sets.
+    The ends are percentiles of the metric on resamples, minus its mean bias on them: resamples
+    contain duplicates, which improve an average precision and worsen a calibration error.
     """
     records = len(answers.truth)
     resamples = resamples or int(np.clip(NUMBERS // answers.truth.size, *RESAMPLES))
@@ -130,7 +130,7 @@ def _sums(answers: Answers, weights: Floats) -> list[Floats]:
     """Return weights of hits, positives and predictions, each of shape (columns, sets).
 
     Args:
-        weights: of the records, shape (records, sets of weights).
+        weights: weights of the records, shape (records, sets of weights).
     """
     truth, guess = answers.truth, answers.guess
     parts = (truth & guess, truth, guess)
@@ -167,13 +167,13 @@ def _counted(answers: Answers, weights: Floats) -> dict[str, Floats]:
 
 
 def _ranked(answers: Answers, weights: Floats) -> dict[str, Floats]:
-    """Return metrics of rankings, each of shape (sets,): as scikit-learn's, for many weights."""
+    """Return ranking metrics, each of shape (sets,), like scikit-learn's but for many weights."""
     values = np.full((len(RANKINGS), max(1, len(answers.ranked)), weights.shape[1]), np.nan)
     for place, k in enumerate(answers.ranked):
         order = np.argsort(-answers.scores[:, k], kind="stable")
         truth, scores, chosen = answers.truth[order, k], answers.scores[order, k], weights[order]
-        ties = np.cumsum(np.diff(scores, prepend=scores[:1]) != 0)  # number of each record's score
-        which, begin = np.unique(ties[truth], return_index=True)  # of those of positives
+        ties = np.cumsum(np.diff(scores, prepend=scores[:1]) != 0)  # index of each distinct score
+        which, begin = np.unique(ties[truth], return_index=True)  # distinct scores of positives
         first, last = np.searchsorted(ties, which), np.searchsorted(ties, which, "right") - 1
         seen = np.cumsum(chosen, 0)
         found = np.add.reduceat(chosen[truth], begin, axis=0)
@@ -188,7 +188,7 @@ def _ranked(answers: Answers, weights: Floats) -> dict[str, Floats]:
 
 
 def _mean(values: Floats) -> Floats:
-    """Return means over the first axis of all that is not nan; nan where nothing is."""
+    """Return means over the first axis, ignoring nan; nan if all values are nan."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         means: Floats = np.asarray(np.nanmean(values, 0))

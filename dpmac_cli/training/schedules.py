@@ -1,8 +1,8 @@
 """Training plan, losses, learning rate schedules, weight decay, averaging and augmentation.
 
-None of it costs privacy: schedules and weight decay move the weights after the noise, averages are
-of weights that are published anyway, and augmented views of a record are of that record alone.
-Loads no torch.
+None of it has a privacy cost: schedules and weight decay act after the noise, averages are computed
+from weights that are published anyway, and augmented views depend on one record each.
+Does not import torch.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 from dpmac_cli.accounting.events import Scores
 
-#: Courses of the learning rate after the warm-up.
+#: Learning rate schedules after the warm-up.
 SCHEDULES = ("constant", "cosine", "linear")
 #: Losses by name: see :func:`~dpmac_cli.dp.losses.build_loss`.
 LOSSES = ("cross-entropy", "focal", "bce")
@@ -22,38 +22,38 @@ AUGMENTS = ("crop+flip", "crop", "flip")
 
 @dataclass(frozen=True)
 class LossKind:
-    """Loss of a sample: see :func:`~dpmac_cli.dp.losses.build_loss`."""
+    """Loss per sample: see :func:`~dpmac_cli.dp.losses.build_loss`."""
 
-    name: str = "cross-entropy"  # of LOSSES, or of a function that a program gives
-    smoothing: float = 0.0  # of labels
-    weights: tuple[float, ...] = ()  # factors of the losses of each class; none for ones
+    name: str = "cross-entropy"  # a name in LOSSES, or of a user-supplied function
+    smoothing: float = 0.0  # label smoothing
+    weights: tuple[float, ...] = ()  # class weights; empty for equal weights
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training practice around an optimizer.
+    """Training settings besides the optimizer.
 
-    Weight decay is apart from the gradient (Loshchilov and Hutter 2019, arXiv 1711.05101). Of the
-    augmented views of an image the mean gradient is clipped (De et al. 2022, arXiv 2204.13650).
+    Weight decay is decoupled (Loshchilov and Hutter 2019, arXiv 1711.05101). The mean gradient over
+    an image's augmented views is clipped (De et al. 2022, arXiv 2204.13650).
     """
 
-    schedule: str = "constant"  # of the learning rate, a name of SCHEDULES
-    warmup: int = 0  # steps in which the rate rises to its peak
-    weight_decay: float = 0.0  # lambda of theta - eta lambda theta
-    ema: float = 0.0  # decay of the weights' average that is published; 0 for the last weights
-    views: int = 1  # K, of each image in each step
-    augment: str = "none"  # how views are drawn, a name of AUGMENTS; "none" for images as they are
-    records: int = 1  # of each unit in each step, where units of privacy hold several
+    schedule: str = "constant"  # learning rate schedule, a name in SCHEDULES
+    warmup: int = 0  # steps in which the learning rate rises to its peak
+    weight_decay: float = 0.0  # lambda in theta - eta lambda theta
+    ema: float = 0.0  # decay of the published moving average; 0 publishes the last weights
+    views: int = 1  # augmentation multiplicity K: views per image and step
+    augment: str = "none"  # augmentation, a name in AUGMENTS; "none" for unchanged images
+    records: int = 1  # records per unit and step, if units of privacy have several
     loss: LossKind = field(default_factory=LossKind)
 
     @property
     def inputs(self) -> int:
-        """Inputs of the network from each unit of privacy in a step."""
+        """Number of network inputs per unit of privacy and step."""
         return self.records * self.views
 
     @property
     def augmented(self) -> bool:
-        """Whether images are augmented."""
+        """Return whether images are augmented."""
         return self.augment != "none"
 
     def rate(self, step: int, steps: int) -> float:
@@ -66,7 +66,7 @@ class Recipe:
         return 1 - done if self.schedule == "linear" else 1.0
 
     def decay(self, step: int) -> float:
-        """Weight that the average keeps of itself in step t, less in the first steps."""
+        """Return the decay of the moving average in step t, smaller in the first steps."""
         return min(self.ema, (1 + step) / (10 + step))
 
 
@@ -76,9 +76,9 @@ class Plan:
 
     steps: int  # T
     steps_per_epoch: int  # ceil(n/B)
-    physical_batch: int  # samples worked on at a time; noise is added once per step all the same
+    physical_batch: int  # samples processed at a time; noise is still added once per step
     private: bool = True  # False trains without clipping and noise, as a baseline
     recipe: Recipe = field(default_factory=Recipe)
-    loss: Callable[[Any, Any], Any] | None = None  # a program's own, in place of the recipe's
-    scores: Scores | None = None  # of test records with noise; None for exact ones, every epoch
-    isolated: bool = False  # run the network on each sample alone, so that it cannot mix samples
+    loss: Callable[[Any, Any], Any] | None = None  # user-supplied, instead of the recipe's
+    scores: Scores | None = None  # noisy scores of test records; None for exact ones every epoch
+    isolated: bool = False  # run the network on each sample alone, so it cannot mix samples

@@ -1,4 +1,4 @@
-"""Training state: everything that a checkpoint holds."""
+"""Training state: everything that is saved in a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from dpmac_cli.randomness.sampling import Sampler
 class Randomness:
     """Random draws of a run, all of them functions of a key and the step.
 
-    Ranks other than the first have the key of ``layers`` alone, and neither sampler nor noise.
+    Ranks other than the first have only the key of ``layers``, and neither sampler nor noise.
     """
 
     keys: Keys
@@ -32,20 +32,20 @@ class Randomness:
 
 @dataclass(kw_only=True)
 class TrainState:
-    """All state of a run in one value."""
+    """Complete state of a run."""
 
     theta: Tensor  # parameters, shape (d,); the model's tensors are views of it
     moments: Moments  # m and v of the private means
-    region: Ellipsoid  # that the next step clips to
-    spread: Spread | None  # memory of the geometry; None for a ball
-    chunk: int  # samples worked on at a time: the physical batch, halved when memory runs out
+    region: Ellipsoid  # clipping region of the next step
+    spread: Spread | None  # state of the geometry; None for a ball
+    chunk: int  # samples processed at a time: the physical batch, halved when memory runs out
     keys: Keys  # secret; with the step, they determine all further draws
     step: int = 0  # t, steps taken
-    average: Tensor | None = None  # of theta, scored and published; None where theta itself is
-    extra: Mapping[str, Tensor] = field(default_factory=dict)  # of hooks: secret coins of canaries
+    average: Tensor | None = None  # published average of theta; None if theta is published
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # from hooks: coins of canaries
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name. All but those of hooks are post-noise."""
+        """Return every tensor by name. All except those of hooks are post-noise."""
         named = {
             "theta": self.theta,
             "m": self.moments.m,
@@ -73,23 +73,23 @@ class TrainState:
     def restore(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], *, exactly: bool
     ) -> None:
-        """Copy a saved state, of the methods of these names, into this one.
+        """Copy a saved state, from the methods of the same names, into this one.
 
-        Where the steps to come repeat those of the saved run ``exactly``, they draw from the saved
-        keys, and otherwise from new ones.
+        If the next steps repeat those of the saved run ``exactly``, they use the saved keys,
+        otherwise new ones.
 
         Raises:
-            ModelError: it is of another model or optimizer.
-            ValueError: the keys of this state are not those that ``exactly`` asks for.
+            ModelError: the saved state belongs to another model or optimizer.
+            ValueError: the keys of this state contradict ``exactly``.
         """
         mine = {name: tuple(t.shape) for name, t in self.tensors().items()}
         saved = {name: tuple(t.shape) for name, t in tensors.items()}
         if mine != saved:
             raise ModelError(
-                f"The checkpoint is of another model or optimizer: {saved}, not {mine}."
+                f"The checkpoint belongs to another model or optimizer: {saved}, not {mine}."
             )
         if exactly != (Keys.of_json(numbers["keys"]) == self.keys):
-            raise ValueError("an exact resume takes the saved keys, and any other one new keys")
+            raise ValueError("an exact resume needs the saved keys; any other one needs new keys")
         for name, tensor in self.tensors().items():
             tensor.copy_(tensors[name])
         self.go_to({**numbers, "chunk": numbers["chunk"] if exactly else self.chunk})

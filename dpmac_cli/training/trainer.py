@@ -28,17 +28,17 @@ from dpmac_cli.training.evaluation import Evaluation, evaluate
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness, TrainState
 
-#: What a mechanism's own rounding may take of the margin that clipping leaves below 1: the rest is
-#: for the rounding of sums.
+#: Fraction of the clipping margin below 1 that the mechanism's rounding may use; the rest is for
+#: the rounding of sums.
 ROUNDING_SHARE = 0.01
 
 
 class Trainer:
-    """Trains a model by one optimizer.
+    """Train a model with one optimizer.
 
     Args:
         model: maps images to logits; its parameters are moved into one vector.
-        data: on the same device. hooks: canaries of an audit.
+        data: data on the same device. hooks: canaries of an audit.
         ranks: the processes of the run, each of which sums its share of every batch.
 
     Raises:
@@ -58,7 +58,7 @@ class Trainer:
         ranks: Ranks | None = None,
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
-            raise ValueError("a run without privacy clips nothing, so noise would have no scale")
+            raise ValueError("noise needs clipping, which is turned off without privacy")
         forbid_tf32()
         self.model, self.data, self.algorithm = model, data, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
@@ -82,8 +82,8 @@ class Trainer:
         self._blocks = blocks(theta.numel(), theta.device)
 
     def step(self) -> None:
-        """Take one step of Algorithm 1. An empty batch is a step like any other: noise alone."""
-        self.model.train()  # as it was validated: a program may have left it in evaluation mode
+        """Take one step of Algorithm 1. With an empty batch the step consists of noise only."""
+        self.model.train()  # as validated; the caller may have left it in evaluation mode
         batch = self._draw()
         clipped = self._clip_and_sum(batch)
         noise = self._begin()
@@ -106,7 +106,7 @@ class Trainer:
         self._metric.refresh()
         with nullcontext() if layers is None else layers.of(step):
             part, chunk = self._sums.of(batch, step, self._metric, state.chunk)
-        # The same everywhere: what rounds otherwise when a run is done again is a public number.
+        # Equal on all ranks, so differences in rounding between runs depend on public numbers.
         state.chunk = self._ranks.least(chunk)
         clipped = self._ranks.reduce(part)
         for hook in self.hooks:
@@ -114,7 +114,7 @@ class Trainer:
         return clipped
 
     def _begin(self) -> SeededNormals | None:
-        """Advance everything that is no vector to step t; return the noise of that step."""
+        """Advance all scalar state to step t; return the noise of that step."""
         state, source = self.state, self.randomness.noise
         state.step += 1
         state.moments.step = state.step
@@ -122,7 +122,7 @@ class Trainer:
         return None if source is None else source.at(state.step)
 
     def _release(self, clipped: Tensor, block: slice, noise: SeededNormals | None) -> PrivateMean:
-        """Return the private mean of some coordinates, from the rank with the noise: 9 to 11."""
+        """Return the private mean of some coordinates, from the rank with noise: lines 9 to 11."""
         region = part_of(self.state.region, block)
         if noise is not None:
             private = self.mechanism.release(clipped[block], region, noise)
@@ -159,7 +159,7 @@ class Trainer:
 
     @contextmanager
     def published(self) -> Iterator[nn.Module]:
-        """The model as it is scored and published: with averaged parameters, if there are any."""
+        """Use averaged parameters, if there are any, as for scoring and publishing."""
         theta, average = self.state.theta, self.state.average
         if average is None:
             yield self.model
@@ -174,14 +174,14 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Score the published model on every test record."""
         with self.published() as model:
-            # An isolated network may keep something of what it sees: not of test records.
+            # An isolated network may store information about inputs, but not about test records.
             scored = copy.deepcopy(model) if self.plan.isolated else model
             return evaluate(scored, self.data, self.data.test)
 
     def score(self) -> Evaluation | CoveredScore:
-        """Return the scores that may be shown: exact ones or, of covered test records, noisy ones.
+        """Return the scores to report: exact ones, or noisy ones for covered test records.
 
-        Raises ValueError if those of this step were released before.
+        Raises ValueError if the scores of this step were released before.
         """
         scores, step = self.plan.scores, self.state.step
         if scores is None:
@@ -200,21 +200,21 @@ class Trainer:
     def check_untrained(self) -> None:
         """Raise ModelError if training has changed a buffer or a frozen parameter.
 
-        They are published as they are.
+        They are published without noise.
         """
         for name, value in _untrained(self.model, self._sums.trained):
             before = self._untrained.get(name)
             if before is None or not identical(value, before):
                 raise ModelError(
-                    f"The network has changed its {name} in training: statistics of private data "
-                    "would be published without noise. Nothing of this run is; keep no statistics."
+                    f"The network changed its {name} during training: statistics of private data "
+                    "would be published without noise, so nothing is. Keep no statistics in it."
                 )
 
     def public_values(self) -> dict[str, float]:
         """Return post-noise quantities for logs. Synchronises with the device.
 
         ``noise_norm`` is the expected norm of the noise in the next private mean,
-        ||b|| sigma / B: a function of public values, unlike the norm of the noise drawn.
+        ||b|| sigma / B: a function of public values, unlike the norm of the actual noise.
         """
         state, mechanism, hyper = self.state, self.mechanism, self.algorithm.hyper
         region, d = state.region, state.theta.numel()
@@ -234,13 +234,13 @@ def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
     if added > ROUNDING_SHARE * margin:
         raise ModelError(
             f"The model has {size:,} parameters: rounding their sums to the grid of --secure could "
-            f"add {added:.1g} to the sensitivity, and clipping leaves a margin of {margin:.1g} for "
-            "all rounding. Choose a smaller model, or leave --secure out."
+            f"add {added:.1g} to the sensitivity, but clipping leaves a margin of only "
+            f"{margin:.1g} for all rounding. Use a smaller model, or leave out --secure."
         )
 
 
 def forbid_tf32() -> None:
-    """Have every product in full float32: TF32 and bf16 void the rounding bounds."""
+    """Compute products in full float32, because TF32 and bf16 void the rounding bounds."""
     torch.set_float32_matmul_precision("highest")
     backends: Any = torch.backends
     cudnn, mkldnn = backends.cudnn, backends.mkldnn
@@ -251,6 +251,6 @@ def forbid_tf32() -> None:
 
 
 def _untrained(model: nn.Module, trained: Container[int]) -> Iterator[tuple[str, Tensor]]:
-    """Name the tensors of a model that no optimizer changes."""
+    """Yield the name and value of each tensor that no optimizer changes."""
     yield from model.named_buffers()
     yield from ((name, p) for name, p in model.named_parameters() if id(p) not in trained)

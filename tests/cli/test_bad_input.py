@@ -83,7 +83,7 @@ BAD = [
     Bad(f"{STUDY} --out run", 2, ["--out run", "not a study's"]),
     Bad("compare --dataset mnist --data-dir empty --out new", 2, ["empty/MNIST/raw"]),
     # Privacy budgets
-    Bad(f"{TRAIN} --max-epsilon 0.001", 3, ["--max-epsilon", "allows no step"]),
+    Bad(f"{TRAIN} --max-epsilon 0.001", 3, ["--max-epsilon", "allows no further step"]),
     Bad(f"{TRAIN} --max-epsilon 5 --delta 1e-16", 3, ["1e-14", "larger delta"]),
     Bad(f"{TRAIN} --epsilon 5 --delta 1e-16", 3, ["1e-14", "larger delta"]),
     Bad(

@@ -344,7 +344,7 @@ def test_statistics_that_a_network_begins_to_keep_late_are_not_published(kept: s
         "        return self.linear(x.flatten(1))\n"
     )
     long = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "40", "--out", "run")
-    failed(dpmac(*long, "--model", "net.py:Net"), 4, f"has changed its {where} in training")
+    failed(dpmac(*long, "--model", "net.py:Net"), 4, f"changed its {where} during training")
     assert not Path("run/model.safetensors").exists()
 
 

@@ -204,7 +204,7 @@ def test_rows_of_numbers_are_clipped_to_the_range_of_the_run() -> None:
     np.savez("none.npz", x=np.ones((0, 3)))
     assert "none.npz holds no records" in refused(run, "none.npz")
     np.savez("other.npz", y=np.ones(3))
-    assert "must hold the arrays x (images or rows of numbers). It holds y" in refused(
+    assert "must contain the arrays x (images or rows of numbers). It contains y" in refused(
         run, "other.npz"
     )
 

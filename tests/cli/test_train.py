@@ -200,7 +200,7 @@ def test_a_fork_whose_budget_is_spent_is_exit_code_3() -> None:
     assert (report["state"], report["privacy"]["epsilon"] <= 0.09) == ("budget-spent", True)
     less = dpmac("train", "--fork", "parent", "--max-epsilon", "0.05", "--out", "less")
     assert less.exit_code == 3
-    assert "allows no step" in less.stderr
+    assert "allows no further step" in less.stderr
     assert not Path("less").exists()
 
 

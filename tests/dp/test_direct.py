@@ -210,7 +210,7 @@ def test_another_use_than_on_the_example_is_an_error(how: str) -> None:
     assert layers[0].direct
     flatten_parameters(layers)
     odd.append(True)
-    with pytest.raises(ModelError, match=r"The parameter p was not only broadcast"):
+    with pytest.raises(ModelError, match=r"The parameter p was used differently"):
         record_uses(model, layers, *samples())
 
 

@@ -232,7 +232,7 @@ def test_saved_keys_are_for_an_exact_resume_alone() -> None:
     first, again, other = (make_trainer("dp-sgd", seed=seed) for seed in (0, 0, 9))
     saved = first.state.tensors(), first.state.numbers()
     for state, exactly in ((again.state, False), (other.state, True)):
-        with pytest.raises(ValueError, match="takes the saved keys"):
+        with pytest.raises(ValueError, match="needs the saved keys"):
             state.restore(*saved, exactly=exactly)
 
 

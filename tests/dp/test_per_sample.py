@@ -941,7 +941,7 @@ def test_a_layer_whose_output_is_dropped_is_refused() -> None:
 
 
 def test_an_output_that_is_no_tensor_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"layer two must map tensors to one .* gave a list"):
+    with pytest.raises(ModelError, match=r"layer two must return one tensor .* not a list"):
         add_anything(BothOf(lambda two, x: two(x)[0], kind=list))
 
 
@@ -982,7 +982,7 @@ def test_a_shared_module_is_refused() -> None:
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
-    with pytest.raises(ModelError, match="no trainable parameter"):
+    with pytest.raises(ModelError, match="no trainable parameters"):
         find_layers(frozen(nn.Linear(4, 2)))
 
 
@@ -999,7 +999,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.privacy
 def test_randomness_inside_a_replayed_layer_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"holds parameters and draws at random"):
+    with pytest.raises(ModelError, match=r"has parameters and draws random numbers"):
         add_anything(Noisy())
 
 
@@ -1027,7 +1027,7 @@ def test_a_use_that_sees_other_rows_than_samples_is_refused() -> None:
         out: Tensor = pair.second(pair.first(pair.first(x).repeat(2, 1)))
         return out[: len(x)]
 
-    with pytest.raises(ModelError, match="The layer first has another number of rows"):
+    with pytest.raises(ModelError, match="The layer first does not have one row per sample"):
         add_anything(Pair(run))
 
 
@@ -1062,7 +1062,7 @@ def test_a_layer_that_takes_views_together_is_refused() -> None:
 
     subject = prepare(Joined(), views=2)
     x, y = torch.randn(SAMPLES, 2, 4), torch.zeros(SAMPLES, 2, dtype=torch.long)
-    with pytest.raises(ModelError, match="has another number of rows than there are samples"):
+    with pytest.raises(ModelError, match="does not have one row per sample"):
         subject.add(x, y, ball(1.0, subject.theta))
 
 
@@ -1071,7 +1071,7 @@ def test_a_layer_that_takes_views_together_is_refused() -> None:
 def test_another_number_of_views_is_refused(shape: tuple[int, ...]) -> None:
     subject = prepare(nn.Linear(4, CLASSES), views=3)
     y = torch.zeros(shape[0], dtype=torch.long)
-    with pytest.raises(ValueError, match="but 3 views of each"):
+    with pytest.raises(ValueError, match="do not have 3 views"):
         subject.add(torch.randn(shape), y, ball(1.0, subject.theta))
 
 
@@ -1097,7 +1097,7 @@ def test_a_sample_with_one_view_that_is_not_finite_adds_nothing(name: str, poiso
     ],
 )
 def test_tensors_by_name_are_refused(use: Callable[..., Tensor]) -> None:
-    with pytest.raises(ModelError, match="layer two must be given tensors by place"):
+    with pytest.raises(ModelError, match="layer two must be called with positional tensors"):
         add_anything(BothOf(use))
 
 

@@ -1,6 +1,6 @@
-"""Self-attention whose projections are called as Linear layers, so that their uses are recorded.
+"""Self-attention that calls its projections as Linear layers, so that their uses are recorded.
 
-Everything between them is torch's, run once: its dropout draws as it would without recording.
+The rest is torch's own code and runs once, so dropout draws the same numbers as without recording.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,12 +13,12 @@ from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from dpmac_cli.errors import ModelError
 
-#: What a call may be given by name beside values that leave attention as it is.
+#: Keyword arguments that a call may have, besides values that do not change attention.
 FREE = {"need_weights", "average_attn_weights"}
 
 
 def projections(module: Any) -> dict[str, nn.Linear]:
-    """Return Linear layers that hold the parameters of attention's two projections."""
+    """Return Linear layers with the parameters of attention's two projections."""
     found = {}
     inner, outer = (module.in_proj_weight, module.in_proj_bias), module.out_proj
     for name, (weight, bias) in (("in_proj", inner), ("out_proj", (outer.weight, outer.bias))):
@@ -29,7 +29,7 @@ def projections(module: Any) -> dict[str, nn.Linear]:
 
 @contextmanager
 def self_attentions(model: nn.Module) -> Iterator[set[int]]:
-    """Collect the ids of attention layers all of whose calls are plain self-attention."""
+    """Collect the ids of attention layers whose calls are all plain self-attention."""
     plain, others = set[int](), set[int]()
 
     def look(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ def self_attentions(model: nn.Module) -> Iterator[set[int]]:
 
 @contextmanager
 def calling_projections(calls: Iterable[tuple[str, nn.Module, nn.Module | None]]) -> Iterator[None]:
-    """Have attention call the modules of its projections: each a name, a module and attention."""
+    """Make attention layers call their projections, given as (name, module, attention layer)."""
     called: dict[nn.Module, dict[str, nn.Module]] = {}
     try:
         for name, linear, attention in calls:
@@ -63,7 +63,7 @@ def calling_projections(calls: Iterable[tuple[str, nn.Module, nn.Module | None]]
 
 
 def _is_known(module: Any) -> bool:
-    """Return whether attention is torch's own, of samples in front, with plain parameters."""
+    """Return whether a module is torch's batch-first attention with plain parameters."""
     return (
         type(module) is nn.MultiheadAttention
         and "forward" not in vars(module)
@@ -77,7 +77,7 @@ def _is_known(module: Any) -> bool:
 
 
 def _is_plain(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """Return whether a call attends from each position of a tensor to all of them."""
+    """Return whether a call is self-attention without a mask."""
     plain = all(v is None or v is False for name, v in named.items() if name not in FREE)
     return plain and len(inputs) == 3 and len({*map(id, inputs)}) == 1 and inputs[0].ndim == 3
 
@@ -85,11 +85,11 @@ def _is_plain(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
 def _self_attention(
     name: str, module: Any, calls: Mapping[str, nn.Module], *inputs: Any, **named: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what ``nn.MultiheadAttention.forward`` does for plain self-attention."""
+    """Compute the result of ``nn.MultiheadAttention.forward`` for plain self-attention."""
     if not _is_plain(inputs, named):
         raise ModelError(
-            f"The layer {name} was called in this step in another way than on made-up samples, "
-            f"which its gradients would lack. Call it as self.{name}(x, x, x), without a mask."
+            f"The layer {name} was called differently in this step than during validation, so its "
+            f"gradients would be incomplete. Call it as self.{name}(x, x, x), without a mask."
         )
     x, p = inputs[0], module.dropout if module.training else 0.0
     heads = calls["in_proj"](x).unflatten(2, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)

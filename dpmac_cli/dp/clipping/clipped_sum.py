@@ -1,7 +1,7 @@
 """Sums of clipped, centred per-sample gradients, with margins for rounding.
 
-Rounding is a privacy matter: a norm that is computed too small lets a sample contribute more than
-1. Samples are clipped by norm plus error bound, computed in float64 where terms cancel too much.
+Rounding affects privacy: if a computed norm is too small, a sample contributes more than 1. Samples
+are clipped by norm plus error bound, in float64 if terms cancel too much.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,19 @@ from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
 
-#: Samples that a step may add up before the margin for rounding grows.
+#: Number of samples that a step may add up before the margin for rounding grows.
 FEW = 1024
-#: The margin: 2.5 times the largest rounding that a search over adversarial batches found.
+#: Margin: 2.5 times the largest rounding error found by a search over adversarial batches.
 ROOM = 6e-4
-#: Rows whose rounding bound exceeds this share of their squared norm are computed in float64.
+#: Rows whose rounding bound exceeds this fraction of their squared norm are computed in float64.
 SLACK_SHARE = 0.01
 #: The sum of c_i times ||m/b|| above which sum c_i g_i - (sum c_i) m cancels too much for float32,
 #: for a batch of :data:`FEW` samples.
 CANCELLATION_LIMIT = 250.0
-#: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its own clipped norm
-#: is at most 1, but the terms that it is the sum of reach further.
+#: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its clipped norm is
+#: at most 1, but the terms of the sum that it consists of may be larger.
 REACH = 8.0
-#: c_i below which a sample adds nothing: float32 has few digits left for it.
+#: c_i below which a sample adds nothing, because float32 has few digits left for it.
 LEAST_WEIGHT = 1e-30
 
 #: Computes per-sample losses, shape (samples,), and every layer's uses, or its gradients.
@@ -38,13 +38,13 @@ PerSample = Callable[[Tensor, Tensor], tuple[Tensor, Sequence[Sequence[Use] | Te
 
 
 class ClippedSum:
-    """Turns a chunk of samples into the sum of their clipped, centred gradients.
+    """Compute the sum of clipped, centred gradients of a chunk of samples.
 
     Args:
-        model, layers, views, loss: as in :func:`.record_uses`. The mean gradient of a sample's
+        model, layers, views, loss: see :func:`.record_uses`. The mean gradient of a sample's
             views, or of a unit's records, is clipped once.
-        capacity: the largest number of samples in a call of :meth:`of`; public.
-        batch: B, the expected number of samples in a step; by default one chunk.
+        capacity: largest number of samples in a call of :meth:`of`; public.
+        batch: expected number B of samples in a step; by default one chunk.
         per_sample: :class:`.Isolated`, with its layers; by default :func:`.record_uses`.
     """
 
@@ -70,19 +70,19 @@ class ClippedSum:
 
         Args:
             x: at least one input, shape (samples, ...), or (samples, views, ...) if several views.
-            y: a label of each input, shape (samples, ...) or (samples, views, ...).
-            metric: of the ellipsoid to clip to.
-            out: shape (d,).
+            y: one label per input, shape (samples, ...) or (samples, views, ...).
+            metric: metric of the ellipsoid to clip to.
+            out: result, shape (d,).
 
         Raises:
             ModelError: see :func:`.record_uses`.
-            ValueError: more samples than the capacity, or another number of views than ``views``.
+            ValueError: there are more samples than the capacity, or not ``views`` views.
         """
         if len(x) > self._capacity:
             raise ValueError(f"{len(x)} samples, but the capacity is {self._capacity}")
         if self.views > 1 and x.shape[1:2] != (self.views,):
-            raise ValueError(f"inputs of shape {tuple(x.shape)}, but {self.views} views of each")
-        with code_of_network(x):  # which norms and sums may run again
+            raise ValueError(f"inputs of shape {tuple(x.shape)} do not have {self.views} views")
+        with code_of_network(x):  # norms and sums may run the network's code again
             self._sum(x, y, metric, out)
 
     def _sum(self, x: Tensor, y: Tensor, metric: Metric, out: Tensor) -> None:
@@ -90,7 +90,7 @@ class ClippedSum:
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
         exact = c * squared.reach.sqrt() > REACH
-        # On CUDA, asking would wait for the device.
+        # On CUDA, this check would wait for the device.
         kept = None if not valid.is_cuda and bool(valid.all()) else valid
         region, total, result = metric.region, c.sum(), out
         if not region.is_ball:
@@ -120,7 +120,7 @@ class ClippedSum:
 
     def _squared_norms(self, gradients: ByLayer, metric: Metric) -> SquaredNorms:
         squared = total_squared_norms(gradients, metric)
-        # Rows that are not clipped even with the slack need no better norm.
+        # Rows that are not clipped even with the slack need no more precise norm.
         clipped = squared.value + squared.slack > self._limit**2
         rows = clipped & (squared.slack > SLACK_SHARE * squared.value)
         if bool(rows.any()):
@@ -134,8 +134,8 @@ class ClippedSum:
 def clip_limit(samples: float) -> float:
     """Return the norm to clip to instead of 1, for steps of about this many samples.
 
-    The rest covers the rounding of float32 sums. It grows with the number of their terms, in one
-    chunk or in several: removing a record moves all others to other places in their chunks.
+    The difference covers the rounding of float32 sums. It grows with the number of terms, in one
+    or several chunks, because removing a record moves all others to other places in their chunks.
     """
     return 1 / (1 + ROOM * max(1.0, samples / FEW))
 

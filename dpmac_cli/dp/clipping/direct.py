@@ -1,7 +1,7 @@
-"""Parameters that a network's own forward reads, as a class token or a LayerScale.
+"""Parameters that are read directly in a forward method, such as a class token or a LayerScale.
 
-Where such a parameter is broadcast over a batch, every row is given a copy of its own. The
-gradients by the copies are its per-sample gradients, whatever else the network computes.
+If such a parameter is broadcast over a batch, every row gets its own copy. The gradients with
+respect to the copies are its per-sample gradients, whatever else the network computes.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-#: Functions of two tensors that broadcast both.
+#: Functions of two tensors that broadcast both of them.
 ELEMENTWISE = frozenset(
     getattr(owner, form.format(name))
     for name in ("add", "mul", "sub", "div", "truediv")
@@ -23,31 +23,32 @@ ELEMENTWISE = frozenset(
 )
 #: Functions that repeat a tensor along dimensions.
 EXPANDING = frozenset({Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat})
-#: Functions whose result has no gradient by the parameter. ``data`` is a property, which torch's
-#: stubs declare as a Tensor.
+#: Functions whose result has no gradient with respect to the parameter. ``data`` is a property,
+#: which torch's stubs declare as a Tensor.
 DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 
-#: Maps gradients by rows' copies of what was read to gradients by the parameter, (rows, *shape).
+#: Maps gradients w.r.t. copies of the value that was read to those w.r.t. the parameter, per row.
 PullBack: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Copies(TorchFunctionMode):
-    """Gives each of some parameters as many copies as a batch has rows, while it is active.
+    """Context manager that replaces some parameters with one copy per row of the batch.
 
-    What is computed from one parameter alone, as a slice or a reshaped one, is copied like it.
+    Values computed from a single parameter, such as a slice or a reshape, are copied in the same
+    way.
     """
 
     def __init__(self, parameters: Iterator[nn.Parameter], rows: int) -> None:
         super().__init__()
-        # What stands for a tensor that a network reads, and the parameter that it is computed from.
+        # Placeholder of each tensor that a network reads, and the parameter it is computed from.
         self._read = {id(p): (p.detach().requires_grad_(), p) for p in parameters}
-        # The copies that each parameter was given, by its id.
+        # The copies of each parameter, by its id.
         self.by_parameter: dict[int, list[tuple[Tensor, PullBack]]] = {i: [] for i in self._read}
-        self.refused: set[int] = set()  # ids of those that were read in a way that is not known
+        self.refused: set[int] = set()  # ids of parameters that were read in an unsupported way
         self._rows = rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch; replace a parameter among its arguments by copies."""
+        """Run a torch function; replace a parameter among its arguments with copies."""
         named = dict(kwargs or {})
         if func is Tensor.expand_as:
             func, args = Tensor.expand, (args[0], args[1].shape)
@@ -67,7 +68,7 @@ class Copies(TorchFunctionMode):
         return func(*args, **named)
 
     def _computed(self, func: Any, args: Any, result: Any, parameter: nn.Parameter) -> Any:
-        """Return what a function made of one parameter alone, or rows' copies of that."""
+        """Return a function's result for a single parameter, or copies of it for the rows."""
         if not isinstance(result, Tensor) or result._version > 0:
             if result is None or tensors_in(result):
                 self.refused.add(id(parameter))
@@ -75,7 +76,7 @@ class Copies(TorchFunctionMode):
             once = result.shape[1:] == args[0].shape[args[0].ndim == result.ndim :]
             if self._is_copied(args[0], result.shape) and (once or func is not Tensor.repeat):
                 return self._keep(args[0], parameter, result)
-            self.refused.add(id(parameter))  # as many dimensions as rows, in the next batch
+            self.refused.add(id(parameter))  # may have the size of the next batch
         elif result.requires_grad:
             self._read[id(result)] = result, parameter
         return result
@@ -91,7 +92,7 @@ class Copies(TorchFunctionMode):
         return self._keep(source, parameter, source.detach().expand(shape))
 
     def _is_copied(self, read: Tensor, shape: torch.Size) -> bool:
-        """Return whether a shape has rows for those of the batch, and what is read has none."""
+        """Return whether a shape has the batch's rows and the value that is read does not."""
         without = read.ndim < len(shape) or read.shape[:1] == (1,)
         return len(shape) > 0 and shape[0] == self._rows and without
 
@@ -103,7 +104,7 @@ class Copies(TorchFunctionMode):
 
 
 def _pull_back(source: Tensor, leaf: Tensor, by_copies: Tensor) -> Tensor:
-    """Return gradients by a parameter, (rows, *shape), from those by copies of ``source``."""
+    """Map gradients w.r.t. copies of ``source`` to those w.r.t. its parameter, (rows, *shape)."""
     shape = (1,) * (by_copies.ndim - source.ndim) + source.shape
     rows = len(by_copies)
     by_row = by_copies.sum_to_size(rows, *shape[1:]).reshape(rows, *source.shape)
@@ -114,10 +115,10 @@ def _pull_back(source: Tensor, leaf: Tensor, by_copies: Tensor) -> Tensor:
 
 
 def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
-    """Return the ids of parameters that :class:`Copies` knows every use of, on an example batch.
+    """Return the ids of parameters whose uses :class:`Copies` all supports, on an example batch.
 
-    Those are asked about that are held beside other modules with parameters. A batch of another
-    size must agree: a dimension that is not the samples may have the size of one by chance.
+    Only parameters of modules that contain other modules with parameters are checked. A second
+    batch size must give the same result, as other dimensions may have the batch size by chance.
     """
     asked = [
         p
@@ -133,7 +134,7 @@ def copied_parameters(model: nn.Module, example: Tensor) -> set[int]:
         try:
             with torch.enable_grad(), copies:
                 model(batch)
-        except Exception:  # noqa: BLE001  (user code may raise anything, and will again in training)
+        except Exception:  # noqa: BLE001  (user code may raise anything, and would in training)
             return set()
         known &= {p for p, found in copies.by_parameter.items() if found} - copies.refused
     return known

@@ -15,14 +15,14 @@ from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, Metric, SquaredN
 from dpmac_cli.dp.clipping.outer_products import OuterProducts
 from dpmac_cli.dp.clipping.products import DEVICE_PIECE, PositionProducts, sizes
 
-#: Numbers to instantiate at a time on a CPU, so that they fit in its cache.
+#: Numbers to instantiate at a time on a CPU, to fit in its cache.
 PIECE = 1 << 20
 #: Numbers of one layer's gradients to hold between norm and sum: 80 MB in float32.
 HELD = 20_000_000
 
 
 class PerSampleGradients(Protocol):
-    """One layer's gradients for each sample of a chunk: the interface of a form."""
+    """Per-sample gradients of one layer for a chunk: the interface of a form."""
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
         """Return ||(g_i - m)/b||^2 over this layer, with bounds on rounding."""
@@ -32,17 +32,17 @@ class PerSampleGradients(Protocol):
 
         Args:
             c: weights, shape (samples,); 0 where not valid.
-            valid: finite samples; None if all are. The others add exactly 0.
+            valid: mask of finite samples; None if all are finite. The others add exactly 0.
             out: the layer's slice, shape (d_layer,).
-            exact: samples to add in float64, whose terms cancel within the sample; None if there
-                are none. Forms that hold the gradients ignore it.
+            exact: mask of samples to add in float64, because their terms cancel; None for none.
+                Forms that store the gradients ignore it.
         """
 
     def select(self, rows: Tensor | slice) -> "PerSampleGradients":
-        """Return some samples by a mask, or all by ``slice(None)``, in float64."""
+        """Return the samples of a mask, or all of them for ``slice(None)``, in float64."""
 
 
-#: Layers, each with its gradients for each sample of a chunk.
+#: Layers, each with its per-sample gradients for a chunk.
 ByLayer = Sequence[tuple[Layer, PerSampleGradients]]
 
 
@@ -53,10 +53,10 @@ def total_squared_norms(gradients: ByLayer, metric: Metric) -> SquaredNorms:
 
 @dataclass(frozen=True)
 class Instantiated:
-    """Gradients written out: whole or, where they are too large to hold, some samples at a time.
+    """Instantiated gradients: all of them, or some samples at a time if they are too large.
 
-    ``pieces`` gives (samples, d_layer) for a few samples after the other, the same floats every
-    time: norms and sum read the same.
+    ``pieces`` yields (samples, d_layer) for a few samples at a time, with the same floats every
+    time, so norms and sum read the same numbers.
     """
 
     pieces: Callable[[], Iterable[Tensor]]
@@ -85,12 +85,12 @@ class Instantiated:
 
 
 def held(g: Tensor) -> Instantiated:
-    """Return the form of gradients that are all written out, shape (samples, d_layer)."""
+    """Return the form of gradients that are all in memory, shape (samples, d_layer)."""
     return Instantiated(lambda: [g])
 
 
 def in_pieces(layer: Layer, uses: Sequence[Use], views: int = 1) -> Instantiated:
-    """Return the form of gradients that are written out, again, whenever they are read."""
+    """Return the form of gradients that are instantiated again whenever they are read."""
     step = _at_a_time(uses[0].delta, layer.stop - layer.start)
     return Instantiated(
         lambda: (instantiate(layer, some, views) for some in in_groups(uses, views, step))
@@ -110,8 +110,8 @@ def choose_form(
 ) -> PerSampleGradients:
     """Return the cheapest form that the layer's type, its shapes and its uses allow.
 
-    ``uses`` are all of a forward pass, or its gradients, written out. Each has ``views`` rows per
-    sample, next to each other, whose gradients are summed. ``ball``: norms are taken in a ball.
+    ``uses`` are all uses in a forward pass, or the instantiated gradients. Each has ``views``
+    adjacent rows per sample, whose gradients are summed. ``ball``: norms are taken in a ball.
     """
     if isinstance(uses, Tensor):
         return held(uses)
@@ -129,7 +129,7 @@ def choose_form(
     elif not small and not isinstance(layer.module, nn.Conv2d):
         # Gradients of other convolutions are too expensive to compute twice.
         return in_pieces(layer, uses, views)
-    # A few samples at a time, whose gradients stay in a cache while they are written.
+    # A few samples at a time, whose gradients stay in the cache while they are written.
     return held(instantiate(layer, uses, views, max(2, _piece(delta) // 4 // size)))
 
 
@@ -139,5 +139,5 @@ def _piece(like: Tensor) -> int:
 
 
 def _at_a_time(like: Tensor, size: int) -> int:
-    """Return for how many samples that is, of ``size`` numbers each."""
+    """Return how many samples of ``size`` numbers to instantiate at a time."""
     return max(1, _piece(like) // max(1, size))

@@ -1,7 +1,7 @@
-"""Per-sample gradients of a network that is run on each sample alone, by vmap or in a loop.
+"""Per-sample gradients of a network that runs on each sample separately, by vmap or in a loop.
 
 No operation of the network sees two samples, so none can mix them. Every run uses a fresh copy of
-the module tree: nothing is carried over in parameters, buffers or other attributes. State in
+the module tree, so nothing is carried over in parameters, buffers or other attributes. State in
 globals, class attributes or closures is not copied and cannot be isolated.
 """
 
@@ -22,25 +22,25 @@ from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 
-#: Numbers of instantiated gradients per chunk: 16 MiB of float32. On a CPU, 2^20 and 2^24 take up
-#: to 1.4 times as long.
+#: Number of instantiated gradient entries per chunk: 16 MiB of float32. On a CPU, 2^20 and 2^24
+#: take up to 1.4 times as long.
 WRITTEN_OUT = 1 << 22
 
 
 class Isolated:
     """Per-sample losses and gradients of a network that sees one sample at a time.
 
-    Weights that are used outside of their layer, or shared with another, get their full gradient.
-    Whether vmap can run the network is tried once, on random data.
+    Weights that are used outside their layer, or shared between layers, get their full gradient.
+    vmap is tried once, on random data; if it cannot run the network, a loop is used.
 
     Args:
         model: maps (1, ...), or the views of one sample (views, ...), to logits (rows, classes).
             Its parameters must not be flattened yet.
         layers: :func:`~dpmac_cli.dp.clipping.layers.split_by_module` of the model.
-        shape: of a sample: (...), or (views, ...) if there are several augmented views.
-        views: inputs of each sample, public. They may be mixed with each other.
-        loss: of each row, that does not mix them.
-        label: of an input, an example that is not private.
+        shape: shape of a sample: (...), or (views, ...) if there are several augmented views.
+        views: number of inputs per sample, public. The network may mix them with each other.
+        loss: one loss per row, independent across rows.
+        label: example of an input's label, not private.
 
     Raises ModelError if the network fails on a random sample.
     """
@@ -56,7 +56,7 @@ class Isolated:
     ) -> None:
         self._loss_of = loss
         self._model, self._layers, self._views = model, layers, views
-        self._names = {  # of each layer's parameters in the model
+        self._names = {  # names of each layer's parameters in the model
             layer.name: [f"{layer.name}.{key}".strip(".") for key in layer.parameters]
             for layer in layers
         }
@@ -74,14 +74,14 @@ class Isolated:
                 for p in probe.parameters():  # zeros would hide uses of other weights
                     p.add_(torch.randn_like(p), alpha=0.1)
                 self._looped(probe, x, y)
-            self.vmapped = self._try_vmap(probe, x, y)  # or chunks are run in a loop
+            self.vmapped = self._try_vmap(probe, x, y)  # False: chunks run in a loop
         if not self.vmapped:
             self.recorded = set()
         size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
         self.most = max(1, WRITTEN_OUT // max(1, size))  # samples in a chunk; public
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use] | Tensor]]:
-        """Return losses of a chunk, and each layer's uses or, if not recorded, its gradients."""
+        """Return the losses of a chunk, and the uses of each recorded layer or its gradients."""
         if not self.vmapped:
             losses, g = self._looped(self._model, x, y)
             return losses, [g[:, layer.start : layer.stop] for layer in self._layers]
@@ -95,7 +95,7 @@ class Isolated:
         return self._loss_of(network(rows), labels).mean()
 
     def _looped(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses and gradients, (samples, d), each by a copy of the model and a new seed."""
+        """Return losses and gradients, (samples, d), with a new copy and seed for each sample."""
         losses = []
         rows = x.new_empty(len(x), self._layers[-1].stop)
         seeds = torch.randint(2**62, (len(x),)).tolist()
@@ -118,7 +118,7 @@ class Isolated:
     ) -> tuple[Tensor, dict[str, list[Use]], dict[str, Tensor]]:
         """Return losses, the recorded layers' uses, and the others' gradients, (samples, d_layer).
 
-        The gradient by a layer's output is that by a tap, a zero that is added to it.
+        The gradient w.r.t. a layer's output is the one w.r.t. a tap, a zero that is added to it.
         """
         alone = copy.deepcopy(model).requires_grad_(False)
         taps = [x.new_zeros(out) for name, _, out in self._calls if name in self.recorded]
@@ -150,7 +150,7 @@ class Isolated:
         trained = {n: named[n] for layer in loose for n in self._names[layer]}
         one: Any = grad(loss_of, argnums=(0, 1), has_aux=True)
         mapped = vmap(one, in_dims=(None, None, 0, 0), randomness="different")
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+        with sdpa_kernel(SDPBackend.MATH):  # the other backends have no batching rule
             (deltas, g), (losses, read) = mapped(taps, trained, x, y)
         self._calls = calls  # the same in every run
         uses: dict[str, list[Use]] = {name: [] for name in self.recorded}
@@ -164,7 +164,7 @@ class Isolated:
         """Find the layers to record, and return whether vmap agrees with the loop.
 
         A layer is recorded if it has a rule and no hooks, its rows are a sample's views, and none
-        of its weights is used elsewhere: autograd finds the same gradient.
+        of its weights is used elsewhere, so autograd gives the same gradient.
         """
         layers = [
             layer
@@ -193,5 +193,5 @@ class Isolated:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether finite numbers differ by rounding alone."""
+    """Return whether numbers are finite and differ only by rounding."""
     return torch.allclose(a, b, rtol=1e-6, atol=1e-6 * float(b.abs().max()))

@@ -1,4 +1,4 @@
-"""Norms of the gradient by a layer's kernel, in the layer's metric, from a few of its rows."""
+"""Norms of the gradient w.r.t. a layer's kernel in the layer's metric, a few rows at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, row_squares, row_sums
 
 
 class Kernel:
-    """One layer's metric, and the map from G_i to gradients by its parameters.
+    """Metric of one layer, and the map from G_i to gradients w.r.t. its parameters.
 
     The map is linear: the identity, or that of :class:`Standardisation`.
     """
@@ -30,9 +30,9 @@ class Kernel:
         self._largest = self._largest_inverse()
 
     def reach(self, delta: Tensor, squares: Tensor) -> Tensor:
-        """Return R_i^2, or more: float64, shape (samples,).
+        """Return R_i^2 or an upper bound, float64, shape (samples,).
 
-        ``delta`` is (samples, T, O); ``squares`` are of the norms of a, float64, (samples, T).
+        ``delta`` is (samples, T, O); ``squares`` are squared norms of a, float64, (samples, T).
         """
         root = self._largest.sqrt()
         if root.ndim == 0:
@@ -43,7 +43,7 @@ class Kernel:
         return (by_delta * by_input).sum(1).square_()
 
     def _largest_inverse(self) -> Tensor:
-        """Return the largest A that an output's gradients meet in the map, float64, (O,)."""
+        """Return the largest A applied to an output's gradients in the map, float64, (O,)."""
         by_name = {}
         for name, part in self._parts.items():
             inverse = self.metric.inverse
@@ -58,14 +58,14 @@ class Kernel:
         return weights + by_name["gain"] if "gain" in by_name else weights
 
     def scaled(self, delta: Tensor) -> Tensor:
-        """Return delta for G_i by the weight instead of W-hat, (samples, T, O)."""
+        """Return delta for G_i w.r.t. the weight instead of W-hat, (samples, T, O)."""
         return delta if self._through is None else delta * self._through.scale
 
     def along(self, uses: Sequence[Use], views: int) -> tuple[Tensor, Tensor] | None:
-        """Return what the map of :class:`Standardisation` changes about norms in a ball, if any.
+        """Return the change of norms in a ball by the map of :class:`Standardisation`, if any.
 
-        That is what the gain adds less what the direction of W takes away, and the sum of both,
-        float64, shape (samples,) each.
+        The first result is the contribution of the gain minus that of the direction of W, the
+        second is their sum; float64, shape (samples,) each.
         """
         conv, through, by_use = self._module, self._through, []
         if through is None:
@@ -82,13 +82,13 @@ class Kernel:
         return (gained - lost) * self.metric.inverse, (gained + lost) * self.metric.inverse
 
     def centred(self, a: Tensor) -> Tensor:
-        """Return inputs that make G_i centred where the map centres it."""
+        """Return inputs for which G_i is centred, if the map centres it."""
         return a if self._through is None else a - a.mean(2, keepdim=True)
 
     def squares(self, g: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Return the squared norms of some outputs' gradients, and those before anything cancels.
+        """Return squared norms of some outputs' gradients, and their values before cancellation.
 
-        ``g`` are G_i of these outputs by centred inputs, (samples, outputs, K), and overwritten.
+        ``g`` are G_i of these outputs for centred inputs, (samples, outputs, K). Overwritten.
         The norms are float64, shape (samples,).
         """
         samples, outputs, inputs = g.shape

@@ -1,4 +1,4 @@
-"""Rules that instantiate per-sample gradients, by layer type; torch.func.vmap for other layers."""
+"""Per-sample gradient rules by layer type, and torch.func.vmap for other layers."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +22,17 @@ from dpmac_cli.errors import ModelError
 FEW_INPUTS = 64
 FEW_POSITIONS = 256
 
-#: Gradients by a layer's parameters, by name: each (samples, ...).
+#: Gradients w.r.t. a layer's parameters, by parameter name, each (samples, ...).
 Gradients = Mapping[str, Tensor | OuterProducts]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Everything about one call of a layer except its tensors."""
+    """Arguments and output of one call of a layer, without its tensors."""
 
-    positional: tuple[Any, ...] = (Tensor,)  # with the class Tensor in place of tensors
+    positional: tuple[Any, ...] = (Tensor,)  # with the class Tensor instead of tensors
     named: Mapping[str, Any] = field(default_factory=dict)
-    output: int | None = None  # index of the output that the use is about, if there are several
+    output: int | None = None  # index of the output that the use refers to, if there are several
 
     def again(
         self, module: nn.Module, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor]
@@ -49,20 +49,20 @@ class Call:
 class Use:
     """Inputs and output gradients of one use of a layer in a forward pass.
 
-    A parameter that rows have copies of has no inputs; delta are its gradients, row by row.
+    A parameter with one copy per row has no inputs; delta are its gradients, row by row.
     """
 
     inputs: tuple[Tensor, ...]  # each (samples * views, ...)
-    delta: Tensor  # gradients of the loss by the output, (samples * views, ...)
+    delta: Tensor  # gradients of the loss w.r.t. the output, (samples * views, ...)
     call: Call = Call()
 
     def part(self, rows: slice) -> "Use":
-        """Return some of the rows."""
+        """Return a slice of the rows."""
         return Use(tuple(x[rows] for x in self.inputs), self.delta[rows], self.call)
 
 
 def in_groups(uses: Sequence[Use], views: int, samples: int) -> Iterator[list[Use]]:
-    """Yield the uses of so many samples at a time."""
+    """Yield the uses of ``samples`` samples at a time."""
     rows = samples * views
     for begin in range(0, len(uses[0].delta), rows):
         yield [use.part(slice(begin, begin + rows)) for use in uses]
@@ -73,7 +73,7 @@ def instantiate(
 ) -> Tensor:
     """Return gradients summed over uses and views, in theta's order, (samples, d_layer).
 
-    They are instantiated for so many samples at a time, by default for all.
+    They are instantiated for a number of samples at a time, by default for all.
     """
     delta, through = uses[0].delta, None
     if type(layer.module) is StandardisedConv2d:
@@ -120,7 +120,7 @@ def _write(
 
 
 def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
-    """Gradients of any layer whose outputs for one sample do not depend on the others."""
+    """Return gradients of any layer whose outputs for one sample do not depend on the others."""
     values = {n: p.detach().to(use.delta.dtype) for n, p in layer.module.named_parameters()}
     trained = {name: values.pop(name) for name in layer.parameters}
 
@@ -133,14 +133,14 @@ def _by_vmap(layer: Layer, use: Use, views: int) -> Gradients:
 
     inputs = tuple(_by_sample(rows, views) for rows in use.inputs)
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no batching rule
+        with sdpa_kernel(SDPBackend.MATH):  # the other backends have no batching rule
             gradients: Gradients = vmap(one)(inputs, _by_sample(use.delta, views))
     except RuntimeError as failure:
         if "random" not in str(failure):
             raise
         raise ModelError(
             f"The layer {layer.name or 'of the model itself'} ({type(layer.module).__name__}) "
-            "holds parameters and draws at random in one forward, which cannot be repeated for its "
+            "has parameters and draws random numbers in one forward, which cannot be repeated for "
             "per-sample gradients. Construct it with dropout=0, and put nn.Dropout around it."
         ) from None
     return gradients
@@ -157,9 +157,9 @@ def _linear(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
 
 
 def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | None:
-    """Gradients by the kernel that a convolution used, (samples, out, in, height, width).
+    """Return gradients w.r.t. a convolution's kernel, (samples, out, in, height, width).
 
-    By one matrix product per sample, or a grouped convolution over views; None if neither fits.
+    Uses one matrix product per sample, or a grouped convolution over views; None if neither fits.
     """
     conv: Any = layer.module
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or a.ndim != 4:
@@ -171,7 +171,7 @@ def _conv2d(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients | N
         by_position = gradients_by_position(conv, delta, views)
         products = OuterProducts(by_position, inputs_by_position(conv, a, views), bias=False)
         return {"weight": products, "bias": bias}
-    # (views, samples * channels, ...) each: a group of channels for every sample.
+    # (views, samples * channels, ...) each: one group of channels per sample.
     a, g = (_by_sample(rows, views).transpose(0, 1).flatten(1, 2) for rows in (a, delta))
     shape, groups = (samples * outputs, *kernel), samples * conv.groups
     weight = kernel_gradient(conv, a, g, shape, groups).reshape(samples, outputs, *kernel)
@@ -193,7 +193,7 @@ def _layer_norm(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients
 
 
 def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
-    """Rows of delta, added up where a sample has a token more than once."""
+    """Return rows of delta, summed over repeated tokens of a sample."""
     table: Any = layer.module
     samples = len(a) // views
     tokens, width = table.weight.shape
@@ -206,11 +206,11 @@ def _embedding(layer: Layer, a: Tensor, delta: Tensor, views: int) -> Gradients:
     return {"weight": g}
 
 
-#: How a layer's gradients are instantiated, by its exact type; None falls back on vmap.
+#: Functions that instantiate a layer's gradients, by its exact type; None falls back to vmap.
 RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
-    StandardisedConv2d: _conv2d,  # by W-hat
+    StandardisedConv2d: _conv2d,  # w.r.t. W-hat
     nn.GroupNorm: _channel_norm,
     ConstantNorm: _channel_norm,
     nn.LayerNorm: _layer_norm,
@@ -219,11 +219,11 @@ RULES: Mapping[type[nn.Module], Callable[[Layer, Tensor, Tensor, int], Gradients
 
 
 def _by_sample(rows: Tensor, views: int) -> Tensor:
-    """(samples * views, ...) as (samples, views, ...)."""
+    """Reshape (samples * views, ...) to (samples, views, ...)."""
     return rows.reshape(len(rows) // views, views, *rows.shape[1:])
 
 
 def _over_positions(rows: Tensor, views: int) -> Tensor:
-    """(samples * views, channels, ...) summed to (samples, channels)."""
+    """Sum (samples * views, channels, ...) to (samples, channels)."""
     by_view = rows.sum(tuple(range(2, rows.ndim))) if rows.ndim > 2 else rows
     return _by_sample(by_view, views).sum(1)

@@ -1,4 +1,4 @@
-"""Layers of a model, and the slices of theta, the flat vector of all parameters, that they fill."""
+"""Layers of a model, and their slices of theta, the flat vector of all parameters."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from dpmac_cli.dp.clipping.attention import projections, self_attentions
 from dpmac_cli.dp.clipping.direct import copied_parameters
 from dpmac_cli.errors import ModelError
 
-#: Coordinates that a CPU works on at a time. With fewer, starting the operations costs more than
-#: the cache saves (measured from 2^15 to 2^20 coordinates).
+#: Coordinates that a CPU processes at a time. With fewer, the overhead of operations exceeds the
+#: gain from the cache (measured from 2^15 to 2^20 coordinates).
 BLOCK = 400_000
 
 
@@ -22,24 +22,24 @@ BLOCK = 400_000
 class Layer:
     """A module with trainable parameters, which fill the slice ``start:stop`` of theta."""
 
-    name: str  # of the module, or of the parameter, in the model
+    name: str  # name of the module or the parameter in the model
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # by name within the module, in theta's order
     start: int = 0
     stop: int = 0
-    direct: bool = False  # one parameter that the module's own forward reads
-    attention: nn.Module | None = None  # of which the module is a projection
+    direct: bool = False  # a single parameter that the module's forward reads directly
+    attention: nn.Module | None = None  # attention layer, if the module is its projection
 
     @property
     def slices(self) -> dict[str, slice]:
-        """The slice of each parameter within the layer's own."""
+        """Return the slice of each parameter within the layer's slice."""
         ends = accumulate(p.numel() for p in self.parameters.values())
         pairs = zip(self.parameters.items(), ends, strict=True)
         return {name: slice(end - p.numel(), end) for (name, p), end in pairs}
 
 
 def blocks(size: int, device: torch.device, about: int | None = None) -> list[slice]:
-    """Split 0 to ``size`` into slices near ``about`` long; into one slice on other devices."""
+    """Split 0 to ``size`` into slices of about ``about``; a single slice on other devices."""
     count = max(1, round(size / (about or BLOCK))) if device.type == "cpu" else 1
     step = -(-size // count)
     return [slice(begin, min(begin + step, size)) for begin in range(0, size, step)]
@@ -48,17 +48,17 @@ def blocks(size: int, device: torch.device, about: int | None = None) -> list[sl
 def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
     """Split a model's trainable parameters into layers, in the order of ``model.parameters()``.
 
-    Parameters that the forward of a module reads itself, and projections of self-attention, are
-    layers of their own if made-up inputs of two samples or more, ``example``, show that they can
-    be; else their module is one layer. Raises ModelError if a parameter is shared by two modules,
-    or nothing is trainable.
+    Parameters that a module's forward reads directly, and projections of self-attention, become
+    separate layers if ``example``, random inputs of at least two samples, shows that this works;
+    otherwise their module is one layer. Raises ModelError if two modules share a parameter, or
+    nothing is trainable.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shared = sorted(set(names) - {name for name, _ in model.named_parameters()})
     if shared:
         raise ModelError(
-            f"The parameter {shared[0]} is shared with another layer, and clipping layer by layer "
-            "needs each to be in one. Give each a parameter of its own: "
+            f"The parameter {shared[0]} is shared with another layer. Per-layer clipping needs "
+            "each parameter to be in one layer. Copy it: "
             f"{shared[0]} = nn.Parameter({shared[0]}.detach().clone()). Or call one layer twice."
         )
     with self_attentions(model) as attentions:
@@ -67,9 +67,9 @@ def find_layers(model: nn.Module, example: Tensor | None = None) -> list[Layer]:
 
 
 def split_by_module(model: nn.Module) -> list[Layer]:
-    """Return a layer for each module that holds trainable parameters itself.
+    """Return one layer per module that directly has trainable parameters.
 
-    A parameter that modules share is in the first. Raises ModelError if nothing is trainable.
+    A shared parameter is part of the first one. Raises ModelError if nothing is trainable.
     """
     owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for path, p in model.named_parameters():
@@ -81,7 +81,7 @@ def split_by_module(model: nn.Module) -> list[Layer]:
 
 
 def _side_by_side(owners: Iterable[Layer]) -> list[Layer]:
-    """Give the trainable parameters of each owner a slice of theta."""
+    """Assign a slice of theta to the trainable parameters of each owner."""
     layers: list[Layer] = []
     start = 0
     for owner in owners:
@@ -92,16 +92,16 @@ def _side_by_side(owners: Iterable[Layer]) -> list[Layer]:
             start = stop
     if not layers:
         raise ModelError(
-            "The model has no trainable parameter. Train all of them: model.requires_grad_(True)."
+            "The model has no trainable parameters. To train all: model.requires_grad_(True)."
         )
     return layers
 
 
 def _owners(module: nn.Module, name: str, apart: set[int]) -> Iterator[Layer]:
-    """Modules that hold parameters themselves, without the modules inside them.
+    """Yield modules that directly have parameters, without the modules inside them.
 
-    Parameters in ``apart``, by id, are owners of their own where all of their module's are.
-    Attention in it is its projections.
+    If all parameters of a module are in ``apart``, by id, each becomes a separate owner. Attention
+    layers in it are replaced with their projections.
     """
     prefix = f"{name}." if name else ""
     if id(module) in apart:
@@ -123,7 +123,7 @@ def _owners(module: nn.Module, name: str, apart: set[int]) -> Iterator[Layer]:
 def flatten_parameters(layers: list[Layer]) -> Tensor:
     """Move all parameters into one vector theta, shape (d,), and make each a view of it.
 
-    Updating theta in place updates the model. Gradients by the parameters are switched off.
+    Updating theta in place updates the model. ``requires_grad`` of the parameters is turned off.
     """
     parameters = [p for layer in layers for p in layer.parameters.values()]
     theta = torch.cat([p.detach().reshape(-1) for p in parameters])

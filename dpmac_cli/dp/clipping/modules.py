@@ -1,4 +1,4 @@
-"""Layers of our own, whose per-sample gradients :mod:`dpmac_cli.dp.clipping.forms` knows."""
+"""Custom layers whose per-sample gradients :mod:`dpmac_cli.dp.clipping.forms` supports."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,15 @@ from torch.nn.functional import conv2d
 
 from dpmac_cli.errors import ModelError
 
-#: The least ||W - mean||^2 divided by: below it, standardising would blow rounding up.
+#: Lower bound on the divisor ||W - mean||^2; below it, standardising would amplify rounding errors.
 LEAST_SQUARE = 1e-4
 
 
 class StandardisedConv2d(nn.Conv2d):
-    """A convolution by W-hat = gain (W - mean) / ||W - mean||, mean and norm per output.
+    """Convolution with W-hat = gain (W - mean) / ||W - mean||, mean and norm per output.
 
     Weight standardisation with a learnt gain (Qiao et al. 2019, arXiv 1903.10520; in this form
-    Brock et al. 2021, arXiv 2101.08692), which De et al. 2022 train privately with.
+    Brock et al. 2021, arXiv 2101.08692), as used for private training by De et al. 2022.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel: int, **options: Any) -> None:
@@ -25,7 +25,7 @@ class StandardisedConv2d(nn.Conv2d):
         self.gain = nn.Parameter(torch.ones(outputs))
 
     def standardised(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """z / ||z|| for z = W - mean, row by row, shape (out, fan-in); and 1 / ||z||, (out, 1)."""
+        """Return z / ||z|| for z = W - mean by row, (out, fan-in), and 1 / ||z||, (out, 1)."""
         flat = self.weight.flatten(1).to(dtype or self.weight.dtype)
         centred = flat - flat.mean(1, keepdim=True)
         square = centred.square().sum(1, keepdim=True)
@@ -33,18 +33,18 @@ class StandardisedConv2d(nn.Conv2d):
         return centred * scale, scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """A convolution of x, shape (samples, in, height, width), by W-hat."""
+        """Return the convolution of x, shape (samples, in, height, width), with W-hat."""
         direction, _ = self.standardised()
         weight = (direction * self.gain.unsqueeze(1)).view_as(self.weight)
         return conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class ConstantNorm(nn.Module):
-    """A batch norm by constants: scale (x - mean) / sqrt(var + eps) + shift, channel by channel.
+    """Batch norm with constants: scale (x - mean) / sqrt(var + eps) + shift per channel.
 
-    Each sample is normalised by the statistics of public data, so that none depends on others.
+    Each sample is normalised with statistics of public data, so no sample depends on others.
     Parameters and buffers are those of a batch norm, ``norm``, under the same names. Raises
-    ModelError, which calls the layer ``name``, if it keeps no statistics.
+    ModelError, with ``name`` as the layer's name, if ``norm`` has no running statistics.
     """
 
     def __init__(self, norm: Any, name: str) -> None:
@@ -52,8 +52,8 @@ class ConstantNorm(nn.Module):
         if norm.running_mean is None:
             raise ModelError(
                 f"The layer {name}, a batch norm without running statistics, mixes the samples of "
-                f"every batch. Use nn.GroupNorm(groups, {norm.num_features}) instead, or have that "
-                "done by --fix-norm."
+                f"every batch. Use nn.GroupNorm(groups, {norm.num_features}) instead, or add "
+                "--fix-norm to replace it."
             )
         self._parameters |= norm._parameters
         self._buffers |= norm._buffers
@@ -83,7 +83,7 @@ class ConstantNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Standardisation:
-    """The linear map from gradients by W-hat to those by a StandardisedConv2d's weight and gain.
+    """Linear map from gradients w.r.t. W-hat to those w.r.t. a StandardisedConv2d's parameters.
 
     W-hat = gain z / ||z|| with z = W - mean, row by row.
     """
@@ -101,7 +101,7 @@ class Standardisation:
         return Standardisation(direction.to(dtype), (conv.gain * norms).to(dtype), moves)
 
     def __call__(self, by_kernel: Tensor) -> dict[str, Tensor]:
-        """Map gradients by the kernel, (samples, out, in, height, width), which are overwritten."""
+        """Map gradients w.r.t. the kernel, (samples, out, in, height, width). Overwrites them."""
         g = by_kernel.flatten(2)
         along = (g * self.direction).sum(2, keepdim=True)
         g.addcmul_(self.direction, along * self.moves.unsqueeze(1), value=-1)

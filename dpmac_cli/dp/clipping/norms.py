@@ -1,4 +1,4 @@
-"""Squared whitened norms with bounds on their rounding error, and the metric they are taken in."""
+"""Squared whitened norms with bounds on their rounding error, and the metric that defines them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from torch.linalg import vector_norm
 from dpmac_cli.dp.clipping.layers import Layer, blocks
 from dpmac_cli.dp.mechanism import Ellipsoid
 
-#: Which samples of a chunk, bool, shape (samples,).
+#: Mask of samples of a chunk, bool, shape (samples,).
 Mask: TypeAlias = Tensor | None
-#: Terms of a sum that are added up in float32 before it continues in float64.
+#: Number of terms of a sum that are added in float32 before it continues in float64.
 ROW = 256
 
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """||(g_i - m)/b||^2 as computed, in float64, with bounds on rounding.
+    """Computed ||(g_i - m)/b||^2 in float64, with bounds on rounding.
 
-    ``slack`` bounds the error of ``value``. ``reach`` is R_i^2 where the weighted sum does not read
-    the floats that the norm read: c_i R_i times the precision is how far it rounds sample i.
+    ``slack`` bounds the error of ``value``. ``reach`` is R_i^2 if the weighted sum does not read
+    the same floats as the norm: c_i R_i times the precision bounds its rounding of sample i.
     """
 
     value: Tensor  # (samples,)
@@ -43,7 +43,7 @@ class SquaredNorms:
 
 @dataclass(frozen=True)
 class LayerMetric:
-    """The whitened metric of one layer; norms by A are to be divided by ``factor``.
+    """Whitened metric of one layer. Norms computed with A must be divided by ``factor``.
 
     A ball has one A for all coordinates and no centre.
     """
@@ -56,9 +56,9 @@ class LayerMetric:
     factor: Tensor  # float64, ()
 
     def squares(self, g: Tensor, part: slice = slice(None), out: Tensor | None = None) -> Tensor:
-        """Return the squared norms by A of g - m over some coordinates, float64, (samples,).
+        """Return squared norms of g - m in A over some coordinates, float64, (samples,).
 
-        ``g`` has shape (samples, coordinates), and so has ``out``, which may be overwritten.
+        ``g`` and ``out`` have shape (samples, coordinates); ``out`` may be overwritten.
         """
         if self.centre is None:
             return row_squares(g).mul_(self.inverse)
@@ -67,9 +67,9 @@ class LayerMetric:
 
 
 class Metric:
-    """The metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
+    """Metrics of all layers for one step's ellipsoid, computed once and used by every chunk.
 
-    In the dtype of the ellipsoid, or in another.
+    By default in the dtype of the ellipsoid.
     """
 
     def __init__(self, region: Ellipsoid, dtype: torch.dtype | None = None) -> None:
@@ -110,7 +110,7 @@ class Metric:
 
 
 def kept(rows: Tensor, valid: Mask) -> Tensor:
-    """Set rows that are not valid to 0: 0 times a number that is not finite is not 0."""
+    """Set rows that are not valid to 0, because 0 times a non-finite number is not 0."""
     if valid is None:
         return rows
     return torch.where(valid.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
@@ -119,7 +119,7 @@ def kept(rows: Tensor, valid: Mask) -> Tensor:
 def row_sums(numbers: Tensor) -> Tensor:
     """Return sums of rows, float64, shape (rows,).
 
-    Groups of :data:`ROW` numbers are added up in their own dtype first, which is much faster.
+    Groups of :data:`ROW` numbers are first summed in their own dtype, which is much faster.
     """
     whole = numbers.shape[1] // ROW * ROW
     parts = numbers[:, :whole].view(len(numbers), whole // ROW, ROW).sum(2)

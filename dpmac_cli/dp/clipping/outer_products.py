@@ -1,4 +1,4 @@
-"""Gradients that are sums of outer products, and matrix products in float32."""
+"""Gradients as sums of outer products, and matrix products in float32."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch.linalg import vector_norm
 
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
 
-#: Terms of a product that is faster by MKL because no copy of it is needed.
+#: Largest number of terms for which MKL is faster because it needs no copy.
 FEW_TERMS = 64
 #: Whether torch was built with oneDNN.
 ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -17,9 +17,9 @@ ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-c
 def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a @ b, shape (rows, columns), for a (rows, terms) and b (terms, columns).
 
-    On a CPU, float32 is multiplied by oneDNN, which uses AVX-512 wherever there is any. torch.mm
-    calls MKL, which does so on Intel's processors alone: on an AMD EPYC it takes 2.2 times as long.
-    oneDNN cannot write to ``out``, so that copying would take longer than a product of few terms.
+    On a CPU, float32 products use oneDNN, which uses AVX-512 if available. torch.mm calls MKL,
+    which does so only on Intel processors: on an AMD EPYC it takes 2.2 times as long. oneDNN
+    cannot write to ``out``; for products of few terms, copying would take longer than MKL.
     """
     few = out is not None and a.shape[1] <= FEW_TERMS
     if not _by_onednn(a) or few or a.numel() == 0 or b.numel() == 0:
@@ -33,15 +33,15 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 class OuterProducts:
     """Gradients of a Linear layer, g_i = sum_t delta_it a_it^T (sum_t delta_it for its bias).
 
-    With one term and A = 1/b^2, a norm takes two matrix products for the whole batch, or none for
-    a ball. With several terms, S1_i is a sum over their pairs and S2_i over the terms:
+    With one term and A = 1/b^2, norms take two matrix products for the whole batch, or none for
+    a ball. With several terms, S1_i is a sum over pairs of terms and S2_i over the terms:
 
         ||(g_i - m)/b||^2 = S1_i - 2 S2_i + S3,     S1_i = sum_jk delta_ij^2 a_ik^2 A_jk,
                                                     S2_i = sum_jk delta_ij a_ik (m A)_jk,
                                                     S3   = sum_jk m_jk^2 A_jk.
 
-    ``delta`` are gradients of the loss by the layer's outputs, ``a`` are its inputs. ``bias`` is
-    True if the bias is trainable.
+    ``delta`` are gradients of the loss w.r.t. the layer's outputs, ``a`` are its inputs. ``bias``
+    is True if the bias is trainable.
     """
 
     delta: Tensor  # (samples, terms, out)
@@ -49,7 +49,7 @@ class OuterProducts:
     bias: bool
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Return S1 - 2 S2 + S3 by matrix products; for a ball, by products of norms alone."""
+        """Return S1 - 2 S2 + S3 with matrix products, or for a ball with products of norms."""
         if metric.centre_inverse is None:
             return self._in_a_ball(metric.inverse / metric.factor)
         u, a, delta = roundoff(self._widths, self.a.dtype), self.a, self.delta
@@ -65,7 +65,7 @@ class OuterProducts:
             i, j = torch.triu_indices(terms, terms, 1, device=a.device)
             across = self._contract(a[:, i] * a[:, j], delta[:, i] * delta[:, j], metric.inverse)
             value.add_(across.sum(1), alpha=2)
-        # The sum of one term reads the floats that the norm read.
+        # With a single term, the sum reads the same floats as the norm.
         reach = reach.square_() if terms > 1 else torch.zeros_like(reach)
         return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
 
@@ -82,7 +82,7 @@ class OuterProducts:
         return OuterProducts(self.delta[rows].double(), self.a[rows].double(), self.bias)
 
     def weights(self, out: Tensor | None = None) -> Tensor:
-        """Return the gradients by the weights, shape (samples, out, in), written to ``out``."""
+        """Write the gradients w.r.t. the weights, (samples, out, in), to ``out`` and return it."""
         if not _by_onednn(self.delta):
             products = torch.bmm(self.delta.mT, self.a)
             return products if out is None else out.copy_(products)
@@ -96,11 +96,11 @@ class OuterProducts:
 
     @property
     def _widths(self) -> int:
-        """Numbers of the sums in a norm."""
+        """Return the number of terms of the sums in a norm."""
         return self.a.shape[2] + self.bias + self.delta.shape[2]
 
     def _in_a_ball(self, inverse: Tensor) -> SquaredNorms:
-        """Compute norms of single terms times ``inverse``, the A of all coordinates; in float64."""
+        """Compute norms of single terms in float64; ``inverse`` is the A of all coordinates."""
         norms = vector_norm(self.delta, dim=(1, 2), dtype=torch.float64)
         s1 = norms.square_().mul_(inverse) * (
             vector_norm(self.a, dim=(1, 2), dtype=torch.float64).square_() + float(self.bias)
@@ -108,10 +108,10 @@ class OuterProducts:
         return SquaredNorms(s1, roundoff(self._widths, self.a.dtype) * s1, torch.zeros_like(s1))
 
     def _underflow(self, a_squared: Tensor, delta_squared: Tensor, metric: LayerMetric) -> Tensor:
-        """Bound what S1 - 2 S2 loses where products are too small for their dtype.
+        """Return a bound on the error of S1 - 2 S2 from products that underflow.
 
         Each product loses at most the smallest normal number; the bound of a pair of terms is at
-        most the mean of theirs. Summed over the terms, shape (samples,).
+        most the mean of their bounds. Summed over the terms, shape (samples,).
         """
         ins, outs = self.a.shape[2] + self.bias, self.delta.shape[2]
         largest, tiny = metric.largest.double(), torch.finfo(self.a.dtype).tiny
@@ -120,7 +120,7 @@ class OuterProducts:
         return by_delta.add_(by_a).add_(4 * (ins + 1) * outs * tiny).sum(1)
 
     def _contract(self, inputs: Tensor, outputs: Tensor, coefficients: Tensor) -> Tensor:
-        """Sum outputs_tj inputs_tk coefficients_jk over j and k: float64, (samples, terms)."""
+        """Sum outputs_tj inputs_tk coefficients_jk over j and k; float64, (samples, terms)."""
         weight, bias = self._split(coefficients)
         samples, terms, _ = inputs.shape
         flat = outputs.reshape(samples * terms, -1)
@@ -140,6 +140,6 @@ def _by_onednn(like: Tensor) -> bool:
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    """Return a matrix without gaps between its rows or columns: oneDNN is very slow with gaps."""
+    """Return a matrix without gaps between rows or columns, with which oneDNN is very slow."""
     dense = matrix.is_contiguous() or matrix.T.is_contiguous()
     return matrix if dense else matrix.contiguous()

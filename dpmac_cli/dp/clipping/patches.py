@@ -1,4 +1,4 @@
-"""Inputs of a layer at its positions: patches of a convolution, their norms and inner products."""
+"""Inputs of a layer by position: patches of a convolution, their norms and inner products."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from torch.nn.grad import conv2d_weight
 
 
 def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
-    """Return what a Linear layer or a convolution reads at each position, (samples, T, K).
+    """Return the inputs of a Linear layer or convolution at each position, (samples, T, K).
 
-    Positions of a sample's views are side by side.
+    The positions of a sample's views are concatenated.
     """
     samples = len(a) // views
     if isinstance(module, nn.Linear):
@@ -28,7 +28,7 @@ def inputs_by_position(module: Any, a: Tensor, views: int = 1) -> Tensor:
 
 
 def gradients_by_position(module: Any, delta: Tensor, views: int = 1) -> Tensor:
-    """Return gradients by a layer's outputs, (samples, T, O)."""
+    """Return gradients w.r.t. a layer's outputs, (samples, T, O)."""
     samples = len(delta) // views
     if isinstance(module, nn.Linear):
         return delta.reshape(samples, -1, module.out_features)
@@ -39,7 +39,7 @@ def gradients_by_position(module: Any, delta: Tensor, views: int = 1) -> Tensor:
 def kernel_gradient(
     conv: Any, a: Tensor, delta: Tensor, shape: Sequence[int], groups: int = 1
 ) -> Tensor:
-    """Return the gradient by a kernel of a shape, summed over rows and positions."""
+    """Return the gradient w.r.t. a kernel of a given shape, summed over rows and positions."""
     options = (conv.stride, conv.padding, conv.dilation, groups)
     gradient: Tensor = conv2d_weight(a, shape, delta, *options)  # type: ignore[no-untyped-call]
     return gradient
@@ -64,7 +64,7 @@ def means_by_position(conv: Any, a: Tensor) -> Tensor:
 def gram_by_position(conv: Any, a: Tensor) -> Tensor:
     """Return inner products of the patches of any two positions, float64, (rows, T, T).
 
-    They are sums, over the taps of the kernel, of products of two pixels: each pair of pixels is
+    They are sums over the kernel's taps of products of two pixels. Each pair of pixels is
     multiplied once, not once per tap.
     """
     flat = a.double().flatten(2)
@@ -80,7 +80,7 @@ def gram_by_position(conv: Any, a: Tensor) -> Tensor:
 
 
 def _over_kernel(conv: Any, pixels: Tensor) -> Tensor:
-    """Add up numbers of pixels, (rows, 1, height, width), over each patch: (rows, T)."""
+    """Sum one number per pixel, (rows, 1, height, width), over each patch: (rows, T)."""
     ones = pixels.new_ones(1, 1, *conv.kernel_size)
     return conv2d(pixels, ones, None, conv.stride, conv.padding, conv.dilation).flatten(1)
 

@@ -1,9 +1,9 @@
-"""Gradients of layers that act at several positions: sums of outer products that are never held.
+"""Per-sample gradients of layers with several positions, without storing them.
 
-With delta_it the gradient of the loss by the layer's output at position t, and a_it its input there
-(a patch, for a convolution), the gradient by the weights is G_i = sum_t delta_it a_it^T. Norms come
-from Gram matrices, from pairs of positions or from pieces of G_i that fit in a cache and are thrown
-away; the clipped sum is one product, that of a plain weight gradient, with c_i delta_it.
+Let delta_it be the gradient of the loss w.r.t. the layer's output at position t, and a_it its input
+there (a patch, for a convolution). The gradient w.r.t. the weights is G_i = sum_t delta_it a_it^T.
+Norms are computed from Gram matrices, pairs of positions, or temporary pieces of G_i that fit in a
+cache. The clipped sum is one product, that of a plain weight gradient, with c_i delta_it.
 """
 
 import math
@@ -22,49 +22,49 @@ from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import ROW, LayerMetric, Mask, SquaredNorms, kept, roundoff
 from dpmac_cli.dp.clipping.outer_products import FEW_TERMS, OuterProducts, matmul
 
-#: Numbers of a piece of gradients that stays in a CPU's cache while it is made and read.
+#: Numbers of a piece of gradients that stays in a CPU's cache while it is written and read.
 IN_CACHE = 1 << 18
-#: Numbers to work on at a time on CUDA: starting an operation takes longer than fewer do.
+#: Numbers to process at a time on CUDA; with fewer, launching operations takes longer.
 DEVICE_PIECE = 1 << 24
-#: Samples that one float32 product adds up; products are added up in float64.
+#: Number of samples summed by one float32 product; products are summed in float64.
 ADDED = 64
-#: What one coordinate of G_i costs beside its products, in multiplications, if norms are taken in a
-#: ball or in an ellipsoid: it is written, and centred, squared, weighted, added up.
+#: Cost of one coordinate of G_i besides its products, in multiplications, for norms in a ball or
+#: in an ellipsoid: it is written, and centred, squared, weighted and added up.
 PASSES = {True: 22, False: 47}
-#: What it costs more to take it through a standardised kernel.
+#: Additional cost of mapping it through a standardised kernel.
 STANDARDISING = 80
-#: What it costs more to hold it until it is added up.
+#: Additional cost of storing it until it is added up.
 HOLDING = 40
-#: What a product in float64 takes, in those of float32.
+#: Cost of a float64 product, relative to float32.
 DOUBLE = 4
 
 
 class Sizes(NamedTuple):
-    """Public sizes of a layer's uses: all that the choice of a form depends on."""
+    """Public sizes of a layer's uses. The choice of a form depends on nothing else."""
 
     positions: int  # T, over all uses and views
-    inputs: int  # K, of one position
+    inputs: int  # K, per position
     outputs: int  # O
-    gram: float  # multiplications, or what takes as long, of a norm by Gram matrices
-    pairs: float  # the same by pairs of positions
+    gram: float  # cost of a norm from Gram matrices, in multiplications
+    pairs: float  # the same from pairs of positions
     standardised: bool
 
     @property
     def product(self) -> int:
-        """Multiplications of one G_i."""
+        """Return the number of multiplications for one G_i."""
         return self.positions * self.inputs * self.outputs
 
     def instantiating(self, ball: bool) -> int:
-        """Multiplications, or what takes as long, of writing G_i and reading it once."""
+        """Return the cost of writing G_i and reading it once, in multiplications."""
         passes = PASSES[ball] + STANDARDISING * self.standardised
         return self.product + passes * self.inputs * self.outputs
 
     def norm(self, ball: bool) -> float:
-        """Multiplications of the cheapest norm."""
+        """Return the cost of the cheapest norm, in multiplications."""
         return min(self.instantiating(ball), self.gram if ball else self.pairs)
 
     def holding_pays(self, ball: bool) -> bool:
-        """Return whether holding all G_i until they are added costs less than a second product."""
+        """Return whether storing all G_i until they are summed is cheaper than a second product."""
         holding = self.instantiating(ball) + HOLDING * self.inputs * self.outputs
         return holding <= self.norm(ball) + self.product
 
@@ -105,7 +105,7 @@ class PositionProducts:
     sizes: Sizes
 
     def squared_norms(self, metric: LayerMetric) -> SquaredNorms:
-        """Compute norms of a few samples at a time, in the way that costs least."""
+        """Compute norms of a few samples at a time, with the cheapest method."""
         sizes, ball = self.sizes, metric.centre is None
         factors = sizes.positions * (sizes.inputs + sizes.outputs)
         if sizes.norm(ball) == sizes.instantiating(ball):
@@ -118,11 +118,11 @@ class PositionProducts:
         return SquaredNorms.of(self._by_gram(uses, kernel) for uses in self._groups(numbers))
 
     def weighted_sum(self, c: Tensor, valid: Mask, out: Tensor, exact: Mask = None) -> None:
-        """Compute the plain weight gradient with c_i delta_i, of some samples at a time."""
+        """Compute the plain weight gradient with c_i delta_i, for some samples at a time."""
         if exact is None:
             self._add_up(c, valid, out)
             return
-        # Their terms cancel so much that they would grow the rounding of the others' sum.
+        # Their terms cancel so much that they would increase the rounding of the others' sum.
         rest = torch.empty_like(out, dtype=torch.float64)
         self.select(exact)._add_up(c[exact].double(), None, rest)
         self._add_up(torch.where(exact, 0, c), ~exact if valid is None else valid & ~exact, out)
@@ -137,7 +137,7 @@ class PositionProducts:
         return PositionProducts(self.layer, uses, self.views, self.sizes)
 
     def _groups(self, numbers: float) -> Iterator[list[Use]]:
-        """Return the uses of a few samples at a time, each of which takes so many numbers."""
+        """Yield the uses of a few samples at a time, given the numbers that each sample takes."""
         room = DEVICE_PIECE if self.uses[0].delta.is_cuda else 4 * IN_CACHE
         return in_groups(self.uses, self.views, max(1, room // int(numbers)))
 
@@ -149,7 +149,7 @@ class PositionProducts:
         return _side_by_side(delta), _side_by_side(a)
 
     def _by_sample(self, rows: Sequence[Tensor]) -> Tensor:
-        """Put numbers by position of all views and uses of a sample side by side, (samples, T)."""
+        """Concatenate the numbers by position of a sample's views and uses, (samples, T)."""
         return _side_by_side([t.reshape(len(t) // self.views, -1) for t in rows])
 
     def _by_pairs(self, uses: Sequence[Use], metric: LayerMetric) -> SquaredNorms:
@@ -185,9 +185,9 @@ class PositionProducts:
         return SquaredNorms(*(n.div_(metric.factor) for n in (value, slack, reach)))
 
     def _by_pieces(self, uses: Sequence[Use], kernel: Kernel) -> SquaredNorms:
-        """Compute norms from G_i itself, some outputs of some samples at a time.
+        """Compute norms from G_i itself, for some outputs of some samples at a time.
 
-        G_i is off by at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
+        The error of G_i is at most gamma R_i, for R_i = sum_t ||delta_it|| ||a_it|| in the metric.
         """
         delta, a = self._factors(uses)
         squares = [patches.squares_by_position(self.layer.module, use.inputs[0]) for use in uses]
@@ -207,7 +207,7 @@ class PositionProducts:
         return SquaredNorms(*(n.div_(kernel.metric.factor) for n in (total, slack, reach)))
 
     def _pieces(self, delta: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield some samples and outputs at a time. An output's metric stays in cache meanwhile."""
+        """Yield some samples and outputs at a time, so that an output's metric stays in cache."""
         inputs, outputs = self.sizes.inputs, self.sizes.outputs
         room = DEVICE_PIECE if delta.is_cuda else IN_CACHE
         samples = max(1, room // (inputs * outputs))
@@ -217,7 +217,7 @@ class PositionProducts:
                 yield slice(i, i + samples), slice(o, min(o + step, outputs))
 
     def _add_up(self, c: Tensor, valid: Mask, out: Tensor) -> None:
-        """Write the sum of c_i G_i; products of at most :data:`ADDED` samples."""
+        """Write the sum of c_i G_i, with products of at most :data:`ADDED` samples."""
         layer = self.layer
         by_row = c.to(self.uses[0].delta.dtype).repeat_interleave(self.views)
         finite = None if valid is None else valid.repeat_interleave(self.views)
@@ -254,5 +254,5 @@ class PositionProducts:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Put positions of several uses side by side, (samples, T, ...)."""
+    """Concatenate the positions of several uses, (samples, T, ...)."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)

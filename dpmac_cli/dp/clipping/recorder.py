@@ -1,4 +1,4 @@
-"""Uses of layers: their inputs and output gradients in a batch, recorded by hooks."""
+"""Record the inputs and output gradients of layers in a batch, with hooks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,22 +25,22 @@ class _Record:
     inputs: tuple[Tensor, ...]
     versions: tuple[int, ...]
     edge: GradientEdge
-    pull_back: PullBack = Tensor.detach  # of a gradient by copies
+    pull_back: PullBack = Tensor.detach  # map of a gradient w.r.t. copies
 
 
 def record_uses(
     model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1, loss: Loss = plain
 ) -> tuple[Tensor, list[list[Use]]]:
-    """Run a model on a whole chunk; return losses, shape (samples,), and each layer's uses.
+    """Run a model on a chunk; return losses, shape (samples,), and the uses of each layer.
 
     Args:
         model: maps a batch (samples, ...) to logits (samples, classes). It must not mix samples.
         layers: :func:`~dpmac_cli.dp.clipping.layers.find_layers` of the model.
         x: inputs, shape (samples, ...), or (samples, views, ...) if there are several.
-        y: a label of each input, shape (samples, ...), or (samples, views, ...) like ``x``.
-        views: inputs of each sample, such as augmented views; public. Its loss is the mean over
-            them.
-        loss: of each sample, that does not mix them.
+        y: one label per input, shape (samples, ...), or (samples, views, ...) like ``x``.
+        views: number of inputs per sample, such as augmented views; public. The loss of a sample is
+            the mean over them.
+        loss: one loss per sample, independent across samples.
 
     Raises ModelError if a layer was not used, or not row by row, or its input was changed in place.
     """
@@ -59,7 +59,7 @@ def record_uses(
             by_view = loss(model(rows), labels)
             losses = by_view.view(-1, views).mean(1)
             total = losses.sum()
-            # Layers that torch.utils.checkpoint runs again in the backward pass are not uses.
+            # Ignore layers that torch.utils.checkpoint runs again in the backward pass.
             recorded = [
                 _of_copies(layer, copies) if layer.direct else list(records)
                 for layer, records in zip(layers, hooked, strict=True)
@@ -77,13 +77,13 @@ def record_uses(
 
 
 def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
-    """Return the uses of a parameter that rows have copies of."""
+    """Return the uses of a parameter with one copy per row."""
     [parameter] = map(id, layer.parameters.values())
     if parameter in copies.refused:
         raise ModelError(
-            f"The parameter {layer.name} was not only broadcast over the samples in this step, as "
-            "it was on made-up samples: its gradient would lack a part. Read it in the same way in "
-            f"every step, as in x + self.{layer.name}."
+            f"The parameter {layer.name} was used differently in this step than during validation, "
+            "where it was only broadcast over samples, so its gradient would be incomplete. Use it "
+            f"in the same way in every step, such as x + self.{layer.name}."
         )
     return [
         _Record(Call(), (), (), get_gradient_edge(started), pull_back)
@@ -104,13 +104,13 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
         odd = [key for key, value in named.items() if isinstance(value, Tensor)]
         if odd or not tensors or not all(isinstance(x, int | float | str | None) for x in others):
             raise ModelError(
-                f"The layer {name} must be given tensors by place, with one row per sample, and "
-                f"otherwise only plain values; it got {', '.join(odd) or 'others'}. Keep a "
-                "mask as a buffer, self.register_buffer('mask', mask), in a module around this one "
-                "that makes the call itself."
+                f"The layer {name} must be called with positional tensors with one row per sample, "
+                f"and plain values; it got {', '.join(odd) or 'others'}. Store a mask as a "
+                "buffer, self.register_buffer('mask', mask), in a wrapper module that calls this "
+                "layer."
             )
         started = [_start(name, output, several, len(tensors[0])) for output in outputs]
-        if several:  # one may be computed from another: views tell their later uses apart
+        if several:  # one may be computed from another: views distinguish their later uses
             started = [o if o is None else o.view_as(o) for o in started]
         positional = tuple(Tensor if isinstance(x, Tensor) else x for x in inputs)
         read = tuple(x.detach() for x in tensors)
@@ -125,7 +125,7 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
 
 
 class _Started(torch.autograd.Function):
-    """Starts the graph at a layer's output without copying; in-place operations may follow."""
+    """Start the graph at a layer's output without copying; in-place operations may follow."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, _: Tensor) -> Tensor:
@@ -138,21 +138,21 @@ class _Started(torch.autograd.Function):
 
 
 def _start(name: str, output: Any, several: bool, samples: int) -> Any:
-    """Return a layer's output with a place in the graph. Errors name no size, which is private."""
+    """Return a layer's output with a node in the graph. Errors contain no (private) sizes."""
     if output is None and several:
         return None
     if not isinstance(output, Tensor):
         raise ModelError(
-            f"The layer {name} must map tensors to one tensor, or to a tuple of them; it gave "
-            f"a {type(output).__name__}{' in a tuple' if several else ''}. Return a tensor, or "
-            "tuple(tensors), from its forward; of recurrent layers, call nn.LSTMCell in a loop."
+            f"The layer {name} must return one tensor or a tuple of tensors, not a "
+            f"{type(output).__name__}{' in a tuple' if several else ''}. Return a tensor, or "
+            "tuple(tensors), from its forward; instead of nn.LSTM, call nn.LSTMCell in a loop."
         )
     if not output.is_floating_point():
         return output
     if output.ndim == 0 or len(output) != samples:
         raise ModelError(
-            f"The layer {name} gives a tensor whose first dimension is not the samples, one "
-            "row each, as nn.GRU does with its last state. This is not supported; call nn.GRUCell "
+            f"The layer {name} returns a tensor that does not have one row per sample in its first "
+            "dimension, such as the last state of nn.GRU. This is not supported; call nn.GRUCell "
             "in a loop instead: h = self.cell(x[:, t], h)."
         )
     if output.requires_grad:
@@ -163,7 +163,7 @@ def _start(name: str, output: Any, several: bool, samples: int) -> Any:
 def _checked_uses(
     layer: Layer, found: Sequence[tuple[_Record, Tensor | None]], batch: int
 ) -> list[Use]:
-    """Return a layer's uses that reach the loss, if their rows are those of the batch."""
+    """Return a layer's uses that reach the loss, after checking that their rows match the batch."""
     if any(r.versions != tuple(x._version for x in r.inputs) for r, _ in found):
         raise ModelError(
             f"The input of layer {layer.name} was changed in place after the layer read it. "
@@ -172,15 +172,15 @@ def _checked_uses(
     uses = [Use(r.inputs, r.pull_back(delta), r.call) for r, delta in found if delta is not None]
     if not uses:
         raise ModelError(
-            f"The layer {layer.name} has trainable parameters, but no call of it took part in the "
-            "model's output (using its weights without calling it does not count: that cannot be "
-            "clipped). Call it, remove it, or freeze it with requires_grad_(False)."
+            f"The layer {layer.name} has trainable parameters, but no call of it affects the "
+            "model's output. Using its weights without calling it is not supported, because that "
+            "cannot be clipped. Call it, remove it, or freeze it with requires_grad_(False)."
         )
     rows = {len(x) if x.ndim else 0 for use in uses for x in (*use.inputs, use.delta)}
     if rows != {batch}:
         raise ModelError(
-            f"The layer {layer.name} has another number of rows than there are samples: its first "
-            "dimension must be the samples, one row each. Keep other dimensions behind it: "
+            f"The layer {layer.name} does not have one row per sample: its first dimension must "
+            "be the samples. Keep other dimensions after it: "
             f"self.{layer.name}(x), not self.{layer.name}(x.flatten(0, 1)); for attention, "
             "batch_first=True."
         )
