@@ -108,7 +108,7 @@ def configuration() -> str:
 
 def commands() -> str:
     """Return the page of the commands."""
-    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    known = typer.main.get_command(app).commands
     parts = [COMMANDS]
     for name, command in known.items():
         parts += [f"## dpmac {name}\n", usage(name, command), explanation(command.help)]
