@@ -170,3 +170,12 @@ def test_the_index_has_every_page() -> None:
     files = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.json")]
     assert {file.name for file in files} - {"README.md"} <= targets
     assert "docs/README.md" in {target for _, target in links(ROOT / "README.md")}
+
+
+def test_the_readme_counts_injected_bugs_as_their_page_does() -> None:
+    pages = (ROOT / "README.md", ROOT / "docs" / "mutants.md")
+    counts = [
+        re.findall(r"\d+ of \d+(?= \[injected| are found)", page.read_text()) for page in pages
+    ]
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 1
