@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ Every key of `report.json` and `compare.json`. `python docs/generate.py` writes 
 the JSON Schemas [report.schema.json](report.schema.json) and
 [compare.schema.json](compare.schema.json).
 """
+KEY = ("key", "type", "description")
 CHOICES = {
     "Data sets": {name: facts.about for name, facts in DATASETS.items()},
     "Networks": {name: kind.about for name, kind in MODELS.items()},
@@ -122,7 +124,7 @@ def commands() -> str:
         if shared:
             left = [f"`--{flag_name(setting)}`" for setting in SETTINGS if setting not in settings]
             but = f", except {', '.join(left)}" if left else ""
-            parts.append(f"And every [setting](configuration.md){but}.\n")
+            parts.append(f"All [settings](configuration.md) are options too{but}.\n")
     return "\n".join(parts)
 
 
@@ -165,7 +167,11 @@ def report() -> str:
     for name in ("report", "compare"):
         schema = json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
         parts += [f"## {name}.json\n", schema["description"] + "\n"]
-        parts.append(table(("key", "type", "description"), dict.fromkeys(keys(schema))))
+        rows = list(dict.fromkeys(keys(schema)))
+        parts.append(table(KEY, [row for row in rows if not re.search(r"[.\[]", row[0])]))
+        for top, group in groupby(rows, lambda row: re.split(r"[`.\[]", row[0])[1]):
+            below = [row for row in group if row[0] != f"`{top}`"]
+            parts += [f"### {top}\n", table(KEY, below)] if below else []
     return "\n".join(parts)
 
 

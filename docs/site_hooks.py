@@ -16,6 +16,8 @@ LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)(#[^)\s]*)?(\))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 #: A role of Sphinx, which docstrings name classes by.
 ROLE = re.compile(r":(class|func|meth|mod):(?=<code)")
+#: A flag in the text.
+FLAG = re.compile(r"<code>(--[\w-]+)</code>")
 #: Names of languages by the ends of file names.
 LANGUAGES = {".cff": "yaml", ".py": "python", ".toml": "toml", ".yaml": "yaml"}
 #: A page that is not worth searching.
@@ -50,8 +52,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Write formulas as MathML, which browsers show without a script, and drop roles."""
-    return FORMULA.sub(formula, ROLE.sub("", html))
+    """Write formulas as MathML, which browsers show without a script; keep flags in one line."""
+    html = FLAG.sub(r'<code class="flag">\1</code>', ROLE.sub("", html))
+    return FORMULA.sub(formula, html.replace(" ± ", "&nbsp;±&nbsp;"))
 
 
 def formula(match: re.Match[str]) -> str:
