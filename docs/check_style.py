@@ -26,7 +26,7 @@ BANNED: Mapping[str, str] = {
     r"\banew\b": "again, from scratch",
     r"\bmend(s|ed|ing)?\b": "fix, repair",
     r"\bdear(er|est)\b": "expensive, higher",
-    r"\bso many\b": "N, at most N, as many as",
+    r"\bso many\b(?! \w+ right)": "N, at most N, as many as",
     r"\ba (row|line|batch) an? (sample|step|epoch|run|class|seed|unit)\b": "one row per sample",
     r"\b(one|a) record more or less\b": "adding or removing one record",
     r"\b(treats?|keeps?) samples apart\b": "is independent across samples",

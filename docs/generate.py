@@ -84,7 +84,7 @@ CHOICES = {
 }
 #: Settings whose defaults a data set brings, by the names of both.
 OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
-#: Records of one's own data, where it has many.
+#: Size of your own dataset, where it is large.
 MANY = 10**6
 #: What a rule says of them, in words.
 BY_RULE = {"sigma": f"for epsilon {EPSILON:g}", "batch_size": f"n/{STEPS_PER_EPOCH}"}
@@ -260,7 +260,7 @@ def of_data(facts: Dataset, name: str) -> str:
 
 
 def _data_sets() -> dict[str, Dataset]:
-    """Those of the catalogue, and the kinds of a person's own."""
+    """Catalogue of datasets, and kinds of your own data."""
     small = LEAST_CNN - 1
     return {
         **{f"`{name}`": facts for name, facts in DATASETS.items()},
@@ -271,7 +271,7 @@ def _data_sets() -> dict[str, Dataset]:
 
 
 def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
-    """Return facts of a dataset of your own with many records."""
+    """Return facts of your own dataset with many records."""
     labels, ends = np.zeros(MANY, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
     return found(Source(Path()), (labels, labels), shape, "ab", ends).facts
 
