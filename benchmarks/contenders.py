@@ -4,6 +4,8 @@ Every step begins with the indices of its batch and ends with updated weights; f
 standardising the images is part of it for all of them.
 """
 
+import contextlib
+import ctypes
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from dpmac_cli.models.registry import MODELS
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import Batch, KeyedSampler
-from dpmac_cli.runs.memory import keep_freed_memory
+from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed_memory
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
@@ -71,7 +73,10 @@ def settings_of(name: str) -> None:
     if name.partition(" ")[0] in OPTIMIZERS or name == KEEPING:
         keep_freed_memory()
     else:
-        keep_freed_memory(blocks=1 << 25, at_the_end=1 << 26)
+        with contextlib.suppress(OSError, AttributeError):  # glibc's defaults for large blocks
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
+            libc.mallopt(M_TRIM_THRESHOLD, 1 << 26)
     if name.partition(" ")[0] not in OPTIMIZERS:
         cudnn: Any = torch.backends.cudnn  # its stub has no conv
         cudnn.conv.fp32_precision = "tf32"  # torch's default

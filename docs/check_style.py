@@ -1,13 +1,16 @@
 """Check the wording of everything that a person can read, and exit with 1 if something is found.
 
     python docs/check_style.py
+    python docs/check_style.py --sample 20 --seed 0    # sentences drawn at random, to be read
 
 Reads comments, strings and docstrings of Python files, and the whole text of tables, templates,
 configurations and pages. Add to :data:`BANNED` what reads badly wherever you find it.
 """
 
+import argparse
 import ast
 import io
+import random
 import re
 import sys
 import tokenize
@@ -26,7 +29,7 @@ BANNED: Mapping[str, str] = {
     r"\banew\b": "again, from scratch",
     r"\bmend(s|ed|ing)?\b": "fix, repair",
     r"\bdear(er|est)\b": "expensive, higher",
-    r"\bso many\b": "N, at most N, as many as",
+    r"\bso many\b(?! \w+ right)": "N, at most N, as many as",
     r"\ba (row|line|batch) an? (sample|step|epoch|run|class|seed|unit)\b": "one row per sample",
     r"\b(one|a) record more or less\b": "adding or removing one record",
     r"\b(treats?|keeps?) samples apart\b": "is independent across samples",
@@ -47,6 +50,8 @@ BANNED: Mapping[str, str] = {
     r"\bis (no|not) longer than so\b": "is at most",
     r"\blies about\b": "is left over",
 }
+#: A sentence without markup, code or table cells.
+SENTENCE = re.compile(r"(?<=[.!?] )[A-Z][^.|`\"{}<>]+\.(?= )")
 #: First words that no docstring begins with.
 OPENINGS = ("What ", "Whether ", "The same ", "Those ", "How ")
 
@@ -91,8 +96,27 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, f"'{text}': begin with a verb ('Return ...') or a noun phrase"
 
 
+def sample(count: int, seed: int) -> Iterator[str]:
+    """Yield sentences of pages, messages and docstrings, with their files."""
+    found = []
+    for path in files():
+        prose = path.suffix == ".md" or path.parts[-3:-1] != ("docs", "data")
+        if prose and path.relative_to(ROOT).parts[0] in ("dpmac_cli", "docs", "README.md"):
+            text = " ".join(line for _, line in texts(path))
+            found += [(path, words) for words in SENTENCE.findall(text) if len(words.split()) > 7]
+    for path, words in random.Random(seed).sample(found, count):  # noqa: S311  (no secret)
+        yield f"{path.relative_to(ROOT)}: {' '.join(words.split())}"
+
+
 def main() -> int:
     """Print what is found; return the exit code."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--sample", type=int, metavar="N", help="print N sentences instead")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.sample:
+        sys.stdout.writelines(f"{line}\n" for line in sample(options.sample, options.seed))
+        return 0
     found = [
         f"{path.relative_to(ROOT)}:{number}: {fault}"
         for path in files()

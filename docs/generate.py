@@ -1,11 +1,17 @@
-"""Write docs/configuration.md from the settings themselves: ``python docs/generate.py``."""
+"""Write the reference pages from the program and its schemas: ``python docs/generate.py``."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import typer
 
 from dpmac_cli.accounting.events import SAMPLERS
+from dpmac_cli.cli.app import app
 from dpmac_cli.config.defaults import EPSILON
 from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
 from dpmac_cli.config.resolve import resolve
@@ -16,21 +22,54 @@ from dpmac_cli.data.splits import LEAST_CNN, found
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 
-FILE = Path(__file__).with_name("configuration.md")
 #: What a value may be, in words.
 KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
-INTRODUCTION = """\
-# Configuration
+DOCS = Path(__file__).parent
+API = """\
+# Python API
 
-Every setting of `dpmac train`, by the groups of its help. Written by `python docs/generate.py`
-from the settings themselves: change those, not this page.
+The names that programs can rely on, from their docstrings. [From Python](library.md) shows how to
+use them. `help(dpmac_cli.train)` prints the same text. `python docs/generate.py` writes this page
+from the tables of [that guide](library.md#reference).
+"""
+INTRODUCTION = """\
+# Settings
+
+Every setting of `dpmac train`, by the groups of its help. `python docs/generate.py` writes this
+page from the settings themselves: change those, not this page.
 
 A setting has one name everywhere: `--batch-size 128` as a flag, `batch-size: 128` in the YAML file
 of `--config`, `batch_size=128` in [`resolve`](library.md#train). Flags win over the file. A switch
-is given as a flag alone, or as `true`. Everything is checked before anything is done, and all that
-is wrong is told at once. `dpmac compare` takes the same settings with several values each, but for
-those that its help leaves out.
+is given as a flag alone, or as `true`. All settings are validated before anything is done, and all
+errors are reported at once. `dpmac compare` takes the same settings with several values each,
+except for those that [its section](commands.md#dpmac-compare) lists.
 """
+COMMANDS = """\
+# Commands
+
+`python docs/generate.py` writes this page from the program: change the program, not this page.
+
+## Exit codes
+
+| code | meaning |
+| --- | --- |
+| 0 | done |
+| 1 | a bug in dpmac |
+| 2 | usage or input, or output that could not be written: the message says what, why and what \
+to do |
+| 3 | the privacy budget is infeasible or spent |
+| 4 | a model does not fit the data or mixes samples, training diverged, memory ran out, the \
+device failed, a run of a comparison failed, or an audit contradicts a claim |
+| 130 | interrupted by Ctrl-C or SIGTERM; the run so far is written and can be resumed |
+"""
+REPORT = """\
+# Report
+
+Every key of `report.json` and `compare.json`. `python docs/generate.py` writes this page from
+the JSON Schemas [report.schema.json](report.schema.json) and
+[compare.schema.json](compare.schema.json).
+"""
+KEY = ("key", "type", "description")
 CHOICES = {
     "Data sets": {name: facts.about for name, facts in DATASETS.items()},
     "Networks": {name: kind.about for name, kind in MODELS.items()},
@@ -45,14 +84,14 @@ CHOICES = {
 }
 #: Settings whose defaults a data set brings, by the names of both.
 OF_DATA = ("model", "sigma", "batch_size", "epochs", "clip_norm", "h1", "h2", "physical_batch")
-#: Records of one's own data, where it has many.
+#: Size of your own dataset, where it is large.
 MANY = 10**6
 #: What a rule says of them, in words.
 BY_RULE = {"sigma": f"for epsilon {EPSILON:g}", "batch_size": f"n/{STEPS_PER_EPOCH}"}
 
 
 def configuration() -> str:
-    """Return the page."""
+    """Return the page of the settings."""
     parts = [INTRODUCTION]
     for panel in dict.fromkeys(setting.panel for setting in SETTINGS.values()):
         rows = [
@@ -60,14 +99,104 @@ def configuration() -> str:
             for name, setting in SETTINGS.items()
             if setting.panel == panel
         ]
-        parts += [f"## {panel}\n", table(("setting", "value", "default", ""), rows)]
+        parts += [f"## {panel}\n", table(("setting", "value", "default", "description"), rows)]
     parts += ["## By data set\n", by_data_set(), samples_at_a_time()]
     parts += ["Learning rates:\n", learning_rates(), "## By optimizer\n", by_optimizer()]
     parts += ["## What does not go together\n", exclusions()]
     for title, known in CHOICES.items():
         named = [(f"`{name}`", said) for name, said in known.items()]
-        parts += [f"## {title}\n", table(("name", ""), named)]
+        parts += [f"## {title}\n", table(("name", "description"), named)]
     return "\n".join(parts)
+
+
+def commands() -> str:
+    """Return the page of the commands."""
+    known = typer.main.get_command(app).commands
+    parts = [COMMANDS]
+    for name, command in known.items():
+        parts += [f"## dpmac {name}\n", usage(name, command), explanation(command.help)]
+        settings = {param.name for param in command.params} & set(SETTINGS)
+        shared = len(settings) > len(SETTINGS) // 2
+        own = [param for param in command.params if not (shared and param.name in SETTINGS)]
+        options = [param for param in own if param.param_type_name == "option"]
+        for panel in dict.fromkeys(param.rich_help_panel for param in options):
+            rows = [option(param) for param in options if param.rich_help_panel == panel]
+            parts.append(table((panel, "value", "default", "description"), rows))
+        if shared:
+            left = [f"`--{flag_name(setting)}`" for setting in SETTINGS if setting not in settings]
+            but = f", except {', '.join(left)}" if left else ""
+            parts.append(f"All [settings](configuration.md) are options too{but}.\n")
+    return "\n".join(parts)
+
+
+def usage(name: str, command: Any) -> str:
+    """Return how a command is typed."""
+    places = [param for param in command.params if param.param_type_name == "argument"]
+    shown = [param.metavar if param.required else f"[{param.metavar}]" for param in places]
+    return "```text\n" + " ".join(["dpmac", name, *shown, "[OPTIONS]"]) + "\n```\n"
+
+
+def explanation(text: str) -> str:
+    """Return the help of a command without its exit codes, and with its examples as code."""
+    parts = []
+    for paragraph in text.strip().split("\n\n"):
+        line = " ".join(paragraph.split())
+        if line.startswith("Example"):
+            typed = re.split(r", (?=dpmac )", line.partition(": ")[2].rstrip("."))
+            parts.append("```text\n" + "\n".join(typed) + "\n```\n")
+        else:
+            parts.append(escaped(line) + "\n")
+    return "\n".join(parts)
+
+
+def option(param: Any) -> tuple[str, str, str, str]:
+    """Return the row of an option: its flag, value, default and help."""
+    text, _, otherwise = (param.help or "").partition(" [default: ")
+    value = f"`{param.metavar}`" if param.metavar else "switch"
+    default = escaped(otherwise.rstrip("]")) or ("none" if param.metavar else "off")
+    return f"`{param.opts[0]}`", value, default, escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Return text with what Markdown would take for markup as code, and flags unbroken."""
+    return re.sub(r"(?<![\w`])(--[a-z][\w-]*)", r"`\1`", text).replace("|", "\\|")
+
+
+def report() -> str:
+    """Return the page of the keys of report.json and compare.json."""
+    parts = [REPORT]
+    for name in ("report", "compare"):
+        schema = json.loads((DOCS / f"{name}.schema.json").read_text(encoding="utf-8"))
+        parts += [f"## {name}.json\n", schema["description"] + "\n"]
+        rows = list(dict.fromkeys(keys(schema)))
+        parts.append(table(KEY, [row for row in rows if not re.search(r"[.\[]", row[0])]))
+        for top, group in groupby(rows, lambda row: re.split(r"[`.\[]", row[0])[1]):
+            below = [row for row in group if row[0] != f"`{top}`"]
+            parts += [f"### {top}\n", table(KEY, below)] if below else []
+    return "\n".join(parts)
+
+
+def keys(schema: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield key, type and description of all properties of a schema, with those below them."""
+    for name, inner in schema.get("properties", {}).items():
+        key = f"{above}{name}"
+        yield f"`{key}`", kind(inner), inner.get("description", "").replace("|", "\\|")
+        for each in (inner, *inner.get("anyOf", ())):
+            yield from keys(each, f"{key}.")
+            yield from keys(each.get("items", {}), f"{key}[].")
+
+
+def kind(schema: Mapping[str, Any]) -> str:
+    """Return the type of a value, or all values that it can have."""
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(kind(each) for each in schema["anyOf"])
+    types = schema.get("type", "any")
+    words = [types] if isinstance(types, str) else types
+    if "items" in schema:
+        words = [f"array of {kind(schema['items'])}" if w == "array" else w for w in words]
+    return " or ".join(words)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -131,7 +260,7 @@ def of_data(facts: Dataset, name: str) -> str:
 
 
 def _data_sets() -> dict[str, Dataset]:
-    """Those of the catalogue, and the kinds of a person's own."""
+    """Catalogue of datasets, and kinds of your own data."""
     small = LEAST_CNN - 1
     return {
         **{f"`{name}`": facts for name, facts in DATASETS.items()},
@@ -142,7 +271,7 @@ def _data_sets() -> dict[str, Dataset]:
 
 
 def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
-    """Return facts of a dataset of your own with many records."""
+    """Return facts of your own dataset with many records."""
     labels, ends = np.zeros(MANY, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
     return found(Source(Path()), (labels, labels), shape, "ab", ends).facts
 
@@ -192,5 +321,25 @@ def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def api() -> str:
+    """Return the page of the Python API, by the tables of the guide; mkdocstrings fills it."""
+    _, _, text = (DOCS / "library.md").read_text(encoding="utf-8").partition("## Reference")
+    parts = [API]
+    for part in re.split(r"^\| (?=\w[\w ]* \| \|$)", text, flags=re.MULTILINE)[1:]:
+        title, _, rows = part.partition(" |")
+        parts.append(f"## {title.capitalize()}\n")
+        parts += [f"::: dpmac_cli.{name}\n" for name in re.findall(r"^\| `(\w+)`", rows, re.M)]
+    return "\n".join(parts)
+
+
+#: Pages by name, and what makes them.
+PAGES = {
+    "configuration.md": configuration,
+    "commands.md": commands,
+    "report.md": report,
+    "api.md": api,
+}
+
 if __name__ == "__main__":
-    FILE.write_text(configuration())
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dpmac_cli.cli.options import COMMANDS
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -135,12 +136,17 @@ def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
         assert name in SETTINGS
 
 
-def test_the_configuration_page_is_what_the_settings_say() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    text = (ROOT / "docs" / "configuration.md").read_text()
-    assert text == script["configuration"](), "run python docs/generate.py"
+def test_the_generated_pages_are_up_to_date() -> None:
+    pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
+    texts = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in pages}
+    for name, page in pages.items():
+        assert texts[name] == page(), f"{name}: run python docs/generate.py"
     for name in SETTINGS:
-        assert f"| `--{name.replace('_', '-')}` |" in text
+        assert f"| `--{name.replace('_', '-')}` |" in texts["configuration.md"]
+    for name in COMMANDS:
+        assert f"\n## dpmac {name}\n" in texts["commands.md"]
+    keys = set(re.findall(r"^\| `([^`]+)`", texts["report.md"], re.MULTILINE))
+    assert keys >= {"privacy.epsilon", "privacy.events[].steps", "rows[].epsilon"}
 
 
 def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_the_defaults_for_ones_own_data_are_told(tmp_path: Path) -> None:
     assert defaults[:3] == [one.recorded["model"], "for epsilon 3", "n/12"]
     told = list(map(float, defaults[3:7]))
     assert told == [one.recorded["epochs"], one.hyper.clip_norm, one.hyper.h1, one.hyper.h2]
-    said = " ".join((ROOT / "README.md").read_text().split())
+    said = " ".join((ROOT / "docs" / "own-data.md").read_text().split())
     assert "`dp-adam`, the noise of epsilon 3, delta 1e-5 or n^-1.1, 20 epochs, B = n/12" in said
     values = (one.optimizer, one.target_epsilon, one.delta, one.recorded["epochs"], one.batch_size)
     assert values == ("dp-adam", 3, 1e-5, 20, 75)
@@ -164,3 +170,12 @@ def test_the_index_has_every_page() -> None:
     files = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.json")]
     assert {file.name for file in files} - {"README.md"} <= targets
     assert "docs/README.md" in {target for _, target in links(ROOT / "README.md")}
+
+
+def test_the_readme_counts_injected_bugs_as_their_page_does() -> None:
+    pages = (ROOT / "README.md", ROOT / "docs" / "mutants.md")
+    counts = [
+        re.findall(r"\d+ of \d+(?= \[injected| are found)", page.read_text()) for page in pages
+    ]
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 1

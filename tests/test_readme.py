@@ -1,4 +1,4 @@
-"""Every command of the README runs, in order, in the folder of one newcomer; only shorter."""
+"""Every command of the README and of the guides runs, in order, in one folder; only shorter."""
 
 import re
 import runpy
@@ -28,12 +28,33 @@ from dpmac_cli.storage.progress import Computing, outcome
 from tests.digits_runs import after
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+#: Pages whose commands run here, in this order: later ones use the runs of earlier ones.
+PAGES = (
+    README,
+    DOCS / "tour.md",
+    DOCS / "own-data.md",
+    DOCS / "own-network.md",
+    DOCS / "fine-tuning.md",
+    DOCS / "choosing-epsilon.md",
+    DOCS / "tuning.md",
+    DOCS / "clusters.md",
+    DOCS / "resume.md",
+    DOCS / "publishing.md",
+)
+#: Pages whose commands run in another test.
+ELSEWHERE = {
+    DOCS / "own-images.md": "test_table_files.py",
+    DOCS / "own-tables.md": "test_table_files.py",
+    DOCS / "units.md": "test_units.py",
+}
 BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
-#: The network that the README shows.
+#: The network of the guide.
 NET = re.compile(r"```python\n(# net.py\n.*?)```", re.DOTALL)
-#: The loop that it shows.
+#: The loop of the README.
 LOOP = re.compile(r"```python\n(from dpmac_cli import from_torch.*?)```", re.DOTALL)
-#: The run that the README goes on with. Here it is one that was interrupted.
+#: A run that the guides resume. Here it is one that was interrupted.
 RUN = "runs/mnist-dp-macadam-1"
 #: What is typed instead, so that no command takes minutes.
 SHORTER = {
@@ -43,22 +64,21 @@ SHORTER = {
     "--warmup-steps 20": "--warmup-steps 1",
     # An attack contradicts a sound claim by chance, in one of twenty runs; not in this one.
     "--canaries 5000": "--canaries 5000 --seed 1",
-    "photos --test-fraction": "album --test-fraction",
 }
 
 
-def commands() -> list[str]:
-    """What a reader would type, without comments; the lines that install are CI's to try."""
-    lines = "\n".join(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))).splitlines()
+def read(page: Path) -> str:
+    """Return the text of a page."""
+    return page.read_text(encoding="utf-8")
+
+
+def commands(*pages: Path) -> list[str]:
+    """Return the commands of pages as typed, without comments; CI installs the package itself."""
+    lines = "\n".join("\n".join(BLOCK.findall(read(page))) for page in pages).splitlines()
     typed = [
         shlex.join(shlex.split(line.partition(" > ")[0], comments=True)) for line in lines if line
     ]
-    # Not what would change the shell of whoever runs the tests.
-    return [
-        line
-        for line in typed
-        if line.startswith(("dpmac ", "torchrun ")) and "--install-completion" not in line
-    ]
+    return [line for line in typed if line.startswith(("dpmac ", "torchrun "))]
 
 
 def shortened(command: str) -> str:
@@ -73,7 +93,7 @@ def shortened(command: str) -> str:
 def set_scene(folder: Path) -> None:
     """What a reader has who types all of that."""
     (folder / "sample_configs").symlink_to(ROOT / "sample_configs")
-    (shown,) = NET.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    (shown,) = NET.findall(read(DOCS / "own-network.md"))
     (folder / "net.py").write_text(shown)
     rng = np.random.default_rng(0)
     for split in ("train", "test"):
@@ -83,18 +103,14 @@ def set_scene(folder: Path) -> None:
             for number in range(20):
                 pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(place / f"{number}.png")
-    (folder / "album").symlink_to(folder / "photos" / "train")
     np.savez(folder / "table.npz", x=rng.random((300, 4)), y=np.arange(300) % 3)
-    (folder / "patients.csv").write_text("age,outcome\n" + "30,ill\n40,well\n50,ill\n" * 40)
-    declared = "label: {column: outcome, classes: [ill, well]}\ncolumns: {age: {range: [0, 99]}}"
-    (folder / "schema.yaml").write_text(declared)
     weights = runpy.run_path(str(folder / "net.py"))["Net"]((3, 8, 8), 2).state_dict()
     safetensors.torch.save_file(weights, folder / "weights.safetensors")
 
 
 def test_the_loop_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (shown,) = LOOP.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    (shown,) = LOOP.findall(read(README))
     sets = [FakeData(size, (3, 8, 8), 2, ToTensor()) for size in (200, 20)]
     given = {"net": nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), "train_set": sets[0]}
     exec(shown, {**given, "test_set": sets[1]})
@@ -113,22 +129,37 @@ def _few_to_score(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "load_data", lambda *args, **facts: outcome(few(*args, **facts)))
 
 
+def test_the_readme_is_short_and_begins_with_the_commands_to_install_and_test() -> None:
+    assert len(read(README).split()) <= 900
+    install, test, *_ = BLOCK.findall(read(README))
+    assert install.endswith("&& pip install . && dpmac train --dataset digits\n")
+    assert test.endswith('&& pip install -e ".[dev]" && pytest\n')
+
+
+def test_the_commands_of_every_page_run_in_some_test() -> None:
+    written = {page for page in (README, *DOCS.glob("**/*.md")) if commands(page)}
+    assert written == {*PAGES, *ELSEWHERE}
+    for page, file in ELSEWHERE.items():
+        kind = page.stem.removeprefix("own-")
+        assert kind in read(ROOT / "tests" / file), file
+
+
 @pytest.mark.long
 @pytest.mark.real_data
 @pytest.mark.usefixtures("features_of_one", "_few_to_score")
-def test_every_command_of_the_readme_runs(
+def test_every_command_of_readme_and_guides_runs(
     tmp_path: Path, real_data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DPMAC_DATA_DIR", str(real_data_dir))
     set_scene(tmp_path)
     interrupted = {"dataset": "mnist", "sigma": "0.8", "steps": "2", "out": RUN}
     list(train(resolve(interrupted).plan, after(1)))
-    assert len(commands()) > 30
-    for command in map(shortened, commands()):
+    assert len(commands(*PAGES)) > 45
+    for command in map(shortened, commands(*PAGES)):
         program, *typed = shlex.split(command)
-        if typed[:3] == ["train", "--resume", "mine"]:  # it is finished by now
-            again = {"model": typed[-1], "out": "mine", "force": True}
-            list(train(resolve(again, Path("mine/config.yaml")).plan, after(1)))
+        if typed[:3] == ["train", "--resume", "own-net"]:  # it is finished by now
+            again = {"model": typed[-1], "out": "own-net", "force": True}
+            list(train(resolve(again, Path("own-net/config.yaml")).plan, after(1)))
         if program == "dpmac":
             result = CliRunner().invoke(app, typed)
             assert result.exit_code == 0, f"{command}\n{result.output}"

@@ -170,7 +170,7 @@ def test_mu_covers_every_delta_down_to_the_least(
 
 def test_the_least_delta_is_the_documented_one() -> None:
     assert LEAST_DELTA == 1e-10
-    page = (Path(__file__).parents[1] / "docs" / "privacy.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "accounting.md").read_text(encoding="utf-8")
     assert "1e-10" in page.partition("## What an attacker can learn")[2].partition("\n## ")[0]
 
 

@@ -92,9 +92,9 @@ class Truth:
             replace(*args)
             self.tick()
 
-        def scored(*args: Any, **rest: Any) -> CoveredScore:
-            score = covered.release(*args, **rest)
-            self.scores[repr(score)] = args[2]
+        def scored(*args: Any) -> CoveredScore:
+            score = covered.release(*args)
+            self.scores[repr(score)] = args[2].noise_multiplier
             self.tick()
             return score
 

@@ -23,9 +23,11 @@ from dpmac_cli.errors import InputError
 from tests.helpers import load
 from tests.typed import dpmac
 
-PAGE = Path(__file__).parents[1] / "docs" / "own-data.md"
-#: The schema of penguins.csv that the page shows.
-(PENGUINS,) = re.findall(r"```yaml\n(label:.*?)```", PAGE.read_text(), re.DOTALL)
+PAGES = [Path(__file__).parents[1] / "docs" / f"own-{kind}.md" for kind in ("images", "tables")]
+#: Their text.
+GUIDE = "\n".join(page.read_text() for page in PAGES)
+#: The schema of penguins.csv that they show.
+(PENGUINS,) = re.findall(r"```yaml\n(label:.*?)```", GUIDE, re.DOTALL)
 
 PATIENTS = """\
 age,sex,ward,outcome,site,name
@@ -338,7 +340,7 @@ def test_what_the_schema_says_is_not_said_again(tmp_path: Path, flag: tuple[str,
 def test_penguins_are_told_apart_by_the_defaults_alone_and_the_report_has_the_schema(
     tmp_path: Path,
 ) -> None:
-    """96.9 to 98.5% on three splits: docs/own-data.md. One class alone has 44%."""
+    """96.9 to 98.5% on three splits: docs/own-tables.md. One class alone has 44%."""
     out = tmp_path / "run"
     files = ("--dataset", penguins(tmp_path), "--schema", tmp_path / "schema.yaml")
     result = dpmac("train", *files, "--seed", "0", "--out", out)
@@ -356,7 +358,7 @@ def test_penguins_are_told_apart_by_the_defaults_alone_and_the_report_has_the_sc
     assert json.loads(again.stdout)["accuracy"] == report["test"]["accuracy"]
 
 
-def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     penguins(tmp_path)
     rng = np.random.default_rng(0)
@@ -368,7 +370,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
                 Image.fromarray(pixels).save(Path(part, name, f"{number}.png"))
     Path("new-photos").symlink_to("photos/val")
     np.savez("images.npz", x=rng.integers(0, 256, (30, 8, 8), np.uint8), y=np.arange(30) % 2)
-    lines = "\n".join(re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)).splitlines()
+    lines = "\n".join(re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)).splitlines()
     typed = [shlex.split(line.partition(">")[0], comments=True) for line in lines if line]
     assert len(typed) > 6
     for _, command, *args in typed:

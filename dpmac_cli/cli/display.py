@@ -202,10 +202,11 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
         yield Text(NO_PRIVACY, style="bold red")
     if report["audit"]:
         yield Text(TEXTS.audit_run, style="bold red")
-        if event.state != "interrupted":
-            yield Text(f"what the attack found: dpmac eval {where} --audit")
     names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT)
     yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
+    if event.state == "finished":
+        audit = " --audit" if report["audit"] else ""
+        yield Text(f"next: dpmac eval {where}{audit}, dpmac report {where}", style="dim")
 
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:

@@ -159,14 +159,14 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
         console.print_result(to_json(body))
         return
     out = console.stdout()
-    out.print(display.evaluation_table(result, scored.classes))
-    out.print(display.metrics_table(values, intervals))
     out.print(
         f"{scored.path} on {scored.dataset}: accuracy {result.accuracy:.2%}, "
         f"loss {result.loss:.4f}, {result.samples:,} samples"
     )
+    out.print(display.metrics_table(values, intervals))
+    out.print(display.evaluation_table(result, scored.classes))
     if card.is_file():
-        out.print(f"what it is and what its privacy is worth: {card}")
+        out.print(f"model card, with the privacy guarantee: {card}")
 
 
 def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:

@@ -123,7 +123,7 @@ def test_settings_of_the_evaluation_are_checked_together(run: Path, tmp_path: Pa
 
 def test_the_card_is_named_where_there_is_one(run: Path, tmp_path: Path) -> None:
     card = run / "model-card.md"
-    assert f"what it is and what its privacy is worth: {card}\n" in evaluate(run).stdout
+    assert f"model card, with the privacy guarantee: {card}\n" in evaluate(run).stdout
     assert evaluation(run)["card"] == str(card)
     alone = tmp_path / "model.safetensors"
     alone.write_bytes((run / "model.safetensors").read_bytes())

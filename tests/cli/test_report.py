@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,6 +15,7 @@ from tests.cli.test_card import Page
 from tests.digits_runs import train_digits
 from tests.typed import dpmac
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -44,6 +47,26 @@ def test_the_page_of_a_run_has_card_course_attacks_and_settings(tmp_path: Path) 
     markers = [use for use in course.iter(f"{SVG}use") if use.get("y") is not None]
     assert len(markers) > 4  # two epochs in each of two panels, and ticks
     assert attacks.find(f".//{SVG}path") is not None
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to open and print the page with")
+def test_a_browser_shows_and_prints_the_page(tmp_path: Path) -> None:
+    page_of(train_digits(out=tmp_path / "run", epochs=1).folder, tmp_path)
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run")
+    alone = ("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}")
+    pdf = tmp_path / "page.pdf"
+    for wanted in ("--dump-dom", f"--print-to-pdf={pdf}"):
+        done = subprocess.run(
+            [str(CHROMIUM), *flags, *alone, wanted, f"file://{tmp_path}/page.html"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        if wanted == "--dump-dom":
+            assert done.stdout.count("<svg") == 2
+            assert "<title>mlp-small on digits, epsilon" in done.stdout
+    assert pdf.read_bytes().startswith(b"%PDF")
 
 
 def test_a_run_without_privacy_has_no_picture_of_attacks(tmp_path: Path) -> None:

@@ -71,13 +71,15 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         ["epoch", "2", "step", "24"],
     ]
     assert all("epsilon" in line and "test accuracy" in line for line in epochs)
-    assert lines[-4].endswith("on 360 samples")
-    assert lines[-3].startswith("privacy epsilon 1.6")
-    assert lines[-2].startswith("An attacker who accepts 1 false alarm in 100 detects a given")
-    assert lines[-1] == (
-        "runs/digits-dp-adam-1: model.safetensors, model-card.md, report.json, metrics.jsonl, "
-        "config.yaml, SHA256SUMS"
+    assert lines[-5].endswith("on 360 samples")
+    assert lines[-4].startswith("privacy epsilon 1.6")
+    assert lines[-3].startswith("An attacker who accepts 1 false alarm in 100 detects a given")
+    run = "runs/digits-dp-adam-1"
+    assert lines[-2] == (
+        f"{run}: model.safetensors, model-card.md, report.json, metrics.jsonl, config.yaml, "
+        "SHA256SUMS"
     )
+    assert lines[-1] == f"next: dpmac eval {run}, dpmac report {run}"
 
 
 @pytest.mark.privacy
@@ -174,7 +176,7 @@ def test_a_fork_goes_to_a_new_folder_and_says_what_it_is_of() -> None:
     assert lines[1].startswith("sigma 6, expected batch 128, 12 steps (epochs: 1)")
     assert lines[2] == "unit of privacy: one image"
     assert lines[3] == "continuing after step 3, with new noise: a fork of parent"
-    assert lines[-1].startswith("runs/digits-dp-macadam-1: model.safetensors")
+    assert lines[-2].startswith("runs/digits-dp-macadam-1: model.safetensors")
     assert contents(parent) == before
     report = json.loads(Path("runs/digits-dp-macadam-1/report.json").read_text())
     assert [event["steps"] for event in report["privacy"]["events"]] == [3, 9]
