@@ -210,7 +210,7 @@ def of_torchvision(model: str, classes: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Size:
-    """What is timed.
+    """Network and batch to time.
 
     Attributes:
         model: a key of :data:`IMAGES`.

@@ -61,7 +61,7 @@ def type_apart(args: Sequence[str]) -> Outcome:
 
 
 class Tally:
-    """What cases came to.
+    """Counts of outcomes of cases.
 
     Args:
         apart: whether each is a process of its own.

@@ -60,7 +60,7 @@ def begun(optimizer: str, out: Path) -> tuple[str, ...]:
 
 
 def result(out: Path) -> dict[str, Any]:
-    """What a run has come to."""
+    """Return the results of a finished run."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     report = json.loads((out / "report.json").read_bytes())
     return {
@@ -82,7 +82,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def stage(out: Path) -> str:
-    """How far a run had come when it was killed."""
+    """Return the stage at which a run was killed."""
     if not out.exists():
         return "before the folder"
     if (out / "SHA256SUMS").exists() and "report.json" in (out / "SHA256SUMS").read_text():
@@ -131,7 +131,7 @@ def disturbed(
 
 
 def study(optimizer: str, kills: int, rng: random.Random) -> dict[str, Any]:
-    """Kill runs of one optimizer so many times."""
+    """Kill runs of one optimizer ``kills`` times."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         started = time.monotonic()

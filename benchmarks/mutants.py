@@ -189,7 +189,7 @@ def _perhaps(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant.
+    """Result of a mutant.
 
     Attributes:
         name, cost, file: of the mutant.
@@ -265,7 +265,7 @@ def run_tests(tree: Path, tests: Sequence[str], marker: str) -> tuple[int, str]:
 
 
 def _run_tests(tree: Path, arguments: list[str], said: Path) -> None:
-    """What the forked process does."""
+    """Run tests in the forked process."""
     with said.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -282,7 +282,7 @@ def _run_tests(tree: Path, arguments: list[str], said: Path) -> None:
 
 
 def load_libraries() -> None:
-    """What every run of the tests loads: here, once for all."""
+    """Import the libraries of all test runs once, before forking."""
     for name in LIBRARIES:
         importlib.import_module(name)
 
@@ -360,7 +360,7 @@ def as_row(verdict: Verdict) -> str:
 
 
 def killed(verdicts: Iterable[Verdict]) -> int:
-    """How many tests have found."""
+    """Return the number of mutants that tests have found."""
     return sum(verdict.result == KILLED for verdict in verdicts)
 
 

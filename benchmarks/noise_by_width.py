@@ -1,4 +1,4 @@
-"""How much noise for the same signal, and does it grow with d? Coordinate-wise against isotropic.
+"""Measure noise relative to signal by network width: coordinate-wise and isotropic clipping.
 
 Trains networks of several widths on MNIST with DP-MacAdam and stops now and then. There, on the
 same parameters and records, it asks what a step's noise would weigh beside its signal

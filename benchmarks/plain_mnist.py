@@ -1,4 +1,4 @@
-"""The same network, epochs and images as ``dpmac train --dataset mnist``, without any privacy.
+"""Train the network of ``dpmac train --dataset mnist`` for as many epochs, without privacy.
 
 Plain torch as fast as a short script gets: all images in one tensor, no data loader.
 

@@ -16,7 +16,7 @@ H1, H2 = "#0072B2", "#D55E00"  # told apart by most colour-blind readers, and by
 
 
 def of_sweep(result: dict[str, Any]) -> bool:
-    """Whether a line is of the grid `sigma`: whole runs within the paper's bounds."""
+    """Return whether a line belongs to the grid `sigma`: whole runs with the paper's bounds."""
     return result["optimizer"] == "dp-macadam" and not {"h1", "steps"} & set(result)
 
 

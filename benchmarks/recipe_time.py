@@ -39,7 +39,7 @@ class Timed(NamedTuple):
 
 
 def timed_step(trainer: Trainer, records: int) -> Timed:
-    """Return the time of one step on so many records."""
+    """Return the time of one step on ``records`` records."""
     trainer.randomness = dataclasses.replace(trainer.randomness, sampler=FixedSize(records))
     wall, cpu = time.perf_counter(), time.process_time()
     trainer.step()

@@ -1,4 +1,4 @@
-"""What each ingredient of a recipe is worth at one epsilon: a comparison a line, a table of all.
+"""Compare the ingredients of a recipe at one epsilon: one comparison per line, and a table.
 
     python benchmarks/recipes.py cnn runs/recipes-cnn --seeds 0,1
     python benchmarks/recipes.py scatter runs/recipes-scatter --seeds 0,1,2

@@ -1,4 +1,4 @@
-"""How much faster are several processes on one run? One thread each, on this machine.
+"""Measure the speed-up of several processes on one run, with one thread each.
 
 For each network and batch: milliseconds a step by one process and by several, the speed-up, and the
 efficiency, which is the speed-up over the number of processes. Rounds alternate between the numbers
@@ -29,7 +29,7 @@ WARM, SECONDS = 2, 4.0
 
 
 def measure(size: Size, name: str, count: int) -> float:
-    """Milliseconds a step by so many processes."""
+    """Return milliseconds per step with ``count`` processes."""
     context = processes.get_context("spawn")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     answers = context.SimpleQueue()

@@ -50,7 +50,7 @@ def main(
 
 
 def results(file: Path) -> list[dict[str, Any]]:
-    """What a file holds: each setting and its results in one."""
+    """Return the contents of a file, each setting merged with its results."""
     return [{**line["setting"], **line["result"]} for line in _lines(file)]
 
 

@@ -1,4 +1,4 @@
-"""What it costs to limit a Poisson-sampled batch to B + k sqrt(B) records, by dp-accounting.
+"""Privacy cost of limiting Poisson-sampled batches to B + k sqrt(B) records, by dp-accounting.
 
 A limit gives every step the same shape. Records beyond it are dropped at random, which makes
 removing one record bring in another (Ganesh et al. 2025, arXiv 2508.15089).

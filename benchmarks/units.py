@@ -1,4 +1,4 @@
-"""What it costs in accuracy to protect persons instead of images: MNIST with made-up patients.
+"""Accuracy lost by protecting persons instead of images: MNIST with simulated patients.
 
     python benchmarks/units.py docs/data/units.jsonl    # 27 runs: a quarter of an hour
     python benchmarks/units.py --draw docs/data/units.jsonl docs/units.png

@@ -36,7 +36,7 @@ BANNED: Mapping[str, str] = {
     r"\bcomes? otherwise\b": "differs",
     r"\bone's own\b": "your own",
     r"\bof a person's own\b": "your own, user-supplied",
-    r"\bof your own\b": "your own X",
+    r"\bof your own\b(?! \w)": "your own X",
     r"\bbut for (a|the) probability\b": "except with probability",
     r"\bnot so\b[:,]? [a-z]": "is not supported; use X instead",
     r"\bno matter\b": "does not matter",

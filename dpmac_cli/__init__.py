@@ -1,8 +1,8 @@
-"""dpmac: train classifiers under differential privacy, and price that privacy.
+"""dpmac: train classifiers under differential privacy, and compute privacy costs.
 
-Everything the command line does can be done from Python with the names listed in ``__init__.pyi``.
-They are kept stable; docs/library.md shows how to use them. Each is imported on first use, so
-programs that only compute privacy costs do not load torch.
+Everything the command line does is available from Python with the names in ``__init__.pyi``, which
+are stable; docs/library.md shows how to use them. Each name is imported on first use, so programs
+that only compute privacy costs do not import torch.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Names that Python programs can rely on, each loaded when it is first used."""
+"""Public Python API; each name is imported on first use."""
 
 from .accounting.accountants import total_epsilon as total_epsilon
 from .accounting.calibration import calibrate_noise as calibrate_noise

@@ -12,18 +12,18 @@ ASKS_TO_STOP = (signal.SIGINT, signal.SIGTERM)
 
 def main() -> None:
     """Run the console script."""
-    # Importing takes seconds, in which Ctrl-C may simply end the process. A command that has
-    # something to lose installs its own handler.
+    # Imports take seconds, in which Ctrl-C may simply end the process. Commands with something to
+    # lose install their own handler.
     for number in ASKS_TO_STOP:
         signal.signal(number, _leave)
-    # A stream that the caller has closed is None: discard what is written to it.
+    # A stream that the caller has closed is None: discard output to it.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     from dpmac_cli.cli.app import app  # noqa: PLC0415  (after the signals)
 
     try:
         app()
-    finally:  # everything is written: a late signal must not change the exit code
+    finally:  # all output is written: a late signal must not change the exit code
         for number in ASKS_TO_STOP:
             signal.signal(number, signal.SIG_IGN)
 

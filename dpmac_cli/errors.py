@@ -8,7 +8,7 @@ BUG, USAGE, BUDGET, MISFIT, INTERRUPTED = 1, 2, 3, 4, 130
 
 
 class DpmacError(Exception):
-    """A failure with messages for the user, each a full sentence that says what to do."""
+    """Base class of errors with messages for the user, each a full sentence with a remedy."""
 
     exit_code: ClassVar[int] = BUG
 
@@ -18,7 +18,7 @@ class DpmacError(Exception):
 
 
 class InputError(DpmacError):
-    """An argument or a file that was named cannot be used."""
+    """An argument or an input file cannot be used."""
 
     exit_code = USAGE
 
@@ -53,18 +53,18 @@ class DivergedError(RunError):
     def __init__(self, step: int) -> None:
         self.step = step
         super().__init__(
-            f"Training diverged: after step {step} the parameters are no longer finite. Try a "
+            f"Training diverged: after step {step} the parameters are no longer finite. Use a "
             "smaller --lr."
         )
 
 
 def as_sentence(text: str) -> str:
-    """Return a text with a full stop at its end and control characters escaped."""
+    """Return a text with a final full stop and escaped control characters."""
     text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-#: What to do about a file system that refuses a file, by error number.
+#: Remedies for file system errors, by error number.
 _CURES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), " Free some space."),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), " Make it writable."),
@@ -72,6 +72,6 @@ _CURES = {
 
 
 def explain_os_error(failure: OSError) -> str:
-    """Return what could not be read or written, why, and what to do about it, in sentences."""
+    """Return the file, the reason and the remedy of an OSError, in sentences."""
     what = f"{failure.filename or 'standard output'}: {failure.strerror or failure}."
     return what + _CURES.get(failure.errno or 0, "")

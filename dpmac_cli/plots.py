@@ -1,4 +1,4 @@
-"""Pictures for print: readable without colour, on white, as PNG, SVG or PDF. Loads matplotlib."""
+"""Figures for print as PNG, SVG or PDF, readable without colour. Imports matplotlib."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     from dpmac_cli.accounting.pricing import Row
 
-#: Colours that most colour-blind readers can tell apart (Okabe and Ito 2008), darkest first, and
-#: dashes for those who see none.
+#: Colours that most colour-blind readers can distinguish (Okabe and Ito 2008), darkest first, and
+#: dashes for printing without colour.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", "-.", ":")
 KINDS = (".png", ".svg", ".pdf")
 
 
 def faults_of_picture(path: Path | None) -> Iterator[str]:
-    """Yield why a picture cannot be written where --plot says."""
+    """Yield the faults of the path of --plot."""
     if path and (path.suffix.lower() not in KINDS or not path.parent.is_dir()):
         yield (
             f"--plot {path} must be a file in a folder that exists, ending in one of "
@@ -32,7 +32,7 @@ def faults_of_picture(path: Path | None) -> Iterator[str]:
 
 
 def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
-    """Return a figure with some panels side by side. In each, the first 28 lines all differ."""
+    """Return a figure with panels side by side. In each, the first 28 lines have unique styles."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (a second to load)
 
     figure = Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
@@ -45,12 +45,12 @@ def new_figure(panels: int) -> tuple["Figure", list["Axes"]]:
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """Write a picture atomically; the same picture is the same bytes. Raises OSError."""
+    """Write a figure atomically; equal figures give equal bytes. Raises OSError."""
     write_atomically(path, _rendered(figure, path.suffix.lower().removeprefix(".")))
 
 
 def as_svg(figure: "Figure") -> str:
-    """Return a picture as an element of a web page."""
+    """Return a figure as an element of a web page."""
     picture = _rendered(figure, "svg").decode()
     return picture[picture.index("<svg") :]
 
@@ -66,7 +66,7 @@ def _rendered(figure: "Figure", kind: str) -> bytes:
 
 
 def trade_offs(rows: Sequence["Row"]) -> "Figure":
-    """Draw what attackers can reach: type I and II errors, beside a ROC curve on log scales.
+    """Draw bounds on attacks: type I and II errors, and a ROC curve on log scales.
 
     One line per row.
     """
@@ -81,7 +81,7 @@ def trade_offs(rows: Sequence["Row"]) -> "Figure":
         name = f"epsilon {format_epsilon(row.epsilon)} at delta {format_epsilon(row.delta)}"
         errors.plot(alphas, betas, label=name)
         roc.plot(alphas, 1 - betas)
-    errors.set(xlabel="false positive rate", ylabel="least false negative rate")
+    errors.set(xlabel="false positive rate", ylabel="lowest false negative rate")
     roc.set(xlabel="false positive rate", ylabel="highest true positive rate")
     roc.set(xscale="log", yscale="log")
     errors.legend(fontsize="small")

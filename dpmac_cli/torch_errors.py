@@ -1,4 +1,4 @@
-"""Classify torch failures: out of memory, device lost, error in user code, or a bug of dpmac."""
+"""Classify torch failures: out of memory, device lost, error in user code, or a bug in dpmac."""
 
 import importlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 import dpmac_cli
 from dpmac_cli.errors import DpmacError, ModelError, RunError, as_sentence
 
-#: Words of failures that have no class of their own.
+#: Messages of failures without a dedicated exception class.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 NO_DEVICE = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS")
 
@@ -33,10 +33,10 @@ def _says(failure: BaseException, words: tuple[str, ...]) -> bool:
 
 @contextmanager
 def code_of_network(x: Tensor) -> Iterator[None]:
-    """Turn a failure of a network on a batch, shape (samples, ...), into a ModelError.
+    """Convert a failure of a network on a batch, shape (samples, ...), to a ModelError.
 
-    It has neither the text of the failure, which may quote private records, nor the number of
-    samples, which is drawn at random and private.
+    The error contains neither the original message, which may quote private records, nor the
+    number of samples, which is private.
     """
     try:
         yield
@@ -47,13 +47,13 @@ def code_of_network(x: Tensor) -> Iterator[None]:
             raise
         raise ModelError(
             f"The network failed on samples of shape {tuple(x.shape[1:])}: "
-            f"{type(failure).__name__}{_place(failure)}. What it says may be of private records: "
-            "dpmac train --debug shows it."
+            f"{type(failure).__name__}{_place(failure)}. Its message may contain private records; "
+            "to show it, use dpmac train --debug."
         ) from failure
 
 
 def what_failed(failure: BaseException) -> str:
-    """Return what was raised, where, and the first line of its text, as a sentence."""
+    """Return the type, location and first line of an exception, as a sentence."""
     first, *_ = str(failure).splitlines() or [""]
     return as_sentence(f"{type(failure).__name__}{_place(failure)}{': ' if first else ''}{first}")
 
@@ -70,15 +70,15 @@ def _place(failure: BaseException) -> str:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn out of memory and a lost device into a RunError that says what to do."""
+    """Convert out-of-memory errors and a lost device to a RunError with a remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as failure:
         why = (str(failure) or type(failure).__name__).splitlines()[0]
         if out_of_memory(failure):
-            said = f"Memory ran out ({why}). Free some, or choose a smaller --model or another"
+            said = f"Memory ran out ({why}). Free some memory, or use a smaller --model or another"
         elif device_lost(failure):
-            said = f"The device failed ({why}). See whether it still works, or choose another"
+            said = f"The device failed ({why}). Check whether it still works, or use another"
         else:
             raise
         raise RunError(f"{said} --device.") from failure

@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_the_same_records_only(tmp_path: Path) -> None:
     data, out = ArrayData(x, y, low=0, high=2), tmp_path / "run"
     plan = resolve(QUICK, dataset=data, out=out, checkpoint_every="1").plan
     list(train(plan, after(3)))
-    with pytest.raises(InputError, match="at hand in a program: give it as"):
+    with pytest.raises(InputError, match="in memory in a program: pass it as"):
         list(resume(out))
     with pytest.raises(InputError, match="The records are not those"):
         list(resume(out, {"dataset": ArrayData(x + 0.1, y, low=0, high=2)}))

@@ -254,12 +254,12 @@ BROKEN: tuple[Change, ...] = (
 def test_an_audit_that_is_not_as_written_is_refused(change: Change) -> None:
     values = json.loads(files.to_json(an_audit().as_json()))
     change(values)
-    with pytest.raises(InputError, match=r"audit\.json is not an audit as dpmac writes it"):
+    with pytest.raises(InputError, match=r"audit\.json is not an audit written by dpmac"):
         read_audit(write(values))
 
 
 def test_an_audit_of_a_newer_version_is_refused() -> None:
-    with pytest.raises(InputError, match=r"newer dpmac \(format 2; this one knows 1\)"):
+    with pytest.raises(InputError, match=r"newer dpmac \(format 2; this version supports 1\)"):
         read_audit(write({**an_audit().as_json(), "schema_version": 2}))
 
 
@@ -280,14 +280,14 @@ def test_a_damaged_audit_is_noticed() -> None:
 
 
 def test_a_run_without_an_audit_is_told_how_to_get_one() -> None:
-    with pytest.raises(InputError, match=r"nowhere does not exist\. Name an audit run\."):
+    with pytest.raises(InputError, match=r"nowhere does not exist\. Use the folder of an audit"):
         read_audit(Path("nowhere"))
     Path("other").mkdir()
-    with pytest.raises(InputError, match=r"not a run folder: it holds no audit\.json"):
+    with pytest.raises(InputError, match=r"not a run folder: it contains no audit\.json"):
         read_audit(Path("other"))
     run = write({})
     (run / folder.AUDIT).unlink()
-    with pytest.raises(InputError, match=r"no audit run, or has not ended.* --canaries 1000"):
+    with pytest.raises(InputError, match=r"not an audit run, or has not ended.* --canaries 1000"):
         read_audit(run)
-    with pytest.raises(InputError, match=r"config\.yaml is not an audit .*Name an audit run\."):
+    with pytest.raises(InputError, match=r"config\.yaml is not an audit .*Use the folder of an"):
         read_audit(run / folder.CONFIG)

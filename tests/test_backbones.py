@@ -129,7 +129,7 @@ def test_only_the_head_is_trained_and_all_of_it_is_published() -> None:
     assert part["sha256"] == BACKBONES[LITE0].sha256
     assert part["trained_parameters"] == 1280 * 10 + 10
     assert (
-        "Neither its weights nor the data that they were trained on are covered"
+        "Neither its weights nor the data that they were trained on are covered."
         in (part["statement"])
     )
     kept = public().network.state_dict()
@@ -302,7 +302,7 @@ def test_weights_that_cannot_be_had_are_told_with_file_and_place(
 
 
 def test_grey_images_are_said_to_be_repeated() -> None:
-    said = "Grey images of {} are repeated in three channels for the backbone."
+    said = "Grey images of {} are repeated to three channels for the backbone."
     for name, grey in (("digits", True), ("cifar10", False)):
         notes = resolve({"dataset": name, "backbone": LITE0}).notes
         assert (said.format(name) in notes) == grey

@@ -139,9 +139,9 @@ def test_it_says_what_the_report_says(finished: Finished) -> None:
 def test_it_says_what_is_not_covered(finished: Finished) -> None:
     rest = card(finished.folder).split("## Not covered")[1]
     for said in (
-        "Other runs on the same records: a search for better settings",
-        "The test records. The accuracy was measured on them without noise. Where settings, steps",
-        "Times in `report.json` and `metrics.jsonl`: they are measured, with no noise added.",
+        "Other runs on the same records: a hyperparameter search",
+        "The test records. The accuracy was measured on them without noise. If settings, steps",
+        "Times in `report.json` and `metrics.jsonl`: they are measured, without noise.",
         "the folder `checkpoint/`, which must never be published",
     ):
         assert said in rest
@@ -167,7 +167,7 @@ def test_it_names_the_samplers_own_adjacency(sampler: str) -> None:
 @pytest.mark.privacy
 def test_a_seed_is_admitted_in_card_report_and_header() -> None:
     finished = train_digits(seed=SEED)
-    said = "nothing is promised against anyone who knows or guesses the seed"
+    said = "There is no guarantee against anyone who knows or guesses the seed"
     text = card(finished.folder)
     title, _, lead, *_ = text.splitlines()
     assert title.endswith("at delta 1e-05 only against those who do not know its seed")
@@ -189,7 +189,7 @@ def test_a_fork_of_a_seeded_run_is_seeded() -> None:
 
 @pytest.mark.privacy
 def test_without_a_seed_it_claims_no_less() -> None:
-    assert "nothing is promised" not in card(train_digits().folder)
+    assert "There is no guarantee" not in card(train_digits().folder)
 
 
 @pytest.mark.privacy
@@ -238,7 +238,7 @@ def test_a_data_set_without_a_checksum_has_none(finished: Finished) -> None:
     report = json.loads(json.dumps(finished.report))
     report["dataset"]["sha256"] = None
     text = model_card(report, build_model(BuiltIn("mlp-small"), DATASETS["digits"], seed=0))
-    assert cells(text)["its checksum"] == "none is kept of this data set"
+    assert cells(text)["its checksum"] == "not recorded for this dataset"
 
 
 @pytest.mark.parametrize(("right", "samples"), [(0, 5), (5, 5), (37, 360), (9_312, 10_000)])

@@ -66,7 +66,7 @@ def test_no_order_of_findings_is_a_class() -> None:
         resolve(dataset=ArrayData(x, y.clip(0, 1), classes=["a", "b"]))
     with pytest.raises(InputError, match=r"have several labels each\. Use bce"):
         resolve(dataset=ArrayData(x, y.clip(0, 1)), loss="focal")
-    with pytest.raises(InputError, match="--canaries, --features and --backbone are for one"):
+    with pytest.raises(InputError, match="--canaries, --features and --backbone need one class"):
         resolve(dataset=ArrayData(x, y.clip(0, 1)), canaries=100, batch_size=8)
     kept = resolve(dataset=ArrayData(x, y), skip_bad=True).plan
     assert kept.facts.train_size + kept.facts.test_size == 59

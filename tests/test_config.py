@@ -300,9 +300,9 @@ def test_a_file_without_answers_is_no_file(file: Path, body: str) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("- sigma\n- 0.8\n", "must hold lines like 'sigma: 0.8', not a list."),
-        ("sigma", "must hold lines like 'sigma: 0.8', not a single value."),
-        ("sigma: \x00", "is not YAML that can be read: it holds characters that are not text"),
+        ("- sigma\n- 0.8\n", "must contain lines like 'sigma: 0.8', not a list."),
+        ("sigma", "must contain lines like 'sigma: 0.8', not a single value."),
+        ("sigma: \x00", "is not valid YAML: it contains characters that are not UTF-8"),
         ("sigma: 1\n---\nsigma: 2\n", "line 2, column 1: found another document. "),
         ("[" * 9999, "nested too deeply"),
         ("lr: " + "{a: " * 9999, "nested too deeply"),
@@ -318,14 +318,14 @@ def test_a_file_of_another_kind_is_named(file: Path, body: str, said: str) -> No
 def test_broken_yaml_is_located_in_few_words(file: Path) -> None:
     file.write_text("sigma: 1\nlr: [1\nsteps: 3\n")
     assert the_error({}, file) == (
-        f"--config: {file} is not YAML that can be read: line 3, column 6: expected ',' or ']', "
+        f"--config: {file} is not valid YAML: line 3, column 6: expected ',' or ']', "
         "but got ':'. Write lines like 'sigma: 0.8'."
     )
 
 
 def test_a_file_that_is_not_text_is_named(file: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00\x80")
-    assert "not text in UTF-8" in the_error({}, file)
+    assert "not UTF-8 text" in the_error({}, file)
 
 
 @pytest.mark.parametrize("name", ["secure", "steps", "lr", "out", "dataset"])
@@ -509,8 +509,8 @@ def test_more_steps_than_a_run_takes_are_refused() -> None:
     # 235 steps an epoch.
     assert resolve({"epochs": "42553"}).plan.steps == 9_999_955
     assert the_error({"epochs": "42554"}) == (
-        "--epochs 42554 is 10,000,190 steps in all at a --batch-size of 256; a run takes at most "
-        "10,000,000. Choose fewer epochs or larger batches."
+        "--epochs 42554 is 10,000,190 steps in total at --batch-size 256; a run has at most "
+        "10,000,000. Use fewer epochs or larger batches."
     )
     config = resolve({"epochs": "42554", "batch_size": "512"}).plan
     assert config.steps == 42_554 * config.steps_per_epoch
@@ -519,7 +519,7 @@ def test_more_steps_than_a_run_takes_are_refused() -> None:
 @pytest.mark.parametrize("name", ["out", "data_dir"])
 def test_empty_paths_are_refused(file: Path, name: str) -> None:
     flag = flag_name(name)
-    wanted = "must not be empty. Name a folder, or leave it out."
+    wanted = "must not be empty. Set it to a folder, or leave it out."
     assert the_error({name: ""}) == f"--{flag} {wanted}"
     file.write_text(f"{name}: ''\n")
     assert the_error({}, file) == f"{flag} in {file} {wanted}"

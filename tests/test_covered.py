@@ -314,7 +314,7 @@ def test_units_of_test_records_are_counted_once() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--cover-scores", "--no-dp"), "without privacy there is nothing to cover"),
+        (("--cover-scores", "--no-dp"), "without privacy, scores cannot be covered"),
         (("--cover-scores", "--metric", "auroc"), "Use accuracy or balanced-accuracy"),
         (("--score-every", "2"), "--score-every has no effect alone: add --cover-scores"),
         (
@@ -353,7 +353,7 @@ def test_exact_scores_of_a_covered_run_come_with_a_warning() -> None:
 
 
 def test_a_program_is_told_where_to_cover_scores() -> None:
-    with pytest.raises(InputError, match="evaluate\\(\\) gives exact scores"):
+    with pytest.raises(InputError, match="evaluate\\(\\) returns exact scores"):
         dpmac_cli.make_private(
             torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
             data="digits",

@@ -177,7 +177,7 @@ def test_on_ray_a_killed_worker_leaves_the_table_as_it_would_have_been(
     os.kill(ray_workers()[0], signal.SIGKILL)
     output, errors = running.communicate(timeout=120)
     assert running.returncode == 0, errors
-    assert "its process died (WorkerCrashedError); going on with it" in " ".join(errors.split())
+    assert "its process died (WorkerCrashedError); resuming it" in " ".join(errors.split())
     assert table(json.loads(output)) == written(out) == local
 
 
@@ -195,8 +195,8 @@ def test_on_ray_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     running.send_signal(signal.SIGTERM)  # which Ray would like to have for itself
     output, errors = running.communicate(timeout=60)
     assert running.returncode == 130, errors
-    assert "files that are not a run's" in output
-    assert "the same command goes on" in errors
+    assert "files that do not belong to a run" in output
+    assert "run the same command to resume" in errors
     assert "Traceback" not in errors
     report = json.loads((first.folder / folder.REPORT).read_text())
     assert report["state"] == "interrupted"
@@ -280,7 +280,7 @@ def test_as_jobs_a_failed_run_leaves_the_others_and_interrupted_ones_go_on(
     (broken.folder / "thesis.txt").write_text("chapter 1")
     events = list(jobs(grid, tmp_path, range(2), lambda: under_way(tmp_path)))
     [failure] = [e.failure for e in events if isinstance(e, Ended) and e.number == 0]
-    assert "files that are not a run's" in str(failure)
+    assert "files that do not belong to a run" in str(failure)
     assert [e for e in events if isinstance(e, Ended) and e.number == 1] == [Ended(1)]
     assert finished_report(other) is None
     reached = max(checkpoint.newest(other.folder).step, folder.reported_steps(other.folder))

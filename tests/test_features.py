@@ -249,7 +249,7 @@ def test_report_and_card_say_what_was_public(net: str, public: Path) -> None:
     assert "depend on that image alone" in scattered.report["model"]["public_part"]["statement"]
     part = fine.report["model"]["public_part"]
     assert (
-        "taken as public: neither they nor the data that they were trained on are covered"
+        "treated as public. Neither they nor the data that they were trained on are covered"
         in (part["statement"])
     )
     assert "Trained is the last linear layer" in part["statement"]
@@ -297,7 +297,7 @@ def test_a_run_goes_on_only_with_what_it_began_with(
     saved = checkpoint.newest(half)
     if what == "file":
         save(public, {**public_weights(net), "1.running_mean": torch.ones(8)})
-        said = "is not the one that the run began with"
+        said = "is not the one that the run started with"
     else:
         monkey = dict(saved.record, fingerprints={**saved.record["fingerprints"], "features": "x"})
         checkpoint.save(half, saved.record["state"]["step"], saved.tensors, monkey)

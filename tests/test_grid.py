@@ -137,7 +137,7 @@ def test_in_a_file_values_may_be_written_as_on_the_command_line(tmp_path: Path) 
         ("sigma: []", "a value or a list"),
         ("sigma: 1\nsigma: 2", "twice, again in line 2"),
         ("seed: 3", "seeds"),
-        ("[1, 2]", "must hold lines"),
+        ("[1, 2]", "must contain lines"),
     ],
 )
 def test_a_wrong_file_is_explained(text: str, word: str, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_network_at_hand_that_mixes_samples_is_refused() -> None:
 
 @pytest.mark.parametrize("thing", [nn.Linear, net, "mlp"], ids=["a class", "a factory", "a name"])
 def test_what_is_no_network_is_refused(thing: Any) -> None:
-    with pytest.raises(ModelError, match=r"is no torch module. Give a network that is made"):
+    with pytest.raises(ModelError, match=r"is not a torch module. Pass a network instance"):
         make_trainer(digits_config(), model=thing)
 
 
@@ -163,7 +163,7 @@ def test_a_run_on_the_callers_own_records_is_resumed_with_those_only() -> None:
     whole = load_data("digits", Path(), torch.device("cpu"))
     other = replace(whole, train=Split(whole.train.images.flip(0), whole.train.labels.flip(0)))
     finish(train(digits_config(steps=4, out="run"), after(2), data=other))
-    with pytest.raises(InputError, match="not those that the run began with"):
+    with pytest.raises(InputError, match="not those that the run started with"):
         finish(resume("run"))
     assert finish(resume("run", data=other)).state == "finished"
 
@@ -178,7 +178,7 @@ def test_noise_that_is_yet_to_be_worked_out_is_added() -> None:
 
 
 def test_a_frozen_part_is_for_networks_that_are_named() -> None:
-    with pytest.raises(InputError, match="for a network that the settings name: leave them"):
+    with pytest.raises(InputError, match="for a network that dpmac builds: leave them"):
         make_trainer(digits_config(features="scatter"), model=net())
 
 

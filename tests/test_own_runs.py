@@ -199,8 +199,8 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "schema": None,
         "public_note": (
             "The numbers of training and test records are public. Its channels, image size and "
-            "classes were not declared but taken from the records, and are treated as public: one "
-            "record can change them, and epsilon does not cover that."
+            "classes were not declared but taken from the records, and are treated as public. One "
+            "record can change them, which epsilon does not cover."
         ),
     }
     assert report["dataset"]["public_note"] in Path("run/model-card.md").read_text()
@@ -217,12 +217,14 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
 def test_a_model_alone_and_its_data_named_anew(tmp_path: Path) -> None:
     done("train", "--dataset", photos("photos"), "--model", "mlp-small", "--out", "run", *SHORT)
     Path("run/model.safetensors").rename("alone.safetensors")
-    assert "Name it with --dataset" in refused("eval", "alone.safetensors")
+    assert "Set --dataset to its path" in refused("eval", "alone.safetensors")
     os.rename("photos", "pictures")
     scored = json.loads(done("eval", "alone.safetensors", "--dataset", "pictures", "--json"))
     assert scored["accuracy"] == report_of("run")["test"]["accuracy"]
     other = photos("other", split=False)
-    assert "has no test set of its own" in refused("eval", "alone.safetensors", "--dataset", other)
+    assert "has no test set, and the split is only recorded" in refused(
+        "eval", "alone.safetensors", "--dataset", other
+    )
     os.rename("pictures/test/digit-3", "pictures/test/digit-x")
     os.rename("pictures/train/digit-3", "pictures/train/digit-x")
     said = refused("eval", "alone.safetensors", "--dataset", "pictures", code=4)
@@ -238,7 +240,7 @@ def test_what_is_held_out_stays_out_and_is_said_to_be_private() -> None:
     sizes = report["dataset"]["train_size"], report["dataset"]["test_size"]
     assert sizes == (232, 68)  # about a quarter; which ones, the names and --split-seed say
     assert report["dataset"]["held_out"] is True
-    assert "split off the private ones" in report["dataset"]["test_note"]
+    assert "split off from the private ones" in report["dataset"]["test_note"]
     assert report["dataset"]["test_note"] in Path("run/model-card.md").read_text()
     scored = json.loads(done("eval", "run", "--json"))
     assert (scored["accuracy"], scored["samples"]) == (report["test"]["accuracy"], 68)
@@ -395,7 +397,7 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
         assert {note.split()[0].removeprefix("--").replace("-", "_") for note in found} == names
         assert notes_on(data, **schema[data]) == ()
     assert notes_on("photos", test_fraction="0.3", **DECLARED) == (
-        "--test-fraction has no effect with photos, which has a test set of its own.",
+        "--test-fraction has no effect with photos, which has its own test set.",
     )
 
 
@@ -405,7 +407,7 @@ def test_batches_of_most_records_are_remarked_on() -> None:
     assert resolve({"dataset": "wine.npz"}).notes == ()
     (note,) = notes_on("wine.npz", batch_size=str(size))
     assert f"--batch-size {size} each record takes part in 100% of the steps" in note
-    assert "choose a smaller --batch-size" in note
+    assert "use a smaller --batch-size" in note
     (note,) = notes_on("wine.npz", batch_size=str(-(-size * 3 // 5)))
     assert "takes part in 60% of" in note
     assert notes_on("wine.npz", batch_size=str(size // 2 - 1)) == ()
@@ -452,7 +454,7 @@ def test_classes_that_are_not_tested_are_named() -> None:
         shutil.rmtree(f"photos/test/digit-{digit}")
     (note,) = notes_on("photos", **DECLARED)
     assert note == (
-        "photos has no test record of the classes digit-3, digit-7: accuracy says nothing of them."
+        "photos has no test record of the classes digit-3, digit-7. Accuracy does not cover them."
     )
     output = done("train", "--dataset", "photos", "--out", "run", "--steps", "1", "--sigma", "9")
     assert "no test record" in output
@@ -497,7 +499,7 @@ def test_a_run_goes_on_with_the_records_that_it_began_with(
     }[what]
     np.savez(data, **{**arrays, **found})
     said = refused("train", *flags)
-    assert "not those that the run began with" in said
+    assert "not those that the run started with" in said
     assert report_of("run")["privacy"] == before
     assert not Path("fork").exists()
 
@@ -522,8 +524,8 @@ def test_data_that_has_moved_is_named_anew_and_the_run_goes_on_exactly(kind: str
     Path("there").mkdir()
     Path(data).rename(moved)
     said = refused("train", "--resume", "run")
-    assert f"{data} is not where it was" in said
-    assert "name its new place with --dataset" in said
+    assert f"{data} was not found" in said
+    assert "set --dataset to its new path" in said
 
     output = done("train", "--resume", "run", "--dataset", moved)
     assert "with new noise" not in output
@@ -547,7 +549,7 @@ def test_only_the_same_records_may_be_named_anew() -> None:
     np.savez("other.npz", **{**arrays, "x": arrays["x"][::-1]})
     for flags in (("--resume", "run"), ("--fork", "run", "--steps", "9")):
         said = refused("train", *flags, "--dataset", "other.npz")
-        assert "not those that the run began with" in said
+        assert "not those that the run started with" in said
     assert "cannot change" in refused("train", "--resume", "run", "--dataset", "digits")
     assert Path("run/config.yaml").read_bytes() == before
     finish(train(resolve(dataset="digits", steps=2, sigma=4, out="digits").plan, after(1)))
@@ -571,7 +573,7 @@ def test_records_are_read_as_they_were_in_a_run_that_goes_on_exactly(what: str) 
         },
     )
     said = refused("train", "--resume", "run")
-    assert "not those that the run began with" in said
+    assert "not those that the run started with" in said
     np.savez("wine.npz", **arrays)
     done("train", "--resume", "run")
 
@@ -618,7 +620,7 @@ def test_no_checkpoint_has_its_network_imported() -> None:
     Path("net_own.py").write_text("import pathlib\npathlib.Path('executed').touch()")
     for given in ((), ("--steps", "9"), ("--model", "mlp")):
         said = refused("train", "--resume", "run", *given)
-        assert "name it again, if you trust it" in said
+        assert "If you trust it: " in said
         assert said.endswith("dpmac train --resume run --model net_own.py:make")
     assert not Path("executed").exists()
 

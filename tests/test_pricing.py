@@ -53,7 +53,7 @@ class Refused(NamedTuple):
     said: Sequence[str]
 
 
-MISSING_SIGMA = "--sigma (to price it) or --epsilon"
+MISSING_SIGMA = "--sigma (to compute epsilon) or --epsilon"
 REFUSED = [
     # Nothing to go by
     Refused("", [MISSING_SIGMA]),
@@ -78,8 +78,10 @@ REFUSED = [
         ["--sigma, --epsilon and --epochs together"],
     ),
     Refused("--sigma 1 --epsilon 1 --steps 1", ["--sigma, --epsilon and --steps together"]),
-    Refused("--solve sigma --sigma 1 --epsilon 1", ["--sigma leaves nothing open"]),
-    Refused("--solve steps --sigma 1 --epsilon 1 --epochs 1", ["--epochs leaves nothing open"]),
+    Refused("--solve sigma --sigma 1 --epsilon 1", ["--sigma leaves nothing to solve for"]),
+    Refused(
+        "--solve steps --sigma 1 --epsilon 1 --epochs 1", ["--epochs leaves nothing to solve for"]
+    ),
     Refused(
         "--solve batch-size --sigma 1 --epsilon 1 --batch-size 9", ["--batch-size leaves nothing"]
     ),
@@ -136,7 +138,7 @@ REFUSED = [
         [
             "--delta must be",
             "--dataset and --dataset-size",
-            "--batch-size leaves nothing open",
+            "--batch-size leaves nothing to solve for",
             "Add --sigma, and --epsilon: without them there is no answer.",
         ],
     ),

@@ -79,7 +79,7 @@ def test_a_loop_that_stops_early_publishes_what_it_spent(tmp_path: Path) -> None
     assert report["hyperparameters"]["steps"] == 2
     [event] = report["privacy"]["events"]
     assert event["steps"] == 2
-    with pytest.raises(InputError, match="already holds a run"):
+    with pytest.raises(InputError, match="already contains a run"):
         private.publish(tmp_path / "out")
     private.step()
     again = private.publish(tmp_path / "out", force=True).report
@@ -144,9 +144,9 @@ def test_a_schedule_of_ones_own_is_reported(tmp_path: Path) -> None:
 def test_what_cannot_be_private_is_refused() -> None:
     with pytest.raises(ModelError, match="mixes the samples"):
         make_private(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)), "digits")
-    with pytest.raises(ModelError, match="no torch module"):
+    with pytest.raises(ModelError, match="not a torch module"):
         make_private(nn.Linear, "digits")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="Here it is called sigma"):
+    with pytest.raises(InputError, match="In dpmac it is called sigma"):
         make_private(network(), "digits", noise_multiplier=1)
 
 

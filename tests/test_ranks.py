@@ -347,7 +347,7 @@ def test_another_machine_at_another_rank_draws_with_new_keys(
 def test_what_several_processes_cannot_do() -> None:
     found = together(2, training(steps=2, canaries=20))
     assert isinstance(found[0], InputError)
-    assert "--canaries audits a run of one process" in str(found[0])
+    assert "--canaries needs a run with one process" in str(found[0])
     assert found[1] is None  # let go without a word
 
 

@@ -295,11 +295,11 @@ MISFITS: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "other data": (
         edited(lambda t, f: f["dataset"].update(name="cats")),
-        "trained on cats, which this version does not know",
+        "trained on cats, which this version does not support",
     ),
     "other model": (
         edited(lambda t, f: f["model"].update(name="vit")),
-        "model 'vit', which this version does not know",
+        "this version does not support the model 'vit'",
     ),
 }
 
@@ -335,8 +335,8 @@ def unsealed(run: Path, file: Path) -> None:
     header_text(json.dumps(facts))(run, file)
 
 
-NOT_WHOLE = "is not a whole safetensors file: it is damaged, or of another kind"
-NOT_OURS = "was not written by dpmac train as it is ("
+NOT_WHOLE = "is not a valid safetensors file: it is damaged or of another type"
+NOT_OURS = "was not written by dpmac train, or was modified ("
 CHANNELS = "input.mean and input.std must have one number per channel"
 
 
@@ -372,7 +372,7 @@ DAMAGED: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
     "no checksum": (unsealed, NOT_OURS),
     "newer": (
         edited(lambda t, f: f.update(schema_version=99)),
-        "was written by a newer dpmac (format 99; this one knows 1). Upgrade dpmac.",
+        "was written by a newer dpmac (format 99; this version supports 1). Upgrade dpmac.",
     ),
     "version in words": (edited(lambda t, f: f.update(schema_version="one")), NOT_OURS),
     "no input": (edited(lambda t, f: f.__delitem__("input")), f"{NOT_OURS}input.shape: "),
@@ -442,7 +442,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(run: Path, file: Path) -> None:
 def test_flipped_weights_are_damaged(run: Path, file: Path) -> None:
     content = (run / "model.safetensors").read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    said = f"{file} is damaged: its contents do not match its checksum. Copy it anew"
+    said = f"{file} is damaged: its contents do not match its checksum. Copy it again"
     assert refusal(file).startswith(said)
 
 
@@ -467,7 +467,7 @@ def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_kind_is_named(tmp_path: Path) -> None:
-    said = f"{tmp_path} is not a run folder: it holds no model.safetensors. {NAME_ONE}"
+    said = f"{tmp_path} is not a run folder: it contains no model.safetensors. {NAME_ONE}"
     assert refusal(tmp_path) == said
     (tmp_path / "thesis.tex").write_text("mine")
     assert refusal(tmp_path) == said
@@ -477,7 +477,7 @@ def test_a_run_without_a_model_can_be_resumed(run: Path, tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     said = (
         f"The run in {tmp_path} has not written its model.safetensors: it is still training, or "
-        f"was stopped before it could. To go on: dpmac train --resume {tmp_path}"
+        f"was stopped before. To resume it: dpmac train --resume {tmp_path}"
     )
     assert refusal(tmp_path) == refusal(tmp_path / "model.safetensors") == said
 
@@ -493,5 +493,5 @@ def test_a_private_checkpoint_is_not_a_model(run: Path) -> None:
     checkpoint = next((run / "checkpoint").glob("step-*.safetensors"))
     assert refusal(checkpoint) == (
         f"{checkpoint} is a private checkpoint, from which the noise of its run can be computed. "
-        "Do not share it. The model to score is model.safetensors, one folder up."
+        "Do not share it. Use model.safetensors, one folder up."
     )

@@ -77,7 +77,10 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         "privacy.events.0.batch: Extra",
         lambda v: v["privacy"]["events"][0].update(batch=3),
     ),
-    "newer": ("newer dpmac (format 2; this one knows 1)", lambda v: v.update(schema_version=2)),
+    "newer": (
+        "newer dpmac (format 2; this version supports 1)",
+        lambda v: v.update(schema_version=2),
+    ),
 }
 
 
@@ -95,12 +98,12 @@ def test_a_report_that_dpmac_does_not_write_is_refused(
 
 def test_what_is_no_report_says_what_to_name() -> None:
     with pytest.raises(
-        InputError, match=r"not a run folder: it holds no report\.json\. Name a run"
+        InputError, match=r"not a run folder: it contains no report\.json\. Use a run"
     ):
         read_report(Path())
     Path("config.yaml").write_text("")
     with pytest.raises(InputError, match=r"not written its report\.json.* To go on: dpmac"):
         read_report(Path())
     Path("report.json").write_text("[" * 99_999)
-    with pytest.raises(InputError, match=r"not a whole one \(Invalid JSON: .* Name a run folder"):
+    with pytest.raises(InputError, match=r"not a valid report .*\(Invalid JSON: .* Use a run"):
         read_report(Path())

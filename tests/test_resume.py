@@ -313,7 +313,7 @@ def test_a_fork_never_replaces_its_parent(out: str, tmp_path: Path) -> None:
     first = finish(run.train(start(out="run"), after(6)))
     Path("link").symlink_to("run")
     before = contents(first.folder)
-    with pytest.raises(InputError, match=r"is the run to fork\. Name a new folder"):
+    with pytest.raises(InputError, match=r"is the run to fork\. Use a new folder"):
         finish(run.fork(first.folder, {"out": out.format(here=tmp_path.name), "force": True}))
     assert contents(first.folder) == before
 
@@ -551,7 +551,7 @@ def test_a_finished_run_has_nothing_to_go_on_with() -> None:
 
 def test_fewer_steps_than_were_taken_are_refused() -> None:
     first = finish(run.train(start(out="run"), after(15)))
-    words = r"has taken 15 steps already, and 2 are asked for.*--steps .above 15"
+    words = r"has already taken 15 steps, but 2 are requested.*--steps .above 15"
     with pytest.raises(InputError, match=words):
         finish(run.fork(first.folder, {"steps": "2", "out": "forked"}))
 
@@ -627,7 +627,7 @@ def test_no_whole_checkpoint_is_named() -> None:
     with pytest.raises(InputError, match=r"step-000000006.*step-000000004"):
         finish(run.resume(first.folder, {}))
     checkpoint.discard(first.folder)
-    with pytest.raises(InputError, match=r"holds no checkpoint.*--force"):
+    with pytest.raises(InputError, match=r"contains no checkpoint.*--force"):
         finish(run.resume(first.folder, {}))
 
 
@@ -649,7 +649,7 @@ def test_a_folder_in_use_is_refused() -> None:
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is not a run folder: it holds no config\.yaml"):
+    with pytest.raises(InputError, match=r"is not a run folder: it contains no config\.yaml"):
         finish(run.resume(tmp_path, {}))
 
 

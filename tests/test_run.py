@@ -283,7 +283,7 @@ def test_a_failure_before_the_first_step_leaves_everything_as_it_was(
 def test_a_chosen_folder_is_overwritten_only_by_force() -> None:
     first = train_digits(out="mine", seed=1)
     before = contents(first.folder)
-    with pytest.raises(InputError, match=r"already holds a run.*--force"):
+    with pytest.raises(InputError, match=r"already contains a run.*--force"):
         train_digits(out="mine", seed=2)
     assert contents(first.folder) == before
     (first.folder / "notes.txt").write_text("kept")

@@ -256,8 +256,8 @@ def test_the_report_and_the_model_say_how_it_was_drawn() -> None:
 @pytest.mark.parametrize(
     ("flag", "why"),
     [
-        (("--seed", "5"), "whoever chose a seed knows the draws"),
-        (("--no-dp",), "without noise there is nothing to make secure"),
+        (("--seed", "5"), "a seed reveals the random numbers"),
+        (("--no-dp",), "without noise there is nothing to secure"),
     ],
     ids=["seed", "no-dp"],
 )

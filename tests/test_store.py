@@ -393,7 +393,7 @@ def test_a_run_is_resumed_with_the_images_that_it_began_with() -> None:
     assert first.state == "interrupted"
     Image.fromarray(np.full((8, 8), 200, np.uint8)).save("photos/cat/0002.png")
     own._reader.cache_clear()
-    with pytest.raises(InputError, match="The records are not those that the run began with"):
+    with pytest.raises(InputError, match="The records are not those that the run started with"):
         list(resume("run"))
 
 

@@ -352,7 +352,7 @@ def test_penguins_are_told_apart_by_the_defaults_alone_and_the_report_has_the_sc
     sexes = report["dataset"]["schema"]["columns"][-1]
     assert sexes["name"] == "sex"
     assert sexes["categories"] == ["female", "male"]
-    assert "was declared in a schema" in report["dataset"]["public_note"]
+    assert "were declared in a schema" in report["dataset"]["public_note"]
     assert report["dataset"]["public_note"] in (out / "model-card.md").read_text()
     again = dpmac("eval", out, "--json")
     assert json.loads(again.stdout)["accuracy"] == report["test"]["accuracy"]

@@ -396,7 +396,7 @@ def test_names_that_suggest_several_images_of_a_person_are_remarked_on(
     )
     settings: dict[str, Any] = {"dataset": str(folder), "batch_size": "8"}
     notes = " ".join(resolve(settings).notes)
-    assert ("suggest several images of one person" in notes) is suggests
+    assert ("suggest several images per person" in notes) is suggests
     if suggests:
         assert "suggest" not in " ".join(resolve(settings | {"unit": "([0-9]+)_"}).notes)
 

@@ -1,1 +1,1 @@
-"""What a person types and sees. Only this package imports typer and rich."""
+"""Command line interface. Only this package imports typer and rich."""

@@ -23,19 +23,19 @@ from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
 from dpmac_cli.runs.report_file import recount
 from dpmac_cli.storage.files import to_json
 
-#: Relative difference of epsilon between versions of an accountant.
+#: Relative difference of epsilon that is allowed between versions of an accountant.
 TOLERANCE = 1e-3
-#: Fields of a row that --json does not show as they are.
+#: Fields of a row that --json does not show unchanged.
 ASIDE = ("events", "risk", "unit")
 
 
 @with_options(
     "account",
-    argument("run", "A run folder or report to price again.", required=False),
+    argument("run", "Run folder or report to recompute epsilon for.", required=False),
     settings=question.FLAGS,
 )
 def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given: Any) -> None:
-    """Answer the question and print the rows."""
+    """Compute the answers and print them as rows."""
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
     by_rdp = flags.get("accountant") in ("rdp", "all")
     faults = {
@@ -74,18 +74,18 @@ def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given
 
 
 def _judge(stored: float, again: float) -> None:
-    """Say that a report's epsilon is right. Raises InputError if it is wrong."""
+    """Confirm that a report's epsilon is correct. Raises InputError if it is wrong."""
     said = format_epsilon(stored)
     if not math.isclose(again, stored, rel_tol=TOLERANCE, abs_tol=1e-9):
         raise InputError(
-            f"The report's epsilon is wrong: it says {said}, but what it says was done costs "
+            f"The report's epsilon is wrong: it is {said}, but the events in the report cost "
             f"{format_epsilon(again)}. Do not rely on it."
         )
-    console.print_notes([f"the report's epsilon, {said}, is right"])
+    console.print_notes([f"the report's epsilon, {said}, is correct"])
 
 
 def _values(row: Row) -> dict[str, Any]:
-    """Return a row as JSON values: infinity is null."""
+    """Return a row as JSON values; infinity becomes null."""
     values = {name: value for name, value in vars(row).items() if name not in ASIDE}
     found = {} if row.risk is None else {"risk": row.risk.values()}
     return {**values, "epsilon": row.epsilon if math.isfinite(row.epsilon) else None, **found}
@@ -104,7 +104,7 @@ def _print(out: Console, rows: Sequence[Row]) -> None:
 
 
 def _print_risk(out: Console, risk: Risk) -> None:
-    """Print bounds on attacks as a table, and the others below."""
+    """Print bounds on attacks as a table, and other bounds below."""
     out.print(Text(f"\n{risk.statement}", style="bold"))
     if risk.noiseless:
         return
@@ -122,9 +122,9 @@ def _print_risk(out: Console, risk: Risk) -> None:
 
 
 COLUMNS_OF_RISK = (
-    "TPR: highest true positive rate of any attack with this false positive rate (FPR). Right of "
-    "it: highest probability that the record was trained on, given an alarm at this FPR or a "
-    "higher one, by its prior probability."
+    "TPR: highest true positive rate of any attack with this false positive rate (FPR). Columns to "
+    "the right: highest probability that the record was in the training data, given an alarm at "
+    "this FPR or a higher one, by prior probability."
 )
 SOLVED = {"sigma": "noise multiplier", "steps": "training", "batch-size": "batch"}
 
@@ -139,7 +139,7 @@ def _print_one(out: Console, rows: Sequence[Row]) -> None:
 
 
 def _facts(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield what a privacy cost depends on, in words."""
+    """Yield names and values of the inputs of a privacy cost."""
     if row.noise_multiplier is not None:
         yield "noise multiplier", f"{row.noise_multiplier:.10g}"
     if row.batch_size is not None and row.dataset_size is not None:
@@ -158,7 +158,7 @@ def _plural(number: str, noun: str) -> str:
     return f"{number} {noun}{'' if number == '1' else 's'}"
 
 
-#: Columns of a table by name: their cells, empty where a row has no such thing.
+#: Columns of a table by name, with functions that return cells; empty if not applicable.
 CELLS: Mapping[str, Callable[[Row], str]] = {
     "epsilon": lambda row: format_epsilon(row.epsilon),
     "delta": lambda row: format_epsilon(row.delta),
@@ -173,7 +173,7 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
 
 
 def _print_table(out: Console, rows: Sequence[Row]) -> None:
-    """Print what varies in columns, and what does not in a line below."""
+    """Print values that vary as columns, and common values in a line below."""
     table = Table(box=None, pad_edge=False)
     columns, shared = [], []
     for name, show in CELLS.items():

@@ -13,21 +13,21 @@ from dpmac_cli.config.given import OTHER_NAMES
 
 
 class Command(TyperCommand):
-    """A command that names its own option when the user types another library's."""
+    """A command that suggests its own option for the option name of another library."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; exit with a usage error if one is another library's name."""
+        """Parse arguments; exit with a usage error for the option name of another library."""
         ours = {name for parameter in self.params for name in parameter.opts}
         for typed in (arg.partition("=")[0] for arg in args):
             known = f"--{OTHER_NAMES.get(typed.removeprefix('--').replace('_', '-'))}"
             if typed.startswith("--") and known in ours:
-                ctx.fail(f"No such option: {typed}. Here it is called {known}.")
+                ctx.fail(f"No such option: {typed}. In dpmac it is called {known}.")
         return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
     name="dpmac",
-    help="Train classifiers under differential privacy, and say what that privacy is worth.",
+    help="Train classifiers under differential privacy, and compute privacy guarantees.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -58,5 +58,5 @@ def callback(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Parse the options before a command."""
+    """Parse global options."""
     del version

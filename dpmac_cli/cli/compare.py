@@ -1,4 +1,4 @@
-"""dpmac compare: many runs, and the table of what came out."""
+"""dpmac compare: train many runs, and show a table of results."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from dpmac_cli.studies.executor import Ended, Moved, RunEvent, carry_out
 from dpmac_cli.studies.grid import STUDIED, Grid, Run, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 
-#: Folders of a study: its runs; what jobs on a cluster print and are told, for its owner alone.
+#: Folders of a study: its runs; and inputs and output of cluster jobs, only for its owner.
 RUNS, JOBS = "runs", "jobs"
 
 
@@ -54,11 +54,11 @@ def compare(**flags: Any) -> None:
         return
     if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
         raise InputError(
-            f"--out {out} holds files that are not a study's. Name a new or an empty folder."
+            f"--out {out} contains files that do not belong to a study. Use a new or empty folder."
         )
     raise_errors(
-        f"{run.folder} holds a run with other settings, so it is no run of this study. Move it "
-        "out of that folder: the same command then trains it again, from scratch."
+        f"{run.folder} contains a run with other settings, which is not part of this study. Move "
+        "it elsewhere and run the same command again to train it from scratch."
         for run in grid.runs
         if was_changed(run)
     )
@@ -70,7 +70,7 @@ def compare(**flags: Any) -> None:
         console.stdout().print(Text(summary))
     console.print_errors(_failed(grid, failures), label="failed")
     if interrupted:
-        stop("interrupted; the same command goes on.", INTERRUPTED)
+        stop("interrupted; run the same command to resume.", INTERRUPTED)
     if failures:
         raise typer.Exit(MISFIT)
 
@@ -78,12 +78,12 @@ def compare(**flags: Any) -> None:
 def _carry_out(
     grid: Grid, out: Path, choice: Choice, screen: Console
 ) -> tuple[dict[int, str], bool]:
-    """Train unfinished runs; return why some failed, by number, and whether it was interrupted."""
+    """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
     plans = [run.plan for run in grid.runs]
     with console.waiting(screen.quiet, "data"):
         from dpmac_cli.studies.local import share_data  # noqa: PLC0415  (loads torch)
 
-        # Without data, or a cluster, nothing is written.
+        # Nothing is written if the data or the cluster is not available.
         data = share_data([plans[number] for number in _missing(grid)])
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
@@ -109,15 +109,15 @@ def _missing(grid: Grid) -> list[int]:
 
 
 def _damages(runs: Iterable[Run]) -> Iterator[str]:
-    """Yield which files of finished runs are damaged."""
+    """Yield a message for each damaged file of finished runs."""
     for run in runs:
         for name in (folder.REPORT, folder.METRICS, folder.MODEL):
             if folder.vouched(run.folder, name) is False:
-                yield f"{run.folder / name} is damaged: the run goes on from its checkpoint."
+                yield f"{run.folder / name} is damaged: the run resumes from its checkpoint."
 
 
 def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[str, str]:
-    """Write the table in all its forms; return its JSON, and its text with the files' names."""
+    """Write the table in all formats; return its JSON, and its text with the files' names."""
     comparison = collect(grid, failures)
     document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
     csv = tables.as_csv(comparison)
@@ -130,7 +130,7 @@ def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[
 
 
 def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
-    """Yield one line per reason, with the first of the runs that failed for it."""
+    """Yield one line per reason, with the first run that failed for that reason."""
     by_reason: dict[str, list[Run]] = {}
     for number, why in failures.items():
         by_reason.setdefault(why, []).append(grid.runs[number])
@@ -154,7 +154,7 @@ class Display:
         self._bar.start()
 
     def show(self, event: RunEvent) -> None:
-        """Move the bar, and print a line when a run ends."""
+        """Update the bar, and print a line when a run ends."""
         if isinstance(event, Moved):
             self._moved[event.number] = event
         else:
@@ -168,7 +168,7 @@ class Display:
         name = f"{row_name(run.labels)}  sigma {run.plan.sigma:.4g}  seed {run.seed}"
         self._ended += not event.again and (event.failure is not None or done)
         if event.again:
-            line = Text(f"{name}: {event.failure}; going on with it", style=console.ATTENTION)
+            line = Text(f"{name}: {event.failure}; resuming it", style=console.ATTENTION)
             self._screen.print(line)
         elif event.failure:
             self._screen.print(Text(f"{name}: failed: {event.failure}", style="red"))
@@ -194,4 +194,4 @@ def print_plan(out: Console, grid: Grid) -> None:
         table.add_row(row_name(run.labels), f"{run.column:g}", cost, steps, str(len(grid.seeds)))
     out.print(table)
     count = len(grid.runs)
-    out.print(f"{count} run{'s' if count > 1 else ''}; finished ones are not run again")
+    out.print(f"{count} run{'s' if count > 1 else ''}; finished runs are not repeated")

@@ -1,4 +1,4 @@
-"""Output on the terminal: results, errors and notes. Loads no torch."""
+"""Terminal output: results, errors and notes. Imports no torch."""
 
 import contextlib
 import io
@@ -15,24 +15,24 @@ from rich.theme import Theme
 from dpmac_cli.errors import InputError, explain_os_error
 from dpmac_cli.storage.progress import LISTENER, Computing
 
-#: For what should not be overlooked. In many terminals yellow, green and cyan are too faint on
-#: white, and blue is on black.
+#: Style for important messages. In many terminals yellow, green and cyan are too faint on white,
+#: and blue is too faint on black.
 ATTENTION = "magenta"
-#: Replaces a style of rich's that uses one of these colors.
+#: Replaces a rich style that uses one of these colors.
 THEME = Theme({"progress.remaining": "dim"})
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError, where rich's would end the process."""
+    """A console that raises BrokenPipeError instead of ending the process."""
 
     def on_broken_pipe(self) -> None:
         raise  # noqa: PLE0704  (rich calls this while it handles the error)
 
 
 class Expendable:
-    """A text stream that ignores failures: a closed pager must not end hours of training.
+    """A text stream that ignores failures, because a closed pager must not end hours of training.
 
-    After the first one, all output is discarded.
+    After the first failure, all output is discarded.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -44,7 +44,7 @@ class Expendable:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, or discard what it holds."""
+        """Flush the stream, or discard its buffer."""
         self._attempt(self.stream.flush)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,7 +61,7 @@ class Expendable:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Redirect a stream, with what it still holds, to the null device."""
+    """Redirect a stream, including its buffer, to the null device."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -72,7 +72,7 @@ _failures: list[OSError] = []
 
 
 def begin() -> None:
-    """Prepare the standard streams for a command: what they cannot encode is escaped."""
+    """Prepare the standard streams for a command, to escape characters they cannot encode."""
     _failures.clear()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -80,12 +80,12 @@ def begin() -> None:
 
 
 def stdout() -> Console:
-    """Return the console for results. Plain text when not a terminal; honors NO_COLOR."""
+    """Return the console for results: plain text if not a terminal; honors NO_COLOR."""
     return _console(sys.stdout)
 
 
 def for_display(quiet: bool, json: bool) -> Console:
-    """Return the expendable console of progress: stderr if stdout is for JSON."""
+    """Return the expendable console for progress: stderr if stdout is for JSON."""
     return _console(Expendable(sys.stderr if json else sys.stdout), quiet)
 
 
@@ -94,33 +94,32 @@ def check_kept() -> None:
     for failure in _failures:
         if not isinstance(failure, BrokenPipeError):
             raise InputError(
-                f"{explain_os_error(failure)} What was to be shown is lost; what was to be "
-                "written is written."
+                f"{explain_os_error(failure)} The terminal output is lost; all files were written."
             )
 
 
 def _console(file: TextIO | Expendable, quiet: bool = False) -> Console:
     wrap = not file.isatty()
-    # Expendable has all that rich calls of a file, and is none by its type.
+    # Expendable has all methods of a file that rich calls, but not its type.
     return _Console(file=file, quiet=quiet, theme=THEME, highlight=False, soft_wrap=wrap)  # type: ignore[arg-type]
 
 
 def kept_clear(json: bool) -> contextlib.AbstractContextManager[Any]:
-    """Keep what a user-supplied model prints off stdout, if that is for JSON."""
+    """Keep output of a user-supplied model off stdout if that is for JSON."""
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
 def bar(
     *columns: str | progress.ProgressColumn, console: Console, **more: Any
 ) -> progress.Progress:
-    """Return a bar and the time left, which leave nothing behind and are seen on a terminal."""
+    """Return a transient progress bar with the remaining time, only shown on a terminal."""
     off, left = console.quiet or not console.is_terminal, progress.TimeRemainingColumn(compact=True)
     return progress.Progress(*columns, left, console=console, transient=True, disable=off, **more)
 
 
 @contextlib.contextmanager
 def waiting(quiet: bool, first: str = "") -> Iterator[None]:
-    """Show on a terminal's stderr what is decoded or computed, and ``first`` before anything is."""
+    """Show the progress of computations on a terminal's stderr, and ``first`` before they start."""
     columns = "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()
     console = _console(sys.stderr, quiet or os.environ.get("RANK", "0") != "0")
     shown = bar(*columns, console=console)
@@ -153,5 +152,5 @@ def print_errors(errors: Iterable[str], label: str = "error", style: str = "bold
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print notes on stderr: what is legal but probably not meant."""
+    """Print notes on probable mistakes on stderr."""
     print_errors(notes, "note", ATTENTION)

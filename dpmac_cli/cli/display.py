@@ -23,14 +23,14 @@ from dpmac_cli.training import evaluation, loop
 from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.metrics import sensitivity_and_specificity
 
-#: The epsilon above which a run's cost is remarked on.
+#: Epsilon above which a note is printed.
 WEAK = 10
-ABOVE = f"Above {WEAK} the guarantee rules out little: add noise (--sigma), or give --epsilon 3."
+ABOVE = f"Above {WEAK} the guarantee is weak: increase the noise (--sigma), or set --epsilon 3."
 NO_PRIVACY = "NO PRIVACY: trained with --no-dp, a baseline only"
 
 
 def format_epsilon(epsilon: float | None) -> str:
-    """Return epsilon rounded up; dots while it is still being computed."""
+    """Return epsilon, rounded up, or dots while it is still being computed."""
     return "..." if epsilon is None else statements.format_epsilon(epsilon)
 
 
@@ -52,7 +52,7 @@ class Display:
         self._bar = bar(*columns, console=console, expand=True)
 
     def show(self, event: RunEvent) -> None:
-        """Print what is worth a line, and move the bar below it."""
+        """Print a line for important events, and update the bar below."""
         match event:
             case Computing() if not self.console.quiet:
                 before, self._computing = self._computing, _computing(event)
@@ -84,13 +84,13 @@ class Display:
                 self.console.print(*notes, *_summary(event, self._plan.metric), sep="\n")
 
     def _move(self, event: Update) -> None:
-        """Move the bar; print a line where there is an evaluation, and a note on a weak epsilon."""
+        """Update the bar; print a line per evaluation, and a note on a weak epsilon."""
         if WEAK < (event.planned or 0.0) < math.inf and not self._warned:
             self._warned = True
             note = f"note: epsilon will be {format_epsilon(event.planned)}. {ABOVE}"
             self.console.print(Text(note, ATTENTION))
         step = event.event.step
-        # An upper bound: between points of the schedule, the next point's epsilon is shown.
+        # An upper bound: between points of the schedule, show the next point's epsilon.
         spent = f"ε ≤ {format_epsilon(event.epsilon)} of {format_epsilon(event.planned)}"
         self._bar.update(
             self._task,
@@ -108,7 +108,7 @@ class Display:
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
-        self.console.print("stopping after this step; once more to stop at once", style=ATTENTION)
+        self.console.print("stopping after this step; repeat to stop immediately", style=ATTENTION)
 
     def close(self) -> None:
         """Remove the bar, whether or not the run is finished."""
@@ -150,7 +150,7 @@ def _heading(event: Started) -> Iterator[Text]:
         )
     if event.steps < plan.steps:  # --max-epsilon
         yield Text(
-            f"--max-epsilon {plan.max_epsilon:g} pays for {event.steps:,} of {plan.steps:,} steps",
+            f"--max-epsilon {plan.max_epsilon:g} allows {event.steps:,} of {plan.steps:,} steps",
             style=ATTENTION,
         )
     if event.done:
@@ -180,7 +180,7 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
     shown = (percent(value), "bold")
     scores = privacy["covered_scores"]
     if scores and value is None:
-        yield Text("no test score was released: the run ended before one was due", ATTENTION)
+        yield Text("no test score was released: the run ended before the first one", ATTENTION)
     else:
         counted = "units" if scores and privacy["unit"]["told_by"] else "samples"
         yield Text.assemble(f"test {METRICS[metric]} ", shown, f" on {test['samples']:,} {counted}")
@@ -210,12 +210,12 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
 
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:
-    """Yield what must be said beside an accuracy."""
+    """Yield warnings about an accuracy."""
     if lost := result.unanswered:
         yield (
             f"for {lost:,} of {result.samples:,} test samples the network's output is not a number "
-            "(NaN), which counts as wrong. Look at what its forward divides by, or takes the "
-            "logarithm or the root of."
+            "(NaN), which counts as wrong. Check divisions, logarithms and roots in its forward "
+            "method."
         )
 
 
@@ -226,9 +226,9 @@ def swamped(result: evaluation.Evaluation) -> Iterator[str]:
     right, most = int(result.confusion.diagonal().sum()), int(result.labels.bincount().max())
     if right <= most < result.samples:
         yield (
-            f"{right:,} of {result.samples:,} test samples are classified correctly, and the most "
+            f"{right:,} of {result.samples:,} test samples are classified correctly, but the most "
             f"frequent class alone has {most:,}. If longer training does not help, the noise "
-            "hides what there is to learn: allow a larger --epsilon, or use more records or a "
+            "is too large to learn: use a larger --epsilon, more records, or a "
             "smaller network (--model linear)."
         )
 
@@ -238,7 +238,7 @@ def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table
     title, columns, found = "rows: true class, columns: predicted", classes, result.confusion
     if result.multilabel:
         title, found = "one row per label", found.flatten(1)
-        columns = ["rightly not", "false alarms", "missed", "found"]
+        columns = ["true negatives", "false positives", "false negatives", "true positives"]
     table = Table("", title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right")
@@ -253,7 +253,7 @@ def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table
 def metrics_table(
     values: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]
 ) -> Table:
-    """Return metrics of the test records, one per row, with their intervals."""
+    """Return test metrics, one per row, with their intervals."""
     table = Table("metric")
     table.add_column("value", justify="right", style="bold")
     table.add_column("95% interval", justify="right")
@@ -264,16 +264,16 @@ def metrics_table(
 
 
 def percent(value: float | None) -> str:
-    """Return a share as a percentage; a dash where it is not defined."""
+    """Return a fraction as a percentage, or a dash if it is not defined."""
     return "-" if value is None or math.isnan(value) else f"{value:.2%}"
 
 
 def follow(events: Iterator[RunEvent], display: Display, asked: Callable[[], bool]) -> Finished:
-    """Show a run to its end; ``asked`` says whether the user has asked it to stop.
+    """Show a run until it ends; ``asked`` returns whether the user has asked it to stop.
 
     Raises:
-        typer.Exit: it was interrupted at once; how to resume it was printed.
-        DpmacError: it failed; the message says why and how to resume it.
+        typer.Exit: it was interrupted immediately; the command to resume it was printed.
+        DpmacError: it failed; the message has the reason and the command to resume it.
     """
     where, told = None, False
     try:
@@ -295,16 +295,16 @@ def follow(events: Iterator[RunEvent], display: Display, asked: Callable[[], boo
         if isinstance(failure, RunError):
             changes = ["--lr LESS"] if isinstance(failure, DivergedError) else []
             raise RunError(f"{failure} {_way_on(where, changes)}") from failure
-        stop(f"interrupted at once. {_way_on(where)}", INTERRUPTED)
+        stop(f"interrupted immediately. {_way_on(where)}", INTERRUPTED)
     raise AssertionError("a run that neither finished nor failed")
 
 
 def _way_on(where: Path, changes: Sequence[str] = ()) -> str:
-    """Return how to resume a run that failed, or to fork it with other settings."""
+    """Return a sentence with the command to resume or fork a failed run."""
     step = checkpoint.last_step(where)
     if step is None:
-        return "The run's folder or its checkpoints are gone, so it cannot be resumed. Start again."
+        return "The run's checkpoints no longer exist, so it cannot be resumed. Start a new run."
     way, command = "resume", folder.resume_command(where)
     if changes:
-        way, command = "train on", folder.fork_command(where, changes)
+        way, command = "continue", folder.fork_command(where, changes)
     return f"To {way} from the last checkpoint (step {step}): {command}"

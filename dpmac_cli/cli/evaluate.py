@@ -1,4 +1,4 @@
-"""Commands on what is trained: scores, audits, classes of new records, cards and web pages."""
+"""Commands for trained models: evaluation, audits, prediction, model cards and web pages."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ HOLDS = (
     "more."
 )
 BROKEN = (
-    "The attack contradicts the claim, as of 20 sound runs one may by chance. Train and attack "
-    "again: if that says the same, what trains has a bug, and none of its models may be published."
+    "The attack contradicts the claim, which happens by chance for 1 in 20 correct runs. Train and "
+    "attack again. If the result is the same, the training has a bug: publish none of its models."
 )
 
 
@@ -48,8 +48,8 @@ def evaluate(
     audit: bool,
     json: bool,
 ) -> None:
-    """Load a model, score the test set, print the result."""
-    if audit:  # reads what its run has written, and nothing else
+    """Load a model, score the test set and print the result."""
+    if audit:  # only reads files of the run
         others = {"dataset": dataset, "data-dir": data_dir, "plot": plot}
         what = "--audit scores guesses, not test samples: leave out"
         raise_errors(f"{what} --{name}." for name, given in others.items() if given is not None)
@@ -86,7 +86,7 @@ def predict(
         found = predict(run, data, device, model)
     found.write(out)
     if lost := found.unanswered:
-        console.print_notes([f"for {lost:,} records the output is not a number: no class"])
+        console.print_notes([f"for {lost:,} records the output is NaN, so they have no class"])
     if not quiet:
         console.stdout().print(Text(f"{out}: predictions for {len(found.records):,} records"))
 
@@ -112,23 +112,23 @@ def report(path: Path, html: Path, force: bool) -> None:
         else:
             page = run_page(path)
     write_atomically(html, page.encode())
-    console.stdout().print(Text(f"{html}: a web page of {path}, in one file"))
+    console.stdout().print(Text(f"{html}: web page of {path}, in one file"))
 
 
 def _faults_of_file(
     path: Path, kinds: Sequence[str], force: bool, flag: str = "out"
 ) -> Iterator[str]:
-    """Yield why a file cannot be written where a flag says."""
+    """Yield faults of the path of a file to write."""
     if path.suffix not in kinds:
         yield f"--{flag} {path} must end in {' or '.join(kinds)}."
     if not path.parent.is_dir():
         yield f"The folder {path.parent} of --{flag} does not exist."
     if path.exists() and not (force and path.is_file()):
-        yield f"{path} exists. Add --force to replace it, or name another --{flag}."
+        yield f"{path} already exists. Add --force to replace it, or use another --{flag}."
 
 
 def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
-    """Print what a model scores, and draw it if asked."""
+    """Print the scores of a model, and draw them if requested."""
     from dpmac_cli.cli import display  # noqa: PLC0415  (loads torch)
     from dpmac_cli.runs.scoring import draw_evaluation  # noqa: PLC0415  (loads torch)
     from dpmac_cli.training import metrics  # noqa: PLC0415  (loads numpy)
@@ -139,7 +139,7 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
     intervals = metrics.intervals(answers, values)
     if plot:
         draw_evaluation(answers, values["calibration-error"], scored.classes, plot)
-    exact = "these scores are exact: epsilon covers those in report.json, and these are not covered"
+    exact = "these scores are exact and not covered by epsilon, unlike those in report.json"
     console.print_notes([*display.doubts(result), *[exact] * scored.covered])
     if json:
         shares = metrics.as_values(answers, values)
@@ -170,7 +170,7 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
 
 
 def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) -> None:
-    """Print what an audit proves; exit code 4 if it is that the claim is false."""
+    """Print the result of an audit; exit with code 4 if it contradicts the claim."""
     if json:
         console.print_result(to_json({"run": str(run), **verdict}))
     else:
@@ -180,7 +180,7 @@ def _judge(found: "Audit", verdict: Mapping[str, Any], run: Path, json: bool) ->
             f"attack: {found.right:,} of {found.guesses:,} guesses right, "
             f"{len(found.coins):,} canaries\n"
             f"proven: epsilon at least {found.lower_bound:.3f} for any training, and at least "
-            f"{found.curve_bound:.3f} if only the amount of noise is in doubt "
+            f"{found.curve_bound:.3f} if only the amount of noise may be wrong "
             f"({verdict['confidence']:.0%} confidence)"
         )
         for rate, share in found.true_positive_rates.items():

@@ -17,15 +17,15 @@ from dpmac_cli.cli import console
 
 
 def stop(why: str, code: int) -> NoReturn:
-    """End a command that was stopped: say why, and exit with a code."""
+    """End a stopped command: print the reason and exit with a code."""
     console.print_errors([why], label="stopped")
     raise typer.Exit(code)
 
 
 def explained(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what a command raises into a message on stderr and the documented exit code.
+    """Convert exceptions of a command to a message on stderr and the documented exit code.
 
-    The returned command takes ``debug`` beside its flags, to show tracebacks.
+    The returned command also takes ``debug``, to show tracebacks.
     """
 
     @functools.wraps(command)
@@ -40,7 +40,7 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             console.print_errors(["interrupted."])
             raise typer.Exit(errors.INTERRUPTED) from None
-        except BrokenPipeError:  # the reader has seen enough, as in dpmac eval | head
+        except BrokenPipeError:  # the reader has closed the pipe, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001
             if debug:
@@ -53,18 +53,21 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _explanation(failure: Exception) -> errors.DpmacError:
-    """Return an error that explains a failure without a message for the user."""
+    """Return an error with a message for a failure that has none for the user."""
     if isinstance(failure, OSError):
         return errors.InputError(errors.explain_os_error(failure))
     return errors.DpmacError(
-        f"dpmac failed where it should not have ({type(failure).__name__}: {failure}). "
+        f"dpmac failed unexpectedly ({type(failure).__name__}: {failure}). "
         "Please report it with the output of the same command and --debug."
     )
 
 
 @contextmanager
 def stop_request() -> Iterator[Callable[[], bool]]:
-    """Handle Ctrl-C and SIGTERM: yield whether one came. A second one interrupts at once."""
+    """Handle Ctrl-C and SIGTERM: yield a function that returns whether one was received.
+
+    A second one interrupts immediately.
+    """
     asked = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:

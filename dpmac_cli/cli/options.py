@@ -1,4 +1,4 @@
-"""Options of commands as data, from which typer makes flags, help and completion."""
+"""Options of commands as data, for typer's flags, help and completion."""
 
 import inspect
 import tomllib
@@ -13,7 +13,7 @@ from dpmac_cli.config.settings import SETTINGS, Setting, flag_name, settings_in
 
 #: Help and options of each command.
 COMMANDS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))
-#: Groups of options, in the order of the help. Those of a command alone come first.
+#: Groups of options, in the order of the help. A command's own groups come first.
 PANELS = list(dict.fromkeys(setting.panel for setting in SETTINGS.values()))
 _parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
@@ -23,7 +23,7 @@ def option(
 ) -> inspect.Parameter:
     """Return a parameter that becomes an option; typer parses its value as ``kind``.
 
-    Values of settings stay text: one parser checks flags and YAML alike.
+    Values of settings remain text, because one parser validates both flags and YAML.
     """
     otherwise = setting.otherwise if setting.default is None else setting.default
     text = setting.help + (f" One of {setting.known}." if setting.choices else "")
@@ -41,7 +41,7 @@ def option(
 
 
 def _completer(setting: Setting) -> Callable[[str], list[str]]:
-    """Return a completer for a choice, or for several with commas between them."""
+    """Return a completer for a choice, or for several comma-separated choices."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = "", "", incomplete
@@ -53,7 +53,7 @@ def _completer(setting: Setting) -> Callable[[str], list[str]]:
 
 
 def argument(name: str, text: str, *, required: bool = True) -> inspect.Parameter:
-    """Return a parameter that becomes a positional argument, a path."""
+    """Return a parameter that becomes a positional path argument."""
     shown = typer.Argument(metavar=name.upper(), help=text)
     kind, default = (Path, ...) if required else (Path | None, None)
     return _parameter(name, annotation=Annotated[kind, shown], default=default)
@@ -65,11 +65,11 @@ def with_options(
     details: Mapping[str, Mapping[str, Any]] | None = None,
     settings: Mapping[str, Setting] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a function the parameters of a command, as typer reads them.
+    """Set the signature of a function to the parameters of a command, for typer.
 
     Args:
-        command: a name of :data:`COMMANDS`. arguments: before its options.
-        details: more fields of its own options, by name. settings: to take as well, as text.
+        command: a name in :data:`COMMANDS`. arguments: arguments before its options.
+        details: more fields of its own options, by name. settings: more settings, as text.
     """
     entry, settings = COMMANDS[command], settings or {}
     own = settings_in(entry["options"], details or {})

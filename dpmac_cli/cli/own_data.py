@@ -1,4 +1,4 @@
-"""dpmac schema and dpmac cache: a draft of a table's schema; what is kept of records."""
+"""dpmac schema and dpmac cache: drafts of table schemas, and the cache."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def schema(file: Path, label: str | None, drop: str | None) -> None:
 
 @with_options("cache")
 def cache(clear: bool) -> None:
-    """Print how much is kept and where, or remove it."""
+    """Print the size and folder of the cache, or clear it."""
     from dpmac_cli.storage.cache import kept_files, make_room  # noqa: PLC0415  (loads numpy)
 
     folder, limit = cache_folder(), cache_size()

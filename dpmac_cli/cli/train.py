@@ -1,4 +1,4 @@
-"""dpmac train: a new run, or one that is resumed or forked."""
+"""dpmac train: start, resume or fork a run."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ def train(**flags: Any) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         _train(flags, None)
         return
-    # When one of the processes dies, torch would show the others' stacks. Read when it is loaded.
+    # If a process dies, torch would show the others' stacks. Read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from dpmac_cli.training.distributed import join  # noqa: PLC0415  (loads torch)
 
@@ -36,7 +36,7 @@ def train(**flags: Any) -> None:
     finally:
         ranks.leave()
     if not ranks.leads:
-        os._exit(0)  # a thread of gloo's may abort a process that ends in the usual way
+        os._exit(0)  # a gloo thread may abort a process that exits normally
 
 
 def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
@@ -48,7 +48,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
     if resumed or forked:
         way = "--resume" if resumed else "--fork"
         if file:
-            raise InputError(f"{way} takes its settings from the run: leave out --config.")
+            raise InputError(f"{way} uses the settings of the run: leave out --config.")
         check_run_folder(resumed or forked, way)
         parse(flags)
     else:
@@ -56,7 +56,7 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         quiet, json = resolved.plan.quiet, resolved.plan.json
         if not quiet:
             console.print_notes(resolved.notes)
-    # Loading torch takes seconds: only now that there is something to train.
+    # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):
         from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
         from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
@@ -77,11 +77,11 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         stop(f"interrupted; {kept} To resume: {resume_command(where)}", INTERRUPTED)
     if finished.state == "budget-spent":
         more = fork_command(where, ["--max-epsilon MORE"])
-        stop(f"epsilon would pass --max-epsilon; {kept} To train on: {more}", BUDGET)
+        stop(f"epsilon would exceed --max-epsilon; {kept} To train longer: {more}", BUDGET)
 
 
 def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
-    """Run as a rank other than 0. Only rank 0 is asked to stop, and prints."""
+    """Run as a rank other than 0. Only rank 0 handles stop requests and prints."""
     from dpmac_cli.runs.assist import assist  # noqa: PLC0415  (loads torch)
 
     with stop_request():

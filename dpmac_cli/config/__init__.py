@@ -1,1 +1,1 @@
-"""Settings as given and the plan as resolved. Never imports torch."""
+"""Settings and the resolved plan of a run. Never imports torch."""

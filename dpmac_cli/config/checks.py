@@ -1,4 +1,4 @@
-"""Faults between settings, and notes on what is legal but probably not meant."""
+"""Faults in combinations of settings, and notes on likely mistakes."""
 
 import importlib.util
 import math
@@ -15,16 +15,16 @@ from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.training.schedules import LOSSES
 
-#: Package of each extra, which is a module of the same name.
+#: Package of each extra, which has a module of the same name.
 EXTRAS = {"ray": "ray", "slurm": "submitit"}
-#: Share of the records from which a batch is most of them.
+#: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
-#: Classes that a note names; the rest are counted.
+#: Number of classes to list in a note; the rest are counted.
 NAMED = 5
 
 
 def lonely(given: Mapping[str, Given]) -> Iterator[str]:
-    """Yield faults of settings that need another one which was not given."""
+    """Yield faults of settings that need another setting."""
     for name in given:
         needs = SETTINGS[name].needs
         wanted = (flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", needs))
@@ -33,7 +33,7 @@ def lonely(given: Mapping[str, Given]) -> Iterator[str]:
 
 
 def faults(plan: TrainPlan) -> Iterator[str]:
-    """Yield faults between settings, each a sentence that says what to do."""
+    """Yield faults in combinations of settings, each a sentence with a remedy."""
     epochs = [plan.recorded["epochs"]] if "epochs" in plan.recorded else []
     low, high = plan.hyper.h1, plan.hyper.h2
     if low > high:
@@ -54,7 +54,7 @@ def faults(plan: TrainPlan) -> Iterator[str]:
             f"{' or '.join(known)}, or leave out --cover-scores."
         )
     if plan.recipe.augmented and plan.facts.is_table:
-        yield f"--augmentations is for images, and {plan.dataset} is a table. Leave it out."
+        yield f"--augmentations is for images, but {plan.dataset} is a table. Leave it out."
     yield from _loss_faults(plan)
     if plan.recipe.warmup >= plan.steps:
         yield (
@@ -75,30 +75,30 @@ def _loss_faults(plan: TrainPlan) -> Iterator[str]:
             f"{plan.dataset}, not {', '.join(f'{w:g}' for w in weights)}."
         )
     if facts.multilabel and (plan.canaries or plan.features is not None):
-        yield f"--canaries, --features and --backbone are for one class each, not {plan.dataset}."
+        yield f"--canaries, --features and --backbone need one class each, not {plan.dataset}."
 
 
 def misfits(data: str, size: int, batch: int, lengths: Sequence[int]) -> Iterator[str]:
-    """Yield faults between the size of a data set, a batch size, and numbers of epochs."""
+    """Yield faults in combinations of dataset size, batch size and numbers of epochs."""
     if batch > size:
         yield f"--batch-size ({batch}) must not be above the size of {data}, {size}."
     for epochs in lengths:
         steps = epochs * math.ceil(size / batch)
         if steps > MOST_STEPS:
             yield (
-                f"--epochs {epochs} is {steps:,} steps in all at a --batch-size of {batch:,}; a "
-                f"run takes at most {MOST_STEPS:,}. Choose fewer epochs or larger batches."
+                f"--epochs {epochs} is {steps:,} steps in total at --batch-size {batch:,}; a "
+                f"run has at most {MOST_STEPS:,}. Use fewer epochs or larger batches."
             )
 
 
 def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
-    """Yield faults between what is frozen and other settings."""
+    """Yield faults in combinations of frozen layers with other settings."""
     features, weights, part = plan.features, plan.pretrained, plan.trained.part
     once = isinstance(features, Scattered) or part == "head"
     if features is not None:
         flag = f"--{'backbone' if isinstance(features, Backbone) else 'features'} {features.kind}"
         if not plan.facts.is_images:
-            yield f"{flag} is of images, and {plan.dataset} holds numbers. Leave it out."
+            yield f"{flag} is for images, but {plan.dataset} contains numbers. Leave it out."
         elif (fault := features.fault(plan.facts.shape)) is not None:
             yield f"{flag}: images of {plan.dataset} {fault}"
         package = BACKBONES[features.kind].package if isinstance(features, Backbone) else ""
@@ -108,13 +108,13 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
         yield f"--pretrained: no such file: {weights}."
     if plan.recipe.augmented and once:
         yield (
-            "--augmentations draws views again in every step, and what is frozen is computed once: "
-            "leave one of them out."
+            "--augmentations uses new views in every step, but features of frozen layers are "
+            "computed only once. Leave one of them out."
         )
 
 
 def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
-    """Yield what is legal, but probably not what was meant."""
+    """Yield notes on valid settings that are probably mistakes."""
     found = plan.found
     for name, what in _idle(plan).items():
         if name in flags:
@@ -129,31 +129,31 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
         )
     if found.repeated and plan.private:
         yield (
-            f"Names such as {found.repeated} suggest several images of one person, and epsilon "
-            "protects one image. To protect a person with all images, give a pattern of what their "
-            "names have in common: --unit 'patient([0-9]+)'."
+            f"Names such as {found.repeated} suggest several images per person, but epsilon "
+            "protects single images. To protect all images of a person, add a pattern for the "
+            "common part of their names: --unit 'patient([0-9]+)'."
         )
     if found.untested and plan.scores is None:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (
             f"{plan.dataset} has no test record of the classes {', '.join(some)}"
-            f"{f' and {more} more' if more > 0 else ''}: accuracy says nothing of them."
+            f"{f' and {more} more' if more > 0 else ''}. Accuracy does not cover them."
         )
     if isinstance(plan.features, Backbone) and plan.facts.shape[0] == 1:
-        yield f"Grey images of {plan.dataset} are repeated in three channels for the backbone."
+        yield f"Grey images of {plan.dataset} are repeated to three channels for the backbone."
     if plan.private:
         yield from delta_note(plan.delta, plan.facts.train_size)
         rate = plan.event.sampling_rate
         if rate >= MOST and not SAMPLERS[plan.event.sampler].once_an_epoch:
             yield (
                 f"With --batch-size {plan.batch_size} each record takes part in {rate:.0%} of the "
-                "steps: drawing them at random saves little or no privacy cost. Unless a few "
-                "such steps are what you want, choose a smaller --batch-size."
+                "steps, so random sampling saves little or no privacy cost. Unless you want "
+                "only a few such steps, use a smaller --batch-size."
             )
 
 
 def _declaration(found: Found) -> str:
-    """Return the flags that declare what was found; a name with a comma cannot be given as one."""
+    """Return the flags that declare inferred facts; names with commas are not supported."""
     (channels, *size), names = found.facts.shape, ",".join(found.facts.classes)
     flags = {"channels": f"--channels {channels}", "image size": f"--image-size {max(size)}"}
     if names.count(",") < len(found.facts.classes):
@@ -162,7 +162,7 @@ def _declaration(found: Found) -> str:
 
 
 def _idle(plan: TrainPlan) -> dict[str, str]:
-    """Return settings that have no effect, with what, and why where that is not plain."""
+    """Return the settings that have no effect, with the reason."""
     used, data = {*plan.method.settings, "optimizer"}, plan.dataset
     panel = {name: setting.panel for name, setting in SETTINGS.items()}
     idle = {n: plan.optimizer for n in panel if panel[n] == OPTIMIZER and n not in used}
@@ -174,25 +174,25 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
         idle["records_per_unit"] = f"{data}, where each record is a unit"
     if not isinstance(plan.data, Source):
         return idle | {name: data for name in panel if panel[name] == DATA}
-    idle["data_dir"] = f"{data}, which is a path itself"
+    idle["data_dir"] = f"{data}, which is a path"
     if not plan.found.held_out:
-        own_test = f"{data}, which has a test set of its own"
+        own_test = f"{data}, which has its own test set"
         idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
     if plan.data.path.suffix not in TABLES:
-        idle["schema"] = f"{data}, which is no table"
+        idle["schema"] = f"{data}, which is not a table"
     if not plan.facts.is_images:
         of_images = ("channels", "image_size", "standardise")
-        return idle | dict.fromkeys(of_images, f"{data}, which holds numbers")
-    return idle | {"feature_range": f"{data}, which holds images"}
+        return idle | dict.fromkeys(of_images, f"{data}, which contains numbers")
+    return idle | {"feature_range": f"{data}, which contains images"}
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:
-    """Yield a note on a delta that promises next to nothing."""
+    """Yield a note on a delta that is too large for a meaningful guarantee."""
     limit = 1 / records
     if delta >= limit:
         yield (
-            f"delta {delta:g} is not below 1/n = {limit:.2g}: at that size the guarantee "
-            "allows publishing a whole record now and then. Choose a smaller --delta."
+            f"delta {delta:g} is not below 1/n = {limit:.2g}: such a guarantee allows "
+            "publishing a whole record occasionally. Use a smaller --delta."
         )
 
 

@@ -1,4 +1,4 @@
-"""Values of settings that were not given, by data set, optimizer and the settings beside them."""
+"""Default values of settings, which depend on dataset, optimizer and other settings."""
 
 import math
 from typing import Any
@@ -8,20 +8,20 @@ from dpmac_cli.data.registry import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, MODELS, Trained
 
-#: Samples worked on at a time where only a head is trained.
+#: Samples to process at a time if only a head is trained.
 ROWS_AT_A_TIME = 1024
-#: Without --sigma or --epsilon, for your own data and behind a backbone.
+#: Default without --sigma or --epsilon, for your own data and with a backbone.
 EPSILON = 3.0
-#: The paper names no gamma'; this one gives Table I.
+#: The paper does not state gamma'; this value reproduces Table I.
 GAMMA_PRIME = 1e-8
-#: Fewer guesses, all of them right, could not show an epsilon above 1.8.
+#: With fewer guesses, even if all are right, an audit cannot show an epsilon above 1.8.
 FEW_GUESSES = 20
-#: Pixels worked on at a time where a backbone is trained.
+#: Pixels to process at a time if a backbone is trained.
 PIXELS_AT_A_TIME = 16 * 224**2
 
 
 def completed(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
-    """Return a value for every setting, given some of them; None where there is none."""
+    """Return the values of all settings, given some of them; None if there is no value."""
     own = given.get("dataset", DEFAULTS["dataset"]) not in DATASETS
     rule = _by_rule(given, facts) if own or given.get("backbone") is not None else {}
     if own:
@@ -30,7 +30,7 @@ def completed(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
 
 
 def _by_rule(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
-    """Return defaults by size alone, which were found on public data: see docs/recipes.md."""
+    """Return defaults by dataset size, tuned on public data: see docs/recipes.md."""
     found: dict[str, Any] = {
         "optimizer": "dp-adam",
         "batch_size": -(-facts.train_size // STEPS_PER_EPOCH),
@@ -46,17 +46,17 @@ def _by_rule(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
 
 
 def _rate(inputs: int) -> float:
-    """Return Adam's learning rate for records of so many numbers, to one digit."""
+    """Return Adam's learning rate, to one digit, for records of ``inputs`` numbers."""
     return float(f"{min(0.01, 0.1 / math.sqrt(inputs)):.0e}")
 
 
 def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
-    """Return defaults that depend on the data set or on other settings."""
+    """Return defaults that depend on the dataset or on other settings."""
     defaults, adaclip = facts.defaults, values["optimizer"] == "adaclip"
     tracked = "phi" in OPTIMIZERS[values["optimizer"]].settings and values["phi"] == "tracked"
     found: dict[str, Any] = {
         **vars(defaults),
-        # What is left of v-hat without the noise is of h1's size, and needs a floor of that size.
+        # v-hat minus the noise is about as large as h1, so its lower bound must be, too.
         "gamma_prime": max(GAMMA_PRIME, 2 * defaults.h1) if tracked else GAMMA_PRIME,
         "lr": OPTIMIZERS[values["optimizer"]].rate_on(values["dataset"]),
         "beta1": 0.99 if adaclip else 0.9,
@@ -86,7 +86,7 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
 
 
 def _samples_at_a_time(values: dict[str, Any], model: str, facts: Dataset) -> int:
-    """Return the physical batch of a network; views of a sample share its place."""
+    """Return the physical batch size of a network; all views of a sample count."""
     most, kind = facts.defaults.physical_batch, MODELS.get(model)
     if values["train"] == "head" or (values["backbone"] is not None and values["train"] is None):
         most = max(most, ROWS_AT_A_TIME)

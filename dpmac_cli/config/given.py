@@ -1,4 +1,4 @@
-"""Settings as they were given, with where they came from: checks of each, and of contradictions."""
+"""Given settings with their origins: validation of each, and of contradictions."""
 
 import difflib
 import re
@@ -15,10 +15,10 @@ from dpmac_cli.config.settings import NUMBER, OWN_MODEL, SETTINGS, Setting, flag
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.errors import raise_errors
 
-#: Settings that answer the same question: give one. A flag replaces a file's answer.
+#: Mutually exclusive settings for the same thing. A flag replaces a file's setting.
 EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"))
-#: Settings that do not go together, and why. Neither replaces the other: a run that a file makes
-#: secure must not lose that unnoticed.
+#: Settings that contradict each other, and why. Neither replaces the other: a run that a file makes
+#: secure must not become insecure unnoticed.
 INCOMPATIBLE = {
     (name, other): why for name, of in SETTINGS.items() for other, why in of.not_with.items()
 }
@@ -26,25 +26,25 @@ INCOMPATIBLE = {
 #: has several optimizers and seeds, a run has one of each.
 OTHER_NAMES = {other: flag_name(name) for name, of in SETTINGS.items() for other in of.also}
 OTHER_NAMES |= {"optimizer": "optimizers", "seed": "seeds"}
-#: Why Apple's GPUs are refused.
-NO_MPS = " It has no float64, in which gradients that float32 would round too much are clipped."
-#: What to give instead of a value of another type.
+#: Why Apple's GPUs are rejected.
+NO_MPS = " It has no float64, which clipping needs if float32 would round gradients too much."
+#: Remedy for a value of another type.
 AS_DATASET = (
-    " Give text or numbers, and as dataset a name, a path, or records at hand: ArrayData(x, y), "
+    " Use text or numbers, and for dataset a name, a path, or records in memory: ArrayData(x, y), "
     "from_torch(dataset) or from_dataframe(frame, schema)."
 )
 
 
 @dataclass(frozen=True)
 class Given:
-    """A value as it was given, and where: "--sigma", or "sigma in FILE"."""
+    """A given value and its origin: "--sigma", or "sigma in FILE"."""
 
     value: Any
     origin: str
 
 
 def typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, Given]:
-    """Return the flags that were given; what is no setting, or no value, joins ``errors``."""
+    """Return the given flags; unknown settings and invalid types are added to ``errors``."""
     given: dict[str, Given] = {}
     for name, value in flags.items():
         kinds = (str, Real, Path, AtHand) if name == "dataset" else (str, Real, Path)
@@ -62,7 +62,7 @@ def typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, Given]:
 def combined(
     file: Mapping[str, Given], flags: Mapping[str, Given], errors: list[str]
 ) -> dict[str, Given]:
-    """Return settings of both, flags winning; contradictions join ``errors``."""
+    """Merge settings, where flags take precedence; add contradictions to ``errors``."""
     below = dict(file)
     for group in EXCLUSIVE:
         for source in (flags, below):
@@ -82,7 +82,7 @@ def combined(
 def validated(
     given: Mapping[str, Given], errors: list[str], known: Mapping[str, Setting] = SETTINGS
 ) -> dict[str, Any]:
-    """Return the settings that are valid; what is wrong with the others joins ``errors``."""
+    """Return the valid settings, and add the faults of the others to ``errors``."""
     values: dict[str, Any] = {}
     for name, entry in given.items():
         value = entry.value
@@ -99,7 +99,7 @@ def validated(
 
 
 def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn flags into values, each checked for itself; what is not given is left out.
+    """Convert given flags to values and validate each of them separately.
 
     Raises InputError with every fault found.
     """
@@ -110,12 +110,12 @@ def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(name: str, setting: Setting, origin: str, fault: ErrorDetails) -> str:
-    """Return what is wrong with a value, as a sentence that says what to give instead."""
+    """Return a sentence with the fault of a value and its remedy."""
     text = str(fault["input"])
     if setting.kind is bool:
         return f"{origin} must be true or false."
     if setting.kind is Path:
-        return f"{origin} must not be empty. Name a folder, or leave it out."
+        return f"{origin} must not be empty. Set it to a folder, or leave it out."
     if setting.choices:
         return (
             f"{origin}: there is no {flag_name(name)} '{text}'.{near(text, setting.choices)} "
@@ -129,30 +129,30 @@ def _message(name: str, setting: Setting, origin: str, fault: ErrorDetails) -> s
             " To train without privacy use --no-dp." if name == "sigma" and not float(text) else ""
         )
         return f"{origin} must be {setting.bounds}, not {text}.{hint}"
-    pointed = text.replace(",", ".")  # some write a decimal comma
+    pointed = text.replace(",", ".")  # decimal comma
     hint = f" Did you mean {pointed}?" if pointed != text and re.fullmatch(NUMBER, pointed) else ""
     kind = "a whole number" if setting.kind is int else "a number"
     return f"{origin}: '{text}' is not {kind}.{hint}"
 
 
 def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:
-    """Reject models of a settings file that are code: only a command line may name that."""
+    """Reject models in a settings file that refer to code: only flags may do that."""
     for model in filter(OWN_MODEL[0], models):
         yield (
-            f"{origin} names code, {model}, and no file makes dpmac run code. If you trust it, "
-            f"add --model {model} to the command line."
+            f"{origin} refers to code, {model}, which dpmac does not run from a settings file. If "
+            f"you trust it, add --model {model} to the command line."
         )
 
 
 def near_setting(written: str, known: Collection[str]) -> str:
-    """Return a hint for what was written in place of a setting, one of ``known`` as fields."""
+    """Return a hint for an unknown setting; ``known`` are field names of settings."""
     ours = OTHER_NAMES.get(written.replace("_", "-"), "")
     if ours.replace("-", "_") in known:
-        return f" Here it is called {ours}."
+        return f" In dpmac it is called {ours}."
     return near(written, map(flag_name, known))
 
 
 def near(text: str, names: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with the near matches, or nothing."""
+    """Return " Did you mean ...?" with close matches, or an empty string."""
     matches = difflib.get_close_matches(text.lower(), list(names), n=2, cutoff=0.6)
     return f" Did you mean {' or '.join(matches)}?" if matches else ""

@@ -1,4 +1,4 @@
-"""Plan of a training run: settings resolved to plain values, read by everything that trains."""
+"""Plan of a training run: settings resolved to plain values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,30 +16,30 @@ from dpmac_cli.training.schedules import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
-    """What a run will do. Nothing is looked up again: not from disk, not in a registry.
+    """Complete plan of a run. Nothing is looked up again on disk or in a registry.
 
     Attributes:
-        dataset: as typed. data: a registered name, or a source of your own.
-        found: facts of the records that the run began with.
+        dataset: name as typed. data: a registered name, or the source of your own dataset.
+        found: facts of the records when the run was configured.
         fix_norm: whether batch norms of a user-supplied network are replaced.
-        isolate: whether it is run on each sample alone even if it is proven to keep samples apart.
-        features: what the network takes in place of images; None for images.
+        isolate: whether the network runs on each sample alone even if proven independent.
+        features: features that the network takes instead of images; None for images.
         pretrained: file of public weights to start from; None for random weights or a backbone's.
-        trained: what of the network is trained.
-        event: all that is done to the records, as it is priced.
-        target_epsilon: that the noise was calibrated for; infinite where it was given.
+        trained: trained part of the network.
+        event: accounting event of the whole run.
+        target_epsilon: epsilon that the noise was calibrated for; infinite if sigma was given.
         max_epsilon: epsilon to stop before; infinite for no limit.
-        secure: whether every draw comes from a cipher.
-        optimizer: a key of :data:`~dpmac_cli.dp.optimizers.OPTIMIZERS`. hyper: its numbers.
-        recipe: what is done besides the optimizer's steps.
-        batch_size: B. physical_batch: samples worked on at a time.
-        canaries: of an audit; 0 for a run that is none. guesses: that the attack makes.
-        checkpoint_steps, checkpoint_seconds: between checkpoints; 0 and infinite for none by them.
-        seed: of every draw; None for keys drawn from the operating system and told to nobody.
+        secure: whether all random numbers come from a cipher.
+        optimizer: a key of :data:`~dpmac_cli.dp.optimizers.OPTIMIZERS`. hyper: hyperparameters.
+        recipe: training settings besides the optimizer.
+        batch_size: expected batch size B. physical_batch: samples to process at a time.
+        canaries: canaries of an audit; 0 without one. guesses: number of guesses of the attack.
+        checkpoint_steps, checkpoint_seconds: between checkpoints; 0 and infinite for no limit.
+        seed: seed of all random numbers; None for secret keys from the operating system.
         out: the run folder; None for the first free of runs/DATASET-OPTIMIZER-1, -2, ...
-        force: whether a run that is there is replaced.
+        force: whether to replace an existing run.
         scores: noise of test scores, which covers the test records; None for exact scores.
-        recorded: what config.yaml keeps, under the names of the flags.
+        recorded: contents of config.yaml, by the names of the flags.
     """
 
     dataset: str
@@ -79,7 +79,7 @@ class TrainPlan:
 
     @property
     def folder(self) -> Path:
-        """The run folder, of a plan that names it."""
+        """The run folder, if the plan has one."""
         assert isinstance(self.out, Path)  # noqa: S101
         return self.out
 
@@ -90,12 +90,12 @@ class TrainPlan:
 
     @property
     def starts_public(self) -> bool:
-        """Whether the network starts from public weights."""
+        """Return whether the network starts from public weights."""
         return self.pretrained is not None or isinstance(self.features, Backbone)
 
     @property
     def head_only(self) -> bool:
-        """Whether only the last linear layer of a network that takes images is trained."""
+        """Return whether only the last linear layer of a network on images is trained."""
         return self.trained.part == "head" and self.features is None
 
     @property
@@ -126,5 +126,5 @@ class TrainPlan:
         return self.event.steps_per_epoch
 
     def event_of(self, steps: int) -> TrainingEvent:
-        """Return what the first ``steps`` steps do to the records."""
+        """Return the accounting event of the first ``steps`` steps."""
         return replace(self.event, steps=steps)

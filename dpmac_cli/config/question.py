@@ -1,4 +1,4 @@
-"""Questions to ``dpmac account``: its flags checked, and the rows that answer them."""
+"""Flags of ``dpmac account``: validation, and the rows that answer them."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from dpmac_cli.config.settings import read_table
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, raise_errors
 
-#: Flags that each answer is worked out from, and those that must be left out for it.
+#: Flags that are required to solve for each setting, and those that must be left out.
 NEEDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sigma": (("epsilon",), ("sigma",)),
     "steps": (("sigma", "epsilon"), ("epochs", "steps")),
@@ -37,7 +37,7 @@ DEFAULTS = {name: flag.default for name, flag in FLAGS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Flags of ``dpmac account``, with their defaults; None is what is to be worked out."""
+    """Flags of ``dpmac account`` with their defaults; None for the setting to solve for."""
 
     dataset_size: int
     batch_size: int | None = None
@@ -58,15 +58,15 @@ class Question:
 
 
 def parse(given: Mapping[str, str], errors: list[str]) -> dict[str, Any]:
-    """Return the flags that are valid; what is wrong with the others joins ``errors``."""
+    """Return the valid flags, and add the faults of the others to ``errors``."""
     typed = {name.replace("-", "_"): Given(text, f"--{name}") for name, text in given.items()}
     return validated(typed, errors, FLAGS)
 
 
 def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
-    """Turn text by flag name ("batch-size") into one checked question.
+    """Convert text by flag name ("batch-size") to a validated question.
 
-    Raises InputError with every fault, those ``found`` before among them.
+    Raises InputError with every fault, including those ``found`` before.
     """
     errors = list(found)
     typed = parse(given, errors)
@@ -98,7 +98,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
 
 
 def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[str]:
-    """Yield what contradicts the answer that is asked for, and what is missing for it."""
+    """Yield settings that contradict the requested answer, or are missing for it."""
     for one, other in (("epochs", "steps"), ("dataset", "dataset-size")):
         if one in given and other in given:
             yield f"--{one} and --{other} contradict each other: give one."
@@ -107,16 +107,16 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
     needed, left_open = NEEDS[solve] if solve else (("sigma",), ())
     for name in left_open:
         if name in given and "solve" in given:
-            yield f"--{name} leaves nothing open for --solve {solve}: leave it out."
+            yield f"--{name} leaves nothing to solve for with --solve {solve}: leave it out."
         elif name in given:
             yield (
-                f"--sigma, --epsilon and --{name} together leave nothing open: leave one out, "
-                "or add --solve batch-size."
+                f"--sigma, --epsilon and --{name} together leave nothing to solve for: leave one "
+                "out, or add --solve batch-size."
             )
     missing = [f"--{name}" for name in needed if name not in given]
     if solve is None and missing:
-        missing = ["--sigma (to price it) or --epsilon (to work out the noise for it)"]
-    if "dataset-size" in given and "dataset" not in given:  # a data set brings these
+        missing = ["--sigma (to compute epsilon) or --epsilon (to compute sigma)"]
+    if "dataset-size" in given and "dataset" not in given:  # a dataset has defaults for these
         if "batch-size" not in given and solve != "batch-size":
             missing.append("--batch-size")
         if not {"epochs", "steps"} & given.keys() and solve != "steps":
@@ -127,7 +127,7 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
 
 
 def accountants_for(wanted: str) -> tuple[str, ...]:
-    """Return the accountants that answer, given the one that is wanted, or "all"."""
+    """Return the accountants to use for the requested one, or for "all"."""
     return tuple(ACCOUNTANTS) if wanted == "all" else (wanted,)
 
 
@@ -135,7 +135,7 @@ def answer(question: Question) -> Iterator[Row]:
     """Yield the rows that answer a question, one for each combination of its values.
 
     Raises:
-        BudgetError: after all that can be answered, if some targets are out of reach.
+        BudgetError: after all rows that can be computed, if some targets cannot be met.
     """
     out_of_reach: dict[str, None] = {}
     for case in itertools.product(
@@ -155,7 +155,7 @@ def answer(question: Question) -> Iterator[Row]:
 def _solved(
     question: Question, sigma: float, length: tuple[str, int], target: float, accountant: str
 ) -> Row:
-    """Work out what is asked for, and price it forward."""
+    """Solve for a setting, and compute the privacy cost of the result."""
     size, batch, delta = question.dataset_size, question.batch_size or 0, question.delta
 
     def event_of(batch: int) -> TrainingEvent:
@@ -183,4 +183,4 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
         if size is not None:
             yield from delta_note(delta, size)
     if any(row.solved == "steps" and row.steps == MOST_STEPS for row in rows):
-        yield f"{MOST_STEPS:,} steps are as many as a run may have; the budget would pay for more."
+        yield f"{MOST_STEPS:,} steps is the maximum of a run; the budget would allow more."

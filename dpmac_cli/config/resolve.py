@@ -1,4 +1,4 @@
-"""Resolve settings from flags and YAML into one frozen plan; every error is reported at once."""
+"""Resolve settings from flags and YAML into one frozen plan, and report all errors together."""
 
 import math
 from collections.abc import Mapping
@@ -30,15 +30,15 @@ AS_GIVEN = (
     *("physical_batch", "device", "seed", "out", "force"),
     *("metric", "json", "quiet"),
 )
-#: Fields of a source of your own that are, likewise.
+#: Fields of a :class:`Source` that are settings of the same name and need no conversion.
 HOW_TO_READ = ("test_fraction", "split_seed", "image_size", "standardise", "unit", "skip_bad")
-#: Settings that config.yaml leaves out where they have their defaults.
+#: Settings that config.yaml omits if they have their defaults.
 OMITTED = {*RECIPE_DEFAULTS, "isolate", "backbone_flips", "metric", "cover_scores"}
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checked plan, and what its author should know about it."""
+    """A validated plan, and notes for the user."""
 
     plan: TrainPlan
     notes: tuple[str, ...]
@@ -47,15 +47,15 @@ class Resolved:
 def resolve(
     flags: Mapping[str, Any] | None = None, file: Path | None = None, **settings: Any
 ) -> Resolved:
-    """Turn flags and a YAML file into one checked plan. Flags win.
+    """Resolve flags and a YAML file into a validated plan. Flags take precedence.
 
     Args:
-        flags: field name -> value, as typed or of its type; None and False where not given.
-        file: YAML with flag names for keys.
-        settings: more of what ``flags`` may hold: ``resolve(dataset="digits", sigma=2)``.
+        flags: field name -> value, as text or of its type; None and False if not given.
+        file: YAML file with flag names as keys.
+        settings: more entries of ``flags``: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
-        InputError: with every fault found.
+        InputError: lists every fault found.
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
@@ -67,10 +67,10 @@ def resolve(
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
-    """Turn recorded settings (:attr:`TrainPlan.recorded`) into a plan again. Flags win.
+    """Resolve recorded settings (:attr:`TrainPlan.recorded`) into a plan. Flags take precedence.
 
     Raises:
-        InputError: with every fault found.
+        InputError: lists every fault found.
     """
     given = {
         name.replace("-", "_"): Given(value, f"{name} in the checkpoint")
@@ -79,16 +79,16 @@ def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
     }
     if unknown := [given[name].origin for name in given if name not in SETTINGS]:
         raise InputError(
-            f"{' and '.join(unknown)}: this version of dpmac has no such setting. Go on with the "
-            "version that began the run, or start a new run."
+            f"{' and '.join(unknown)}: this version of dpmac has no such setting. Resume with the "
+            "version that started the run, or start a new run."
         )
     return _resolved(flags, given, [])
 
 
 def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
-    """Return a plan that has of a run's config.yaml only how its data is read.
+    """Return a plan with only the data settings of a run's config.yaml.
 
-    ``dataset`` is where that data is now; None for the place in the file. Raises InputError.
+    ``dataset`` is the current path of the data; None for the path in the file. Raises InputError.
     """
     errors: list[str] = []
     given = {
@@ -100,11 +100,11 @@ def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
 
 
 def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str]) -> Resolved:
-    """Return a checked plan; ``errors`` were found before."""
+    """Return a validated plan; ``errors`` were found before."""
     on_command_line = typed(flags, errors)
     given = combined(file, on_command_line, errors)
     settings = validated(given, errors)
-    # Defaults would be another data set's; all images would be decoded first.
+    # Otherwise defaults would be another dataset's, or all images would be decoded first.
     if "dataset" in given.keys() - settings.keys() or "skip_bad" in settings:
         raise_errors(errors)
     try:
@@ -120,9 +120,9 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
 
 
 def _calibrated(plan: TrainPlan) -> TrainPlan:
-    """Return a plan with the least noise whose whole run costs the target epsilon or less.
+    """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
-    Test scores, if they are covered, cost what training does at most.
+    Covered test scores cost at most as much as training.
     """
     if plan.private and math.isfinite(plan.target_epsilon):
         sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
@@ -139,7 +139,7 @@ def _calibrated(plan: TrainPlan) -> TrainPlan:
 
 
 def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> TrainPlan:
-    """Return the plan of :func:`completed` settings, without noise that is yet to be calibrated."""
+    """Return the plan of :func:`completed` settings, before noise is calibrated."""
     interval: str = values["checkpoint_every"]
     by_seconds, weights = interval.endswith("s"), values["pretrained"]
     event = _event(values, found.facts.train_size)
@@ -184,7 +184,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
 
 
 def _event(values: Mapping[str, Any], records: int) -> TrainingEvent:
-    """Return what a run does to its records; with K canaries n + K/2 of them, on average."""
+    """Return the accounting event of a run. With K canaries it has n + K/2 records on average."""
     per_epoch = math.ceil(records / values["batch_size"])
     steps = values["steps"] if values["epochs"] is None else values["epochs"] * per_epoch
     rate = values["batch_size"] / (records + (values["canaries"] or 0) / 2)
@@ -192,16 +192,16 @@ def _event(values: Mapping[str, Any], records: int) -> TrainingEvent:
 
 
 def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
-    """Return a registered name, or your own dataset and how to read it; and the facts of it.
+    """Return a registered name or the source of your own dataset, and the facts of the dataset.
 
-    They are read once: files may change during a run.
+    They are read once, because files may change during a run.
     """
     name = values["dataset"]
     at_hand = name if isinstance(name, AtHand) else None
     if name in DATASETS:
         if values["unit"] is not None:
             raise InputError(
-                f"--unit {values['unit']}: {name} does not say which records belong together. Give "
+                f"--unit {values['unit']}: {name} does not contain the units of records. Use "
                 "a table, a folder, or an .npz with an array unit."
             )
         return name, Found(DATASETS[name], name)
@@ -241,7 +241,7 @@ def _trained(values: Mapping[str, Any]) -> registry.Trained:
 
 
 def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:
-    """Return what config.yaml keeps, under the names of the flags."""
+    """Return the contents of config.yaml, by the names of the flags."""
     kept = {
         name: values[name]
         for name, setting in SETTINGS.items()

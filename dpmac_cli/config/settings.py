@@ -1,6 +1,6 @@
-"""Settings of a training run: what each may be, from settings.toml. Loads no torch.
+"""Settings of a training run and their allowed values, from settings.toml. Imports no torch.
 
-A setting has one name as a flag, as a YAML key and as a keyword.
+A setting has the same name as a flag, as a YAML key and as a keyword.
 """
 
 import re
@@ -22,7 +22,7 @@ from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
 from dpmac_cli.training.schedules import AUGMENTS, LOSSES, SCHEDULES
 
-#: Metrics of test records that a run can be shown by, and their names for readers.
+#: Test metrics that can be shown, and their display names.
 METRICS: Mapping[str, str] = {
     "accuracy": "accuracy",
     "balanced-accuracy": "balanced accuracy",
@@ -32,14 +32,14 @@ METRICS: Mapping[str, str] = {
 }
 #: Metrics that can be released with noise.
 COVERED = ("accuracy", "balanced-accuracy")
-#: What may be given in place of a registered name: a test, and what it is in words.
+#: Values that may replace a registered name: a test and a description.
 OWN_DATA = (
     lambda text: "/" in text or text.endswith((".npz", *TABLES)) or Path(text).exists(),
-    "a folder with a folder of images a class, an .npz, or a table (.csv, .tsv, .parquet)",
+    "a folder with one folder of images per class, an .npz, or a table (.csv, .tsv, .parquet)",
 )
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
 NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
-#: What settings.toml cannot say of a setting: names that are known elsewhere, and their patterns.
+#: Details that settings.toml cannot contain: names defined elsewhere, and patterns.
 DETAILS: Mapping[str, Mapping[str, Any]] = {
     "dataset": {"choices": tuple(DATASETS), "besides": OWN_DATA},
     "model": {"choices": tuple(MODELS), "besides": OWN_MODEL},
@@ -58,8 +58,8 @@ DETAILS: Mapping[str, Mapping[str, Any]] = {
         "pattern": (rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5")
     },
 }
-#: Types of values by the names that the TOML files have for them, and their limits, as pydantic
-#: names those.
+#: Types of values by their names in the TOML files, and their limits, with pydantic's names for
+#: them.
 TYPES: Mapping[str, tuple[type, dict[str, Any]]] = {
     "text": (str, {}),
     "switch": (bool, {}),
@@ -69,7 +69,7 @@ TYPES: Mapping[str, tuple[type, dict[str, Any]]] = {
     "positive": (float, {"gt": 0}),
     "noise": (float, {"ge": SIGMA_MIN, "le": SIGMA_MAX}),
     "noise or none": (float, {"ge": 0, "le": SIGMA_MAX}),
-    # float32 holds the squares and fourth roots of these, and what they are divided by.
+    # Squares and fourth roots of these, and quotients by them, fit into float32.
     "scale": (float, {"ge": 1e-10, "le": 1e10}),
     "variance": (float, {"ge": 1e-30, "le": 1e10}),
     "count": (int, {"ge": 1, "le": 10**9}),
@@ -85,24 +85,24 @@ DATA, OPTIMIZER, RECIPE = "Your own data", "Optimizer", "Recipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting: what may be given, and what the help says of it.
+    """A setting: its allowed values and its help.
 
     Attributes:
-        help: one line.
-        panel: the group it is shown in.
-        value: its type, a name of :data:`TYPES`. limits: of a number, beside the type's.
-        several: whether several values may be given, with commas between.
-        default: its value if it is not given; None where that depends on other settings.
-        otherwise: that default in words; empty where nothing is done if it is not given.
-        choices: of a name. renamed: earlier names of choices, and what they are called now.
-        besides: what may be given besides the choices: a test, and what it is in words.
-        pattern: of other text, and what it stands for in words; empty for any text.
-        needs: other flags, one of which must be given for it to mean something.
-        not_with: other settings that contradict it, and why.
-        recorded: whether config.yaml keeps it: it describes the run, not where it was typed.
-        fixed: whether another value makes another run, for which a fork is not enough.
-        metavar: stands for the value in the help; empty where the type or the choices do.
-        also: names of it in other libraries; who types one is told this one.
+        help: help text.
+        panel: group in the help.
+        value: type, a key of :data:`TYPES`. limits: limits of a number, besides the type's.
+        several: whether several comma-separated values may be given.
+        default: default value; None if it depends on other settings.
+        otherwise: the default in words; empty if it turns nothing on.
+        choices: allowed names. renamed: earlier names of choices, with their current names.
+        besides: allowed values besides the choices: a test and a description.
+        pattern: pattern of other text and its description; empty for any text.
+        needs: other flags, one of which is required.
+        not_with: settings that contradict it, and why.
+        recorded: whether it is saved in config.yaml: it describes the run, not the machine.
+        fixed: whether a fork cannot change it.
+        metavar: placeholder for the value in the help; by default from the type or choices.
+        also: names in other libraries, for hints.
     """
 
     help: str
@@ -138,13 +138,13 @@ class Setting:
 
     @property
     def known(self) -> str:
-        """Its choices in words."""
+        """Return its choices in words."""
         more = f"; or {self.besides[1]}" if self.besides else ""
         return f"{', '.join(self.choices)}{more}"
 
     @cached_property
     def adapter(self) -> TypeAdapter[Any]:
-        """Pydantic's validator of a value, or of the values where several may be given."""
+        """Return pydantic's validator of a value, or of several values."""
         one: Any = Annotated[self.kind, Field(**(TYPES[self.value][1] | self.limits))]
         every: Any = tuple[one, ...] if self.several else one
         checked = Annotated[every, BeforeValidator(self._checked)]
@@ -153,7 +153,7 @@ class Setting:
         )
 
     def _checked(self, value: Any) -> Any:
-        """Return a value, split where several may be given. Raises ValueError."""
+        """Return a value, split if several may be given. Raises ValueError."""
         if not isinstance(value, str):
             return value
         value = self.renamed.get(value, value)
@@ -166,14 +166,14 @@ class Setting:
         else:
             fits = not self.pattern or re.fullmatch(self.pattern[0], value) is not None
         if not fits:
-            raise ValueError("neither a choice nor of the pattern")
+            raise ValueError("neither a choice nor a match of the pattern")
         return value
 
 
 def settings_in(
     groups: Mapping[str, Mapping[str, Any]], details: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Setting]:
-    """Return settings by name: a table for each group, and ``details``, more fields of some."""
+    """Return settings by name from one table per group; ``details`` adds fields to some."""
     return {
         name: Setting(panel=panel, **entry, **details.get(name, {}))
         for panel, entries in groups.items()
@@ -182,13 +182,13 @@ def settings_in(
 
 
 def read_table(file: str, details: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Setting]:
-    """Return the settings of a file beside this one; see :func:`settings_in`."""
+    """Return the settings of a file in this folder; see :func:`settings_in`."""
     text = Path(__file__).with_name(file).read_text("utf-8")
     return settings_in(tomllib.loads(text), details)
 
 
 def flag_name(name: str) -> str:
-    """Return the name of a setting as people type it."""
+    """Return the name of a setting as a flag."""
     return name.replace("_", "-")
 
 
@@ -201,7 +201,7 @@ SETTINGS = read_table("settings.toml", DETAILS)
 DEFAULTS: Mapping[str, Any] = {
     name: False if setting.kind is bool else setting.default for name, setting in SETTINGS.items()
 }
-#: What a run that follows no recipe has.
+#: Defaults of a run without a recipe.
 RECIPE_DEFAULTS: Mapping[str, Any] = {
     name: DEFAULTS[name] for name, setting in SETTINGS.items() if setting.panel == RECIPE
 }

@@ -1,4 +1,4 @@
-"""Settings in YAML files: flag names for keys, read without YAML's own idea of numbers."""
+"""Settings in YAML files: flag names as keys, read without YAML's number parsing."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -8,10 +8,10 @@ import yaml
 from dpmac_cli.config.given import Given, near_setting
 from dpmac_cli.config.settings import SETTINGS, flag_name
 
-#: How a config.yaml of ours begins.
+#: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
-#: What YAML can hold, in words.
+#: YAML node types in words.
 NODE_WORDS: Mapping[type[yaml.Node], str] = {
     yaml.ScalarNode: "a single value",
     yaml.SequenceNode: "a list",
@@ -20,10 +20,10 @@ NODE_WORDS: Mapping[type[yaml.Node], str] = {
 
 
 def read_settings(file: Path, errors: list[str]) -> dict[str, Given]:
-    """Return the settings of a YAML file; what is wrong with it joins ``errors``.
+    """Return the settings of a YAML file, and add its faults to ``errors``.
 
-    A value is the text that a flag would be given: YAML's own idea of numbers (010 is 8, 1:30 is
-    90, 1e-5 is text) is left aside. Null and a switch that is off are as if they were not there.
+    A value is the text of a flag's value: YAML's number parsing (010 is 8, 1:30 is 90, 1e-5 is
+    text) is not used. Null and false switches are ignored.
     """
     given: dict[str, Given] = {}
     for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
@@ -39,9 +39,9 @@ def read_settings(file: Path, errors: list[str]) -> dict[str, Given]:
 
 
 def read_lists(file: Path, known: Collection[str], errors: list[str]) -> dict[str, list[str]]:
-    """Return the settings of a YAML file in which each may have several values, as text.
+    """Return the settings of a YAML file, each with one or several values, as text.
 
-    ``known`` has the names that may be there, as fields; what is wrong joins ``errors``.
+    ``known`` are the allowed field names. Faults are added to ``errors``.
     """
     found: dict[str, list[str]] = {}
     for name, origin, node in _entries(file, known, "a setting of a study", errors):
@@ -54,15 +54,15 @@ def read_lists(file: Path, known: Collection[str], errors: list[str]) -> dict[st
 
 
 def to_yaml(recorded: Mapping[str, object]) -> str:
-    """Return the file that, given to --config with the same --seed, repeats a run exactly."""
+    """Return a file that repeats a run exactly, with --config and the same --seed."""
     body = yaml.safe_dump(dict(recorded), sort_keys=False)
-    return f"{HEADER} dpmac train --config FILE trains with them again; a seed is not kept.\n{body}"
+    return f"{HEADER} Repeat it with dpmac train --config FILE; a seed is not saved.\n{body}"
 
 
 def _entries(
     file: Path, known: Collection[str], what: str, errors: list[str]
 ) -> Iterator[tuple[str, str, yaml.Node]]:
-    """Yield name, origin and value of each setting; what is wrong joins ``errors``."""
+    """Yield name, origin and value of each setting, and add faults to ``errors``."""
     seen: set[str] = set()
     for key, node in _pairs(file, errors):
         written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
@@ -80,7 +80,7 @@ def _entries(
 
 
 def _pairs(file: Path, errors: list[str]) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Return keys and values of a YAML file as nodes, which know where they are."""
+    """Return keys and values of a YAML file as nodes, which contain their positions."""
     try:
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as failure:
@@ -88,7 +88,7 @@ def _pairs(file: Path, errors: list[str]) -> list[tuple[yaml.Node, yaml.Node]]:
         return []
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as failure:
         errors.append(
-            f"--config: {file} is not YAML that can be read: {_fault_of_yaml(failure)}. "
+            f"--config: {file} is not valid YAML: {_fault_of_yaml(failure)}. "
             "Write lines like 'sigma: 0.8'."
         )
         return []
@@ -96,15 +96,15 @@ def _pairs(file: Path, errors: list[str]) -> list[tuple[yaml.Node, yaml.Node]]:
         return list(root.value)
     if root is not None and root.tag != NULL:
         found = NODE_WORDS[type(root)]
-        errors.append(f"--config: {file} must hold lines like 'sigma: 0.8', not {found}.")
+        errors.append(f"--config: {file} must contain lines like 'sigma: 0.8', not {found}.")
     return []
 
 
 def _fault_of_yaml(failure: Exception) -> str:
-    """Return where a file stops being YAML, and why, in a few words."""
+    """Return the position and the reason of a YAML error."""
     if isinstance(failure, yaml.MarkedYAMLError) and failure.problem_mark:
         mark, problem = failure.problem_mark, failure.problem or "cannot be read"
         return f"line {mark.line + 1}, column {mark.column + 1}: {problem.removeprefix('but ')}"
     if isinstance(failure, RecursionError):
         return "lists or mappings are nested too deeply"
-    return "it holds characters that are not text in UTF-8"
+    return "it contains characters that are not UTF-8 text"

@@ -1,4 +1,4 @@
-"""Work of the ranks other than the first: a share of every batch, and nothing else."""
+"""Ranks other than 0: compute a share of every batch, and nothing else."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ SHARED = ("data", "units", "classes", "constants", "network", "pretrained")
 
 
 def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:
-    """Tell the other ranks what the run is, how far, and its folder. No secret is told."""
+    """Send the run's plan, progress and folder to the other ranks, without secrets."""
     numbers = trainer.state.numbers()
     ranks.brief(
         {
@@ -39,10 +39,10 @@ def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Pa
 
 
 def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
-    """Learn from rank 0 what the run is, and work on it until rank 0 ends it.
+    """Receive the run from rank 0, and work on it until rank 0 ends it.
 
     ``local`` has the settings of this machine, ``data_dir`` and ``device``, as typed. Raises
-    DpmacError: this rank cannot go on, or another one cannot.
+    DpmacError if this rank or another one cannot continue.
     """
     said = None
     try:
@@ -70,15 +70,15 @@ def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
 
 
 def _agree(ranks: Ranks, task: Task, trainer: Trainer) -> None:
-    """Give all ranks one state. Reject other records: one that two ranks hold would count twice."""
+    """Synchronise the state of all ranks, and reject different records, which could count twice."""
     sums = [int(task.fingerprints.get(name, "0")[:15], 16) for name in SHARED]
     same = ranks.alike(torch.tensor(sums)).tolist()
     others = [name for name, alike in zip(SHARED, same, strict=True) if not alike]
     if others:
         raise InputError(
-            f"The processes of this run do not have the same {listed(others)}, so that a record "
-            "could count more than once in a step. Give every machine the same files, and run the "
-            "command again."
+            f"The processes of this run do not have the same {listed(others)}, so a record "
+            "could count more than once in a step. Use the same files on every machine, and run "
+            "the command again."
         )
     for _, tensor in sorted(trainer.state.tensors().items()):
         ranks.broadcast(tensor)

@@ -1,9 +1,9 @@
 """Lower bounds on epsilon from guesses about canaries.
 
-Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846): one training run, in which each of m canaries
-is included with probability 1/2, independently. An attacker who sees the outcome guesses r of the
-coins; if training is (epsilon, delta)-differentially private, few guesses are right. If its whole
-trade-off curve is as claimed, fewer are (Mahloujifar, Melis and Chaudhuri 2024, arXiv 2410.22235).
+Steinke, Nasr and Jagielski 2023 (arXiv 2305.08846): one training run includes each of m canaries
+independently with probability 1/2. An attacker who sees the outcome guesses r of the coins; if
+training is (epsilon, delta)-differentially private, few guesses are right. If its whole trade-off
+curve is as claimed, fewer are right (Mahloujifar, Melis and Chaudhuri 2024, arXiv 2410.22235).
 """
 
 import math
@@ -27,10 +27,10 @@ from dpmac_cli.runs.report_file import parse
 CONFIDENCE = 0.95
 #: Largest bound to search for, and the precision of the search.
 MOST, PRECISION = 50.0, 1e-9
-#: What the noise of a claim is multiplied by; neighbours differ by 0.5%.
+#: Factors of the claimed noise; neighbours differ by 0.5%.
 FACTORS: list[float] = np.geomspace(1 / 64, 64, 1669).tolist()
-WANTED = "Name an audit run."
-#: One of so many points of a trade-off curve is used.
+WANTED = "Use the folder of an audit run."
+#: Only every k-th point of a trade-off curve is used.
 THINNING = 8
 
 
@@ -38,9 +38,9 @@ def lower_bound(canaries: int, guesses: int, right: int, delta: float) -> float:
     """Return the largest epsilon that right guesses rule out with 95% confidence, or 0.
 
     Args:
-        canaries: m, all of them, guessed or not.
-        guesses: r, chosen before the run, in [0, m]. right: v of them are, in [0, r].
-        delta: of the guarantee.
+        canaries: total number m, guessed or not.
+        guesses: number r, chosen before the run, in [0, m]. right: right guesses v, in [0, r].
+        delta: delta of the guarantee.
     """
     from scipy.optimize import bisect  # noqa: PLC0415  (a second to import)
 
@@ -53,7 +53,7 @@ def lower_bound(canaries: int, guesses: int, right: int, delta: float) -> float:
 
 
 def chance(epsilon: float, canaries: int, guesses: int, right: int, delta: float) -> float:
-    """Return an upper bound on the probability of v right guesses or more, if (epsilon, delta)-DP.
+    """Return an upper bound on the probability of at least v right guesses under (epsilon, delta).
 
     P[V >= v] <= beta + 2 m delta alpha, with beta = P[Bin(r, p) >= v], p = 1 / (1 + e^-epsilon),
     and alpha the largest P[v > Bin(r, p) >= v - i] / i over i = 1, ..., v.
@@ -73,14 +73,14 @@ def chance(epsilon: float, canaries: int, guesses: int, right: int, delta: float
 def curve_bound(
     events: Sequence[TrainingEvent], delta: float, canaries: int, guesses: int, right: int
 ) -> float:
-    """Return epsilon of the least noisy training like this one that right guesses rule out.
+    """Return epsilon of the least noisy version of this training that right guesses rule out.
 
-    That is training with the same events and more noise, or less. With 95% confidence epsilon is
-    above the bound, or the trade-off curve is no such training's. It is 0 if none is ruled out.
+    Versions have the same events with more or less noise. With 95% confidence, epsilon is above
+    the bound, or the trade-off curve is not that of any version. It is 0 if none is ruled out.
 
     Args:
-        events: that are claimed. delta: that epsilon is for.
-        canaries, guesses, right: as for :func:`lower_bound`.
+        events: claimed events. delta: delta of epsilon.
+        canaries, guesses, right: see :func:`lower_bound`.
     """
 
     def with_noise(factor: float) -> tuple[TrainingEvent, ...]:
@@ -98,14 +98,14 @@ def curve_bound(
 def as_likely(
     curve: Callable[[float], float], canaries: int, guesses: int, right: int, level: float = 0.05
 ) -> bool:
-    """Return whether v right guesses or more may have a probability of ``level``.
+    """Return whether at least v right guesses can have a probability of ``level``.
 
     Let R_j be the expected number of right guesses, and W_j that of wrong ones, in outcomes with j
     or more right, both over m. Then W_(j-1) >= f(1 - R_j) for the trade-off curve f. From the
     least R_v and W_v down to 0, the least that follows must not exceed R_0 + W_0 = r/m.
 
     Args:
-        curve: f. canaries, guesses, right: as for :func:`lower_bound`.
+        curve: f. canaries, guesses, right: see :func:`lower_bound`.
     """
     rights, wrongs = level * right / canaries, level * (guesses - right) / canaries
     for j in range(right, 0, -1):
@@ -119,14 +119,14 @@ def as_likely(
 
 @dataclass(frozen=True)
 class Audit:
-    """Audit of a run, as audit.json keeps it.
+    """Audit of a run: the contents of audit.json.
 
     Attributes:
-        claimed: epsilon of the run, an upper bound; None if it is not finite.
-        guesses: r, chosen before the run.
-        scores: of every canary; a higher one makes its inclusion likelier.
+        claimed: claimed upper bound on epsilon of the run; None if it is not finite.
+        guesses: number r of guesses, chosen before the run.
+        scores: score of every canary; higher if it was more likely included.
         coins: whether each canary was included.
-        events: that the claim is for.
+        events: events of the claim.
 
     Raises:
         ValueError: a number is out of range, or scores and coins differ in number.
@@ -145,11 +145,11 @@ class Audit:
         if self.claimed is not None and self.claimed < 0:
             raise ValueError("claimed is negative")
         if not (0 < self.delta < 1 and 0 < self.guesses <= len(self.coins) == len(self.scores)):
-            raise ValueError("delta, guesses, scores and coins do not go together")
+            raise ValueError("delta, guesses, scores and coins do not match")
 
     @property
     def right(self) -> int:
-        """Number of right guesses: the highest half of r is guessed in, the lowest out."""
+        """Number of right guesses: the r/2 highest scores are guessed in, the r/2 lowest out."""
         order = np.argsort(self.scores, kind="stable")
         lowest, highest = self.guesses // 2, self.guesses - self.guesses // 2
         coins = np.asarray(self.coins)[order]
@@ -162,14 +162,14 @@ class Audit:
 
     @cached_property
     def curve_bound(self) -> float:
-        """Lower bound on epsilon that they prove for training with this trade-off curve."""
+        """Lower bound on epsilon that the guesses prove for training with this trade-off curve."""
         if not self.events:
             return 0.0
         return curve_bound(self.events, self.delta, len(self.coins), self.guesses, self.right)
 
     @property
     def true_positive_rates(self) -> dict[float, float]:
-        """Share of included canaries that score above all but a share of the others."""
+        """Fractions of included canaries found, by false positive rate."""
         scores, coins = np.asarray(self.scores), np.asarray(self.coins)
         if coins.all() or not coins.any():
             return {}
@@ -181,8 +181,8 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether the claim is at least the bound for its trade-off curve, if that is known."""
-        # One of the two bounds: of both, the larger would contradict more than 5% of sound claims.
+        """Return whether the claim is at least the bound for its trade-off curve, if known."""
+        # Use only one bound: the larger of both would reject more than 5% of correct claims.
         bound = self.curve_bound if self.events else self.lower_bound
         return self.claimed is None or bound <= self.claimed
 
@@ -213,11 +213,11 @@ def read_audit(run: Path) -> Audit:
     """Read the audit of a finished run. Raises InputError if there is none, or it is damaged."""
     if (run / folder.CONFIG).is_file() and not (run / folder.AUDIT).exists():
         raise InputError(
-            f"{run} holds no {folder.AUDIT}: it is no audit run, or has not ended. Start one with "
-            f"dpmac train --canaries 1000, or go on: {folder.resume_command(run)}"
+            f"{run} has no {folder.AUDIT}: it is not an audit run, or has not ended. Start one "
+            f"with dpmac train --canaries 1000, or resume it: {folder.resume_command(run)}"
         )
     file, text = folder.read(run, folder.AUDIT, WANTED)
-    found = parse(Audit, text, file, "is not an audit as dpmac writes it", WANTED)
+    found = parse(Audit, text, file, "is not an audit written by dpmac", WANTED)
     if folder.vouched(file.parent, folder.AUDIT) is False:
         raise InputError(
             f"{file} is damaged: it does not match its checksum in {folder.SUMS}. Audit again."

@@ -1,4 +1,4 @@
-"""The model card of a run in other formats: a web page, and an entry for a public registry.
+"""Render the model card of a run as a web page, or as an entry for a public registry.
 
 The registry is OpenDP's (github.com/opendp/deployments-registry-data, schema of commit 617ad17).
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("md", "html", "registry-yaml")
-#: What a card says where its author has to answer.
+#: Placeholder in a card for answers that its author must provide.
 OPEN = "to be filled in"
 
 
 def templates() -> "Environment":
-    """Return the templates of cards, which escape nothing: what a page is given is escaped."""
+    """Return the templates of cards. They do not escape: pages must get escaped values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # noqa: PLC0415  (help is fast)
 
     environment = Environment(  # noqa: S701  (Markdown and YAML; a page gets escaped parts)
@@ -53,12 +53,12 @@ def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
     """Return the model card of a run.
 
     Args:
-        run: its folder.
-        kind: a name of :data:`FORMATS`.
-        answers: to what the run cannot know, by the names of the rows of the card.
+        run: folder of the run.
+        kind: a name in :data:`FORMATS`.
+        answers: answers that the run does not know, by the names of the card's rows.
 
     Raises:
-        InputError: the run has no card or report, or a registry cannot take it.
+        InputError: the run has no card or report, or does not fit the registry.
     """
     if kind == "registry-yaml":
         return _registry_entry(run, answers)
@@ -71,7 +71,7 @@ def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
 
 
 def web_page(text: str, pictures: Mapping[str, "Figure"] | None = None) -> str:
-    """Return Markdown as a web page that needs no other file, with pictures below by title."""
+    """Convert Markdown to a self-contained web page, with titled pictures below."""
     from markdown_it import MarkdownIt  # noqa: PLC0415  (help is fast)
 
     drawn = {escape(title): as_svg(figure) for title, figure in (pictures or {}).items()}
@@ -82,7 +82,7 @@ def web_page(text: str, pictures: Mapping[str, "Figure"] | None = None) -> str:
 
 
 def run_page(run: Path) -> str:
-    """Return a web page of a run: its card, its course, what attackers can reach, its settings.
+    """Return a web page of a run: model card, training curves, bounds on attacks, settings.
 
     Raises InputError if it has no card, report or metrics.
     """
@@ -100,11 +100,11 @@ def run_page(run: Path) -> str:
 def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:
     """Return an entry of the registry, as YAML. Raises InputError."""
     if read_report(run).epsilon is None:
-        raise InputError(f"{run} has no finite epsilon: a registry of privacy has no place for it.")
+        raise InputError(f"{run} has no finite epsilon, so it does not fit the privacy registry.")
     file, text = folder.read(run, folder.REPORT, "Name a run folder of dpmac train.")
     report = TypeAdapter(dict).validate_json(text)
     if "statement" not in report:
-        raise InputError(f"{file} was written by an older dpmac, which said too little.")
+        raise InputError(f"{file} was written by an older dpmac and lacks required facts.")
     written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
     answered = {name: answers.get(name, OPEN) for name in report["statement"]["open"]}
     template = templates().get_template("registry.yaml.jinja")

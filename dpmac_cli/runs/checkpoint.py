@@ -1,8 +1,8 @@
-"""Checkpoints: the whole state of a run, enough to resume it exactly; and what a session inherits.
+"""Checkpoints: the complete state of a run, to resume it exactly, and the state of a new session.
 
-A checkpoint is one safetensors file: the tensors, and in its header a JSON record of everything
-else, the secret keys included. Whoever reads those can subtract the noise, so folder and files are
-readable by their owner alone. Never pickle.
+A checkpoint is one safetensors file with the tensors and, in its header, a JSON record of
+everything else, including the secret keys. Anyone who has the keys can subtract the noise, so only
+the owner can read the folder and its files. Pickle is never used.
 """
 
 import json
@@ -28,14 +28,14 @@ from dpmac_cli.storage.digest import digest
 FOLDER = folder.CHECKPOINTS
 NOTE = "PRIVATE.txt"
 NOTE_TEXT = """\
-These files are private. They hold the keys of the noise and of the batches: whoever has them can
-subtract the noise from what the run has published and goes on to publish. Do not share, publish or
-back them up where others can read. The model to publish is model.safetensors, one folder up.
+These files are private. They contain the keys of the noise and of the batches: anyone who has them
+can subtract the noise from everything that the run publishes, now or later. Do not share, publish
+or back them up where others can read. The model to publish is model.safetensors, one folder up.
 """
-#: Checkpoints kept: if the newest is damaged, the one before it serves.
+#: Number of checkpoints to keep: if the newest is damaged, the previous one is used.
 KEPT = 2
 VERSION = 5
-#: Fingerprints that may not change.
+#: Fingerprints that must not change.
 _SAME = {
     "data": "The records are not those",
     "units": "The units that the records belong to are not those",
@@ -45,23 +45,23 @@ _SAME = {
     "network": "The factory or the file of --model is not the one",
     "features": "The features are not those",
 }
-#: Those of them that may change where noise is drawn with new keys.
+#: Fingerprints that may change if noise is drawn with new keys.
 EXACT = ("constants", "network", "features")
 SPENT = "The privacy cost so far is for the original. Restore it, or start a new run."
 NOT_EXACTLY = (
     "An exact resume repeats the noise, which must not be added to other gradients. Restore the "
-    "original; or fork the run, which draws new noise; or start a new run."
+    "original, fork the run to draw new noise, or start a new run."
 )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run's state after some step.
+    """State of a run after some step.
 
     Attributes:
-        tensors: by name, see :meth:`dpmac_cli.training.state.TrainState.tensors`.
+        tensors: tensors by name, see :meth:`dpmac_cli.training.state.TrainState.tensors`.
         record: JSON values: the step, keys, configuration, history, ledger.
-        damaged: newer ones, each by its name and what is wrong with it.
+        damaged: newer damaged checkpoints, each with its name and the fault.
     """
 
     tensors: Mapping[str, Tensor]
@@ -75,12 +75,12 @@ class Checkpoint:
 
     @property
     def spent(self) -> Spent:
-        """What the run had spent."""
+        """Return the privacy budget spent by the run."""
         return Spent.of(self.record["spent"])
 
 
 def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
-    """Write a checkpoint, then drop all but the last two. Raises OSError."""
+    """Write a checkpoint, then remove all except the last two. Raises OSError."""
     where = folder.private_folder(run)
     if not (where / NOTE).exists():
         files.write_atomically(where / NOTE, NOTE_TEXT.encode(), files.PRIVATE_MODE)
@@ -95,16 +95,16 @@ def save(run: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[st
 
 
 def newest(run: Path) -> Checkpoint:
-    """Return the newest whole checkpoint of a run. Raises InputError if there is none."""
+    """Return the newest undamaged checkpoint of a run. Raises InputError if there is none."""
     damaged: list[str] = []
     for path in _files(run):
         try:
             return Checkpoint(*_load(path), tuple(damaged))
         except (safetensors.SafetensorError, *folder.BROKEN) as failure:
             damaged.append(f"{path.name} ({failure})")
-    why = f"{run} holds no checkpoint"
+    why = f"{run} contains no checkpoint"
     if damaged:
-        why = f"No checkpoint in {run / FOLDER} is whole ({'; '.join(damaged)})"
+        why = f"All checkpoints in {run / FOLDER} are damaged ({'; '.join(damaged)})"
     raise InputError(
         f"{why}, so the run cannot be resumed. Start a new one, or replace it with "
         f"--force --out {run}."
@@ -117,7 +117,7 @@ def last_step(run: Path) -> int | None:
 
 
 def discard(run: Path, but: Path | None = None) -> None:
-    """Remove every checkpoint of a run but one."""
+    """Remove all checkpoints of a run except one."""
     for path in _files(run):
         if path != but:
             path.unlink(missing_ok=True)
@@ -144,9 +144,9 @@ class Inherited:
 
     Attributes:
         saved: the checkpoint; None for a new run.
-        spent: by all sessions before; its event is the one that the session continues.
-        notes: for the person who runs it.
-        fresh_noise: why new keys are drawn; "" for those of the checkpoint.
+        spent: budget spent by all previous sessions; its event is the one that continues.
+        notes: messages for the user.
+        fresh_noise: reason for new keys; "" for those of the checkpoint.
     """
 
     saved: Checkpoint | None
@@ -155,7 +155,7 @@ class Inherited:
     fresh_noise: str = ""
 
     def with_new_keys(self, why: str) -> "Inherited":
-        """Return the same with new keys: steps that may have begun are an event of their own."""
+        """Return a copy with new keys, for which steps that may have begun are a separate event."""
         assert self.saved is not None  # noqa: S101
         step = self.saved.step
         spent = replace(self.spent, earlier=self.spent.events, base=step, begun=step)
@@ -163,7 +163,7 @@ class Inherited:
 
 
 def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
-    """Return what a session inherits from a run, charged by the largest of all witnesses."""
+    """Return the state inherited from a run, charged for the largest number of steps on record."""
     kept, found, step = saved.spent, ledger.read(run), saved.step
     notes = [*notes, *(f"{name} is damaged; resuming from step {step}." for name in saved.damaged)]
     same = found is not None and replace(found, begun=kept.begun) == kept
@@ -175,8 +175,8 @@ def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
     else:
         spent = replace(kept, begun=kept.end)
         notes.append(
-            f"{FOLDER}/{ledger.FILE} is missing, or is damaged, so it is unknown how "
-            f"many steps were taken: all {kept.event.steps} planned ones are charged."
+            f"{FOLDER}/{ledger.FILE} is missing or damaged, so the number of steps taken is "
+            f"unknown. All {kept.event.steps} planned steps are charged."
         )
     return Inherited(saved=saved, spent=spent, notes=tuple(notes))
 
@@ -188,24 +188,24 @@ def check_given(
     flag: str,
     fixed: Iterable[str],
 ) -> None:
-    """Reject changes of ``fixed`` settings; your own dataset and model may have another path.
+    """Reject changes of ``fixed`` settings; only paths of your own data and model may change.
 
-    ``recorded`` has the settings of the run and ``given`` those typed beside ``flag``.
+    ``recorded`` has the settings of the run and ``given`` those typed together with ``flag``.
     """
     moved = set()
     source, dataset, model = recorded["dataset"], given.get("dataset"), given.get("model")
     if source not in DATASETS:
         if dataset is None and not Path(source).exists():
-            remedy = "Put it back, or name its new place with --dataset."
+            remedy = "Put it back, or set --dataset to its new path."
             if source.startswith("<"):
-                remedy = 'It was at hand in a program: give it as {"dataset": ...}.'
-            raise InputError(f"The run's data {source} is not where it was. {remedy}")
+                remedy = 'It was in memory in a program: pass it as {"dataset": ...}.'
+            raise InputError(f"The run's data {source} was not found. {remedy}")
         moved |= {"dataset"} if dataset not in DATASETS else set()
     if isinstance(parse_model(recorded["model"]), UserModel):
         if model is None or not isinstance(parse_model(str(model)), UserModel):
             raise InputError(
-                f"{run} trains a model of your own, {recorded['model']}. No file makes dpmac run "
-                f"code, so name it again, if you trust it: {folder.resume_command(run, flag=flag)}"
+                f"{run} trains your own model, {recorded['model']}. dpmac does not run code that "
+                f"a file refers to. If you trust it: {folder.resume_command(run, flag=flag)}"
             )
         moved.add("model")
     for name in fixed:
@@ -217,9 +217,9 @@ def check_given(
 
 
 def check_same(now: Mapping[str, str], before: Mapping[str, str], *, exactly: bool) -> None:
-    """Reject other records (their number sets the rate), and in an exact resume other networks."""
+    """Reject changed records (their number sets the rate), and networks in an exact resume."""
     raise_errors(
-        f"{_SAME[of]} that the run began with. {NOT_EXACTLY if of in EXACT else SPENT}"
+        f"{_SAME[of]} that the run started with. {NOT_EXACTLY if of in EXACT else SPENT}"
         for of in _SAME
         if (exactly or of not in EXACT) and now.get(of) != before.get(of)
     )

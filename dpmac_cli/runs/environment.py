@@ -1,4 +1,4 @@
-"""Devices, and the software and hardware on which the bits of a resumed run depend."""
+"""Devices, and the software and hardware that a bitwise identical resume depends on."""
 
 import functools
 import hashlib
@@ -17,22 +17,22 @@ from dpmac_cli.config.given import parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
 
-#: Prefixes of the environment variables by which libraries choose other kernels.
+#: Prefixes of environment variables that make libraries choose other kernels.
 KERNEL_VARIABLES = (
     *("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "GOMP_", "ATEN_", "TORCH_", "PYTORCH_", "NPY_"),
     *("TORCHINDUCTOR_", "OPENBLAS_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "GLIBC_TUNABLES"),
 )
-#: Variables that choose none; scikit-learn, torch and dpmac set them after the start.
+#: Variables without such an effect, which scikit-learn, torch and dpmac set after the start.
 UNRELATED = (
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
     "TORCH_CPP_LOG_LEVEL",
 )
-#: Lines of /proc/cpuinfo that tell processors apart.
+#: Lines of /proc/cpuinfo that distinguish processors.
 PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
 
 
 def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
-    """Return the device of a name; "auto" is CUDA if available. Each rank has a GPU of its own.
+    """Return the device of a name; "auto" is CUDA if available. Each rank uses its own GPU.
 
     Raises:
         InputError: there is no such device.
@@ -45,7 +45,7 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
         return torch.device("cuda", ranks.local)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"--device {name}: CUDA devices here: {torch.cuda.device_count()}. "
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices. "
             "Use --device cpu or auto."
         )
     return device
@@ -57,12 +57,12 @@ def device_name(device: torch.device) -> str:
 
 
 def repeatable(device: torch.device) -> bool:
-    """Return whether repeating a step gives the same bits; GPUs add in any order."""
+    """Return whether repeating a step is bitwise deterministic; GPUs add in any order."""
     return device.type == "cpu"
 
 
 def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Return what must be equal for a resumed run to compute the same bits, at every rank."""
+    """Return everything that must be equal at every rank for a bitwise identical resume."""
     return {
         **({} if ranks is None else {"ranks": ranks.posted()}),
         "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""A run's folder: its files, whole or not there, and never overwritten by surprise."""
+"""Folder of a run: files are written atomically and never overwritten unintentionally."""
 
 import contextlib
 import fcntl
@@ -26,33 +26,33 @@ CARD = "model-card.md"
 AUDIT = "audit.json"
 CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
-#: In the folder of checkpoints: steps that may have begun.
+#: File in the folder of checkpoints with the steps that may have begun.
 LEDGER = "spent.json"
-#: Attempts at a run of a study before this one, should the ledger be lost.
+#: Earlier attempts at a run of a study, in case the ledger is lost.
 ATTEMPTS = ".attempts.json"
-#: Files of a run to publish, those for readers first.
+#: Public files of a run, those for readers first.
 PUBLISHED = (MODEL, CARD, REPORT, METRICS, CONFIG)
 SEALED = (*PUBLISHED, AUDIT)
-#: The checksums of other files, as sha256sum writes and checks them. Only of files to publish.
+#: Checksums of the public files, in the format of sha256sum.
 SUMS = "SHA256SUMS"
 
-#: Exceptions raised by reading a record in JSON or YAML that is missing or damaged.
+#: Exceptions raised by reading a missing or damaged JSON or YAML file.
 BROKEN = (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
 
 
 def private_folder(run: Path) -> Path:
-    """Make the folder of a run's checkpoints, its owner's alone. Raises OSError."""
+    """Create the folder of a run's checkpoints, accessible only by its owner. Raises OSError."""
     where = run / CHECKPOINTS
     where.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
-    where.chmod(where.stat().st_mode & PRIVATE_FOLDER)  # a copy may have opened it
+    where.chmod(where.stat().st_mode & PRIVATE_FOLDER)  # a copy may have other permissions
     return where
 
 
 def seal(where: Path, names: Iterable[str] = SEALED) -> None:
-    """Write SHA256SUMS over those of some files that are there.
+    """Write SHA256SUMS for those of the given files that exist.
 
-    It comes last, and goes before any of them changes: a kill in between leaves files without
-    checksums, never with wrong ones. Raises OSError.
+    It is written last, and removed before any of them changes: a kill in between leaves files
+    without checksums, never with wrong ones. Raises OSError.
     """
     there = [name for name in names if (where / name).exists()]
     text = "".join(f"{_sum(where / name)}  {name}\n" for name in there)
@@ -76,7 +76,7 @@ def _sum(file: Path) -> str:
 
 
 def reported_steps(run: Path) -> int:
-    """Return the steps of the model that a run's report is about; 0 without a whole report."""
+    """Return the steps of the model in a run's report; 0 without an undamaged report."""
     if not vouched(run, REPORT):
         return 0
     try:
@@ -86,9 +86,9 @@ def reported_steps(run: Path) -> int:
 
 
 def read(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
-    """Return a run's file ``name`` and its content, from the run's folder or the file's own path.
+    """Return the path and content of a run's file, given the run's folder or the file itself.
 
-    Raises InputError, saying what is there instead. It ends in ``wanted``, what to name.
+    Raises InputError with the reason. The message ends with ``wanted``, the remedy.
     """
     file = path / name if path.is_dir() and path.name != name else path
     try:
@@ -98,10 +98,10 @@ def read(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
         if file.name == name and (file.parent / CONFIG).is_file():
             said = (
                 f"The run in {file.parent} has not written its {name}: it is still training, or "
-                f"was stopped before it could. To go on: {resume_command(file.parent)}"
+                f"was stopped before. To resume it: {resume_command(file.parent)}"
             )
         elif path.exists():
-            said = f"{path} is not a run folder: it holds no {name}. {wanted}"
+            said = f"{path} is not a run folder: it contains no {name}. {wanted}"
         raise InputError(said) from failure
     except IsADirectoryError as failure:
         raise InputError(f"{file} is a folder, not a file. {wanted}") from failure
@@ -110,9 +110,9 @@ def read(path: Path, name: str, wanted: str) -> tuple[Path, bytes]:
 
 
 def new_folder(root: Path, stem: str) -> Path:
-    """Make the first free of root/stem-1, root/stem-2, ... Raises InputError."""
+    """Create the first free folder of root/stem-1, root/stem-2, ... Raises InputError."""
     if os.path.lexists(root) and not root.is_dir():
-        raise InputError(f"{root} is a file; runs are kept in a folder of that name.")
+        raise InputError(f"{root} is a file, but dpmac needs a folder of that name for runs.")
     with _writable(root):
         root.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
@@ -124,10 +124,10 @@ def new_folder(root: Path, stem: str) -> Path:
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Lock a run's folder, until the process ends at the latest, and remove partial files.
+    """Lock a run's folder, at most until the process ends, and remove partial files.
 
     Raises:
-        InputError: another process holds it, or it cannot be written to.
+        InputError: another process has locked it, or it is not writable.
     """
     with _writable(run):
         handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
@@ -148,7 +148,7 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def clear(run: Path) -> None:
-    """Remove a run but for its checkpoints and ledger, and no files of others. Raises OSError."""
+    """Remove a run's files except checkpoints and ledger, and no other files. Raises OSError."""
     for name in (*SEALED, SUMS, ATTEMPTS):
         (run / name).unlink(missing_ok=True)
 
@@ -156,30 +156,30 @@ def clear(run: Path) -> None:
 def check_chosen_folder(folder: Path, force: bool) -> None:
     """Reject a folder for a new run: a file, a run without ``force``, or other files."""
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"--out {folder} is a file. Name a folder.")
+        raise InputError(f"--out {folder} is a file. Use a folder.")
     if not folder.exists() or all(map(_leftover, folder.iterdir())):
         return
     ours = (REPORT, MODEL, f"{CHECKPOINTS}/{LEDGER}")
     if not is_configured(folder) and not any((folder / name).exists() for name in ours):
         raise InputError(
-            f"--out {folder} holds files that are not a run's. Name a new or an empty folder."
+            f"--out {folder} contains files that do not belong to a run. Use a new or empty folder."
         )
     if not force:
         raise InputError(
-            f"--out {folder} already holds a run. Name another folder, or add --force to "
+            f"--out {folder} already contains a run. Use another folder, or add --force to "
             "replace it."
         )
 
 
 def _leftover(path: Path) -> bool:
-    """Return whether a file may be from a run that was killed before it had begun."""
+    """Return whether a file may be left over from a run that was killed before it began."""
     if path.name == CHECKPOINTS and path.is_dir():
         return all(map(_leftover, path.iterdir()))
     return path.name == LOCK or (path.name.startswith(".") and path.name.endswith(PART))
 
 
 def is_configured(folder: Path) -> bool:
-    """Return whether a folder holds a config.yaml of dpmac."""
+    """Return whether a folder contains a config.yaml of dpmac."""
     try:
         return (folder / CONFIG).read_text(encoding="utf-8").startswith(HEADER)
     except (OSError, UnicodeDecodeError):
@@ -192,14 +192,14 @@ def settings(run: Path) -> dict[str, Any]:
 
 
 def check_run_folder(run: Path, flag: str = "--resume") -> None:
-    """Reject a folder that holds no run, or a run whose configuration was altered."""
+    """Reject a folder without a run, or with a run whose configuration was modified."""
     if not (run / CONFIG).is_file() and not (run / CHECKPOINTS).is_dir():
-        raise InputError(f"{flag} {run} is not a run folder: it holds no {CONFIG}.")
+        raise InputError(f"{flag} {run} is not a run folder: it contains no {CONFIG}.")
     if (run / CONFIG).exists() and vouched(run, CONFIG) is False:
         raise InputError(
             f"{run / CONFIG} and its checksum in {SUMS} do not match: one was damaged or edited. "
-            f"Delete {CONFIG}, and it is written again from the checkpoint. To change a setting, "
-            f"give it as a flag: {fork_command(run, ['--lr 0.01'])}"
+            f"Delete {CONFIG} to restore it from the checkpoint. To change a setting, fork the "
+            f"run with a flag: {fork_command(run, ['--lr 0.01'])}"
         )
 
 
@@ -214,12 +214,12 @@ def resume_command(run: Path, flag: str = "--resume") -> str:
 
 
 def fork_command(run: Path, changes: Sequence[str]) -> str:
-    """Return the command that trains on from a run with other settings."""
+    """Return the command that forks a run with other settings."""
     return f"{resume_command(run, '--fork')} --out NEW {' '.join(changes)}"
 
 
 def make_folder(run: Path) -> Path:
-    """Make a folder, if it is missing. Raises InputError."""
+    """Create a folder if it is missing. Raises InputError."""
     with _writable(run):
         run.mkdir(parents=True, exist_ok=True)
     return run
@@ -232,5 +232,5 @@ def _writable(run: Path) -> Iterator[None]:
     except OSError as failure:
         raise InputError(
             f"The run folder {run} cannot be written to ({failure.strerror or failure}). "
-            "Make it writable, or name another with --out."
+            "Make it writable, or use another --out."
         ) from failure

@@ -1,4 +1,4 @@
-"""Ledger of a run: how many steps may have begun, on disk before they begin. Loads no torch."""
+"""Ledger of a run: the number of steps, recorded on disk before they begin. Imports no torch."""
 
 import hashlib
 import json
@@ -13,24 +13,24 @@ from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 
 FILE = folder.LEDGER
-#: Seconds of training that a reservation should last: it is synced to disk, which takes a while.
+#: Seconds of training that a reservation should last, because syncing it to disk takes time.
 SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Steps that a run may have taken, of all of its parts.
+    """Steps that a run may have taken, in all its parts.
 
-    A part is what one set of keys draws: a fork begins one, and so does a resume that cannot
-    repeat its steps exactly.
+    A part uses one set of keys. A fork starts a new part, and so does a resume that cannot repeat
+    steps exactly.
 
     Attributes:
-        earlier: events of the parts before.
-        event: of the current part, with all of its planned steps; it began at step ``base``.
+        earlier: events of previous parts.
+        event: event of the current part with all planned steps; it began at step ``base``.
         begun: last step of the run that may have begun.
-        seeded: whether any part used a chosen seed. secure: whether all ran with --secure.
-        abandoned: events of attempts at the same run of a study, begun again from scratch.
-        scores: of the test records, if they are covered.
+        seeded: whether any part used a chosen seed. secure: whether all parts used --secure.
+        abandoned: events of previous attempts at the same run of a study.
+        scores: scores of the test records, if they are covered.
     """
 
     earlier: tuple[TrainingEvent, ...]
@@ -57,7 +57,7 @@ class Spent:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Spent":
-        """Return what ``asdict`` gave. Raises KeyError, TypeError."""
+        """Return the object from the result of ``asdict``. Raises KeyError, TypeError."""
         lists = {name: _events(values[name]) for name in ("earlier", "abandoned")}
         scores = values.get("scores") and Scores(**values["scores"])
         event = TrainingEvent(**values["event"])
@@ -65,7 +65,7 @@ class Spent:
 
 
 def read(run: Path) -> Spent | None:
-    """Return what a run's ledger says; None if it is missing or damaged."""
+    """Return the contents of a run's ledger; None if it is missing or damaged."""
     try:
         kept = json.loads((run / folder.CHECKPOINTS / FILE).read_bytes())
         return Spent.of(kept["spent"]) if kept["sha256"] == _sum(kept["spent"]) else None
@@ -74,10 +74,10 @@ def read(run: Path) -> Spent | None:
 
 
 def attempts(run: Path, planned: TrainingEvent, whole: bool = False) -> tuple[TrainingEvent, ...]:
-    """Return the events of every attempt at a run of a study, of which there may be none.
+    """Return the events of every attempt, if any, at a run of a study.
 
-    An attempt whose ledger is missing or damaged is charged as ``planned``; the last one with all
-    of its planned steps if ``whole``.
+    An attempt whose ledger is missing or damaged is charged as ``planned``. The last attempt is
+    charged for all its planned steps if ``whole``.
     """
     found = read(run)
     if found is not None:
@@ -92,7 +92,7 @@ def attempts(run: Path, planned: TrainingEvent, whole: bool = False) -> tuple[Tr
 
 
 def keep_attempts(run: Path, events: Iterable[TrainingEvent]) -> None:
-    """Write earlier attempts to a file that is left if the ledger is lost. Raises OSError."""
+    """Write earlier attempts to a separate file, in case the ledger is lost. Raises OSError."""
     text = files.to_json([asdict(event) for event in events])
     files.write_atomically(run / folder.ATTEMPTS, text.encode(), files.PRIVATE_MODE)
 
@@ -114,14 +114,14 @@ class Ledger:
         self._block, self._since = 1, time.perf_counter()
 
     def write(self, begun: int) -> None:
-        """Write, synced to disk, that steps up to ``begun`` may have begun. Raises OSError."""
+        """Record on disk that steps up to ``begun`` may have begun, with sync. Raises OSError."""
         self.spent = replace(self.spent, begun=begun)
         text = files.to_json({"sha256": _sum(asdict(self.spent)), "spent": asdict(self.spent)})
         path = folder.private_folder(self._run) / FILE
         files.write_atomically(path, text.encode(), files.PRIVATE_MODE)
 
     def before(self, step: int) -> None:
-        """Reserve a step that is about to begin, and more: for a second, or an eighth of all."""
+        """Reserve the next step and more: for one second, or an eighth of all steps."""
         if step <= self.spent.begun:
             return
         seconds = time.perf_counter() - self._since
@@ -134,5 +134,5 @@ class Ledger:
         self._since = time.perf_counter()
 
     def charged(self, step: int) -> int:
-        """Return the steps to charge for by the time that ``step`` is taken."""
+        """Return the steps to charge for once ``step`` is taken."""
         return max(step, self._floor)

@@ -1,4 +1,4 @@
-"""Predictions of a published model for new records, which need no labels."""
+"""Predict the classes of new, unlabelled records with a published model."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +38,11 @@ class Predictions:
     """Probabilities of the classes of new records.
 
     Attributes:
-        probabilities: float32, shape (records, classes); NaN where the network's output holds NaN.
-        classes: names, in the order of the columns.
-        records: a name for each: of its file, below the folder of images, or its row, from 0.
+        probabilities: float32, shape (records, classes); NaN if the network's output contains NaN.
+        classes: class names, in the order of the columns.
+        records: names of records: file names relative to the folder of images, or rows from 0.
         ids: values of a table's column ``id``; None without one.
-        multilabel: whether a record has any number of labels, in place of one class.
+        multilabel: whether records have any number of labels instead of one class.
     """
 
     probabilities: NDArray[np.float32]
@@ -53,14 +53,14 @@ class Predictions:
 
     @property
     def unanswered(self) -> int:
-        """Number of records for which the network's output holds NaN."""
+        """Number of records for which the network's output contains NaN."""
         return int(np.isnan(self.probabilities).any(1).sum())
 
     @property
     def predicted(self) -> list[str]:
-        """Names of the most probable classes; "" where the output holds NaN.
+        """Names of the most probable classes; "" if the output contains NaN.
 
-        With several labels per record, those above one half, joined by ";".
+        With several labels per record, all labels above one half, joined by ";".
         """
         if self.multilabel:
             return [
@@ -71,7 +71,7 @@ class Predictions:
         return [(*self.classes, "")[k] for k in known.tolist()]
 
     def write(self, path: Path) -> None:
-        """Write a .csv that its owner alone can read. Raises OSError."""
+        """Write a .csv that only its owner can read. Raises OSError."""
         columns: dict[str, Sequence[Any]] = {} if self.ids is None else {"id": self.ids}
         columns["predicted"] = self.predicted
         columns |= {f"p_{k}": p for k, p in zip(self.classes, self.probabilities.T, strict=True)}
@@ -85,8 +85,8 @@ class Predictions:
         write_atomically(path, to_csv([*columns], known).encode(), PRIVATE_MODE)
 
 
-#: Names of records, how to read some of them, as the network's inputs before they are
-#: standardised, and their ids.
+#: Names of records, a function that reads some of them as inputs before standardisation, and
+#: their ids.
 _Records = tuple[Sequence[str] | range, Callable[[slice], NDArray[Any]], Sequence[str] | None]
 
 
@@ -100,13 +100,13 @@ def predict(
 
     Args:
         run: a run folder or a model file.
-        data: a folder of images, an .npz with an array x, or a table, of the kind that the model
-            was trained on; or the array x itself.
-        device: as in ``--device``.
+        data: a folder of images, an .npz with an array x, or a table, like the model's training
+            data; or the array x itself.
+        device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
 
     Raises:
-        InputError: a file is missing or damaged, or records are not like those of the training.
+        InputError: a file is missing or damaged, or records do not match the training data.
         ModelError: the model cannot be built.
     """
     where, faults, found = choose_device(device), list[str](), list[Tensor]()
@@ -114,7 +114,7 @@ def predict(
     released = load_model(file, device=where, factory=factory)
     names, at, ids = _records(data, file, facts, released.facts["dataset"].get("schema"), faults)
     if not len(names):
-        raise InputError(f"{data} holds no records.")
+        raise InputError(f"{data} contains no records.")
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
     batches = (torch.from_numpy(at(some)).to(where) for some in places(len(names), facts.shape))
     inputs = (torch.addcmul(offset, batch.to(gain.dtype), gain) for batch in batches)
@@ -133,7 +133,7 @@ def _records(
     schema: Mapping[str, Any] | None,
     faults: list[str],
 ) -> _Records:
-    """Return new records; faults of images join ``faults`` when they are decoded."""
+    """Return new records; faults of images are added to ``faults`` on decoding."""
     settings: Mapping[str, Any] = {}
     with suppress(*folder.BROKEN):
         settings = folder.settings(file.parent)
@@ -144,11 +144,11 @@ def _records(
         kind = "folder" if path.is_dir() else path.suffix
         if not path.exists():
             raise InputError(f"{path} does not exist.")
-    kinds, wanted = {"folder", ".npz"}, "images: name a folder of images or an .npz"
+    kinds, wanted = {"folder", ".npz"}, "images: use a folder of images or an .npz"
     if schema is not None:
-        kinds, wanted = {*TABLES}, f"a table: name one ({', '.join(TABLES)})"
+        kinds, wanted = {*TABLES}, f"a table: use one ({', '.join(TABLES)})"
     elif facts.levels == 1:
-        kinds, wanted = {".npz"}, "rows of numbers: name an .npz"
+        kinds, wanted = {".npz"}, "rows of numbers: use an .npz"
     if kind not in kinds:
         raise InputError(f"{path} does not fit {file}, which was trained on {wanted}.")
     if kind == "folder":
@@ -177,10 +177,10 @@ def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[
     def look(opened: "Image") -> NDArray[np.uint8] | str:
         if "image-size" not in settings and opened.size != (width, height):
             found = f"{opened.height}x{opened.width}"
-            return f"has {found} pixels, and the model takes {height}x{width}"
+            return f"has {found} pixels, but the model needs {height}x{width}"
         grey = opened.mode.partition(";")[0] in GREY
         if channels == 1 and not grey and "channels" not in settings:
-            return "has colours, and the model takes grey images"
+            return "has colours, but the model needs grey images"
         return decode(opened, facts.shape)
 
     def at(some: slice) -> NDArray[np.uint8]:
@@ -197,7 +197,7 @@ def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[
 def _arrays(
     x: NDArray[Any], facts: Facts, settings: Mapping[str, Any]
 ) -> Callable[[slice], NDArray[Any]]:
-    """Return how to read some images, or rows of numbers. Raises ValueError if they do not fit."""
+    """Return a function that reads images or rows of numbers. Raises ValueError if they misfit."""
     images = facts.levels > 1
     shape = _channels_first(x[:1]).shape[1:] if x.ndim in ((3, 4) if images else (2, 3, 4)) else ()
     sides = "channels: {}, height: {}, width: {}".format(*facts.shape)

@@ -1,4 +1,4 @@
-"""Private training of an existing network, step by step, in a Python program."""
+"""Train an existing network privately, step by step, in a Python program."""
 
 import time
 from collections.abc import Iterator
@@ -32,30 +32,30 @@ from dpmac_cli.training.schedules import LossKind
 
 
 class PrivateTraining:
-    """An existing network in private training, in your own loop.
+    """Private training of an existing network in your own training loop.
 
-    Iterating takes the steps that are left, and gives the number of each, from 1. Batches, losses
-    and gradients are of private records: nothing here gives them out.
+    Iterating takes the remaining steps and yields their numbers, from 1. Batches, losses and
+    gradients belong to private records and are never returned.
 
     Args:
         model: maps (samples, channels, height, width) to logits (samples, classes). It is trained
             in place: its parameters become views of one vector.
-        data: the name or path of a dataset, or records at hand.
-        loss: its name, or a function ``loss(output, target)`` of tensors of one sample, shape
-            (1, classes) and (1,), that returns its loss. It is run on each sample alone, and must
-            keep and print nothing of what it sees, which is private.
-        rule: moves the weights by the private mean, in place of the optimizer's; see
+        data: name or path of a dataset, or records in memory.
+        loss: name of a loss, or a function ``loss(output, target)`` of tensors of one sample, shape
+            (1, classes) and (1,), that returns its loss. It runs on each sample separately, and
+            must not store or print its inputs, which are private.
+        rule: update rule that replaces the optimizer's; see
             :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
-        settings: those of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
+        settings: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
             optimizer="dp-macadam"``.
 
     Attributes:
-        model: the network. Every step puts it into training mode.
-        plan: what is done to the records, with ``sigma`` and ``delta``.
-        notes: what is legal, but probably not what was meant.
+        model: the network. Every step sets it to training mode.
+        plan: the plan of the training, with ``sigma`` and ``delta``.
+        notes: notes on probable mistakes in valid settings.
 
     Raises:
-        InputError: settings, data or device cannot be used; with every fault found.
+        InputError: settings, data or device cannot be used; lists every fault found.
         BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
         ModelError: the network mixes samples, or cannot be clipped.
     """
@@ -75,7 +75,7 @@ class PrivateTraining:
         device = choose_device(resolved.plan.device)
         plan = replace(resolved.plan, device=str(device))
         if plan.scores is not None:
-            raise InputError("cover_scores is for dpmac train: evaluate() gives exact scores.")
+            raise InputError("cover_scores is for dpmac train: evaluate() returns exact scores.")
         if own is not None:  # the report names it
             called = f"{own.__module__}:{getattr(own, '__qualname__', type(own).__qualname__)}"
             recorded = {**plan.recorded, "loss": called}
@@ -92,20 +92,20 @@ class PrivateTraining:
         self.model, self.notes = model, (*resolved.notes, *self._task.notes)
 
     def __len__(self) -> int:
-        """Return the steps of the whole training."""
+        """Return the total number of steps."""
         return self._steps
 
     def __iter__(self) -> Iterator[int]:
-        """Take the steps that are left. Raises what :meth:`step` does."""
+        """Take the remaining steps. Raises the same errors as :meth:`step`."""
         while self._trainer.state.step < self._steps:
             yield self.step()
 
     def step(self) -> int:
-        """Draw a batch, clip, add noise and move the weights; return the number of the step.
+        """Draw a batch, clip, add noise and update the weights; return the step number.
 
         Raises:
             BudgetError: all steps that the privacy budget covers have begun.
-            DivergedError: once in an epoch, if a weight is no longer finite.
+            DivergedError: a weight is no longer finite; checked once per epoch.
             ModelError: the network changed a buffer, or cannot be clipped on these records.
             RunError: memory ran out with a single sample, or the device failed.
         """
@@ -113,7 +113,7 @@ class PrivateTraining:
         if self._begun >= self._steps:
             raise BudgetError(
                 f"All {self._steps} steps have been taken, and epsilon is {self.epsilon:.4g}. To "
-                "train longer, ask make_private for more epochs from the start."
+                "train longer, start again with more epochs: make_private(..., epochs=N)."
             )
         self._begun, began = self._begun + 1, time.perf_counter()
         with explained():
@@ -132,13 +132,13 @@ class PrivateTraining:
     def lr(self) -> float:
         """Learning rate of the next step, before warm-up and schedule; set it to change it.
 
-        It costs no privacy as long as it depends on public values, test scores among them.
+        It has no privacy cost if it depends only on public values, including test scores.
         """
         return self._trainer.algorithm.hyper.lr
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        # Checked, and recorded for the report, as any setting.
+        # Validated, and recorded for the report, like any setting.
         plan, lr = self.plan, parse({"lr": rate})["lr"]
         self.plan = replace(
             plan, hyper=replace(plan.hyper, lr=lr), recorded={**plan.recorded, "lr": lr}
@@ -147,7 +147,7 @@ class PrivateTraining:
         self._trainer.algorithm = replace(algorithm, hyper=replace(algorithm.hyper, lr=lr))
 
     def standardise(self, x: Tensor) -> Tensor:
-        """Return records, as they are in the dataset, as the network takes them."""
+        """Standardise records of the dataset, as for the network's inputs."""
         return self._task.data.standardised(x.to(self._trainer.state.theta.device))
 
     def evaluate(self) -> Evaluation:
@@ -156,9 +156,9 @@ class PrivateTraining:
 
     @torch.no_grad()
     def publish(self, out: str | Path, *, force: bool = False) -> Finished:
-        """Write the model, its report and its card to a run folder, as ``train`` does.
+        """Write the model, its report and its card to a run folder, like ``train``.
 
-        ``out`` is a folder that is new or empty; ``force`` replaces a run that is there.
+        ``out`` is a new or empty folder; ``force`` replaces an existing run.
 
         Raises:
             DivergedError: a weight is no longer finite.
@@ -191,5 +191,5 @@ class PrivateTraining:
             return session.publish(self._seconds)
 
 
-#: Opacus has this name for it, too.
+#: Opacus also uses this name.
 make_private = PrivateTraining

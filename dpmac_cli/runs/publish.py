@@ -1,6 +1,7 @@
-"""The published model: weights under the module's own names, and public facts beside them.
+"""Published models: weights by their names in the module, and public facts.
 
-One safetensors file. Its header holds the facts as JSON, with a checksum of weights and facts.
+A model is one safetensors file. Its header contains the facts as JSON, with a checksum of weights
+and facts.
 """
 
 import json
@@ -32,10 +33,10 @@ from dpmac_cli.runs.report_file import Facts, parse
 from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
 
-#: Key of the checksum among the facts. safetensors keeps several keys of a header in no order.
+#: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
 CHECKSUM = "checksum"
-FOREIGN = "was not written by dpmac train as it is"
-WANTED = f"Name a run folder of dpmac train, or a {folder.MODEL}."
+FOREIGN = "was not written by dpmac train, or was modified"
+WANTED = f"Use a run folder of dpmac train, or a {folder.MODEL}."
 
 
 @dataclass(frozen=True)
@@ -48,23 +49,23 @@ class Released:
 
 
 def check_publishable(model: nn.Module) -> None:
-    """Reject a model with a tensor that a model file cannot hold. Raises ModelError, naming it."""
+    """Raise ModelError if a model has a tensor that cannot be stored in a model file."""
     for name, tensor in published(model).items():
         try:
             loaded = safetensors.torch.load(safetensors.torch.save({name: _stored(tensor)}))
             _check_weights(Path(folder.MODEL), loaded)
             adopt(model, loaded)
-        except Exception as failure:  # torch has an error of its own for each kind of tensor
+        except Exception as failure:  # torch raises a different error for each kind of tensor
             kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}".replace("torch.", "")
             raise ModelError(
                 f"{name} of the network ({kind}) cannot be saved in {folder.MODEL} and loaded "
-                "again. Use a dense tensor of finite real numbers with memory of its own; or, if "
+                "again. Use a dense tensor of finite real numbers that shares no memory; or, if "
                 "it need not be saved, register_buffer(..., persistent=False)."
             ) from failure
 
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Write weights and public facts, atomically. Loadable with plain safetensors."""
+    """Write weights and public facts atomically, in a plain safetensors file."""
     tensors = {name: _stored(tensor) for name, tensor in published(model).items()}
     sealed = {**facts, CHECKSUM: digest(tensors, facts)}
     header = {MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
@@ -83,8 +84,8 @@ def load_model(
 
     Args:
         path: a run folder or a model file.
-        dataset: to score on; None for the one it was trained on.
-        device: of the loaded model.
+        dataset: dataset to score on; None for the one it was trained on.
+        device: device of the loaded model.
         own: facts of ``dataset`` if that is your own data.
         factory: ``FILE.py:FACTORY`` of a user-supplied model. The name in the file is not imported.
 
@@ -97,19 +98,19 @@ def load_model(
     name = dataset or facts.dataset
     described = own or (_described(facts) if dataset is None and facts.own else DATASETS.get(name))
     if described is None:
-        raise ModelError(f"{file} was trained on {name}, which this version does not know.")
+        raise ModelError(f"{file} was trained on {name}, which this version does not support.")
     reference, features = _network(file, facts, factory), _features(file, facts)
     misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
     wanted = {"an image": f"{described.shape}"}
     held = {"an image": f"{facts.shape}", **_forms(tensors)}
     if isinstance(reference, registry.BuiltIn):
-        with torch.device("meta"):  # shapes alone: a file may ask for more than memory holds
+        with torch.device("meta"):  # only shapes: the file's model may exceed memory
             network = build_network(reference.name, seen_by_network(described, features))
         prefix = "" if features is None else "head."
         of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
         shapes = {f"{prefix}{name}": form for name, form in _forms(published(network)).items()}
         _check_fit(misfit, of_network, wanted | shapes)
-    part = "head" if facts.trained_part == "head" else "all"  # additions of LoRA were merged
+    part = "head" if facts.trained_part == "head" else "all"  # LoRA updates were merged
     model = build_model(
         reference,
         described,
@@ -117,7 +118,7 @@ def load_model(
         fix_norm=facts.fix_norm,
         features=features,
         trained=None if facts.trained_part is None else registry.Trained(part),
-        isolated=True,  # scoring needs no independence across samples
+        isolated=True,  # scoring does not need independence across samples
     )
     _check_fit(misfit, held, wanted | _forms(published(model)))
     adopt(model, tensors)
@@ -125,7 +126,7 @@ def load_model(
 
 
 def read_facts(path: Path) -> tuple[Path, Facts]:
-    """Return the model file that a path names, and its facts. Raises InputError."""
+    """Return the model file at a path or in a folder, and its facts. Raises InputError."""
     file, _, _, facts = _read(path)
     return file, facts
 
@@ -138,11 +139,11 @@ def _network(
     if isinstance(named, registry.BuiltIn):
         if named.name in registry.MODELS:
             return named
-        raise ModelError(f"{file} holds a model '{facts.model}', which this version does not know.")
+        raise ModelError(f"{file}: this version does not support the model '{facts.model}'.")
     if factory is None:
         raise ModelError(
-            f"{file} holds a user-supplied network, {facts.model}, and what a file names is never "
-            "imported. Say where it is: --model FILE.py:FACTORY"
+            f"{file} has a user-supplied network, {facts.model}, which is not imported "
+            "automatically. If you trust it, add --model FILE.py:FACTORY"
         )
     return registry.parse_model(factory)
 
@@ -157,11 +158,11 @@ def _features(file: Path, facts: Facts) -> registry.Features | None:
         return registry.Backbone(named, size, facts.backbone_flips)
     if named in registry.FEATURES:
         return registry.Scattered(named)
-    raise ModelError(f"{file} takes features '{named}', which this version does not know.")
+    raise ModelError(f"{file} needs features '{named}', which this version does not support.")
 
 
 def _described(facts: Facts) -> Dataset:
-    """Return the dataset that a model was trained on, as far as a network depends on it."""
+    """Return the facts of a model's training data that the network depends on."""
     names = ("shape", "classes", "levels", "mean", "std")
     given = {name: getattr(facts, name) for name in names}
     return replace(DATASETS["mnist"], **given, sha256=None)
@@ -174,37 +175,37 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:
         tensors, header = unpacked(content)
     except NOT_SAFE as failure:
         raise InputError(
-            f"{file} is not a whole safetensors file: it is damaged, or of another kind. {WANTED}"
+            f"{file} is not a valid safetensors file: it is damaged or of another type. {WANTED}"
         ) from failure
     if CHECKPOINT_HEADER in header:
         raise InputError(
             f"{file} is a private checkpoint, from which the noise of its run can be computed. "
-            f"Do not share it. The model to score is {folder.MODEL}, one folder up."
+            f"Do not share it. Use {folder.MODEL}, one folder up."
         )
     text = header.get(MODEL_HEADER, "{}")
     facts, kept = parse(Facts, text, file, FOREIGN, WANTED), json.loads(text)
     if kept.pop(CHECKSUM) != digest(tensors, kept):
         raise InputError(
-            f"{file} is damaged: its contents do not match its checksum. Copy it anew from where "
-            "it came from, or train again."
+            f"{file} is damaged: its contents do not match its checksum. Copy it again from its "
+            "source, or train again."
         )
     _check_weights(file, tensors)
     return file, tensors, kept, facts
 
 
 def _check_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Reject weights that no run publishes. Raises InputError."""
+    """Raise InputError for weights that no run publishes."""
     faults = [
-        f"{name} holds NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
+        f"{name} contains NaN or infinity" for name, t in tensors.items() if not t.isfinite().all()
     ]
     if faults:
         raise InputError(f"{file} {FOREIGN} ({'; '.join(faults)}). {WANTED}")
 
 
 def _check_fit(misfit: str, held: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Compare shapes and dtypes of a file with those wanted. Raises ModelError, naming each."""
+    """Raise ModelError with all shapes and dtypes of a file that differ from ``wanted``."""
     faults = [
-        f"{key}: {held.get(key, 'missing')} in the file, {wanted.get(key, 'nothing')} wanted"
+        f"{key}: {held.get(key, 'missing')} in the file, expected {wanted.get(key, 'nothing')}"
         for key in sorted(wanted.keys() | held.keys())
         if wanted.get(key) != held.get(key)
     ]

@@ -1,4 +1,4 @@
-"""The report of a run, as versioned JSON and as a model card: public and post-noise values only."""
+"""Report of a run as versioned JSON and as a model card, with public and post-noise values only."""
 
 import math
 import platform
@@ -27,7 +27,7 @@ from dpmac_cli.storage.files import shown
 from dpmac_cli.training.covered import REACH, CoveredScore
 from dpmac_cli.training.loop import Evaluated
 
-#: Keys of test scores in the report, besides accuracy and loss; null where there is none.
+#: Keys of test scores in the report, besides accuracy and loss; null if there are none.
 METRICS = (
     *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
     *("sensitivity", "specificity", "noise", "interval"),
@@ -36,16 +36,16 @@ PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetens
 
 State = Literal["finished", "interrupted", "budget-spent"]
 
-#: What a report says in sentences, by name.
+#: Sentences of a report, by name.
 TEXTS: Any = SimpleNamespace(
     **tomllib.loads(Path(__file__).with_name("report.toml").read_text("utf-8"))
 )
 
 
 def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
-    """Return the guarantee of a run, all parts counted but not the attempts that it replaces.
+    """Return the guarantee of a run with all its parts, without the attempts that it replaces.
 
-    The event of ``spent`` is as planned. ``noise_multiplier`` and ``sampling_rate`` are null where
+    The event of ``spent`` is as planned. ``noise_multiplier`` and ``sampling_rate`` are null if
     parts differ.
     """
     events, private = spent.events, plan.private
@@ -95,12 +95,12 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
 
 
 def _computed(plan: TrainPlan) -> list[dict[str, str]]:
-    """Return what a run computes from its records, and whether that is protected."""
+    """Return the values that a run computes from its records, and whether each is protected."""
     facts, found, own = plan.facts, plan.found, isinstance(plan.data, Source)
     shape = ("channels", "image size") if facts.is_images else ("columns and their ranges",)
     counted = "units" if found.unit else "records"
     status = {
-        "weights, and all numbers of the report but those below": "protected",
+        "weights, and all numbers of the report except those below": "protected",
         f"number of training {counted}": "declared public",
         f"number of test {counted if plan.scores else 'records'}": "declared public",
         **dict.fromkeys(("classes", *shape), "declared public" if own else "published"),
@@ -114,11 +114,11 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
 
 
 def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """Return answers to NIST SP 800-226's questions, and which ones are left open."""
+    """Return the answers to NIST SP 800-226's questions, and the open questions."""
     data = plan.facts
     kind = "images" if data.is_images else "rows of numbers"
     shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
-    public = [f"the data set {plan.found.name}: {data.about}"] * isinstance(plan.data, str)
+    public = [f"the dataset {plan.found.name}: {data.about}"] * isinstance(plan.data, str)
     if isinstance(plan.features, Backbone):
         backbone = BACKBONES[plan.features.kind]
         public.append(f"weights of {backbone.about}; licence {backbone.licence}")
@@ -126,7 +126,7 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
         public.append(f"weights in {plan.pretrained.name}; source and licence to be filled in")
     return {
         **TEXTS.statement,
-        "data_domain": f"Labelled {kind} of the shape {shape}.",
+        "data_domain": f"Labelled {kind} of shape {shape}.",
         "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
         "public": public,
         "software": f"dpmac {version('dpmac')}, torch {version('torch')}.",
@@ -137,7 +137,7 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
 def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dict[str, Any]:
     """Return the facts to publish with the weights, in the model file's header.
 
-    ``trained`` is the number of parameters that are trained.
+    ``trained`` is the number of trained parameters.
     """
     facts, inferred, kind = plan.facts, plan.found.inferred, task.independence
     cost = privacy(plan, spent)
@@ -181,7 +181,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
 
 
 def _public_part(plan: TrainPlan, task: Task, trained: int) -> dict[str, Any]:
-    """Return the part of a network that was public before its training; nothing for most."""
+    """Return the part of a network that was public before training; empty for most networks."""
     features, said, file = plan.features, [], None
     if isinstance(features, Scattered):
         said.append(TEXTS.scattered.format(about=FEATURES[features.kind]))
@@ -217,15 +217,15 @@ def build_report(
     total_seconds: float,
     machine: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the whole report, as in docs/report.schema.json.
+    """Return the complete report, as in docs/report.schema.json.
 
     Args:
-        facts: of :func:`public_facts`.
+        facts: result of :func:`public_facts`.
         steps: number of steps that the published model was trained for.
         history: lines of metrics.jsonl.
-        metrics: of the test records, as JSON values.
-        seconds: of training; ``total_seconds`` since the run was last started.
-        machine: facts of the machine, beside those of the operating system.
+        metrics: test metrics, as JSON values.
+        seconds: training time; ``total_seconds`` since the run was last started.
+        machine: facts of the machine, besides those of the operating system.
     """
     used = plan.method.settings if plan.private else plan.method.settings_without_clipping
     speed = steps / seconds if seconds > 0 else 0.0
@@ -253,7 +253,7 @@ def build_report(
 
 
 def _scores(history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]) -> dict[str, Any]:
-    """Return test scores: exact metrics, or those that were released with noise."""
+    """Return test scores: exact metrics, or scores that were released with noise."""
     last = history[-1]
     scored = [line for line in history if line.get("test_accuracy") is not None]
     best = max(scored, key=lambda line: float(line["test_accuracy"]), default=last)
@@ -272,7 +272,7 @@ def _scores(history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]) -> d
 def sampling_error(accuracy: float | None, samples: int, noise: float = 0.0) -> list[float] | None:
     """Return Wilson's 95% interval for the accuracy on a population, from a sample of it.
 
-    ``noise`` is the standard deviation of noise that was added, which widens the interval.
+    ``noise`` is the standard deviation of added noise, which widens the interval.
     """
     if accuracy is None:
         return None
@@ -302,7 +302,7 @@ def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[
 
 
 def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
-    """Return the model card of a run, as Markdown; names of layers of the model become code."""
+    """Return the model card of a run as Markdown; layers of plain models become code."""
     template = templates().get_template("model_card.md.jinja")
     return template.render(
         report,
@@ -314,7 +314,7 @@ def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Return whether a network is a sequence of torch's own layers."""
+    """Return whether a network is a sequence of torch layers."""
     return type(model) is nn.Sequential and all(
         type(layer).__module__.startswith("torch.nn.") and not list(layer.children())
         for layer in model.children()

@@ -1,7 +1,7 @@
-"""Files of runs read back: reports, model headers, audits; and the epsilon of a report.
+"""Read and validate files of runs: reports, model headers, audits; and recompute epsilon.
 
-Pydantic models name the keys that are read; other keys are ignored. Strict: numbers are finite, and
-no value is converted to another type. Loads no torch.
+Pydantic models declare the keys that are read; other keys are ignored. Validation is strict:
+numbers are finite, and no value is converted to another type. Does not import torch.
 """
 
 import math
@@ -32,18 +32,18 @@ from dpmac_cli.runs import folder, ledger
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
-#: Flags that make sense beside a run, which brings everything else.
+#: Flags that may be combined with a run, which determines everything else.
 BESIDE_A_RUN = ("delta", "accountant")
 
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("control characters, which a terminal would obey")
+        raise ValueError("control characters, which a terminal may interpret as commands")
     return text
 
 
 def _at(*keys: str, **limits: Any) -> Any:
-    """Return a field that lies deeper in the file."""
+    """Return a nested field of the file."""
     return Field(validation_alias=AliasPath(*keys), **limits)
 
 
@@ -54,9 +54,9 @@ STRICT = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Event(BaseModel):
-    """A :class:`~dpmac_cli.accounting.events.TrainingEvent` that every accountant can price.
+    """A :class:`~dpmac_cli.accounting.events.TrainingEvent` that every accountant supports.
 
-    Other keys are refused: one may change the privacy cost.
+    Other keys are rejected, because they may change the privacy cost.
     """
 
     model_config = STRICT | ConfigDict(extra="forbid")
@@ -70,9 +70,9 @@ class Event(BaseModel):
 
 
 class Report(BaseModel):
-    """The keys of report.json that dpmac reads.
+    """Keys of report.json that dpmac reads.
 
-    ``epsilon`` is None if it is infinite, ``delta`` if no noise was added.
+    ``epsilon`` is None if it is infinite; ``delta`` is None if no noise was added.
     """
 
     model_config = STRICT
@@ -94,16 +94,16 @@ class Report(BaseModel):
         return self
 
     def training_events(self, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
-        """Return the events of all parts; with ``attempts``, first those the run replaced."""
+        """Return the events of all parts; ``attempts`` puts those of replaced attempts first."""
         before = self.abandoned if attempts else ()
         return tuple(TrainingEvent(**dict(event)) for event in (*before, *self.events))
 
 
 class Facts(BaseModel):
-    """The keys of a model file's header that dpmac reads.
+    """Keys of a model file's header that dpmac reads.
 
-    Images are prepared as ``(pixels / levels - mean) / std``, per channel. ``trained_part``,
-    ``features``, ``backbone`` and ``backbone_size`` are None in networks without a public part.
+    Images are standardised as ``(pixels / levels - mean) / std`` per channel. ``trained_part``,
+    ``features``, ``backbone`` and ``backbone_size`` are None for networks without a public part.
     """
 
     model_config = STRICT
@@ -142,9 +142,9 @@ class _Versioned(BaseModel):
 
 
 def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: str) -> T:
-    """Return the JSON text of a file as ``kind``, a model above or a dataclass.
+    """Parse the JSON text of a file as ``kind``, a model above or a dataclass.
 
-    A message names the file, the complaint, the first fault in brackets, and the remedy.
+    Messages contain the file, the complaint, the first fault in brackets, and the remedy.
 
     Raises:
         InputError: a key is missing or has a value that dpmac does not write, or a newer version
@@ -160,7 +160,7 @@ def parse(kind: type[T], text: str | bytes, file: Path, complaint: str, remedy: 
         fault = fault.replace("Value error, ", "")
         raise InputError(f"{file} {complaint} ({fault}). {remedy}") from failure
     raise InputError(
-        f"{file} was written by a newer dpmac (format {version}; this one knows "
+        f"{file} was written by a newer dpmac (format {version}; this version supports "
         f"{SCHEMA_VERSION}). Upgrade dpmac."
     )
 
@@ -171,27 +171,27 @@ def read_report(path: Path) -> Report:
     Raises:
         InputError: it is missing, cannot be read, or is not a report of this version.
     """
-    remedy = f"Name a run folder of dpmac train, or the {folder.REPORT} in it."
+    remedy = f"Use a run folder of dpmac train, or the {folder.REPORT} in it."
     file, text = folder.read(path, folder.REPORT, remedy)
-    return parse(Report, text, file, "is not a report of dpmac, or not a whole one", remedy)
+    return parse(Report, text, file, "is not a valid report of dpmac", remedy)
 
 
 def recount(
     path: Path, given: Mapping[str, str], found: Sequence[str] = ()
 ) -> tuple[list[Row], float, float]:
-    """Price a run again from its report.
+    """Recompute the privacy cost of a run from its report.
 
-    Returns rows for the delta and accountants asked for; epsilon as stored, and as it should be.
+    Returns rows for the requested delta and accountants, and the stored and the correct epsilon.
 
     Args:
         path: a run folder, or a report.
-        given: as for :func:`dpmac_cli.config.question.ask`; only :data:`BESIDE_A_RUN` may be given.
+        given: see :func:`dpmac_cli.config.question.ask`; only :data:`BESIDE_A_RUN` are allowed.
         found: faults that were found before.
 
     Raises:
         InputError: the file is not a dpmac report, or a flag does not apply to it.
     """
-    why = f"contradicts {path}, which says what was done: leave it out."
+    why = f"contradicts {path}, which has all facts of the run. Leave it out."
     errors = [*found, *(f"--{name} {why}" for name in given if name not in BESIDE_A_RUN)]
     typed = question.parse({n: given[n] for n in BESIDE_A_RUN if n in given}, errors)
     raise_errors(errors)
@@ -207,7 +207,7 @@ def recount(
 
 
 def events_of(run: Path, *, attempts: bool = False) -> tuple[TrainingEvent, ...]:
-    """Return the events of a run; as planned, if it was killed.
+    """Return the events of a run, or the planned events if it was killed.
 
     ``attempts`` adds the attempts that it replaced in a study. Raises InputError if neither report
     nor ledger can be read.

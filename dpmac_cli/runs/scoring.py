@@ -1,4 +1,4 @@
-"""Scoring of a published model on a test split, as numbers and as a picture."""
+"""Score a published model on a test split, and draw the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from dpmac_cli.training.metrics import BINS, Answers
 
 @dataclass(frozen=True)
 class Scored:
-    """Result of a model file on every test sample; classes as ordered in the confusion matrix.
+    """Results of a model file on every test sample; classes in the confusion matrix's order.
 
-    ``covered`` says whether the run that trained it released scores with noise.
+    ``covered`` is whether the run that trained it released scores with noise.
     """
 
     result: Evaluation
@@ -45,15 +45,15 @@ def score(
 
     Args:
         path: a run folder or a model file.
-        dataset: a name, the path of your own data, or records at hand; None for what it was
-            trained on.
-        data_dir: where data sets lie; None for the environment's or the cache.
-        device: as in ``--device``.
+        dataset: a name, the path of your own data, or records in memory; None for the dataset it
+            was trained on.
+        data_dir: folder of datasets; None for DPMAC_DATA_DIR or the cache.
+        device: see ``--device``.
         factory: ``FILE.py:FACTORY`` of a user-supplied model.
 
     Raises:
         InputError: a file is missing or damaged.
-        ModelError: the model does not fit the data set.
+        ModelError: the model does not fit the dataset.
     """
     where = choose_device(device)
     file, facts = read_facts(Path(path))
@@ -64,7 +64,7 @@ def score(
     data = load_data(plan.data, folder, where, facts=plan.facts)
     if own is not None and own.classes != facts.classes:
         raise ModelError(
-            f"{plan.dataset} has the classes {', '.join(own.classes)}, and {file} was trained on "
+            f"{plan.dataset} has the classes {', '.join(own.classes)}, but {file} was trained on "
             f"{', '.join(facts.classes)}."
         )
     data = data.prepared_by(facts.levels, facts.mean, facts.std)
@@ -77,29 +77,29 @@ def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan
     """Return a plan with the data to score on. Raises InputError and ModelError."""
     beside = file.parent / CONFIG
     if facts.own and beside.is_file():
-        # A run's config.yaml says how your own data was read and split.
+        # A run's config.yaml records how your own data was read and split.
         return data_settings(beside, dataset)
     if dataset is None and facts.own:
         raise InputError(
-            f"{file} was trained on your own data, {facts.dataset}. Name it with --dataset."
+            f"{file} was trained on your own data, {facts.dataset}. Set --dataset to its path."
         )
     if dataset is None and facts.dataset not in DATASETS:
         raise ModelError(
-            f"{file} was trained on {facts.dataset}, which this version does not know."
+            f"{file} was trained on {facts.dataset}, which this version does not support."
         )
     plan = resolve({"dataset": facts.dataset if dataset is None else dataset}).plan
     if plan.found.held_out:
         raise InputError(
-            f"{dataset} has no test set of its own, and which records were held out stands in the "
-            f"{CONFIG} of the run. Name the run's folder, or data with a test set."
+            f"{dataset} has no test set, and the split is only recorded in the {CONFIG} of the "
+            "run. Use the run's folder, or data with a test set."
         )
     return plan
 
 
 def draw_evaluation(answers: Answers, error: float, classes: Sequence[str], path: Path) -> None:
-    """Draw ROC curves, one per class against the others, beside a reliability diagram.
+    """Draw one ROC curve per class against the others, and a reliability diagram.
 
-    The first classes are drawn, as many as there are colours; of two classes the last. ``error`` is
+    Only as many classes as there are colours are drawn; of two classes only the last. ``error`` is
     the calibration error. Raises OSError if the file cannot be written.
     """
     from sklearn.calibration import CalibrationDisplay  # noqa: PLC0415  (a second to import)
@@ -108,13 +108,13 @@ def draw_evaluation(answers: Answers, error: float, classes: Sequence[str], path
     figure, (roc, reliability) = new_figure(2)
     roc.plot([0, 1], [0, 1], "-", color="#bbbbbb", linewidth=1)
     for k in answers.ranked[: len(COLOURS)]:
-        name = classes[k].replace("$", r"\$")  # which would begin a formula
+        name = classes[k].replace("$", r"\$")  # it would begin a formula
         truth, scores = answers.truth[:, k], answers.scores[:, k]
         RocCurveDisplay.from_predictions(truth, scores, name=name, ax=roc)
     roc.set(xlabel="1 - specificity", ylabel="sensitivity")
     confidence, hit = (part.ravel() for part in answers.judged)
     CalibrationDisplay.from_predictions(hit, confidence, n_bins=BINS, ax=reliability)
-    reliability.set(xlabel="confidence", ylabel="share that is right")
+    reliability.set(xlabel="confidence", ylabel="accuracy")
     reliability.set_title(f"calibration error {error:.3f}", fontsize="small")
     if (legend := reliability.get_legend()) is not None:
         legend.remove()

@@ -1,4 +1,4 @@
-"""A run being trained: from its first step here to the files it ends with."""
+"""Session of a run: from its first step in this process to the final files."""
 
 import json
 import time
@@ -29,13 +29,13 @@ from dpmac_cli.training.trainer import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A run is about to take its first step, or its first one since it was resumed or forked.
+    """A run is about to take its first step, or the first since it was resumed or forked.
 
     Attributes:
-        parameters: numbers of trained parameters, d, and of all.
-        done: steps taken before. steps: that it will end at, as --max-epsilon allows.
-        fresh_noise: why noise and batches are drawn with new keys; "" where they are not.
-        notes: for the person who runs it.
+        parameters: number d of trained parameters, and of all parameters.
+        done: steps taken before. steps: last step, limited by --max-epsilon.
+        fresh_noise: reason for drawing noise and batches with new keys; "" if they are not.
+        notes: messages for the user.
     """
 
     plan: TrainPlan
@@ -52,11 +52,11 @@ class Update:
     """Progress of training.
 
     Attributes:
-        event: of the training loop.
-        epsilon: spent up to the event's step, exact after the last one and an upper bound before;
-            None while it is being computed, at most until the first Evaluated; ``inf`` without
-            privacy.
-        planned: epsilon of the whole run, likewise.
+        event: event of the training loop.
+        epsilon: epsilon spent up to the event's step, exact after the last step and an upper bound
+            before; None while it is being computed, at most until the first Evaluated; ``inf``
+            without privacy.
+        planned: epsilon of the whole run; None or ``inf`` in the same cases.
     """
 
     event: Progress | Evaluated
@@ -66,7 +66,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is over and its files are written; ``report`` is as in report.json."""
+    """The run has ended and its files are written; ``report`` is the content of report.json."""
 
     report: dict[str, Any]
     folder: Path
@@ -75,7 +75,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Memory ran out in the step just taken: from now on, ``chunk`` samples run at a time."""
+    """Memory ran out in the last step: from now on, ``chunk`` samples are processed at a time."""
 
     step: int
     chunk: int
@@ -86,7 +86,7 @@ RunEvent = Computing | Started | Update | Reduced | Finished
 
 @dataclass(kw_only=True)
 class Session:
-    """A run that is being trained, after ``seconds`` of training at ``trainer.state.step``."""
+    """A run in training, at ``trainer.state.step`` after ``seconds`` of training."""
 
     plan: TrainPlan
     task: Task
@@ -102,24 +102,24 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Step that the run will end at."""
+        """Return the last step of the run."""
         return self.ledger.spent.end
 
     def spent(self) -> Spent:
-        """Return what has been done with the records, and as planned without --max-epsilon."""
+        """Return the spent budget so far, with the event planned without --max-epsilon."""
         spent, charged = self.ledger.spent, self.ledger.charged(self.trainer.state.step)
         planned = self.plan.event_of(self.plan.steps - spent.base)
         return replace(spent, event=planned, begun=charged)
 
     def begin_files(self) -> None:
-        """Write config.yaml and its checksum, the only one while training, and the metrics."""
+        """Write config.yaml and its checksum, the only one during training, and the metrics."""
         (self.where / folder.SUMS).unlink(missing_ok=True)
         files.write_atomically(self.where / folder.CONFIG, to_yaml(self.plan.recorded).encode())
         folder.seal(self.where, (folder.CONFIG,))
         self._write_metrics()
 
     def save(self) -> Path:
-        """Write a checkpoint. Raises OSError, and DivergedError: from there no run can go on."""
+        """Write a checkpoint. Raises OSError, or DivergedError if it could not be resumed from."""
         self.trainer.check_finite()
         state = self.trainer.state
         record = {
@@ -150,7 +150,7 @@ class Session:
         try:
             yield from self._updates(stop)
         except DivergedError as failure:
-            # That it diverged was computed from the records, so a fork must count those steps.
+            # Divergence reveals information about the records, so a fork must count those steps.
             epoch = failure.step / self.plan.steps_per_epoch
             self.history.append({"step": failure.step, "epoch": epoch, "diverged": True})
             self.ledger.write(self.ledger.charged(failure.step))
@@ -171,7 +171,7 @@ class Session:
             return interval > 0 and step % interval == 0
 
         with ThreadPoolExecutor(1) as pool:
-            # Costs are composed beside the training, which they must not hold up.
+            # Privacy costs are computed in the background, so they do not delay training.
             costs = pool.submit(
                 epsilon_schedule, spent.event, plan.delta, plan.steps_per_epoch, spent.earlier
             )
@@ -184,25 +184,25 @@ class Session:
                     tested = plan.scores.event(event.step, self.steps, spent.base)
                     epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
                 if isinstance(event, Evaluated):
-                    if event.last:  # as in the report: a run may end between the schedule's points
+                    if event.last:  # like the report: a run may end between the schedule's points
                         epsilon = total_epsilon(self.spent().events, plan.delta)
-                    assert epsilon is not None  # noqa: S101  (the schedule was waited for)
+                    assert epsilon is not None  # noqa: S101  (the schedule is complete)
                     if isinstance(event.result, Evaluation):
                         self.scored = event.result
                     self.history.append(metrics_line(event, epsilon, plan))
-                # A step that is yet to be scored would never be, if a run went on from after it.
+                # Save no step before its score: a run that resumed after it would never score it.
                 scores = event.step % plan.steps_per_epoch == 0 or event.step == self.steps
                 settled = scored or not scores
-                # And one done again in chunks of another size would round the same sum otherwise,
-                # under the same noise: nothing of it may be seen before this is saved.
+                # Repeating a step with another chunk size would round the sum differently under
+                # the same noise: nothing of it may be shown before this is saved.
                 reduced = settled and trainer.state.chunk < chunk
                 late = time.perf_counter() - saved >= plan.checkpoint_seconds
-                # Nor may another score be released in place of one that was seen.
+                # No other score may be released instead of one that was shown, either.
                 released = scored and plan.scores is not None
                 if reduced or released or (settled and (late or due(event.step))):
                     kept = self.save()
                     saved = time.perf_counter()
-                    if reduced:  # nor may one from before serve, where chunks were larger
+                    if reduced:  # nor may an earlier checkpoint with larger chunks be used
                         checkpoint.discard(self.where, but=kept)
                 if scored:
                     self._write_metrics()
@@ -213,13 +213,13 @@ class Session:
                 yield Update(event=event, epsilon=epsilon, planned=planned)
 
     def publish(self, total_seconds: float) -> Finished:
-        """Write the files that a run ends with, their checksums last."""
+        """Write the final files of a run, and their checksums last."""
         plan, trainer, where, task = self.plan, self.trainer, self.where, self.task
         state: State = "finished" if self.steps == plan.steps else "budget-spent"
         if trainer.state.step < self.steps:
             state = "interrupted"
         scored = self.scored
-        if scored is None and plan.scores is None:  # a run may be resumed at its end
+        if scored is None and plan.scores is None:  # the run was resumed at its end
             scored = trainer.evaluate()
         theta, chunk = trainer.state.theta, trainer.state.chunk
         facts = public_facts(plan, self.spent(), task, theta.numel())
@@ -239,7 +239,7 @@ class Session:
         )
         files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
         files.write_atomically(where / folder.REPORT, files.to_json(report).encode())
-        if state != "interrupted":  # coins and all: only of a run that cannot be resumed
+        if state != "interrupted":  # it includes coins: only for runs that cannot be resumed
             self._write_audit(report)
         self._write_metrics()
         folder.seal(where)

@@ -1,4 +1,4 @@
-"""From a plan to a trainer: network, data, optimizer and secret keys put together."""
+"""Build a trainer from a plan: network, data, optimizer and secret keys."""
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -49,13 +49,13 @@ class Task:
     """Network and data of a run.
 
     Attributes:
-        model: the whole network, which takes images; it is what is published.
-        trained: the part of it that is trained on ``data``: all of it but for what is frozen.
-        independence: how it is known that the network keeps samples apart.
-        fingerprints: SHA-256 of what must be the same for a run to be resumed: your own records
-            with their classes and constants, your own network, the file of public weights, and
-            the features. Private, like the records. notes: for the person who runs it.
-        built_by: how a user-supplied network was constructed, as code; its file may change later.
+        model: the whole network, which takes images and is published.
+        trained: the part that is trained on ``data``, without frozen features.
+        independence: reason why the network is independent across samples.
+        fingerprints: SHA-256 of everything that must be unchanged to resume a run: your own
+            records with their classes and constants, your own network, the file of public weights,
+            and the features. Private, like the records. notes: messages for the user.
+        built_by: call that built a user-supplied network, as code; its file may change later.
     """
 
     model: nn.Module
@@ -88,21 +88,21 @@ def make_trainer(
     """Build the trainer of a run, ready for its first step.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         steps, device: None for the plan's.
-        keys: those of a run that is resumed exactly; None for those of the plan's seed, or fresh
-            ones. Ranks other than the first use that of the layers alone.
-        data: on the device; None to load it. ranks: the processes of the run.
-        task: of :func:`make_task`; None to make it of ``data`` and ``model``.
-        model: a network to train in place, instead of the one that the plan names.
+        keys: keys of a run that is resumed exactly; None for those of the plan's seed, or new
+            keys. Ranks other than the first only use the key of the layers.
+        data: data on the device; None to load it. ranks: the processes of the run.
+        task: result of :func:`make_task`; None to make it from ``data`` and ``model``.
+        model: a network to train in place, instead of the plan's.
         rule: see :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
-        loss: of one output, shape (1, classes), and its label, in place of the plan's. It is run on
-            each sample alone.
+        loss: loss of one output, shape (1, classes), and its label, instead of the plan's. It runs
+            on each sample separately.
 
     Raises:
         InputError: data or device cannot be used, or the plan freezes a part of a network that it
             does not build.
-        ModelError: the model is no torch module, or mixes samples.
+        ModelError: the model is not a torch module, or mixes samples.
     """
     device = device or choose_device(plan.device)
     keys = keys or make_keys(plan.seed)
@@ -131,7 +131,7 @@ def make_trainer(
 
 
 def _checked(loss: Loss, plan: TrainPlan, device: torch.device) -> Loss:
-    """Return a user-supplied loss, validated on made-up outputs and labels."""
+    """Return a user-supplied loss, validated on random outputs and labels."""
     classes = len(plan.facts.classes)
     outputs = torch.randn(2 * classes, classes, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(2 * classes) % classes
@@ -148,10 +148,10 @@ def make_task(
     *,
     model: nn.Module | None = None,
 ) -> Generator[Computing, None, Task]:
-    """Load the data and build the network of a run; report progress where that takes time.
+    """Load the data and build the network of a run, and report progress.
 
-    Whatever is wrong with the network is found before the first record is read. Arguments and
-    errors are those of :func:`make_trainer`.
+    The network is validated before the first record is read. For arguments and errors see
+    :func:`make_trainer`.
     """
     shape, at_hand = plan.facts.shape, model is not None
     seen = seen_by_network(plan.facts, plan.features)
@@ -162,13 +162,13 @@ def make_task(
     else:
         _check_at_hand(plan, model)
     fingerprints = _fingerprints(plan, data, at_hand=at_hand)
-    if plan.starts_public:  # no network at hand does
+    if plan.starts_public:  # never for a network that was passed in
         weights, notes = _start(plan, model)
         fingerprints["pretrained"] = weights.sha256
     trained = model = model.to(device)
     parts = None if at_hand else _cut(plan, model)
     kind, why = _independence(plan, model, parts, own=own)
-    if device.type == "cuda" and not plan.head_only:  # autocast there is not seen on the CPU
+    if device.type == "cuda" and not plan.head_only:  # autocast on CUDA is not detected on the CPU
         cached = plan.features is not None and parts is not None
         whole, given = (parts.head, seen.shape) if parts and cached else (model, shape)
         check_precision(whole, given)
@@ -211,7 +211,7 @@ def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str,
 
 
 def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:
-    """Split what is run once per record from what is trained; None where all is run every time."""
+    """Split the part that runs once per record from the trained part; None if all runs always."""
     if isinstance(model, FrozenFeatures):
         return model
     return cut_before_head(model, plan.facts.shape) if plan.head_only else None
@@ -232,16 +232,16 @@ def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
 
 
 def _check_at_hand(plan: TrainPlan, model: object) -> None:
-    """Validate a network like one that is built. Raises InputError, ModelError."""
+    """Validate a network that was passed in like a built one. Raises InputError, ModelError."""
     if plan.features is not None or plan.pretrained is not None:
         raise InputError(
-            "features and pretrained are for a network that the settings name: leave them out, or "
-            "do what they do in the network that is given."
+            "features and pretrained are for a network that dpmac builds: leave them out, or "
+            "do the same in your own network."
         )
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"{getattr(model, '__name__', repr(model))} is no torch module. Give a network that is "
-            "made, such as torch.nn.Linear(64, 10)."
+            f"{getattr(model, '__name__', repr(model))} is not a torch module. Pass a network "
+            "instance, such as torch.nn.Linear(64, 10)."
         )
     if plan.fix_norm:
         without_batch_norm(model)
@@ -249,14 +249,14 @@ def _check_at_hand(plan: TrainPlan, model: object) -> None:
 
 
 def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[str, str]:
-    """Return checksums of what is the user's own, but for the records themselves."""
+    """Return checksums of user-supplied data, networks and weights, for resuming."""
     facts, sums = plan.facts, {}
     if isinstance(plan.data, Source):
         sums["classes"] = digest({}, {"classes": facts.classes})
         sums["constants"] = digest({}, {"mean": facts.mean, "std": facts.std})
     elif data is not None and facts.sha256 is not None:
         found = fingerprint(data.train, data.test)
-        if found != facts.sha256:  # records of the caller's own under a registered name
+        if found != facts.sha256:  # user-supplied records under a registered name
             sums["data"] = found
     if isinstance(plan.model, UserModel) and not at_hand:
         sums["network"] = source_sum(plan.model)
@@ -279,7 +279,7 @@ def _independence(
         return kind, ()
     return kind, (
         "The network is run on each sample alone, which is slower, because it could not be proven "
-        f"that it keeps samples apart. {why}",
+        f"independent across samples. {why}",
     )
 
 
@@ -291,28 +291,28 @@ def _doubts(plan: TrainPlan, weights: PublicWeights) -> tuple[str, ...]:
     if not isinstance(plan.data, Source):
         raise InputError(
             f"--pretrained: {weights.path} was trained on {name} by dpmac, so its weights are not "
-            "public to a run on the same records, and epsilon would not count what they tell. Give "
-            "weights from other data; to train a run further: dpmac train --fork."
+            "public to a run on the same records, and epsilon would not cover what they reveal. "
+            "Use weights from other data. To train a run further, use dpmac train --fork."
         )
     return (
-        f"{weights.path.name} was trained by dpmac on data that is called {name}, too. If these "
-        "are the same records, its weights are not public, and epsilon does not count what they "
+        f"{weights.path.name} was trained by dpmac on data that is also called {name}. If these "
+        "are the same records, its weights are not public, and epsilon does not cover what they "
         "tell.",
     )
 
 
 def _check_size(plan: TrainPlan, data: Data) -> None:
-    """Reject data with another number of records than the sampling rate, so epsilon, is for."""
+    """Reject data whose number of records differs from that of sampling rate and epsilon."""
     if data.size != plan.facts.train_size:
         raise InputError(
             f"data has {data.size:,} {plan.unit.split(' with ')[0]}s, but epsilon was computed "
             f"for the {plan.facts.train_size:,} of {plan.found.name}. Save your records as an "
-            ".npz and name that as the dataset."
+            ".npz and use that as the dataset."
         )
     if plan.scores is not None and data.test_size != plan.facts.test_size:
         raise InputError(
             f"data has {data.test_size:,} test records or units, but scores are covered for the "
-            f"{plan.facts.test_size:,} of {plan.found.name}. Name the dataset, with its units."
+            f"{plan.facts.test_size:,} of {plan.found.name}. Use the dataset with its units."
         )
 
 
@@ -324,7 +324,7 @@ def _mechanism(plan: TrainPlan) -> GaussianMechanism:
 
 
 def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
-    """Return what an audit run adds to the records; nothing for any other."""
+    """Return the canaries of an audit run; an empty list for other runs."""
     if plan.canaries == 0:
         return []
     return [
@@ -342,8 +342,8 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
 
 
 def _randomness(plan: TrainPlan, keys: Keys, task: Task, rank: int) -> Randomness:
-    """Return the random draws of a rank: all but the first have those of layers alone."""
-    # Built-in networks draw no random numbers in their forward pass; others may.
+    """Return the random draws of a rank; ranks other than the first only have those of layers."""
+    # Built-in networks use no random numbers in their forward pass; others may.
     own = task.independence != "built in"
     drawn = own or plan.recipe.augmented or plan.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None

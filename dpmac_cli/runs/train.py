@@ -37,15 +37,15 @@ def train(
 ) -> Iterator[RunEvent]:
     """Train, write the run folder, and report progress.
 
-    With ``force``, the run that was there is removed once this one is ready for its first step.
+    With ``force``, an existing run is removed once this one is ready for its first step.
 
     Args:
-        plan: from :func:`dpmac_cli.config.resolve.resolve`.
-        stop: asked after every step; True ends the run early with everything written.
-        data: already on the device; None to load it.
+        plan: result of :func:`dpmac_cli.config.resolve.resolve`.
+        stop: called after every step; True ends the run early with everything written.
+        data: data on the device; None to load it.
         ranks: the processes of the run; the others :func:`~dpmac_cli.runs.assist.assist` this one.
-        abandoned: events of attempts that this run replaces in a study. Its report lists them; the
-            study's epsilon covers them, and its own does not.
+        abandoned: events of attempts that this run replaces in a study. Its report lists them. The
+            epsilon of the study covers them, but not the run's epsilon.
 
     Raises:
         InputError: data, device or folder cannot be used; nothing was written.
@@ -62,25 +62,25 @@ def train(
 
 
 def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
-    """Drive a session in a folder that is new to it."""
+    """Run a session in a new folder."""
     plan, where = session.plan, session.where
     with folder.locked(where):
         if plan.out is not None:  # another run may have ended in it meanwhile
             folder.check_chosen_folder(where, plan.force)
-        # A kill on the way leaves the ledger of the old run or of this one, and never a
-        # checkpoint of the old run beside the ledger of this one.
+        # A kill here leaves the ledger of the old run or of this one, but never a checkpoint of
+        # the old run with the ledger of this one.
         checkpoint.discard(where)
         session.ledger.write(session.ledger.spent.begun)
         folder.clear(where)
         if session.ledger.spent.abandoned:
             ledger.keep_attempts(where, session.ledger.spent.abandoned)
         session.begin_files()
-        session.save()  # so that a run can be resumed from its first moment on
+        session.save()  # so the run can be resumed from the start
         yield from session.drive(stop)
 
 
 def finish(events: Iterable[RunEvent]) -> Finished:
-    """Run to the end: ``finish(train(plan))``. Exceptions come through."""
+    """Run to the end: ``finish(train(plan))``. Exceptions are propagated."""
     *_, last = events
     assert isinstance(last, Finished)  # noqa: S101
     return last
@@ -93,32 +93,32 @@ def resume(
     data: Data | None = None,
     ranks: Ranks | None = None,
 ) -> Iterator[RunEvent]:
-    """Resume a run from its newest whole checkpoint, with the settings that it has.
+    """Resume a run from its newest undamaged checkpoint, with its settings.
 
-    On the same CPU and software the run ends as if it had never stopped, bit for bit. Where steps
-    cannot be repeated exactly (a GPU, another machine or torch), noise and batches are drawn with
-    new keys from here on, so that no noise is added to two different gradients, and epsilon covers
-    the steps that were lost, too.
+    On the same CPU and software, the result is bitwise identical to that of an uninterrupted run.
+    If steps cannot be repeated exactly (a GPU, another machine or torch), noise and batches are
+    drawn with new keys, so no noise is added to two different gradients, and epsilon also covers
+    the steps that were lost.
 
-    ``flags`` are settings that change nothing about what is computed, such as ``device``; and
-    ``model`` if it is user-supplied: its code is not imported because a file names it. Other
-    arguments and errors are those of :func:`train`.
+    ``flags`` are settings that do not change the result, such as ``device``, and ``model`` if it is
+    user-supplied: code is not imported because a file refers to it. For other arguments and errors
+    see :func:`train`.
 
     Raises:
-        InputError: there is no such run, it is finished, a setting would change, no checkpoint is
-            whole, or config.yaml was altered.
+        InputError: there is no such run, it is finished, a setting would change, all checkpoints
+            are damaged, or config.yaml was modified.
     """
     where = Path(where)
     folder.check_run_folder(where)
     with folder.locked(where), explained():
         plan, before = _resumed(where, parse(flags or {}), ranks)
         session = yield from _session(plan, before, stop, data, ranks)
-        # First of all what was spent: where a kill comes next, the run has no checkpoint with the
-        # new keys, and its next resume charges for them.
+        # Write the ledger first: after a kill here, the run has no checkpoint with the new keys,
+        # and its next resume charges for them.
         session.ledger.write(session.ledger.spent.begun)
-        if session.trainer.state.step == before.spent.base:  # no older keys may stay
+        if session.trainer.state.step == before.spent.base:  # remove older keys
             checkpoint.discard(where, but=session.save())
-        session.begin_files()  # which removes the checksums of what changes next
+        session.begin_files()  # removes the checksums of files that will change
         yield from session.drive(stop)
 
 
@@ -129,13 +129,13 @@ def fork(
     data: Data | None = None,
     ranks: Ranks | None = None,
 ) -> Iterator[RunEvent]:
-    """Train on from a run's newest checkpoint with other settings, in a folder of its own.
+    """Continue from a run's newest checkpoint with other settings, in a new folder.
 
-    The parent is left as it is. Noise and batches are drawn with new keys, and epsilon covers all
-    that was done to the records up to the checkpoint and since.
+    The parent is unchanged. Noise and batches are drawn with new keys, and epsilon covers
+    everything that was done to the records up to the checkpoint and since.
 
-    ``flags`` are settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``;
-    other arguments and errors are those of :func:`train`.
+    ``flags`` are settings to change, as in :func:`~dpmac_cli.config.resolve.resolve`, with ``out``.
+    For other arguments and errors see :func:`train`.
 
     Raises:
         InputError: there is no such run, or the change cannot be made to it.
@@ -159,7 +159,7 @@ def _session(
     device = choose_device(plan.device, ranks)
     plan = replace(plan, device=str(device))
     if ranks is not None and plan.canaries:
-        raise InputError("--canaries audits a run of one process: leave it out.")
+        raise InputError("--canaries needs a run with one process. Leave it out.")
     spent, saved = before.spent, before.saved
     rest = plan.event_of(plan.steps - spent.base)
     steps = spent.base + affordable_steps(rest, plan.delta, plan.max_epsilon, spent.earlier)
@@ -196,10 +196,10 @@ def _session(
     )
 
 
-#: Recorded settings that change nothing about what is computed. A dataset or model at another path
-#: is compared by its fingerprint.
+#: Recorded settings that do not change the result. A dataset or model at another path is compared
+#: by its fingerprint.
 LOCAL = ("device", "dataset", "model")
-#: Settings that make another run, for which a fork is not enough.
+#: Settings that a fork cannot change.
 FIXED = tuple(name for name, setting in SETTINGS.items() if setting.fixed)
 
 
@@ -216,7 +216,7 @@ def _resumed(
     told = all(folder.vouched(where, name) for name in folder.PUBLISHED)
     if step >= plan.steps and told and folder.reported_steps(where) >= step:
         raise InputError(
-            f"{where} is finished: it took {step} of {plan.steps} steps. To train on: "
+            f"{where} is finished: it took {step} of {plan.steps} steps. To train longer: "
             f"{folder.fork_command(where, ['--epochs N'])} (N above {step // plan.steps_per_epoch})"
         )
     before = inherited(where, saved, resolved.notes)
@@ -229,7 +229,7 @@ def _resumed(
     if reasons and plan.canaries:
         raise InputError(
             f"{where} is an audit run, which can only be resumed exactly ({'; '.join(reasons)}): "
-            "an audit is of one guarantee, and guesses one set of coins. Start a new run."
+            "an audit tests one guarantee with one set of coins. Start a new run."
         )
     if reasons:
         before = before.with_new_keys("; ".join(reasons))
@@ -239,7 +239,7 @@ def _resumed(
 def _check_unchanged(
     where: Path, plan: TrainPlan, recorded: Mapping[str, Any], given: Mapping[str, Any]
 ) -> None:
-    """Reject settings that are not those of the run. Raises InputError."""
+    """Raise InputError for settings that differ from those of the run."""
     changes = {name: f"--{name}" for name in ("seed", "out", "force") if name in given}
     for name, value in plan.recorded.items():
         if recorded.get(name) != value and name.replace("-", "_") not in LOCAL:
@@ -250,10 +250,10 @@ def _check_unchanged(
     if not plan.canaries and not any(n.replace("-", "_") in FIXED for n in changes):
         others = [text for name, text in changes.items() if name not in ("out", "force")]
         command = folder.fork_command(where, others)
-        way = f"To train on from it with other settings: {command}"
+        way = f"To continue from it with other settings: {command}"
     raise InputError(
-        f"{' and '.join(changes.values())} would change the run, and --resume continues it as it "
-        f"is. {way}"
+        f"{' and '.join(changes.values())} would change the run, but --resume needs the same "
+        f"settings. {way}"
     )
 
 
@@ -265,24 +265,24 @@ def _forked(parent: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherite
     plan = resolved.plan
     if plan.out is not None:
         if plan.out.resolve() == parent.resolve():
-            raise InputError(f"--out {plan.out} is the run to fork. Name a new folder.")
+            raise InputError(f"--out {plan.out} is the run to fork. Use a new folder.")
         folder.check_chosen_folder(plan.out, plan.force)
     if plan.canaries:
         raise InputError(
-            f"{parent} is an audit run, which cannot be forked: an audit is of one guarantee. "
+            f"{parent} is an audit run, which cannot be forked: an audit tests one guarantee. "
             "Start a new run."
         )
     if plan.steps <= step:
         raise InputError(
-            f"{parent} has taken {step} steps already, and {plan.steps} are asked for. Give more "
-            f"with --epochs (above {step // plan.steps_per_epoch}) or --steps (above {step})."
+            f"{parent} has already taken {step} steps, but {plan.steps} are requested. Set "
+            f"--epochs (above {step // plan.steps_per_epoch}) or --steps (above {step})."
         )
     before = inherited(parent, saved, resolved.notes).with_new_keys(f"a fork of {parent}")
     return plan, before
 
 
 def resumes_exactly(where: Path, device: str) -> bool:
-    """Return whether a run can be resumed bit for bit, here, on a device. Raises InputError."""
+    """Return whether a run can be resumed exactly on this device. Raises InputError."""
     try:
         saved = checkpoint.newest(where)
     except InputError:

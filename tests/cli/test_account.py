@@ -379,7 +379,9 @@ BAD = [
         "--sigma 1 --epsilon 3 --epochs 5",
         ["--sigma", "--epsilon", "--epochs", "--solve batch-size"],
     ),
-    Bad("--solve steps --epochs 2", ["--sigma", "--epsilon", "--epochs leaves nothing open"]),
+    Bad(
+        "--solve steps --epochs 2", ["--sigma", "--epsilon", "--epochs leaves nothing to solve for"]
+    ),
     Bad("--sigma 1 --epochs 1 --steps 1", ["--epochs and --steps contradict"]),
     Bad("--sigma 1 --dataset mnist --dataset-size 4", ["--dataset and --dataset-size contradict"]),
     Bad("--sigma 1 --dataset mnits", ["Did you mean mnist"]),
@@ -389,9 +391,9 @@ BAD = [
     Bad("--sigma 1 --batch-size 60001", ["--batch-size (60001)", "60000"]),
     Bad(f"--sigma 1 --steps {'9' * 400}", ["--steps"]),
     Bad("nowhere", ["nowhere does not exist"]),
-    Bad(".", [". is not a run folder: it holds no report.json."]),
+    Bad(".", [". is not a run folder: it contains no report.json."]),
     Bad("killed", ["killed has not written its report.json", "dpmac train --resume killed"]),
-    Bad("text.json", ["text.json is not a report of dpmac"]),
+    Bad("text.json", ["text.json is not a valid report of dpmac"]),
     Bad("model.safetensors", ["model.safetensors does not exist"]),
     Bad("folder", ["folder/report.json"]),
     Bad("text.json/report.json", ["text.json/report.json"]),
@@ -624,7 +626,7 @@ def test_what_is_no_report_is_named_in_one_error(content: bytes) -> None:
     result = account("report.json")
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    assert result.stderr.startswith("error: report.json is not a report of dpmac")
+    assert result.stderr.startswith("error: report.json is not a valid report of dpmac")
     assert result.stderr.count("error: ") == 1
     assert "Traceback" not in result.stderr
 

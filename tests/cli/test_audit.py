@@ -69,7 +69,7 @@ def test_an_ordinary_run_is_no_audit(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / folder.AUDIT).exists()
     found = dpmac("eval", tmp_path / "run", "--audit")
     assert found.exit_code == 2
-    assert "it is no audit run, or has not ended" in found.stderr
+    assert "it is not an audit run, or has not ended" in found.stderr
 
 
 def test_what_the_attack_found_beside_the_claim(trained: tuple[Path, Result]) -> None:
@@ -90,7 +90,7 @@ def test_what_the_attack_found_beside_the_claim(trained: tuple[Path, Result]) ->
     bounds = (
         f"{body['lower_bound']:.3f} for any training, and at least {body['curve_bound']:.3f} if"
     )
-    assert lines[2].startswith(f"proven: epsilon at least {bounds} only the amount of noise is in")
+    assert lines[2].startswith(f"proven: epsilon at least {bounds} only the amount of noise may be")
     rates = [rate["false_positive_rate"] for rate in body["true_positive_rates"]]
     assert rates == [0.001, 0.01, 0.1]
     assert lines[3].startswith("included canaries found at 0.1% false alarms: ")
@@ -116,7 +116,7 @@ def test_a_claim_that_the_attack_contradicts_is_exit_code_4(
     else:
         assert "40 of 40 guesses right" in found.stdout
         assert "The attack contradicts the claim" in found.stdout
-        assert "if that says the same, what trains has a bug" in found.stdout
+        assert "the training has a bug" in found.stdout
     assert found.stderr == ""
 
 
@@ -129,7 +129,7 @@ def test_a_model_of_an_audit_can_still_be_scored(trained: tuple[Path, Result]) -
 REFUSED = [
     (("--canaries", "1"), "--canaries must be at least 2 and at most 1,000,000, not 1"),
     (("--canaries", "many"), "--canaries: 'many' is not a whole number"),
-    (("--canaries", "50", "--no-dp"), "without a claim there is nothing to audit"),
+    (("--canaries", "50", "--no-dp"), "without a privacy guarantee there is nothing to audit"),
     (
         ("--canaries", "50", "--sampler", "random-allocation"),
         "only poisson sampling can be audited, not random-allocation",
@@ -186,5 +186,5 @@ def test_a_config_file_repeats_an_audit(trained: tuple[Path, Result]) -> None:
     config = resolve({}, trained[0] / folder.CONFIG).plan
     assert (config.canaries, config.guesses) == (100, 20)
     assert config.event.sampling_rate == 128 / (DATASETS["digits"].train_size + 50)
-    with pytest.raises(InputError, match="without a claim there is nothing to audit"):
+    with pytest.raises(InputError, match="without a privacy guarantee there is nothing to audit"):
         resolve({"no_dp": True}, trained[0] / folder.CONFIG)

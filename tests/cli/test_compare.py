@@ -115,7 +115,7 @@ def test_a_killed_worker_leaves_the_table_as_it_would_have_been(
     os.kill(children(running.pid)[0], signal.SIGKILL)
     output, errors = running.communicate(timeout=120)
     assert running.returncode == 0, errors
-    assert "its process died (signal 9); going on with it" in " ".join(output.split())
+    assert "its process died (signal 9); resuming it" in " ".join(output.split())
     assert table(hurt) == table(undisturbed)
 
 
@@ -143,7 +143,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert "the same command goes on" in errors
+    assert "run the same command to resume" in errors
     assert "Traceback" not in errors
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert (broken["seeds"], broken["mean"]) == (0, None)
     assert set(broken["failures"]) == {"0", "1"}
     for why in broken["failures"].values():
-        assert "files that are not a run's" in why
+        assert "files that do not belong to a run" in why
     assert result.output.count("not a run's") == 4  # as they fail, and at the end
     for run in (one, other):
         assert (run.folder / "thesis.txt").read_text() == "chapter 1"

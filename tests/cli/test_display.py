@@ -101,7 +101,7 @@ def test_a_request_to_stop_is_answered_above_the_bar() -> None:
     display.stopping()
     display.close()
     assert isinstance(console.file, io.StringIO)
-    assert re.search("stopping after this step; once more to stop at once", console.file.getvalue())
+    assert re.search("after this step; repeat to stop immediately", console.file.getvalue())
 
 
 def test_a_lost_stream_takes_everything_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_a_folder_that_is_removed_leaves_nothing_to_go_on_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_step(4, lambda: shutil.rmtree("run"), monkeypatch)
-    said = failed(dpmac(*RUN), 2, "The run's folder or its checkpoints are gone", "Start again")
+    said = failed(dpmac(*RUN), 2, "The run's checkpoints no longer exist", "Start a new run")
     assert "None" not in said
     assert "--resume" not in said
 
@@ -421,7 +421,7 @@ def test_a_run_that_ended_meanwhile_is_not_replaced(monkeypatch: pytest.MonkeyPa
         return make(*args, **kwargs)
 
     monkeypatch.setattr(run, "make_trainer", meanwhile)
-    failed(dpmac(*RUN), 2, "--out run already holds a run")
+    failed(dpmac(*RUN), 2, "--out run already contains a run")
     assert json.loads(Path("run/report.json").read_text())["hyperparameters"]["steps"] == 3
 
 
@@ -503,8 +503,8 @@ def test_what_is_damaged_is_said() -> None:
     shown = re.findall("note: (.*)", result.stdout)
     assert shown[0].startswith("step-000000006.safetensors (")
     assert shown[0].endswith("is damaged; resuming from step 4.")
-    assert shown[1].startswith("checkpoint/spent.json is missing, or is damaged")
-    assert shown[1].endswith("all 9 planned ones are charged.")
+    assert shown[1].startswith("checkpoint/spent.json is missing or damaged")
+    assert shown[1].endswith("All 9 planned steps are charged.")
 
 
 @pytest.mark.long
@@ -526,7 +526,7 @@ def test_a_comparison_says_what_is_damaged_and_goes_on() -> None:
     assert report.read_text() != text
     result = dpmac(*study, *flags)
     assert result.exit_code == 0
-    assert f"note: {report} is damaged: the run goes on from its checkpoint." in result.stderr
+    assert f"note: {report} is damaged: the run resumes from its checkpoint." in result.stderr
     assert json.loads(Path("study/compare.json").read_text())["rows"][0]["mean"] == rows[0]["mean"]
 
 

@@ -135,12 +135,12 @@ def test_images_unlike_those_of_the_training_are_refused_together() -> None:
     pictures(Path("new"), side=9, names=("x",))
     pictures(Path("new"), mode="RGB", names=("y",))
     said = refused(run, "new")
-    assert "new/x/0.png has 9x9 pixels, and the model takes 8x8; " in said
+    assert "new/x/0.png has 9x9 pixels, but the model needs 8x8; " in said
     assert ", and 19 more. Correct or remove them." in said
     pictures(Path("colour"), mode="RGB", names=("y",))
     Path("colour/y/1.png").write_bytes(b"no image")
     said = refused(run, "colour")
-    assert "colour/y/0.png has colours, and the model takes grey images" in said
+    assert "colour/y/0.png has colours, but the model needs grey images" in said
     assert "colour/y/1.png cannot be read as an image" in said
     Path("colour/notes.txt").write_text("")
     assert "colour/notes.txt is not an image. Remove such files." in refused(run, "colour")
@@ -202,7 +202,7 @@ def test_rows_of_numbers_are_clipped_to_the_range_of_the_run() -> None:
     np.savez("lost.npz", x=np.full((4, 3), np.nan))
     assert "x must be finite, not float64" in refused(run, "lost.npz")
     np.savez("none.npz", x=np.ones((0, 3)))
-    assert "none.npz holds no records" in refused(run, "none.npz")
+    assert "none.npz contains no records" in refused(run, "none.npz")
     np.savez("other.npz", y=np.ones(3))
     assert "must contain the arrays x (images or rows of numbers). It contains y" in refused(
         run, "other.npz"
@@ -224,11 +224,9 @@ def test_data_of_another_kind_is_refused(digits: Path, tabular: Path) -> None:
     Path("new.csv").write_text("age,town\n1,Ulm\n")
     Path("empty").mkdir()
     np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
-    assert "was trained on images: name a folder of images or an .npz." in refused(
-        digits, "new.csv"
-    )
-    assert "was trained on a table: name one (.csv, .tsv, .parquet)." in refused(tabular, "new.npz")
-    assert "empty holds no records." in refused(digits, "empty")
+    assert "was trained on images: use a folder of images or an .npz." in refused(digits, "new.csv")
+    assert "was trained on a table: use one (.csv, .tsv, .parquet)." in refused(tabular, "new.npz")
+    assert "empty contains no records." in refused(digits, "empty")
     assert "nowhere does not exist." in refused(digits, "nowhere")
 
 
@@ -261,5 +259,5 @@ def test_an_output_that_is_no_number_has_no_class() -> None:
     np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
     result = dpmac("predict", run, "new.npz", "--model", "net.py:Net")
     assert result.exit_code == 0, result.output
-    assert "note: for 2 records the output is not a number: no class" in result.stderr
+    assert "note: for 2 records the output is NaN, so they have no class" in result.stderr
     assert Path("predictions.csv").read_text().splitlines()[1] == "0," + "," * 10

@@ -127,7 +127,7 @@ def test_a_spent_budget_is_exit_code_3_with_everything_written() -> None:
     result = dpmac(*DIGITS, "--max-epsilon", "0.06", "--out", "run")
     assert result.exit_code == 3
     assert "--max-epsilon 0.06 pays for 1 of 3 steps" in result.stdout
-    assert "stopped: epsilon would pass --max-epsilon" in result.stderr
+    assert "stopped: epsilon would exceed --max-epsilon" in result.stderr
     report = json.loads(Path("run/report.json").read_text())
     assert report["privacy"]["epsilon"] <= 0.06
     assert report["state"] == "budget-spent"
@@ -210,13 +210,13 @@ def test_a_fork_whose_budget_is_spent_is_exit_code_3() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--config", "my.yaml"), "--fork takes its settings from the run: leave out --config"),
+        (("--config", "my.yaml"), "--fork uses the settings of the run: leave out --config"),
         (("--resume", "parent"), "--resume and --fork contradict each other: give one"),
-        ((), "parent has taken 3 steps already, and 3 are asked for. Give more with --epochs"),
+        ((), "parent has already taken 3 steps, but 3 are requested. Set --epochs"),
         (("--lr", "0.01"), "or --steps (above 3)"),
         (("--steps", "5", "--out", "parent"), "--out parent is the run to fork"),
         (("--steps", "5", "--out", "parent", "--force"), "--out parent is the run to fork"),
-        (("--steps", "5", "--out", "other"), "--out other already holds a run"),
+        (("--steps", "5", "--out", "other"), "--out other already contains a run"),
         (("--steps", "5", "--optimizer", "dp-sgd"), "--optimizer cannot change in a fork"),
         (("--steps", "5", "--seed", "3"), "--seed cannot change in a fork. Start a new run"),
         (("--steps", "5", "--epsilon", "1"), "--epsilon cannot change in a fork"),
@@ -342,7 +342,7 @@ def test_a_display_that_is_lost_costs_only_itself(where: str) -> None:
     done = shell(f"dpmac {' '.join(DIGITS)} --steps 30 --out run {where}")
     full = where == "> /dev/full"  # nobody chose not to read it, so that it is said at the end
     said = "error: standard output: No space left on device. Free some space. "
-    said += "What was to be shown is lost; what was to be written is written.\n"
+    said += "The terminal output is lost; all files were written.\n"
     assert (done.returncode, done.stdout) == (2 if full else 0, "")
     assert done.stderr == (said if full else "")
     report = json.loads(Path("run/report.json").read_text())

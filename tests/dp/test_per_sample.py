@@ -1044,7 +1044,7 @@ def test_no_failure_of_a_clipped_sum_tells_of_its_records(
     monkeypatch.setattr(f"dpmac_cli.dp.clipping.clipped_sum.{part}", failing)
     subject = prepare(nn.Linear(4, CLASSES))
     x, y = torch.randn(SAMPLES, 4), torch.zeros(SAMPLES, dtype=torch.long)
-    with pytest.raises(ModelError, match="may be of private records") as caught:
+    with pytest.raises(ModelError, match="may contain private records") as caught:
         subject.add(x, y, ball(1.0, subject.theta))
     assert "71" not in str(caught.value)
 
