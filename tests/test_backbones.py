@@ -196,7 +196,7 @@ def test_what_does_not_go_with_a_backbone_is_refused(tmp_path: Path) -> None:
     backbone = ("--backbone", LITE0)
     assert "a backbone needs at least 8 x 8" in refused("--dataset", str(small), *backbone)
     table = ("--dataset", str(rows), "--feature-range", "0,1")
-    assert "holds numbers" in refused(*table, *backbone)
+    assert "contains numbers" in refused(*table, *backbone)
     assert "contradict each other" in refused(*backbone, "--features", "scatter")
     assert "no such file: weights.pth" in refused(*backbone, "--pretrained", "weights.pth")
     assert "add --backbone" in refused("--backbone-size", "64")

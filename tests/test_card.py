@@ -131,7 +131,7 @@ def test_it_says_what_the_report_says(finished: Finished) -> None:
     assert (said["epsilon"], said["delta"]) == (epsilon, "1e-05")
     assert said["adjacency"].startswith("add-or-remove-one: adding or removing any one")
     assert said["accountant"] == price["accountant"]
-    assert "kept nowhere" in said["seeds"]
+    assert "were not saved" in said["seeds"]
     assert "| this model | 24 | poisson | 0.0890745 | 6 |" in text
 
 

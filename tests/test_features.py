@@ -252,7 +252,7 @@ def test_report_and_card_say_what_was_public(net: str, public: Path) -> None:
         "treated as public. Neither they nor the data that they were trained on are covered"
         in (part["statement"])
     )
-    assert "Trained is the last linear layer" in part["statement"]
+    assert "The trained part is the last linear layer" in part["statement"]
     assert part["trained_parameters"] == 1290
     assert fine.report["model"]["parameters"] == 1290 + 80 + 16
     assert len(part["sha256"]) == 64
@@ -490,7 +490,7 @@ def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.M
     train_digits(**SCATTER)
     kept(cache)
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
-    with pytest.raises(InputError, match="the folder is another user's"):
+    with pytest.raises(InputError, match="the folder belongs to another user"):
         train_events(digits_config(**SCATTER))
 
 
@@ -565,7 +565,7 @@ def test_features_are_of_images_of_the_right_size(what: str, tmp_path: Path) -> 
     more = () if what == "size" else ("--feature-range", "0,1")
     text = refused("--dataset", str(file), "--features", "scatter", *more)
     said = "multiples of 4, but their shape is (3, 10, 12)"
-    assert (said if what == "size" else "holds numbers") in text
+    assert (said if what == "size" else "contains numbers") in text
 
 
 @pytest.mark.privacy
@@ -697,7 +697,7 @@ def test_a_header_that_lies_about_features_is_refused(tmp_path: Path) -> None:
 
     first = train_digits(**SCATTER)
     for change, kind, said in (
-        ({"features": "wavelets"}, ModelError, "takes features 'wavelets'"),
+        ({"features": "wavelets"}, ModelError, "needs features 'wavelets'"),
         ({"backbone_size": "many"}, InputError, r"backbone_size: Input should be a valid int"),
     ):
         file = tmp_path / "lying.safetensors"

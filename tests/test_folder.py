@@ -97,7 +97,7 @@ def test_folders_that_are_not_runs_are_refused_even_with_force(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
     before = contents(tmp_path)
-    with pytest.raises(InputError, match="not a run's"):
+    with pytest.raises(InputError, match="do not belong to a run"):
         folder.check_chosen_folder(tmp_path, force)
     assert contents(tmp_path) == before
 

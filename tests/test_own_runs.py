@@ -392,7 +392,7 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
         found = [note for note in notes_on(data, **every) if "has no effect with" in note]
         without = {name: every.pop(name) for name in ("classes", "feature_range")}
         every["schema"] = "schema.yaml"
-        found += [note for note in notes_on(data, **every) if "is no table" in note]
+        found += [note for note in notes_on(data, **every) if "is not a table" in note]
         every |= without
         assert {note.split()[0].removeprefix("--").replace("-", "_") for note in found} == names
         assert notes_on(data, **schema[data]) == ()

@@ -90,11 +90,11 @@ REFUSED = [
     Refused("--sigma 1 --dataset mnist --dataset-size 9", ["--dataset and --dataset-size"]),
     Refused(
         "--sigma 1 --dataset digits --batch-size 1438",
-        ["--batch-size (1438) must not be above the size of the data set, 1437"],
+        ["--batch-size (1438) must not be above the size of the dataset, 1437"],
     ),
     Refused(
         "--sigma 1 --dataset-size 9 --batch-size 10 --steps 1",
-        ["must not be above the size of the data set"],
+        ["must not be above the size of the dataset"],
     ),
     # Numbers
     Refused("--sigma ten", ["--sigma: 'ten' is not a number"]),

@@ -252,8 +252,8 @@ def test_a_model_for_other_images_says_what_does_not_fit(run: Path) -> None:
         str(run / "model.safetensors"),
         "mlp-small, trained on digits",
         "does not fit mnist",
-        "an image: (1, 8, 8) in the file, (1, 28, 28) wanted",
-        "1.weight: (64, 64) in the file, (64, 784) wanted",
+        "an image: (1, 8, 8) in the file, expected (1, 28, 28)",
+        "1.weight: (64, 64) in the file, expected (64, 784)",
     ):
         assert part in message
 
@@ -277,21 +277,21 @@ def edited(
 MISFITS: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
     "missing": (
         edited(lambda t, f: t.__delitem__("3.bias")),
-        r"3.bias: missing in the file, \(10,\) wanted",
+        r"3.bias: missing in the file, expected \(10,\)",
     ),
     "extra": (
         edited(lambda t, f: t.update(more=torch.zeros(2))),
-        r"more: \(2,\) in the file, nothing wanted",
+        r"more: \(2,\) in the file, expected nothing",
     ),
     "reshaped": (
         edited(lambda t, f: t.update({"3.bias": torch.zeros(7)})),
-        r"3.bias: \(7,\) in the file, \(10,\) wanted",
+        r"3.bias: \(7,\) in the file, expected \(10,\)",
     ),
     "other images": (
         edited(
             lambda t, f: f["input"].update(shape=[3, 8, 8], mean=[0.3] * 3, std=[0.4] * 3),
         ),
-        r"does not fit digits: an image: \(3, 8, 8\) in the file, \(1, 8, 8\) wanted",
+        r"does not fit digits: an image: \(3, 8, 8\) in the file, expected \(1, 8, 8\)",
     ),
     "other data": (
         edited(lambda t, f: f["dataset"].update(name="cats")),
@@ -345,11 +345,11 @@ def other_input(key: str, value: object) -> tuple[Callable[[Path, Path], None], 
 
 
 def other_bias(bias: torch.Tensor, said: str) -> tuple[Callable[[Path, Path], None], str]:
-    return edited(lambda t, f: t.update({"3.bias": bias})), f"{NOT_OURS}3.bias holds {said}"
+    return edited(lambda t, f: t.update({"3.bias": bias})), f"{NOT_OURS}3.bias contains {said}"
 
 
 DAMAGED: Mapping[str, tuple[Callable[[Path, Path], None], str]] = {
-    "missing": (lambda run, file: None, "does not exist. Name a run folder"),
+    "missing": (lambda run, file: None, "does not exist. Use a run folder"),
     "a folder": (lambda run, file: file.mkdir(), "is a folder, not a file"),
     "empty": (written(b""), NOT_WHOLE),
     "text": (written(b"hello" * 99), NOT_WHOLE),
@@ -419,7 +419,7 @@ def test_weights_of_another_kind_do_not_fit(run: Path, file: Path, kind: torch.d
     write, _ = other_bias(torch.zeros(10, dtype=kind), "")
     write(run, file)
     name = str(kind).removeprefix("torch.")
-    with pytest.raises(ModelError, match=rf"bias: \(10,\) of {name} in the file, \(10,\) wanted"):
+    with pytest.raises(ModelError, match=rf"bias: \(10,\) of {name} in the file, expected \(10,\)"):
         load_model(file, None, CPU)
 
 
@@ -458,7 +458,7 @@ def test_a_file_that_may_not_be_read_is_named(
     assert refusal(file) == f"{file} cannot be read (Permission denied)."
 
 
-NAME_ONE = "Name a run folder of dpmac train, or a model.safetensors."
+NAME_ONE = "Use a run folder of dpmac train, or a model.safetensors."
 
 
 def test_what_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_price_is_the_accountants(report: dict[str, Any]) -> None:
     assert "Connect-the-Dots" in price["accountant"]
     assert version("dp-accounting") in price["accountant"]
     assert "36 Poisson-sampled steps" in price["statement"]
-    assert "kept nowhere" in price["seed_policy"]["statement"]
+    assert "were not saved" in price["seed_policy"]["statement"]
 
 
 @pytest.mark.privacy

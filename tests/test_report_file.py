@@ -102,7 +102,7 @@ def test_what_is_no_report_says_what_to_name() -> None:
     ):
         read_report(Path())
     Path("config.yaml").write_text("")
-    with pytest.raises(InputError, match=r"not written its report\.json.* To go on: dpmac"):
+    with pytest.raises(InputError, match=r"not written its report\.json.* To resume it: dpmac"):
         read_report(Path())
     Path("report.json").write_text("[" * 99_999)
     with pytest.raises(InputError, match=r"not a valid report .*\(Invalid JSON: .* Use a run"):

@@ -413,5 +413,5 @@ def test_a_file_of_another_user_is_not_read(cache: Path, monkeypatch: pytest.Mon
     load(Source(Path("photos")))
     own._reader.cache_clear()
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
-    with pytest.raises(InputError, match="the folder is another user's"):
+    with pytest.raises(InputError, match="the folder belongs to another user"):
         load(Source(Path("photos")))

@@ -248,7 +248,7 @@ def test_a_run_names_its_unit_everywhere() -> None:
     assert "The number of units is public" in report["privacy"]["statement"]
     card = Path("run/model-card.md").read_text()
     assert said in card
-    assert "told by `patient`" in card
+    assert "given by `patient`" in card
     account = dpmac("account", "run")
     assert account.exit_code == 0
     assert "any one unit with all of its training records" in " ".join(account.output.split())

@@ -89,7 +89,7 @@ def ask(given: Mapping[str, str], found: Sequence[str] = ()) -> Question:
             typed["epochs"] = (facts.defaults.epochs,)
     if typed.keys() >= {"dataset_size", "batch_size"}:
         errors += misfits(
-            "the data set", typed["dataset_size"], typed["batch_size"], typed.get("epochs", ())
+            "the dataset", typed["dataset_size"], typed["batch_size"], typed.get("epochs", ())
         )
     raise_errors(errors)
     asked = {**DEFAULTS, **typed, "solve": solve}

@@ -464,7 +464,7 @@ def test_a_run_is_priced_again_from_its_report(name: str, runs: Path) -> None:
     result = account(str(runs / name))
     assert result.exit_code == 0
     assert result.stdout.startswith(f"epsilon {shown} at delta 1e-05\n")
-    assert f"the report's epsilon, {shown}, is right" in result.stderr
+    assert f"the report's epsilon, {shown}, is correct" in result.stderr
     assert contents(runs) == before
 
 
@@ -485,7 +485,7 @@ def test_another_delta_and_accountant_may_be_asked_of_a_run(runs: Path) -> None:
     by = {row["accountant"]: row["epsilon"] for row in answered(f"{path} --accountant all")}
     assert by == {name: total_epsilon((event,), DELTA, name) for name in ("pld", "rdp")}
     # The report is judged by its own delta and accountant all the same.
-    assert "is right" in account(f"{path} --delta 1e-6 --accountant rdp").stderr
+    assert "is correct" in account(f"{path} --delta 1e-6 --accountant rdp").stderr
 
 
 def test_a_delta_of_a_record_is_warned_of_beside_a_run_too(runs: Path) -> None:

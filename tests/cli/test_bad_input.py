@@ -34,7 +34,7 @@ STUDY = "compare --dataset digits --steps 3 --optimizers dp-sgd --seeds 1"
 BAD = [
     # Commands and options
     Bad("train --resume .", 2, ["--resume . is not a run folder"]),
-    Bad("train --resume . --config my.yaml", 2, ["--resume takes", "leave out --config"]),
+    Bad("train --resume . --config my.yaml", 2, ["--resume uses", "leave out --config"]),
     Bad("train extra", 2, ["extra"]),
     Bad("train --sigma", 2, ["--sigma"]),
     Bad("eval", 2, ["RUN"]),
@@ -53,8 +53,8 @@ BAD = [
     Bad(f"{TRAIN} --data-dir ''", 2, ["--data-dir must not be empty"]),
     Bad(f"{TRAIN} --out file.txt", 2, ["--out file.txt", "is a file"]),
     Bad(f"{TRAIN} --out file.txt/run", 2, ["file.txt/run", "--out"]),
-    Bad(f"{TRAIN} --out foreign", 2, ["--out foreign", "not a run's"]),
-    Bad(f"{TRAIN} --out foreign --force", 2, ["--out foreign", "not a run's"]),
+    Bad(f"{TRAIN} --out foreign", 2, ["--out foreign", "do not belong to a run"]),
+    Bad(f"{TRAIN} --out foreign --force", 2, ["--out foreign", "do not belong to a run"]),
     Bad(f"{TRAIN} --out run", 2, ["--out run", "--force"]),
     Bad(f"{TRAIN} --out {'a' * 300}", 2, ["a" * 300]),
     Bad("train --dataset mnist --data-dir empty", 2, ["empty/MNIST/raw", "--dataset digits"]),
@@ -62,7 +62,7 @@ BAD = [
     # Files
     Bad(f"{TRAIN} --config nowhere.yaml", 2, ["--config", "nowhere.yaml"]),
     Bad(f"{TRAIN} --config foreign", 2, ["--config", "foreign"]),
-    Bad(f"{TRAIN} --config broken.yaml", 2, ["--config", "broken.yaml", "not YAML", "line 2"]),
+    Bad(f"{TRAIN} --config broken.yaml", 2, ["--config", "broken.yaml", "not valid", "line 2"]),
     Bad("eval nowhere", 2, ["nowhere does not exist"]),
     Bad("eval empty", 2, ["empty is not a run folder: it contains no model.safetensors"]),
     Bad("eval killed", 2, ["The run in killed has not", "dpmac train --resume killed"]),

@@ -98,7 +98,7 @@ def test_every_question_is_answered_or_marked_open(run: Path) -> None:
     assert all(answers[row] == "to be filled in" for row in OPEN)
     assert not any("to be filled in" in answers[row] for row in QUESTIONS)
     assert answers["audit"].startswith("This run was not audited.")
-    assert answers["public data and weights"].startswith("the data set digits")
+    assert answers["public data and weights"].startswith("the dataset digits")
 
 
 def test_answers_are_filled_in(run: Path) -> None:

@@ -134,7 +134,7 @@ def test_the_card_is_named_where_there_is_one(run: Path, tmp_path: Path) -> None
 def test_a_model_that_does_not_fit_is_exit_code_4(run: Path) -> None:
     result = evaluate(run, "--dataset", "mnist")
     assert result.exit_code == 4
-    assert "does not fit mnist: 1.weight: (64, 64) in the file, (64, 784) wanted" in result.stderr
+    assert "does not fit mnist: 1.weight: (64, 64) in the file, expected (64, 784)" in result.stderr
     assert result.stdout == ""
 
 

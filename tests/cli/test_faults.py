@@ -472,7 +472,7 @@ def test_an_edited_configuration_is_refused_and_written_anew(whole: Path) -> Non
     before = contents(Path("run"))
     said = failed(dpmac("train", "--resume", "run"), 2, "run/config.yaml and its checksum")
     assert "damaged or edited. Delete config.yaml" in said
-    assert "give it as a flag: dpmac train --fork run --out NEW --lr 0.01" in said
+    assert "fork the run with a flag: dpmac train --fork run --out NEW --lr 0.01" in said
     assert contents(Path("run")) == before
     config.unlink()
     assert dpmac("train", "--resume", "run").exit_code == 0

@@ -239,7 +239,7 @@ def test_no_library_of_metrics_is_loaded_without_need() -> None:
 def test_what_is_there_is_not_replaced_unasked(digits: Path) -> None:
     np.savez("new.npz", x=np.zeros((2, 8, 8), np.uint8))
     Path("kept.csv").write_text("mine")
-    assert "kept.csv exists. Add --force" in refused(digits, "new.npz", "--out", "kept.csv")
+    assert "kept.csv already exists. Add --force" in refused(digits, "new.npz", "--out", "kept.csv")
     assert Path("kept.csv").read_text() == "mine"
     said = refused(digits, "new.npz", "--out", "no/such.txt")
     assert "must end in .csv" in said

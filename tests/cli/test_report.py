@@ -102,7 +102,7 @@ def test_the_page_of_a_comparison_has_its_table_and_a_picture(tmp_path: Path) ->
         (("nowhere",), "nowhere does not exist"),
         (("{run}", "--html", "page.pdf"), "--html page.pdf must end in .html"),
         (("{run}", "--html", "none/page.html"), "folder none of --html does not exist"),
-        (("{run}", "--html", "{there}"), "exists. Add --force to replace it"),
+        (("{run}", "--html", "{there}"), "already exists. Add --force to replace it"),
     ],
 )
 def test_what_cannot_be_written_is_refused(

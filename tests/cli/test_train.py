@@ -126,7 +126,7 @@ def test_flags_win_over_the_file() -> None:
 def test_a_spent_budget_is_exit_code_3_with_everything_written() -> None:
     result = dpmac(*DIGITS, "--max-epsilon", "0.06", "--out", "run")
     assert result.exit_code == 3
-    assert "--max-epsilon 0.06 pays for 1 of 3 steps" in result.stdout
+    assert "--max-epsilon 0.06 allows 1 of 3 steps" in result.stdout
     assert "stopped: epsilon would exceed --max-epsilon" in result.stderr
     report = json.loads(Path("run/report.json").read_text())
     assert report["privacy"]["epsilon"] <= 0.06
