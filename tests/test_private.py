@@ -30,6 +30,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loop_costs_what_it_took_and_no_step_more(optimizer: str, tmp_path: Path) -> None:
     private = make_private(network(), "digits", optimizer=optimizer, **SETTINGS)
@@ -86,6 +87,7 @@ def test_a_loop_that_stops_early_publishes_what_it_spent(tmp_path: Path) -> None
     assert again["privacy"]["epsilon"] > report["privacy"]["epsilon"]
 
 
+@pytest.mark.privacy
 def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     private = make_private(network(), "digits", **SETTINGS)
     private.step()
@@ -116,6 +118,7 @@ class MixesInEvaluation(nn.Module):
         return out if self.training else out - out.mean(0)
 
 
+@pytest.mark.privacy
 def test_a_step_runs_in_the_mode_that_was_validated() -> None:
     results = []
     for leave_it in (nn.Module.train, nn.Module.eval):

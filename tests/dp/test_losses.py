@@ -95,6 +95,7 @@ def test_gradients_are_those_of_autograd(name: str, isolated: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_loss_that_would_mix_samples_sees_one_at_a_time(isolated: bool) -> None:
     def mixing(output: Tensor, y: Tensor) -> Tensor:
