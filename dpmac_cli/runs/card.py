@@ -60,6 +60,8 @@ def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
     Raises:
         InputError: the run has no card or report, or does not fit the registry.
     """
+    if run.is_file():
+        raise InputError(f"{run} is a file. Name the folder of the run.")
     if kind == "registry-yaml":
         return _registry_entry(run, answers)
     _, text = folder.read(run, folder.CARD, "Name a run folder of dpmac train.")
@@ -86,14 +88,13 @@ def run_page(run: Path) -> str:
 
     Raises InputError if it has no card, report or metrics.
     """
-    report = read_report(run)
+    card, report = render_card(run, "md", {}), read_report(run)
     _, lines = folder.read(run, folder.METRICS, "Name a run folder of dpmac train.")
     pictures = {"Test accuracy and epsilon": course([*map(json.loads, lines.splitlines())])}
     if report.delta is not None:
         row = price(report.training_events(), report.delta, unit=report.unit)
         pictures["What any membership attack can reach"] = trade_offs([row])
     settings = (run / folder.CONFIG).read_text(encoding="utf-8")
-    card = render_card(run, "md", {})
     return web_page(f"{card}\n## Settings\n\n```yaml\n{settings}```\n", pictures)
 
 

@@ -157,6 +157,7 @@ def test_the_registry_entry_is_as_its_schema_says(run: Path) -> None:
     ("args", "message"),
     [
         (("nowhere",), "nowhere does not exist"),
+        (("{run}/report.json",), "report.json is a file. Name the folder of the run."),
         (("{run}", "--format", "pdf"), "--format must be md, html, registry-yaml, not 'pdf'"),
         (("{base}", "--format", "registry-yaml"), "has no finite epsilon"),
     ],

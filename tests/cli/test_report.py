@@ -100,6 +100,7 @@ def test_the_page_of_a_comparison_has_its_table_and_a_picture(tmp_path: Path) ->
     ("args", "message"),
     [
         (("nowhere",), "nowhere does not exist"),
+        (("{run}/report.json",), "report.json is a file. Name the folder of the run."),
         (("{run}", "--html", "page.pdf"), "--html page.pdf must end in .html"),
         (("{run}", "--html", "none/page.html"), "folder none of --html does not exist"),
         (("{run}", "--html", "{there}"), "already exists. Add --force to replace it"),
