@@ -4,7 +4,7 @@ python benchmarks/head_rule.py 500,2000,10000,50000 > docs/data/head_rule.txt
 
 Heads are trained in plain torch on the features of sample_configs/cifar10-backbone.yaml, on the
 first n records (means over disjoint subsets where n is small), and scored on the first 4,000 test
-records. A line has n, epsilon, the six best settings as (accuracy, steps an epoch, epochs, rate),
+records. A line has n, epsilon, the six best settings as (accuracy, steps per epoch, epochs, rate),
 and the rule's.
 """
 

@@ -1,8 +1,8 @@
 """Measure the speed-up of several processes on one run, with one thread each.
 
-For each network and batch: milliseconds a step by one process and by several, the speed-up, and the
-efficiency, which is the speed-up over the number of processes. Rounds alternate between the numbers
-of processes; figures are medians over the rounds.
+For each network and batch: milliseconds per step by one process and by several, the speed-up, and
+the efficiency, which is the speed-up over the number of processes. Rounds alternate between the
+numbers of processes; figures are medians over the rounds.
 
     python benchmarks/scaling.py --json docs/data/scaling.json
 """

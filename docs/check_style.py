@@ -51,6 +51,16 @@ BANNED: Mapping[str, str] = {
     r"\bbe it\b|\blest\b|\bere\b|\bsave for\b": "plain words",
     r"\bis (no|not) longer than so\b": "is at most",
     r"\blies about\b": "is left over",
+    r"\b(bits a pixel|labels a (record|sample)|steps an epoch|milliseconds a step)\b": "per",
+    r"\bworked on at a time\b": "processed at a time",
+    r"\bpriced? (again|(it )?forward)\b": "recompute the privacy cost",
+    r"\bturns? the question round\b": "solves for",
+    r"\bwhat is wrong with\b": "fault, why",
+    r"\bjoins? ``errors``": "is added to ``errors``",
+    r"\bkept nowhere\b": "not saved",
+    r"\bpart way\b": "partly trained, in progress",
+    r"\bwent apart\b": "diverged",
+    r"\ba whole safetensors\b|\bnot a whole one\b": "valid, complete",
 }
 #: A sentence without markup, code or table cells.
 SENTENCE = re.compile(r"(?<=[.!?] )[A-Z][^.|`\"{}<>]+\.(?= )")

@@ -200,7 +200,7 @@ def test_what_does_not_go_with_a_backbone_is_refused(tmp_path: Path) -> None:
     assert "contradict each other" in refused(*backbone, "--features", "scatter")
     assert "no such file: weights.pth" in refused(*backbone, "--pretrained", "weights.pth")
     assert "add --backbone" in refused("--backbone-size", "64")
-    assert "computed once" in refused(*backbone, "--augmentations", "2")
+    assert "computed only once" in refused(*backbone, "--augmentations", "2")
 
 
 def test_a_network_with_a_backbone_needs_no_weights_to_be_built() -> None:

@@ -42,7 +42,7 @@ def test_images_with_several_findings_go_all_the_way(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, ["eval", str(run), "--json"])
     assert json.loads(said.stdout)["auroc"] == report["test"]["auroc"]
     shown = CliRunner().invoke(app, ["eval", str(run)]).output
-    assert "false alarms" in shown
+    assert "true and false negatives and positives" in shown
     assert "fracture" in shown
     np.savez(tmp_path / "new.npz", x=x[:50])
     out = tmp_path / "said.csv"

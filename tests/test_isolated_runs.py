@@ -155,7 +155,7 @@ def test_a_network_of_64_bits_is_isolated_once_it_is_converted(images: Path) -> 
              "--sigma", "2", "--device", "cpu", "--out", "double", "--isolate")  # fmt: skip
     refused = dpmac(*typed)
     assert refused.exit_code == 4
-    assert "torch.float64, and a network that runs on each sample alone" in refused.stderr
+    assert "torch.float64, but a network that runs on each sample alone" in refused.stderr
     assert "network.float()" in refused.stderr
     assert not Path("double").exists()
     double.write_text(double.read_text().replace(".double()", ".double().float()"))

@@ -237,8 +237,8 @@ def evaluation_table(result: evaluation.Evaluation, classes: list[str]) -> Table
     """Return counts with sensitivity and specificity: one row per true class, or per label."""
     title, columns, found = "rows: true class, columns: predicted", classes, result.confusion
     if result.multilabel:
-        title, found = "one row per label", found.flatten(1)
-        columns = ["true negatives", "false positives", "false negatives", "true positives"]
+        title = "rows: labels, columns: true and false negatives and positives"
+        columns, found = ["TN", "FP", "FN", "TP"], found.flatten(1)
     table = Table("", title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right")

@@ -28,8 +28,8 @@ HOLDS = (
     "more."
 )
 BROKEN = (
-    "The attack contradicts the claim, which happens by chance for 1 in 20 correct runs. Train and "
-    "attack again. If the result is the same, the training has a bug: publish none of its models."
+    "The attack contradicts the claim, which may happen by chance in 1 of 20 correct runs. Train "
+    "and attack again. If the result is the same, training has a bug: publish none of its models."
 )
 
 

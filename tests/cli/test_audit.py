@@ -116,7 +116,7 @@ def test_a_claim_that_the_attack_contradicts_is_exit_code_4(
     else:
         assert "40 of 40 guesses right" in found.stdout
         assert "The attack contradicts the claim" in found.stdout
-        assert "the training has a bug" in found.stdout
+        assert "training has a bug" in found.stdout
     assert found.stderr == ""
 
 
