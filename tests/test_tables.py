@@ -83,7 +83,7 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
             "Publish at most one of them" in text
         )  # what one seed draws for one, it draws for all
         assert "know the seeds" in text
-        assert "paired t-test" in text
+        assert "paired two-sided t-test" in text
     finished = as_markdown(comparison(*CELLS[:2]))
     assert "not finished" not in finished
     assert "runs use the same records" in finished
