@@ -90,11 +90,11 @@ def test_every_form_says_what_the_epsilons_are_worth() -> None:
     assert "Other runs on the same records add" in finished
     one = comparison(cell("dp-sgd", 1.0, 0.9), epsilon=3.0)
     assert "know the seeds" in as_markdown(one)
-    assert "in all" not in as_markdown(one)
+    assert "in total" not in as_markdown(one)
     twice = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9), epsilon=4.0))
-    assert "in all" in twice  # an attempt before that one is charged
+    assert "in total" in twice  # an attempt before that one is charged
     alike = as_markdown(comparison(cell("dp-sgd", 1.0, 0.9, 0.9)))
-    assert "in all" in alike
+    assert "in total" in alike
     assert "Publish at most one" not in alike
     baseline = comparison(cell("dp-sgd", 0.0, 0.9, 0.9, epsilon=math.inf), epsilon=0.0)
     assert "seeds named" not in as_markdown(baseline)
