@@ -1,19 +1,19 @@
-# dpmac in a container. Runs are written to the folder mounted at /work:
+# dpmac in a container. Runs are written to the folder mounted at /runs:
 #
 #   docker build -t dpmac .
-#   docker run --rm -v "$PWD:/work" dpmac train --dataset digits
+#   docker run --rm -v "$PWD:/runs" dpmac train --dataset digits
 #
 # With CUDA:
 #
 #   docker build -t dpmac:cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
-#   docker run --rm --gpus all -v "$PWD:/work" dpmac:cuda train --dataset digits
+#   docker run --rm --gpus all -v "$PWD:/runs" dpmac:cuda train --dataset digits
 FROM python:3.13-slim
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS=tables
 
 ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
-    DPMAC_DATA_DIR=/work/data DPMAC_CACHE_DIR=/work/.dpmac-cache HOME=/tmp
+    DPMAC_DATA_DIR=/runs/data DPMAC_CACHE_DIR=/runs/.dpmac-cache HOME=/tmp
 
 RUN pip install torch torchvision --index-url "$TORCH_INDEX"
 
@@ -21,6 +21,6 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY dpmac_cli /src/dpmac_cli
 RUN pip install "/src[$EXTRAS]" && rm -r /src
 
-WORKDIR /work
+WORKDIR /runs
 ENTRYPOINT ["dpmac"]
 CMD ["--help"]
