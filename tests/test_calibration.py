@@ -258,7 +258,7 @@ def test_the_largest_batch_is_the_largest_of_all(case: Case) -> None:
         assert case.largest(budget) == largest(budget), budget
     with pytest.raises(BudgetError, match="Raise the noise or the budget") as failure:
         case.largest(min(prices) * 0.999)
-    assert f" {format_epsilon(min(prices))} " in str(failure.value)
+    assert f" {format_epsilon(min(prices))}." in str(failure.value)
 
 
 @pytest.mark.long

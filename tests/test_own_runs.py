@@ -283,7 +283,7 @@ def test_an_outsiders_network_trains_resumes_and_is_scored(name: str) -> None:
     )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
-    assert "never imported" in refused("eval", "whole", code=4)
+    assert "not imported automatically" in refused("eval", "whole", code=4)
     scored = json.loads(done("eval", "whole", "--model", factory, "--json"))
     assert scored["accuracy"] == report_of("whole")["test"]["accuracy"]
     code = Path("whole/model-card.md").read_text().split("```python\n")[1].split("```")[0]
