@@ -126,6 +126,7 @@ def trained_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.privacy
 @pytest.mark.parametrize(("name", "part"), PARTS_OF)
 def test_only_the_chosen_part_is_trained(name: str, part: str) -> None:
     model = network(name)

@@ -553,6 +553,14 @@ def test_with_a_declared_schema_no_image_changes_shape_or_classes(
 
 
 @pytest.mark.privacy
+def test_declared_channels_alone_hold_whatever_the_images_are(tmp_path: Path) -> None:
+    source = Source(folder(tmp_path), channels=1, classes=CLASSES)
+    before = inspect(source).facts.shape
+    picture(tmp_path / "cat" / "odd.png", 3, mode="RGB")
+    assert inspect(source).facts.shape == before == (1, 6, 8)
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("parts", [("train", "test"), (".",)])
 def test_a_declared_class_needs_no_records(tmp_path: Path, parts: tuple[str, ...]) -> None:
     root = tmp_path / "photos"

@@ -29,7 +29,7 @@ from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.runs.session import Started
 from dpmac_cli.runs.train import finish, resume, train
 from dpmac_cli.storage import rows
-from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files
+from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, whole
 from dpmac_cli.storage.progress import LISTENER, Computing, outcome, until
 from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 from dpmac_cli.studies.local import share_data
@@ -412,6 +412,9 @@ def test_a_file_of_another_user_is_not_read(cache: Path, monkeypatch: pytest.Mon
     photos(Path("photos"))
     load(Source(Path("photos")))
     own._reader.cache_clear()
+    file = next(cache.rglob(f"*{WHOLE}"))
+    assert whole(file) is not None
     monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
+    assert whole(file) is None
     with pytest.raises(InputError, match="the folder belongs to another user"):
         load(Source(Path("photos")))

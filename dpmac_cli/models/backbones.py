@@ -74,13 +74,11 @@ def at_a_time(size: int) -> int:
 
 
 def of_torchvision(name: str, head: str) -> nn.Module:
-    """Return a torchvision network without its head and without random layers."""
-    from torchvision import models, ops  # noqa: PLC0415  (seconds to import)
+    """Return a torchvision network without its head."""
+    from torchvision import models  # noqa: PLC0415  (seconds to import)
 
     network: nn.Module = models.get_model(name, weights=None)
-    layers = [(n, m) for n, m in network.named_modules() if n]
-    for at in [head, *(n for n, m in layers if isinstance(m, nn.Dropout | ops.StochasticDepth))]:
-        network.set_submodule(at, nn.Identity())
+    network.set_submodule(head, nn.Identity())
     return network
 
 
