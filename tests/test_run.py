@@ -84,6 +84,14 @@ def test_metrics_have_a_line_an_epoch_and_an_epsilon_that_never_falls() -> None:
         assert exact <= line["epsilon"] <= finished.report["privacy"]["epsilon"]
 
 
+def test_the_epsilon_of_an_evaluation_is_of_its_own_step() -> None:
+    """Even where the schedule of the display has no point: here every second epoch has one."""
+    finished = train_digits(epochs=130, batch_size=1200, sigma=30.0)
+    for line in metrics(finished.folder)[:4]:
+        exact = total_epsilon((TrainingEvent(1200 / 1437, 30.0, line["step"]),), 1e-5)
+        assert exact <= line["epsilon"] < exact * 1.01, line["step"]
+
+
 def test_runs_are_numbered() -> None:
     folders = [train_digits(optimizer="dp-sgd").folder for _ in range(2)]
     assert folders == [Path("runs/digits-dp-sgd-1"), Path("runs/digits-dp-sgd-2")]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.pricing import epsilon_schedule
+from dpmac_cli.accounting.accountants import COARSE, total_epsilon
+from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.errors import DivergedError
@@ -53,8 +53,8 @@ class Update:
 
     Attributes:
         event: event of the training loop.
-        epsilon: epsilon spent up to the event's step, exact after the last step and an upper bound
-            before; None while it is being computed, at most until the first Evaluated; ``inf``
+        epsilon: epsilon spent up to the event's step, at evaluations of that step and between them
+            an upper bound; None while it is being computed, at most until the first Evaluated; ``inf``
             without privacy.
         planned: epsilon of the whole run; None or ``inf`` in the same cases.
     """
@@ -179,13 +179,8 @@ class Session:
                 self.seconds = event.seconds
                 scored = isinstance(event, Evaluated)
                 schedule = costs.result() if scored or costs.done() else None
-                epsilon = None if schedule is None else schedule.at(event.step - spent.base)
-                if epsilon is not None and plan.scores is not None:
-                    tested = plan.scores.event(event.step, self.steps, spent.base)
-                    epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
+                epsilon = None if schedule is None else self._epsilon(schedule, event)
                 if isinstance(event, Evaluated):
-                    if event.last:  # like the report: a run may end between the schedule's points
-                        epsilon = total_epsilon(self.spent().events, plan.delta)
                     assert epsilon is not None  # noqa: S101  (the schedule is complete)
                     if isinstance(event.result, Evaluation):
                         self.scored = event.result
@@ -211,6 +206,20 @@ class Session:
                     yield Reduced(event.step, chunk)
                 planned = schedule.points[-1][1] if schedule else None
                 yield Update(event=event, epsilon=epsilon, planned=planned)
+
+    def _epsilon(self, schedule: EpsilonSchedule, event: Progress | Evaluated) -> float:
+        """Return epsilon up to an event: of its own step if it is an evaluation, else a bound."""
+        plan, spent = self.plan, self.ledger.spent
+        if isinstance(event, Evaluated) and event.last:  # like the report
+            return total_epsilon(self.spent().events, plan.delta)
+        epsilon = schedule.at(done := event.step - spent.base)
+        if isinstance(event, Evaluated) and done not in dict(schedule.points):
+            part = replace(spent.event, steps=done)
+            epsilon = min(epsilon, total_epsilon((*spent.earlier, part), plan.delta, None, COARSE))
+        if plan.scores is not None:
+            tested = plan.scores.event(event.step, self.steps, spent.base)
+            epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
+        return epsilon
 
     def publish(self, total_seconds: float) -> Finished:
         """Write the final files of a run, and their checksums last."""
