@@ -56,7 +56,8 @@ class Expendable:
             write(*text)
         except OSError as failure:
             if self.stream is sys.stdout:
-                _failures.append(failure)
+                # Its traceback holds the run, whose folder must be unlocked before the exit.
+                _failures.append(failure.with_traceback(None))
             discard_output(self.stream)
 
 

@@ -205,8 +205,8 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
     names = (*folder.PUBLISHED, folder.SUMS, folder.AUDIT)
     yield Text(f"{where}: {', '.join(name for name in names if (where / name).exists())}")
     if event.state == "finished":
-        audit = " --audit" if report["audit"] else ""
-        yield Text(f"next: dpmac eval {where}{audit}, dpmac report {where}", style="dim")
+        scores = folder.command("eval --audit" if report["audit"] else "eval", where)
+        yield Text(f"next: {scores}, dpmac report {where}", style="dim")
 
 
 def doubts(result: evaluation.Evaluation) -> Iterator[str]:

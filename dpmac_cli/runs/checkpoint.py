@@ -205,7 +205,7 @@ def check_given(
         if model is None or not isinstance(parse_model(str(model)), UserModel):
             raise InputError(
                 f"{run} trains your own model, {recorded['model']}. dpmac does not run code that "
-                f"a file refers to. If you trust it: {folder.resume_command(run, flag=flag)}"
+                f"a file refers to. If you trust it: {folder.command('train ' + flag, run)}"
             )
         moved.add("model")
     for name in fixed:

@@ -203,19 +203,24 @@ def check_run_folder(run: Path, flag: str = "--resume") -> None:
         )
 
 
-def resume_command(run: Path, flag: str = "--resume") -> str:
-    """Return the command that resumes a run, with its user-supplied model, if it has one."""
+def command(words: str, run: Path) -> str:
+    """Return a command on a run, with its user-supplied model, if it has one."""
     own = ""
     with contextlib.suppress(*BROKEN, AttributeError):
         model = settings(run)["model"]
         if isinstance(parse_model(model), UserModel) and model.isprintable():
             own = f" --model {shlex.quote(model)}"
-    return f"dpmac train {flag} {run}{own}"
+    return f"dpmac {words} {shlex.quote(str(run))}{own}"
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that resumes a run."""
+    return command("train --resume", run)
 
 
 def fork_command(run: Path, changes: Sequence[str]) -> str:
     """Return the command that forks a run with other settings."""
-    return f"{resume_command(run, '--fork')} --out NEW {' '.join(changes)}"
+    return f"{command('train --fork', run)} --out NEW {' '.join(changes)}"
 
 
 def make_folder(run: Path) -> Path:

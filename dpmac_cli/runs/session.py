@@ -53,9 +53,8 @@ class Update:
 
     Attributes:
         event: event of the training loop.
-        epsilon: epsilon spent up to the event's step, at evaluations of that step and between them
-            an upper bound; None while it is being computed, at most until the first Evaluated; ``inf``
-            without privacy.
+        epsilon: epsilon spent up to the event's step, between evaluations an upper bound; None
+            while it is being computed, at most until the first Evaluated; ``inf`` without privacy.
         planned: epsilon of the whole run; None or ``inf`` in the same cases.
     """
 

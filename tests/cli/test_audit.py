@@ -38,7 +38,7 @@ def test_an_audit_run_says_so_everywhere(trained: tuple[Path, Result]) -> None:
     lines = seen.stdout.splitlines()
     assert any(line.startswith("AUDIT: 100 canaries,") for line in lines[:4])
     assert TEXTS.audit_run in lines
-    assert f"next: dpmac eval {out} --audit, dpmac report {out}" in lines
+    assert f"next: dpmac eval --audit {out}, dpmac report {out}" in lines
     assert lines[-2].endswith("audit.json")
     report = json.loads((out / folder.REPORT).read_text())
     assert report["audit"]["statement"] == TEXTS.audit_run
