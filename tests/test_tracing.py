@@ -168,12 +168,13 @@ def _hooked(x: Tensor) -> Tensor:
     ],
 )
 def test_a_person_is_told_what_could_not_be_proven(
-    function: Callable[[Tensor], Tensor], said: str
+    function: Callable[[Tensor], Tensor], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = through(lambda x: x)
     model.function = function  # type: ignore[assignment]
     with pytest.raises(UnprovenError, match=said):
         check_independent(model, SHAPE, CLASSES)
+    assert capfd.readouterr().err == "", "torch.export would print its graph"
 
 
 @pytest.mark.privacy

@@ -46,11 +46,13 @@ def compare(**flags: Any) -> None:
     dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
     both = "--dry-run and --json contradict each other: a plan has no table. Give one."
     raise_errors([*choice.faults(), *[both] * (dry_run and as_json)])
-    grid = plan(flags, file, out / RUNS)
+    with console.waiting(quiet, "settings"):
+        grid = plan(flags, file, out / RUNS)
+        planned = planned_runs(grid) if dry_run else None
     if not quiet:
         console.print_notes(grid.notes)
-    if dry_run:
-        print_plan(console.stdout(), grid)
+    if planned is not None:
+        console.stdout().print(planned)
         return
     if out.is_dir() and any(out.iterdir()) and not (out / RUNS).is_dir():
         raise InputError(
@@ -63,7 +65,8 @@ def compare(**flags: Any) -> None:
         if was_changed(run)
     )
     failures, interrupted = _carry_out(grid, out, choice, console.for_display(quiet, as_json))
-    document, summary = _write_results(grid, out, failures)
+    with console.waiting(quiet, "table"):
+        document, summary = _write_results(grid, out, failures)
     if as_json:
         console.print_result(document)
     elif not quiet:
@@ -182,16 +185,17 @@ class Display:
         self._bar.stop()
 
 
-def print_plan(out: Console, grid: Grid) -> None:
-    """Print the runs of a study, the privacy cost of each, and their steps."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", grid.column, "epsilon", "steps", "seeds"):
+def planned_runs(grid: Grid) -> Table:
+    """Return a table of the runs of a study, the privacy cost of each, and their steps."""
+    count = len(grid.runs)
+    said = f"{count} run{'s' if count > 1 else ''}; finished runs are not repeated"
+    table = Table(box=None, pad_edge=False, caption=said, caption_justify="left", caption_style="")
+    column = "sigma" if grid.column == "sigma" else "target"
+    for title in ("run", column, "epsilon", "steps", "seeds"):
         table.add_column(title, justify="left" if title == "run" else "right")
     for run in grid.runs[:: len(grid.seeds)]:  # the first of each cell
         cost, steps = "no privacy", f"{run.plan.steps:,}"
         if run.plan.private:
             cost = format_epsilon(total_epsilon((run.plan.event,), run.plan.delta))
         table.add_row(row_name(run.labels), f"{run.column:g}", cost, steps, str(len(grid.seeds)))
-    out.print(table)
-    count = len(grid.runs)
-    out.print(f"{count} run{'s' if count > 1 else ''}; finished runs are not repeated")
+    return table

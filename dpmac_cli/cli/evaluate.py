@@ -66,6 +66,9 @@ def evaluate(
         from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
         scored = score(run, dataset, given.get("data_dir"), device, model)
+    if dataset is not None and scored.held_out:
+        part = f"{scored.result.samples:,} records that the run's split holds out"
+        console.print_notes([f"{dataset} has no test set: only the {part} are scored."])
     _show(scored, plot, json)
 
 
@@ -161,7 +164,7 @@ def _show(scored: "Scored", plot: Path | None, json: bool) -> None:
     out = console.stdout()
     out.print(
         f"{scored.path} on {scored.dataset}: accuracy {result.accuracy:.2%}, "
-        f"loss {result.loss:.4f}, {result.samples:,} samples"
+        f"loss {result.loss:.4f}, {result.samples:,} {'held-out ' * scored.held_out}samples"
     )
     out.print(display.metrics_table(values, intervals))
     out.print(display.evaluation_table(result, scored.classes))

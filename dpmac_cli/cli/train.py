@@ -52,7 +52,8 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
         check_run_folder(resumed or forked, way)
         parse(flags)
     else:
-        resolved = resolve(flags, file)
+        with console.waiting(quiet, "settings"):
+            resolved = resolve(flags, file)
         quiet, json = resolved.plan.quiet, resolved.plan.json
         if not quiet:
             console.print_notes(resolved.notes)

@@ -96,6 +96,11 @@ def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
         for name, entry in read_settings(file, errors).items()
         if name == "dataset" or SETTINGS[name].panel == DATA
     }
+    if dataset is None and str(given["dataset"].value).startswith("<"):
+        raise InputError(
+            f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
+            "path of a file of them, or score it with dpmac_cli.score."
+        )
     return _resolved({"dataset": dataset}, given, errors).plan
 
 

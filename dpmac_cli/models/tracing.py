@@ -7,6 +7,7 @@ computed from. Anything unknown to either of them counts as not proven.
 """
 
 import contextlib
+import io
 import itertools
 import logging
 import warnings
@@ -275,7 +276,9 @@ def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # torch.export is verbose if it cannot trace a network
     try:
-        with warnings.catch_warnings(action="ignore"):
+        # It also prints the graph so far.
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        with warnings.catch_warnings(action="ignore"), quiet:
             program = torch.export.export(model, (x,), dynamic_shapes=({0: size},))
             graph = program.run_decompositions().graph
     except Exception as failure:

@@ -24,7 +24,8 @@ from dpmac_cli.training.metrics import BINS, Answers
 class Scored:
     """Results of a model file on every test sample; classes in the confusion matrix's order.
 
-    ``covered`` is whether the run that trained it released scores with noise.
+    ``covered`` is whether the run that trained it released scores with noise, and ``held_out``
+    whether the samples are a fraction of the records, for lack of a test set.
     """
 
     result: Evaluation
@@ -32,6 +33,7 @@ class Scored:
     classes: list[str]
     path: Path
     covered: bool = False
+    held_out: bool = False
 
 
 def score(
@@ -70,7 +72,8 @@ def score(
     data = data.prepared_by(facts.levels, facts.mean, facts.std)
     result = evaluate(released.model, data, data.test)
     covered = facts.covered_scores is not None
-    return Scored(result, plan.found.name, list(plan.facts.classes), file, covered)
+    classes = list(plan.facts.classes)
+    return Scored(result, plan.found.name, classes, file, covered, plan.found.held_out)
 
 
 def _chosen(file: Path, facts: Facts, dataset: str | AtHand | None) -> TrainPlan:

@@ -279,7 +279,7 @@ def _independence(
         return kind, ()
     return kind, (
         "The network is run on each sample alone, which is slower, because it could not be proven "
-        f"independent across samples. {why}",
+        f"independent across samples. {why} An operation across samples then sees only one.",
     )
 
 

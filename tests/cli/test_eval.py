@@ -1,9 +1,11 @@
 """dpmac eval, as typed and as seen."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -204,3 +206,15 @@ def test_what_a_network_prints_does_not_mix_with_json(tmp_path: Path) -> None:
 
 def test_debug_shows_where_it_failed(run: Path) -> None:
     assert "Traceback" in evaluate(run, "--dataset", "mnist", "--debug").stderr
+
+
+def test_a_file_without_test_set_is_scored_in_part_and_says_so(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    file, out = tmp_path / "rows.npz", tmp_path / "own"
+    np.savez(file, x=rng.random((90, 3)), y=np.arange(90) % 2)
+    quick = ("--steps", "2", "--sigma", "5", "--feature-range", "0,1", "--quiet")
+    assert dpmac("train", "--dataset", str(file), *quick, "--out", str(out)).exit_code == 0
+    alone, other = dpmac("eval", str(out)), dpmac("eval", str(out), "--dataset", str(file))
+    assert re.search(r"\d+ held-out samples", alone.stdout)
+    assert "no test set" not in alone.stderr
+    assert re.search(r"rows.npz has no test set: only the \d+ records that", other.stderr)
