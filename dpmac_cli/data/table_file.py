@@ -109,6 +109,10 @@ def numeric_columns(path: Path) -> dict[str, bool | None]:
             columns = [(name, None) for name in header]
     except (OSError, csv.Error, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
+    if not columns:
+        raise _unreadable(path, ValueError("its first line does not name the columns"))
+    if any("\ufffd" in name for name, _ in columns):
+        raise _unreadable(path, ValueError("UTF8"))
     twice = [name for name, count in Counter(name for name, _ in columns).items() if count > 1]
     refuse([f"{path} has several columns named '{name}'. Rename them" for name in twice])
     return dict(columns)
