@@ -102,17 +102,11 @@ class TrainingEvent:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of test records, released with Gaussian noise.
+    """Scores of test records, released with Gaussian noise."""
 
-    Attributes:
-        noise_multiplier: standard deviation of the noise over the sensitivity of a score.
-        every: steps between scores. There is also one after the last step.
-        by_class: whether scores also include every class.
-    """
-
-    noise_multiplier: float
-    every: int
-    by_class: bool = False
+    noise_multiplier: float  # standard deviation of the noise over the sensitivity of a score
+    every: int  # steps between scores; there is also one after the last step
+    by_class: bool = False  # whether scores also include every class
 
     def due(self, step: int, end: int) -> bool:
         """Return whether a score is released after a step of a run that ends at step ``end``."""

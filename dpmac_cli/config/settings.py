@@ -85,43 +85,25 @@ DATA, OPTIMIZER, RECIPE = "Your own data", "Optimizer", "Recipe"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting: its allowed values and its help.
-
-    Attributes:
-        help: help text.
-        panel: group in the help.
-        value: type, a key of :data:`TYPES`. limits: limits of a number, besides the type's.
-        several: whether several comma-separated values may be given.
-        default: default value; None if it depends on other settings.
-        otherwise: the default in words; empty if it turns nothing on.
-        choices: allowed names. renamed: earlier names of choices, with their current names.
-        besides: allowed values besides the choices: a test and a description.
-        pattern: pattern of other text and its description; empty for any text.
-        needs: other flags, one of which is required.
-        not_with: settings that contradict it, and why.
-        recorded: whether it is saved in config.yaml: it describes the run, not the machine.
-        fixed: whether a fork cannot change it.
-        metavar: placeholder for the value in the help; by default from the type or choices.
-        also: names in other libraries, for hints.
-    """
+    """A setting: its allowed values and its help."""
 
     help: str
-    panel: str
-    value: str = "text"
-    limits: dict[str, Any] = field(default_factory=dict)
-    several: bool = False
-    default: Any = None
-    otherwise: str = ""
-    choices: Sequence[str] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    besides: tuple[Callable[[str], bool], str] | None = None
-    pattern: Sequence[str] = ()
-    needs: str = ""
-    not_with: Mapping[str, str] = field(default_factory=dict)
-    recorded: bool = True
-    fixed: bool = False
-    metavar: str = ""
-    also: Sequence[str] = ()
+    panel: str  # group in the help
+    value: str = "text"  # type, a key of TYPES
+    limits: dict[str, Any] = field(default_factory=dict)  # limits of a number, besides the type's
+    several: bool = False  # whether several comma-separated values may be given
+    default: Any = None  # None if it depends on other settings
+    otherwise: str = ""  # the default in words; empty if it turns nothing on
+    choices: Sequence[str] = ()  # allowed names
+    renamed: Mapping[str, str] = field(default_factory=dict)  # current names, by earlier names
+    besides: tuple[Callable[[str], bool], str] | None = None  # other values: test and description
+    pattern: Sequence[str] = ()  # pattern of other text and its description; empty for any text
+    needs: str = ""  # other flags, one of which is required
+    not_with: Mapping[str, str] = field(default_factory=dict)  # contradicting settings, and why
+    recorded: bool = True  # whether it is in config.yaml: it describes the run, not the machine
+    fixed: bool = False  # whether a fork cannot change it
+    metavar: str = ""  # placeholder for the value in the help; default from the type or choices
+    also: Sequence[str] = ()  # names in other libraries, for hints
 
     @property
     def kind(self) -> type:
