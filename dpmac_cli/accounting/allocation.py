@@ -135,10 +135,8 @@ def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, fl
 def _wrapped(masses: Floats, width: float, t: int, size: int) -> float:
     """Return a Chernoff bound on the probability, under P or Q, that the sum exceeds the grid."""
     values = width * np.arange(masses.size)
-    best = 0.0
-    for rate in np.geomspace(1e-3, 1e3, 40) / values[-1]:
-        if rate * values[-1] > 600:  # it would overflow
-            break
+    best, rates = 0.0, np.geomspace(1e-3, 1e3, 40)
+    for rate in rates[rates < 600] / values[-1]:  # larger ones would overflow
         growing = masses * np.exp(rate * values)
         each = math.log(growing.sum())
         without = t * each

@@ -15,14 +15,12 @@ ADJACENCY = "add-or-remove-one"
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Batch sampling method: a summary for help, and a description of its steps.
+    """Batch sampling method."""
 
-    ``once_an_epoch``: a record is in exactly one batch of each epoch. Any epoch that has begun then
-    counts as a whole.
-    """
-
-    summary: str
-    done: str
+    summary: str  # for help
+    done: str  # description of its steps
+    #: Whether a record is in exactly one batch of each epoch. Any epoch that has begun then counts
+    #: as a whole.
     once_an_epoch: bool = False
 
 
@@ -121,10 +119,10 @@ class Scores:
 
 def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ...], ...]:
     """Group events by split. The total privacy cost is that of the most expensive group."""
-    splits: dict[str, tuple[TrainingEvent, ...]] = {}
+    splits: dict[str, list[TrainingEvent]] = {}
     for event in events:
-        splits[event.records] = (*splits.get(event.records, ()), event)
-    return tuple(splits.values())
+        splits.setdefault(event.records, []).append(event)
+    return tuple(map(tuple, splits.values()))
 
 
 def merged(

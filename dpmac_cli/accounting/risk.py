@@ -42,17 +42,13 @@ LARGEST_EPSILON, POINTS = 700.0, 20_000
 
 @dataclass(frozen=True)
 class Attack:
-    """Bounds on every membership attack with one false positive rate.
+    """Bounds on every membership attack with one false positive rate."""
 
-    Attributes:
-        false_positive_rate, true_positive_rate: alpha, and the highest 1 - beta(alpha).
-        posteriors: for each of :data:`PRIORS`, the highest probability that the record was in the
-            data, given an alarm at this or a higher false positive rate. No bound holds for all
-            rates, because delta allows rare alarms that are always right.
-    """
-
-    false_positive_rate: float
-    true_positive_rate: float
+    false_positive_rate: float  # alpha
+    true_positive_rate: float  # the highest 1 - beta(alpha)
+    #: For each of :data:`PRIORS`, the highest probability that the record was in the data, given an
+    #: alarm at this or a higher false positive rate. No bound holds for all rates, because delta
+    #: allows rare alarms that are always right.
     posteriors: tuple[float, ...]
 
 
