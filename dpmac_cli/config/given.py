@@ -93,9 +93,10 @@ def validated(
         parts, found = str(value).split(",") if setting.several else [value], []
         for part in parts:
             try:
-                found.append(_parsed(name, setting, Given(part, entry.origin)))
+                found.append(_parsed(name, setting, part, entry.origin))
             except ValueError as fault:
-                errors.extend({str(fault)} - {*errors})
+                if str(fault) not in errors:
+                    errors.append(str(fault))
         if len(found) == len(parts):
             values[name] = tuple(found) if setting.several else found[0]
     return values
@@ -112,14 +113,13 @@ def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _parsed(name: str, setting: Setting, given: Given) -> Any:
+def _parsed(name: str, setting: Setting, value: Any, origin: str) -> Any:
     """Return a value as its type. Raises ValueError, a sentence with the fault and its remedy."""
-    origin, text = given.origin, str(given.value)
     if setting.kind is bool:
-        if isinstance(given.value, bool):
-            return given.value
+        if isinstance(value, bool):
+            return value
         raise ValueError(f"{origin} must be true or false.")
-    text = setting.renamed.get(text, text)
+    text = setting.renamed.get(str(value), str(value))
     own = setting.besides is not None and setting.besides[0](text)
     if setting.choices and text not in setting.choices and not own:
         raise ValueError(
