@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import trade_off
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.storage.files import write_atomically
@@ -12,8 +13,6 @@ from dpmac_cli.storage.files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from dpmac_cli.accounting.pricing import Row
 
 #: Colours that most colour-blind readers can distinguish (Okabe and Ito 2008), darkest first, and
 #: dashes for printing without colour.
@@ -65,7 +64,7 @@ def _rendered(figure: "Figure", kind: str) -> bytes:
     return picture.getvalue()
 
 
-def trade_offs(rows: Sequence["Row"]) -> "Figure":
+def trade_offs(rows: Sequence[Row]) -> "Figure":
     """Draw bounds on attacks: type I and II errors, and a ROC curve on log scales.
 
     One line per row.

@@ -38,7 +38,7 @@ BLOCK = 300
 def total_epsilon(
     events: tuple[TrainingEvent, ...],
     delta: float,
-    accountant: str | None = None,
+    accountant: str = DEFAULT_ACCOUNTANT,
     widest: float = FINE,
 ) -> float:
     """Return epsilon of several trainings on the same records, in sequence or as forks.
@@ -48,23 +48,26 @@ def total_epsilon(
     Args:
         events: events in any order.
         delta: delta in (0, 1).
-        accountant: a key of :data:`ACCOUNTANTS`; None for the default.
+        accountant: a key of :data:`ACCOUNTANTS`.
         widest: widest grid to which losses may be rounded up.
 
     Raises:
-        InputError: see :func:`choose_accountant`.
+        InputError: there is no such accountant, or a noise multiplier is not supported.
     """
+    if accountant not in ACCOUNTANTS:
+        raise InputError(f"There is no accountant '{accountant}'. Known: {', '.join(ACCOUNTANTS)}.")
     splits = by_records(merged(events))
     return max((_epsilon(parts, delta, accountant, widest) for parts in splits), default=0.0)
 
 
 def _epsilon(
-    parts: tuple[TrainingEvent, ...], delta: float, accountant: str | None, widest: float
+    parts: tuple[TrainingEvent, ...], delta: float, accountant: str, widest: float
 ) -> float:
     """Return epsilon of merged events on one split."""
     if noiseless(parts):
         return math.inf
-    if choose_accountant(parts, accountant) == "pld":
+    check_noise(parts)
+    if accountant == "pld":
         import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
         with np.errstate(over="ignore"):  # for huge epsilon a ratio of masses may overflow to inf
@@ -79,21 +82,14 @@ def _epsilon(
     return float(by_rdp.get_epsilon(delta))
 
 
-def choose_accountant(events: Sequence[TrainingEvent], wanted: str | None = None) -> str:
-    """Return the requested accountant, or :data:`DEFAULT_ACCOUNTANT`.
-
-    Raises:
-        InputError: there is no such accountant, or no accountant supports these events.
-    """
+def check_noise(events: Sequence[TrainingEvent]) -> None:
+    """Raise InputError for a noise multiplier that no accountant supports."""
     for event in events:
         if not SIGMA_MIN <= event.noise_multiplier <= SIGMA_MAX:
             raise InputError(
                 f"A noise multiplier of {event.noise_multiplier:g} is not supported: it must be "
                 f"at least {SIGMA_MIN:g} and at most {SIGMA_MAX:g}, or 0 for no noise."
             )
-    if wanted not in (None, *ACCOUNTANTS):
-        raise InputError(f"There is no accountant '{wanted}'. Known: {', '.join(ACCOUNTANTS)}.")
-    return wanted or DEFAULT_ACCOUNTANT
 
 
 def noiseless(events: Sequence[TrainingEvent]) -> bool:

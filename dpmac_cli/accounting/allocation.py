@@ -35,19 +35,13 @@ BEYOND = 1e-14
 
 @dataclass(frozen=True)
 class Ratios:
-    """Likelihood ratio of an epoch, spread over an even grid.
+    """Likelihood ratio of an epoch, spread over an even grid."""
 
-    Attributes:
-        at: ratios, increasing; shape (points,).
-        without, given: probabilities of each ratio under Q and P; shape (points,).
-        lost_without, lost_given: bounds on the probabilities outside the grid.
-    """
-
-    at: Floats
-    without: Floats
-    given: Floats
-    lost_without: float
-    lost_given: float
+    at: Floats  # ratios, increasing; shape (points,)
+    without: Floats  # probability of each ratio under Q, shape (points,)
+    given: Floats  # the same under P
+    lost_without: float  # bound on the probability outside the grid under Q
+    lost_given: float  # the same under P
 
     def deltas(self, epsilons: Floats) -> tuple[Floats, Floats]:
         """Return upper bounds of delta at each epsilon: P against Q, and Q against P."""
@@ -141,10 +135,8 @@ def _split_lognormal(sigma: float, width: float, cells: int) -> tuple[Floats, fl
 def _wrapped(masses: Floats, width: float, t: int, size: int) -> float:
     """Return a Chernoff bound on the probability, under P or Q, that the sum exceeds the grid."""
     values = width * np.arange(masses.size)
-    best = 0.0
-    for rate in np.geomspace(1e-3, 1e3, 40) / values[-1]:
-        if rate * values[-1] > 600:  # it would overflow
-            break
+    best, rates = 0.0, np.geomspace(1e-3, 1e3, 40)
+    for rate in rates[rates < 600] / values[-1]:  # larger ones would overflow
         growing = masses * np.exp(rate * values)
         each = math.log(growing.sum())
         without = t * each

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from dpmac_cli.accounting.accountants import (
     COARSE,
+    DEFAULT_ACCOUNTANT,
     FINE,
     SIGMA_MAX,
     SIGMA_MIN,
-    choose_accountant,
     total_epsilon,
 )
 from dpmac_cli.accounting.events import TrainingEvent
@@ -34,7 +34,7 @@ Cost = Callable[[int], float]
 
 @functools.lru_cache
 def calibrate_noise(
-    event: TrainingEvent, delta: float, target: float, accountant: str | None = None
+    event: TrainingEvent, delta: float, target: float, accountant: str = DEFAULT_ACCOUNTANT
 ) -> float:
     """Return the smallest noise multiplier, on a grid of 1e-5, that costs at most ``target``.
 
@@ -48,12 +48,11 @@ def calibrate_noise(
     def with_noise(ticks: int) -> TrainingEvent:
         return replace(event, noise_multiplier=ticks / SIGMA_TICKS)
 
-    name = choose_accountant([with_noise(LEAST_TICKS)], accountant)
     if event.steps == 0:
         return SIGMA_MIN
 
     def cost(ticks: int, widest: float = FINE) -> float:
-        return total_epsilon((with_noise(ticks),), delta, name, widest)
+        return total_epsilon((with_noise(ticks),), delta, accountant, widest)
 
     least = cost(MOST_TICKS)
     check_within_reach(least, delta)
@@ -61,8 +60,8 @@ def calibrate_noise(
         raise BudgetError(
             f"No sigma up to {SIGMA_MAX:g} brings training ({event.steps} steps at sampling "
             f"rate {event.sampling_rate:.3g}) down to epsilon {target:g} at delta {delta:g}: with "
-            f"{name}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger epsilon "
-            "or delta, fewer epochs or a smaller batch."
+            f"{accountant}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger "
+            "epsilon or delta, fewer epochs or a smaller batch."
         )
     limits = range(LEAST_TICKS, MOST_TICKS + 1)
     rough = _smallest(functools.partial(cost, widest=COARSE), target, SIGMA_TICKS, 2, limits)
@@ -100,7 +99,7 @@ def affordable_steps(
 
 
 def longest_run(
-    event: TrainingEvent, delta: float, budget: float, accountant: str | None = None
+    event: TrainingEvent, delta: float, budget: float, accountant: str = DEFAULT_ACCOUNTANT
 ) -> int:
     """Return the largest number of steps, at most :data:`MOST_STEPS`, that the budget allows.
 
@@ -108,7 +107,7 @@ def longest_run(
     Raises BudgetError if the first step costs more.
     """
 
-    def cost(steps: int, by: str | None = accountant) -> float:
+    def cost(steps: int, by: str = accountant) -> float:
         return total_epsilon((replace(event, steps=steps),), delta, by)
 
     check_within_reach(cost(1), delta)
@@ -131,7 +130,7 @@ def largest_batch(
     dataset_size: int,
     delta: float,
     budget: float,
-    accountant: str | None = None,
+    accountant: str = DEFAULT_ACCOUNTANT,
 ) -> int:
     """Return the largest batch size whose run costs at most ``budget``.
 

@@ -15,14 +15,12 @@ ADJACENCY = "add-or-remove-one"
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Batch sampling method: a summary for help, and a description of its steps.
+    """Batch sampling method."""
 
-    ``once_an_epoch``: a record is in exactly one batch of each epoch. Any epoch that has begun then
-    counts as a whole.
-    """
-
-    summary: str
-    done: str
+    summary: str  # for help
+    done: str  # description of its steps
+    #: Whether a record is in exactly one batch of each epoch. Any epoch that has begun then counts
+    #: as a whole.
     once_an_epoch: bool = False
 
 
@@ -102,17 +100,11 @@ class TrainingEvent:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of test records, released with Gaussian noise.
+    """Scores of test records, released with Gaussian noise."""
 
-    Attributes:
-        noise_multiplier: standard deviation of the noise over the sensitivity of a score.
-        every: steps between scores. There is also one after the last step.
-        by_class: whether scores also include every class.
-    """
-
-    noise_multiplier: float
-    every: int
-    by_class: bool = False
+    noise_multiplier: float  # standard deviation of the noise over the sensitivity of a score
+    every: int  # steps between scores; there is also one after the last step
+    by_class: bool = False  # whether scores also include every class
 
     def due(self, step: int, end: int) -> bool:
         """Return whether a score is released after a step of a run that ends at step ``end``."""
@@ -127,10 +119,10 @@ class Scores:
 
 def by_records(events: Iterable[TrainingEvent]) -> tuple[tuple[TrainingEvent, ...], ...]:
     """Group events by split. The total privacy cost is that of the most expensive group."""
-    splits: dict[str, tuple[TrainingEvent, ...]] = {}
+    splits: dict[str, list[TrainingEvent]] = {}
     for event in events:
-        splits[event.records] = (*splits.get(event.records, ()), event)
-    return tuple(splits.values())
+        splits.setdefault(event.records, []).append(event)
+    return tuple(map(tuple, splits.values()))
 
 
 def merged(

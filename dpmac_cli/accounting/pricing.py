@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from dpmac_cli.accounting.accountants import COARSE, choose_accountant, total_epsilon
+from dpmac_cli.accounting.accountants import COARSE, DEFAULT_ACCOUNTANT, total_epsilon
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
 from dpmac_cli.accounting.risk import Risk
 from dpmac_cli.accounting.statements import RECORD, common, statement
@@ -46,7 +46,7 @@ class Row:
 def price(
     events: tuple[TrainingEvent, ...],
     delta: float,
-    accountant: str | None = None,
+    accountant: str = DEFAULT_ACCOUNTANT,
     unit: str = RECORD,
 ) -> Row:
     """Return the total privacy cost of one or more trainings on the same records.
@@ -59,7 +59,6 @@ def price(
     last = trained[-1]
     rate = common(event.sampling_rate for event in trained)
     steps = sum(event.steps for event in trained)
-    noisy = [event for event in events if event.noise_multiplier > 0]
     return Row(
         statement=statement(epsilon, delta, events, unit),
         events=events,
@@ -70,7 +69,7 @@ def price(
         steps=steps,
         epochs=None if rate is None else steps / last.steps_per_epoch,
         sampler=last.sampler,
-        accountant=choose_accountant(noisy, accountant),
+        accountant=accountant,
         compositions=sum(event.compositions for event in trained),
         unit=unit,
     )
@@ -97,7 +96,7 @@ def epsilon_schedule(
     delta: float,
     epoch: int,
     earlier: Sequence[TrainingEvent] = (),
-    accountant: str | None = None,
+    accountant: str = DEFAULT_ACCOUNTANT,
 ) -> EpsilonSchedule:
     """Compute epsilon at about 20 to 100 evenly spaced steps of a run, on a coarse grid.
 

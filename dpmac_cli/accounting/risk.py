@@ -19,13 +19,14 @@ from typing import Any
 
 from dpmac_cli.accounting.accountants import (
     FINE,
-    choose_accountant,
+    check_noise,
     loss_distribution,
     noiseless,
     total_epsilon,
 )
 from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
+from dpmac_cli.storage.files import shown
 
 #: False positive rates of the bounds, and the one used in the statement.
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
@@ -41,17 +42,13 @@ LARGEST_EPSILON, POINTS = 700.0, 20_000
 
 @dataclass(frozen=True)
 class Attack:
-    """Bounds on every membership attack with one false positive rate.
+    """Bounds on every membership attack with one false positive rate."""
 
-    Attributes:
-        false_positive_rate, true_positive_rate: alpha, and the highest 1 - beta(alpha).
-        posteriors: for each of :data:`PRIORS`, the highest probability that the record was in the
-            data, given an alarm at this or a higher false positive rate. No bound holds for all
-            rates, because delta allows rare alarms that are always right.
-    """
-
-    false_positive_rate: float
-    true_positive_rate: float
+    false_positive_rate: float  # alpha
+    true_positive_rate: float  # the highest 1 - beta(alpha)
+    #: For each of :data:`PRIORS`, the highest probability that the record was in the data, given an
+    #: alarm at this or a higher false positive rate. No bound holds for all rates, because delta
+    #: allows rare alarms that are always right.
     posteriors: tuple[float, ...]
 
 
@@ -96,12 +93,9 @@ class Risk:
             "statement": self.statement,
             "priors": list(PRIORS),
             "attacks": [{**vars(a), "posteriors": list(a.posteriors)} for a in self.attacks],
-            "gaussian_mu": self.mu if math.isfinite(self.mu) else None,
+            "gaussian_mu": shown(self.mu),
             "gaussian_mu_down_to_delta": LEAST_DELTA,
-            "epsilons": [
-                {"delta": delta, "epsilon": epsilon if math.isfinite(epsilon) else None}
-                for delta, epsilon in self.epsilons
-            ],
+            "epsilons": [{"delta": d, "epsilon": shown(epsilon)} for d, epsilon in self.epsilons],
         }
 
 
@@ -115,7 +109,7 @@ def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int, unit: str 
         unit: unit of privacy, see :func:`~dpmac_cli.accounting.statements.statement`.
 
     Raises:
-        InputError: see :func:`~dpmac_cli.accounting.accountants.choose_accountant`.
+        InputError: see :func:`~dpmac_cli.accounting.accountants.check_noise`.
     """
     deltas = (1e-5, 1e-6, dataset_size**-1.1)
     epsilons = tuple((delta, total_epsilon(events, delta)) for delta in deltas)
@@ -176,7 +170,7 @@ def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
     epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, POINTS))
     if noiseless(parts):
         return epsilons, np.ones_like(epsilons)
-    choose_accountant(parts)
+    check_noise(parts)
     deltas = np.zeros_like(epsilons)
     with np.errstate(over="ignore"):
         for split in by_records(parts):

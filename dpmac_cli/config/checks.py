@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS, flag_name
@@ -144,7 +143,7 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
     if plan.private:
         yield from delta_note(plan.delta, plan.facts.train_size)
         rate = plan.event.sampling_rate
-        if rate >= MOST and not SAMPLERS[plan.event.sampler].once_an_epoch:
+        if rate >= MOST and not plan.event.sampling.once_an_epoch:
             yield (
                 f"With --batch-size {plan.batch_size} each record takes part in {rate:.0%} of the "
                 "steps, so random sampling saves little or no privacy cost. Unless you want "

@@ -8,8 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from dpmac_cli.config.settings import NUMBER, OWN_MODEL, SETTINGS, Setting, flag_name
 from dpmac_cli.data.schema import AtHand
@@ -26,6 +25,8 @@ INCOMPATIBLE = {
 #: has several optimizers and seeds, a run has one of each.
 OTHER_NAMES = {other: flag_name(name) for name, of in SETTINGS.items() for other in of.also}
 OTHER_NAMES |= {"optimizer": "optimizers", "seed": "seeds"}
+#: Parsers of numbers.
+NUMBERS: Mapping[type, TypeAdapter[Any]] = {int: TypeAdapter(int), float: TypeAdapter(FiniteFloat)}
 #: Why Apple's GPUs are rejected.
 NO_MPS = " It has no float64, which clipping needs if float32 would round gradients too much."
 #: Remedy for a value of another type.
@@ -85,16 +86,19 @@ def validated(
     """Return the valid settings, and add the faults of the others to ``errors``."""
     values: dict[str, Any] = {}
     for name, entry in given.items():
-        value = entry.value
+        setting, value = known[name], entry.value
         if isinstance(value, AtHand):
             values[name] = value
             continue
-        try:
-            text = value if isinstance(value, bool) else str(value)
-            values[name] = known[name].adapter.validate_python(text)
-        except ValidationError as failure:
-            said = [_message(name, known[name], entry.origin, f) for f in failure.errors()]
-            errors.extend(dict.fromkeys(said))
+        parts, found = str(value).split(",") if setting.several else [value], []
+        for part in parts:
+            try:
+                found.append(_parsed(name, setting, part, entry.origin))
+            except ValueError as fault:
+                if str(fault) not in errors:
+                    errors.append(str(fault))
+        if len(found) == len(parts):
+            values[name] = tuple(found) if setting.several else found[0]
     return values
 
 
@@ -109,30 +113,38 @@ def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _message(name: str, setting: Setting, origin: str, fault: ErrorDetails) -> str:
-    """Return a sentence with the fault of a value and its remedy."""
-    text = str(fault["input"])
+def _parsed(name: str, setting: Setting, value: Any, origin: str) -> Any:
+    """Return a value as its type. Raises ValueError, a sentence with the fault and its remedy."""
     if setting.kind is bool:
-        return f"{origin} must be true or false."
-    if setting.kind is Path:
-        return f"{origin} must not be empty. Set it to a folder, or leave it out."
-    if setting.choices:
-        return (
+        if isinstance(value, bool):
+            return value
+        raise ValueError(f"{origin} must be true or false.")
+    text = setting.renamed.get(str(value), str(value))
+    own = setting.besides is not None and setting.besides[0](text)
+    if setting.choices and text not in setting.choices and not own:
+        raise ValueError(
             f"{origin}: there is no {flag_name(name)} '{text}'.{near(text, setting.choices)} "
             f"Known: {setting.known}."
         )
-    if setting.pattern:
+    if setting.pattern and not re.fullmatch(setting.pattern[0], text):
         hint = NO_MPS if name == "device" and text.startswith("mps") else ""
-        return f"{origin} must be {setting.pattern[1]}, not '{text}'.{hint}"
-    if fault["type"].startswith(("greater", "less")):
-        hint = (
-            " To train without privacy use --no-dp." if name == "sigma" and not float(text) else ""
-        )
-        return f"{origin} must be {setting.bounds}, not {text}.{hint}"
-    pointed = text.replace(",", ".")  # decimal comma
-    hint = f" Did you mean {pointed}?" if pointed != text and re.fullmatch(NUMBER, pointed) else ""
-    kind = "a whole number" if setting.kind is int else "a number"
-    return f"{origin}: '{text}' is not {kind}.{hint}"
+        raise ValueError(f"{origin} must be {setting.pattern[1]}, not '{text}'.{hint}")
+    if setting.kind is Path and not text:
+        raise ValueError(f"{origin} must not be empty. Set it to a folder, or leave it out.")
+    if setting.kind not in NUMBERS:
+        return setting.kind(text)
+    try:
+        number = NUMBERS[setting.kind].validate_python(text)
+    except ValidationError:
+        pointed = text.replace(",", ".")  # decimal comma
+        meant = pointed != text and re.fullmatch(NUMBER, pointed)
+        hint = f" Did you mean {pointed}?" if meant else ""
+        kind = "a whole number" if setting.kind is int else "a number"
+        raise ValueError(f"{origin}: '{text}' is not {kind}.{hint}") from None
+    if not setting.allows(number):
+        hint = " To train without privacy use --no-dp." if name == "sigma" and not number else ""
+        raise ValueError(f"{origin} must be {setting.bounds}, not {text}.{hint}")
+    return number
 
 
 def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:

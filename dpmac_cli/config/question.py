@@ -17,19 +17,17 @@ from dpmac_cli.config.settings import read_table
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import BudgetError, raise_errors
 
-#: Flags that are required to solve for each setting, and those that must be left out.
-NEEDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "sigma": (("epsilon",), ("sigma",)),
-    "steps": (("sigma", "epsilon"), ("epochs", "steps")),
-    "batch-size": (("sigma", "epsilon"), ("batch-size",)),
-}
+#: Settings to solve for, with the flags that must be left out.
+SOLVABLE = {"sigma": ("sigma",), "steps": ("epochs", "steps"), "batch-size": ("batch-size",)}
+#: Accountants to use, by the value of ``--accountant``.
+USED = {**{name: (name,) for name in ACCOUNTANTS}, "all": tuple(ACCOUNTANTS)}
 FLAGS = read_table(
     "account.toml",
     {
         "dataset": {"choices": tuple(DATASETS)},
-        "solve": {"choices": tuple(NEEDS)},
+        "solve": {"choices": tuple(SOLVABLE)},
         "sampler": {"choices": tuple(SAMPLERS), "renamed": ALIASES},
-        "accountant": {"choices": (*ACCOUNTANTS, "all")},
+        "accountant": {"choices": tuple(USED)},
     },
 )
 DEFAULTS = {name: flag.default for name, flag in FLAGS.items()}
@@ -102,10 +100,9 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
     for one, other in (("epochs", "steps"), ("dataset", "dataset-size")):
         if one in given and other in given:
             yield f"--{one} and --{other} contradict each other: give one."
-    if solve not in (None, *NEEDS):
+    if solve not in (None, *SOLVABLE):
         return
-    needed, left_open = NEEDS[solve] if solve else (("sigma",), ())
-    for name in left_open:
+    for name in SOLVABLE[solve] if solve else ():
         if name in given and "solve" in given:
             yield f"--{name} leaves nothing to solve for with --solve {solve}: leave it out."
         elif name in given:
@@ -113,9 +110,10 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
                 f"--sigma, --epsilon and --{name} together leave nothing to solve for: leave one "
                 "out, or add --solve batch-size."
             )
-    missing = [f"--{name}" for name in needed if name not in given]
-    if solve is None and missing:
-        missing = ["--sigma (to compute epsilon) or --epsilon (to compute sigma)"]
+    missing = [f"--{name}" for name in ("sigma", "epsilon") if name not in (*given, solve)]
+    if solve is None:
+        either = "--sigma (to compute epsilon) or --epsilon (to compute sigma)"
+        missing = [] if "sigma" in given else [either]
     if "dataset-size" in given and "dataset" not in given:  # a dataset has defaults for these
         if "batch-size" not in given and solve != "batch-size":
             missing.append("--batch-size")
@@ -124,11 +122,6 @@ def _faults_of_solving(given: Mapping[str, str], solve: str | None) -> Iterator[
     if missing:
         them = "it" if len(missing) == 1 else "them"
         yield f"Add {', and '.join(missing)}: without {them} there is no answer."
-
-
-def accountants_for(wanted: str) -> tuple[str, ...]:
-    """Return the accountants to use for the requested one, or for "all"."""
-    return tuple(ACCOUNTANTS) if wanted == "all" else (wanted,)
 
 
 def answer(question: Question) -> Iterator[Row]:
@@ -142,7 +135,7 @@ def answer(question: Question) -> Iterator[Row]:
         question.sigma or (0.0,),
         question.lengths or (("steps", 1),),
         question.epsilon or (0.0,),
-        accountants_for(question.accountant),
+        USED[question.accountant],
     ):
         try:
             yield _solved(question, *case)

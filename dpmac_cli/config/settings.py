@@ -3,15 +3,12 @@
 A setting has the same name as a flag, as a YAML key and as a keyword.
 """
 
-import re
+import operator
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
+from typing import Any
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
@@ -58,8 +55,7 @@ DETAILS: Mapping[str, Mapping[str, Any]] = {
         "pattern": (rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5")
     },
 }
-#: Types of values by their names in the TOML files, and their limits, with pydantic's names for
-#: them.
+#: Types of values by their names in the TOML files, and their limits, by :data:`LIMITS`.
 TYPES: Mapping[str, tuple[type, dict[str, Any]]] = {
     "text": (str, {}),
     "switch": (bool, {}),
@@ -78,50 +74,36 @@ TYPES: Mapping[str, tuple[type, dict[str, Any]]] = {
     "decay": (float, {"ge": 0, "lt": 1}),
     "probability": (float, {"gt": 0, "lt": 1}),
 }
-LIMITS_IN_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+#: Kinds of limits by name: in words, and as a test of a number and its limit.
+LIMITS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    **{"ge": ("at least", operator.ge), "gt": ("above", operator.gt)},
+    **{"le": ("at most", operator.le), "lt": ("below", operator.lt)},
+}
 #: Groups of settings in the help.
 DATA, OPTIMIZER, RECIPE = "Your own data", "Optimizer", "Recipe"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting: its allowed values and its help.
-
-    Attributes:
-        help: help text.
-        panel: group in the help.
-        value: type, a key of :data:`TYPES`. limits: limits of a number, besides the type's.
-        several: whether several comma-separated values may be given.
-        default: default value; None if it depends on other settings.
-        otherwise: the default in words; empty if it turns nothing on.
-        choices: allowed names. renamed: earlier names of choices, with their current names.
-        besides: allowed values besides the choices: a test and a description.
-        pattern: pattern of other text and its description; empty for any text.
-        needs: other flags, one of which is required.
-        not_with: settings that contradict it, and why.
-        recorded: whether it is saved in config.yaml: it describes the run, not the machine.
-        fixed: whether a fork cannot change it.
-        metavar: placeholder for the value in the help; by default from the type or choices.
-        also: names in other libraries, for hints.
-    """
+    """A setting: its allowed values and its help."""
 
     help: str
-    panel: str
-    value: str = "text"
-    limits: dict[str, Any] = field(default_factory=dict)
-    several: bool = False
-    default: Any = None
-    otherwise: str = ""
-    choices: Sequence[str] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    besides: tuple[Callable[[str], bool], str] | None = None
-    pattern: Sequence[str] = ()
-    needs: str = ""
-    not_with: Mapping[str, str] = field(default_factory=dict)
-    recorded: bool = True
-    fixed: bool = False
-    metavar: str = ""
-    also: Sequence[str] = ()
+    panel: str  # group in the help
+    value: str = "text"  # type, a key of TYPES
+    limits: dict[str, Any] = field(default_factory=dict)  # limits of a number, besides the type's
+    several: bool = False  # whether several comma-separated values may be given
+    default: Any = None  # None if it depends on other settings
+    otherwise: str = ""  # the default in words; empty if it turns nothing on
+    choices: Sequence[str] = ()  # allowed names
+    renamed: Mapping[str, str] = field(default_factory=dict)  # current names, by earlier names
+    besides: tuple[Callable[[str], bool], str] | None = None  # other values: test and description
+    pattern: Sequence[str] = ()  # pattern of other text and its description; empty for any text
+    needs: str = ""  # other flags, one of which is required
+    not_with: Mapping[str, str] = field(default_factory=dict)  # contradicting settings, and why
+    recorded: bool = True  # whether it is in config.yaml: it describes the run, not the machine
+    fixed: bool = False  # whether a fork cannot change it
+    metavar: str = ""  # placeholder for the value in the help; default from the type or choices
+    also: Sequence[str] = ()  # names in other libraries, for hints
 
     @property
     def kind(self) -> type:
@@ -132,7 +114,7 @@ class Setting:
     def bounds(self) -> str:
         """Limits of a number in words: "above 0 and below 1"."""
         return " and ".join(
-            f"{LIMITS_IN_WORDS[name]} {limit:{',' if isinstance(limit, int) else 'g'}}"
+            f"{LIMITS[name][0]} {limit:{',' if isinstance(limit, int) else 'g'}}"
             for name, limit in (TYPES[self.value][1] | self.limits).items()
         )
 
@@ -142,32 +124,10 @@ class Setting:
         more = f"; or {self.besides[1]}" if self.besides else ""
         return f"{', '.join(self.choices)}{more}"
 
-    @cached_property
-    def adapter(self) -> TypeAdapter[Any]:
-        """Return pydantic's validator of a value, or of several values."""
-        one: Any = Annotated[self.kind, Field(**(TYPES[self.value][1] | self.limits))]
-        every: Any = tuple[one, ...] if self.several else one
-        checked = Annotated[every, BeforeValidator(self._checked)]
-        return TypeAdapter(
-            checked, config=ConfigDict(allow_inf_nan=False, strict=self.kind is bool)
-        )
-
-    def _checked(self, value: Any) -> Any:
-        """Return a value, split if several may be given. Raises ValueError."""
-        if not isinstance(value, str):
-            return value
-        value = self.renamed.get(value, value)
-        if self.several:
-            return value.split(",")
-        if self.kind is Path:
-            fits = value != ""
-        elif self.choices:
-            fits = value in self.choices or bool(self.besides and self.besides[0](value))
-        else:
-            fits = not self.pattern or re.fullmatch(self.pattern[0], value) is not None
-        if not fits:
-            raise ValueError("neither a choice nor a match of the pattern")
-        return value
+    def allows(self, number: float) -> bool:
+        """Return whether a number is within the limits."""
+        limits = TYPES[self.value][1] | self.limits
+        return all(LIMITS[name][1](number, limit) for name, limit in limits.items())
 
 
 def settings_in(

@@ -58,15 +58,11 @@ class NetworkKind:
 SMALL = 32 * 32
 
 MODELS: Mapping[str, NetworkKind] = catalogue(NetworkKind, HERE / "networks.toml")
-
-
 #: Fixed, public features of images, computed by :mod:`dpmac_cli.models.features`.
 FEATURES: Mapping[str, str] = {
     "scatter": "wavelet scattering with two octaves and eight angles, and group norm",
     "scatter-mirror": "scattering of opponent colours, averaged over an image and its mirror image",
 }
-
-
 #: Scattering features per channel (an average, 8 angles in 2 octaves, and 64 pairs of angles), and
 #: the factor by which height and width shrink.
 SCATTERED, SHRINK = 1 + 2 * 8 + 8**2, 4

@@ -17,8 +17,6 @@ from dpmac_cli.models.features import LoraLinear
 
 #: Keys of the headers that dpmac writes: of a published model, and of a private checkpoint.
 MODEL_HEADER, CHECKPOINT_HEADER = "dpmac", "dpmac-checkpoint"
-#: Exceptions raised by reading a header that dpmac did not write.
-BROKEN = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
 #: Exceptions raised by reading an incomplete or invalid safetensors file.
 NOT_SAFE = (safetensors.SafetensorError, ValueError, KeyError)
 #: Number of mismatched entries to list; the rest are counted.
@@ -154,7 +152,7 @@ def read_weights(
         )
     try:
         trained_on = str(json.loads(header[MODEL_HEADER])["dataset"]["name"])
-    except BROKEN:
+    except (KeyError, TypeError, ValueError, RecursionError):  # dpmac did not write the header
         trained_on = None
     return PublicWeights(path, found, tensors, trained_on)
 

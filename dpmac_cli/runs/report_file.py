@@ -200,7 +200,7 @@ def recount(
     asked = {**question.DEFAULTS, "delta": own_delta, **typed}
     rows = [
         replace(price(events, asked["delta"], name, report.unit), dataset_size=report.train_size)
-        for name in question.accountants_for(asked["accountant"])
+        for name in question.USED[asked["accountant"]]
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
     return rows, stored, total_epsilon(events, own_delta)
