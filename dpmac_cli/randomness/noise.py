@@ -1,6 +1,7 @@
 """Gaussian noise as a function of a key and the step."""
 
 import math
+import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ class SeededNormals:
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads(), "noise")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of the threads
 
 
 class Noise:
