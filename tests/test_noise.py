@@ -19,11 +19,12 @@ from dpmac_cli.randomness.keystream import (
     STREAMS,
     Keys,
     KeyStream,
+    Stretch,
     generator,
     make_keys,
 )
 from dpmac_cli.randomness.layers import LayerDraws
-from dpmac_cli.randomness.noise import Noise, SeededNormals
+from dpmac_cli.randomness.noise import PAIRS, Noise, box_muller
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs import setup as assembly
 from tests.helpers import a_key
@@ -186,18 +187,21 @@ def test_tails_are_as_heavy_as_they_should_be(dtype: torch.dtype, secure: bool) 
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_the_tails_do_not_end_at_5_77(kind: type[Any]) -> None:
     """torch.randn's do, on the CPU in float32. A draw that far takes a billion, so: the words."""
 
-    def draw(word: int, turn: int) -> list[float]:
-        def bits(self: SeededNormals, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            kind = torch.int64 if like.dtype == torch.float64 else torch.int32
-            return torch.tensor([word]), torch.tensor([turn], dtype=kind)
+    class Given(Stretch):
+        def __init__(self, *words: int) -> None:
+            self.words = list(words)
 
-        monkeypatch.setattr(SeededNormals, "_bits", bits)
-        source, like = Noise(a_key(0)).at(1), torch.empty(2, dtype=dtype)
-        drawn: list[float] = source.standard_normal(like).tolist()
+        def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
+            return np.array([self.words.pop(0)] * n_words, dtype)
+
+    def draw(word: int, turn: int) -> list[float]:
+        out = np.empty(2, kind)
+        box_muller(Given(word, turn), out)
+        drawn: list[float] = out.tolist()
         return drawn
 
     least, most = -(2**63), 2**63 - 1
@@ -206,9 +210,9 @@ def test_the_tails_do_not_end_at_5_77(dtype: torch.dtype, monkeypatch: pytest.Mo
     assert draw(most, 0) == [0, 0]
 
 
-def key_stream(key: bytes, step: int) -> CipherContext:
-    """AES-256 in counter mode, from the first block of a step."""
-    counter = modes.CTR((step * 2**64).to_bytes(16, "big"))
+def key_stream(key: bytes, step: int, part: int) -> CipherContext:
+    """AES-256 in counter mode, from the first block of a part of a step."""
+    counter = modes.CTR((step * 2**64 + part * 2**20).to_bytes(16, "big"))
     return Cipher(algorithms.AES256(key), counter).encryptor()
 
 
@@ -234,8 +238,9 @@ def test_the_key_stream_is_aes_256_in_counter_mode() -> None:
     """Word for word: nothing of it is used twice, across draws of any size."""
     noise = Noise(a_key(7))
     for step in (1, 2, 3, 2**40):
-        stream, source = key_stream(a_key(7), step), noise.at(step)
-        for count in (1, 5, 2, 64, 3):
+        source = noise.at(step)
+        for part, count in enumerate((1, 5, 2, 64, 3)):
+            stream = key_stream(a_key(7), step, part)
             expected = normals(stream, count, np.int32)
             drawn = source.standard_normal(torch.empty(count))
             np.testing.assert_allclose(drawn, expected, atol=2e-6)
@@ -256,6 +261,43 @@ def test_steps_have_no_key_stream_in_common(step: int) -> None:
         assert stretch.generate_state(6, np.uint64).tobytes() == at(step * 2**64 + place)
     following = keys.at(step + 1)
     assert following.generate_state(6, np.uint64).tobytes() == at((step + 1) * 2**64)
+
+
+@pytest.mark.privacy
+@either_source
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parts_of_a_draw_have_key_streams_of_their_own(secure: bool, dtype: torch.dtype) -> None:
+    """However many there are and whoever draws them; and none begins within another."""
+    kind, count = np.int64 if secure or dtype == torch.float64 else np.int32, 2 * PAIRS
+    like = torch.empty(2 * count + 5, dtype=dtype)
+    drawn = Noise(a_key(7), secure=secure).at(3).standard_normal(like)
+    for part, found in enumerate([drawn[:count], drawn[count : 2 * count], drawn[2 * count :]]):
+        stream = key_stream(a_key(7), 3, part)
+        terms = [normals(stream, len(found), kind) for _ in range(4 if secure else 1)]
+        np.testing.assert_allclose(found, sum(terms) / len(terms) ** 0.5, atol=4e-6)
+    assert len(terms) * PAIRS * 2 * 8 / 16 <= 2**20
+
+
+@pytest.mark.privacy
+@either_source
+def test_noise_drawn_ahead_is_the_noise_of_its_step(secure: bool) -> None:
+    """Whatever the step before asked for, and wherever a run is resumed."""
+    sizes = {
+        1: (5, 9),
+        2: (5, 9),
+        3: (5, 9),
+        4: (5, 7),
+        5: (5,),
+        6: (5, 7),
+        8: (7, 5),
+        9: (3, 5, 1),
+    }
+    running = Noise(a_key(7), secure=secure)
+    for step, counts in sizes.items():
+        ahead, alone = running.at(step), Noise(a_key(7), secure=secure).at(step)
+        for count in counts:
+            like = torch.empty(count, dtype=torch.float64 if step == 9 else torch.float32)
+            assert torch.equal(ahead.standard_normal(like), alone.standard_normal(like)), step
 
 
 @pytest.mark.privacy
@@ -287,8 +329,9 @@ def test_draws_share_neither_memory_nor_key_stream() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_secure_draw_is_half_the_sum_of_four(dtype: torch.dtype) -> None:
     """Of four stretches of the key stream, in float64; both normals of a pair are in no sum."""
-    stream, source = key_stream(a_key(7), 1), Noise(a_key(7), secure=True).at(1)
-    for count in (1, 5, 2, 64, 3):
+    source = Noise(a_key(7), secure=True).at(1)
+    for part, count in enumerate((1, 5, 2, 64, 3)):
+        stream = key_stream(a_key(7), 1, part)
         total = sum(normals(stream, count, np.int64) for _ in range(4))
         drawn = source.standard_normal(torch.empty(count, dtype=dtype))
         tolerance = 1e-13 if dtype == torch.float64 else 1e-6

@@ -5,12 +5,14 @@ it is dispatched, so that a step that asks the device for a value is found. Oper
 devices, and those whose shape depends on values, fail by themselves.
 """
 
+import multiprocessing
 import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -132,7 +134,21 @@ def fake_data() -> Data:
     return Data(split(64), split(8), gain, offset)
 
 
-def steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any) -> Watch:
+class Seen(NamedTuple):
+    """What a step did: the number of its operations, and where it waited for the device."""
+
+    operations: int
+    found: Counter[str]
+
+
+def steps(*args: Any, **options: Any) -> Seen:
+    """Take two steps in a fork: later ones could not train, had this process used fake devices."""
+    forks = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, forks, torch.set_num_threads, (1,)) as pool:
+        return pool.submit(_steps, *args, **options).result()
+
+
+def _steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any) -> Seen:
     """Take two steps on fake tensors; return what the second did."""
     kind = SecureMechanism if secure else GaussianMechanism
     watch = Watch()
@@ -154,7 +170,7 @@ def steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any) 
             watch.operations = 0
             with watch:
                 trainer.step()
-    return watch
+    return Seen(watch.operations, watch.found)
 
 
 #: Whether float64 is needed: for norms, for samples that are added apart, for the whole sum. Who

@@ -13,8 +13,8 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 KEY_BYTES, AES_BLOCK = 32, 16
-#: Key stream blocks per step, as a power of two. Steps do not share blocks.
-STEP_BITS = 64
+#: Key stream blocks per step, and per part of it, as powers of two. None is in two of them.
+STEP_BITS, PART_BITS = 64, 20
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -69,9 +69,9 @@ class KeyStream:
     def __init__(self, key: bytes) -> None:
         self._cipher = AES256(key)
 
-    def at(self, step: int) -> "Stretch":
-        """Return the key stream of a step, from its first block."""
-        counter = (step << STEP_BITS).to_bytes(AES_BLOCK, "big")
+    def at(self, step: int, part: int = 0) -> "Stretch":
+        """Return the key stream of a step, from the first block of a part of it."""
+        counter = ((step << STEP_BITS) + (part << PART_BITS)).to_bytes(AES_BLOCK, "big")
         return Stretch(Cipher(self._cipher, CTR(counter)).encryptor())
 
 

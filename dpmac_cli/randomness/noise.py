@@ -1,32 +1,76 @@
 """Gaussian noise as a function of a key and the step."""
 
 import math
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpmac_cli.randomness.keystream import KeyStream, Stretch
 
 #: Smallest u, in (0, 1]; 0.5 + LEAST_U is exact in float64.
 LEAST_U = 2.0**-53
-#: Pairs of normals to generate at a time on the CPU, to stay in cache.
-NOISE_PAIRS = 1 << 17
-#: Number of normals per draw of :class:`SecureNormals`.
+#: Pairs of normals in a part of a draw. Each has a key stream of its own and stays in cache; torch
+#: would use several threads for more.
+PAIRS = 1 << 15
+#: Number of normals per draw of secure noise.
 SUMMANDS = 4
+#: Most normals to draw a step ahead. More would take much memory.
+AHEAD = 1 << 24
 
 
-def box_muller(words: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return two N(0, 1) draws from each radius sqrt(-2 log u) and angle, shape (2 pairs,).
+def box_muller(stretch: Stretch, out: NDArray[Any]) -> None:
+    """Fill ``out`` with N(0, 1) draws, two from each radius sqrt(-2 log u) and angle.
 
     u has 53 bits, so the normals are at most 8.57 standard deviations; torch's own, on the CPU in
-    float32, are at most 5.77.
-
-    ``words``, for the radii, are int64, and ``turns``, for the angles, int32 or int64, (pairs,).
+    float32, are at most 5.77. The two normals of a pair are in different halves of ``out``.
     """
-    radius = words.double().mul_(2.0**-64).add_(0.5 + LEAST_U).log_().to(dtype).mul_(-2).sqrt_()
-    angle = turns.to(dtype).mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
-    return torch.cat([angle.cos().mul_(radius), angle.sin().mul_(radius)])
+    wide, pairs = out.dtype == np.float64, (len(out) + 1) // 2
+    u = stretch.generate_state(pairs, np.int64).astype(np.float64)
+    u *= 2.0**-64
+    u += 0.5 + LEAST_U
+    radius = np.log(u, out=u).astype(out.dtype, copy=False)
+    radius *= -2
+    np.sqrt(radius, out=radius)
+    turns = stretch.generate_state(pairs, np.int64 if wide else np.int32)
+    angle = turns.astype(out.dtype)
+    angle *= out.dtype.type(math.tau * 2.0 ** (-8 * turns.itemsize))
+    if wide:  # numpy's are slow in float64, and torch's in float32
+        cos, sin = (f(torch.from_numpy(angle)).numpy() for f in (torch.cos, torch.sin))
+    else:
+        cos, sin = np.cos(angle), np.sin(angle)
+    np.multiply(cos, radius, out=out[:pairs])
+    np.multiply(sin[: len(out) - pairs], radius[: len(out) - pairs], out=out[pairs:])
+
+
+def secure_normals(stretch: Stretch, out: NDArray[Any]) -> None:
+    """Fill ``out`` with half the sum of four normals each, in float64.
+
+    The low bits of a single normal reveal its inputs; for a sum, that needs a search over three of
+    the normals (Holohan and Braghin 2021, arXiv 2107.10138). The two normals of a pair are never
+    in one sum, but in different coordinates.
+    """
+    total, normals = np.zeros(len(out)), np.empty(len(out))
+    for _ in range(SUMMANDS):
+        box_muller(stretch, normals)
+        total += normals
+    np.multiply(total, SUMMANDS**-0.5, out=out, casting="same_kind")
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Normals that other threads are drawing into ``out``, from a part of the key stream on."""
+
+    part: int
+    out: NDArray[Any]
+    jobs: list[Future[None]]
 
 
 class SeededNormals:
@@ -35,49 +79,56 @@ class SeededNormals:
     Torch's generator uses only 32 bits of a seed, so 4 billion tries would recover its noise.
     """
 
-    def __init__(self, stretch: Stretch) -> None:
-        self._stretch = stretch
+    def __init__(self, keys: KeyStream, step: int, *, secure: bool = False) -> None:
+        self._keys, self.step = keys, step
+        self._fill = secure_normals if secure else box_muller
+        self._part, self._begun = 0, deque[_Draw]()
+        self.asked: list[tuple[int, np.dtype[Any]]] = []  # sizes and types of the draws so far
+
+    def begin(self, size: int, kind: np.dtype[Any]) -> None:
+        """Start to draw, for a coming call of :meth:`standard_normal`."""
+        draw = _Draw(self._part, np.empty(size, kind), [])
+        for begin in range(0, size, 2 * PAIRS):
+            part = draw.out[begin : begin + 2 * PAIRS]
+            draw.jobs.append(_threads().submit(self._draw, self._part, part))
+            self._part += 1
+        self._begun.append(draw)
 
     def standard_normal(self, like: Tensor) -> Tensor:
         """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``."""
-        whole = like.new_empty(like.numel())
-        size = len(whole) or 1 if like.is_cuda else 2 * NOISE_PAIRS
-        for part in torch.split(whole, size):
-            part.copy_(box_muller(*self._bits(part), part.dtype)[: len(part)])
-        return whole.view(like.shape)
+        size, kind = like.numel(), np.dtype("f8" if like.dtype == torch.float64 else "f4")
+        self.asked.append((size, kind))
+        if self._begun and (self._begun[0].out.size, self._begun[0].out.dtype) != (size, kind):
+            self._part = self._begun[0].part  # the step before asked for others
+            self._begun.clear()
+        if not self._begun:
+            self.begin(size, kind)
+        draw = self._begun.popleft()
+        for job in draw.jobs:
+            job.result()
+        return torch.from_numpy(draw.out).to(like.device, non_blocking=True).view(like.shape)
 
-    def _bits(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the words and the turns of the next draws."""
-        pairs = (like.numel() + 1) // 2
-        turn = np.int64 if like.dtype == torch.float64 else np.int32
-        drawn = (self._stretch.generate_state(pairs, kind) for kind in (np.int64, turn))
-        words, turns = (torch.from_numpy(x).to(like.device, non_blocking=True) for x in drawn)
-        return words, turns
+    def _draw(self, part: int, out: NDArray[Any]) -> None:
+        self._fill(self._keys.at(self.step, part), out)
 
 
-class SecureNormals(SeededNormals):
-    """Half the sum of four normals from different parts of the key stream, in float64.
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "noise")
 
-    The low bits of a single normal reveal its inputs; for a sum, that needs a search over three of
-    the normals (Holohan and Braghin 2021, arXiv 2107.10138). The two normals of a pair are never
-    in one sum, but in different coordinates.
-    """
 
-    def standard_normal(self, like: Tensor) -> Tensor:
-        """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``."""
-        wide = torch.empty_like(like, dtype=torch.float64)
-        total = super().standard_normal(wide)
-        for _ in range(SUMMANDS - 1):
-            total.add_(super().standard_normal(wide))
-        return total.mul_(SUMMANDS**-0.5).to(like.dtype)
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of the threads
 
 
 class Noise:
-    """Standard normal draws, a function of the secret key, the step and the position in it."""
+    """Standard normal draws, a function of the secret key, the step and the position in it.
+
+    The draws of a step begin while the step before it ends, in the sizes of that step.
+    """
 
     def __init__(self, key: bytes, *, secure: bool = False) -> None:
-        self._keys, self._last = KeyStream(key), -1
-        self._kind = SecureNormals if secure else SeededNormals
+        self._keys, self._secure = KeyStream(key), secure
+        self._last, self._now, self._next = -1, self._of(-1), self._of(0)
 
     def at(self, step: int) -> SeededNormals:
         """Return the draws of a step.
@@ -86,5 +137,13 @@ class Noise:
         """
         if step <= self._last:
             raise ValueError(f"step {step} is not after step {self._last}: noise is used only once")
-        self._last = step
-        return self._kind(self._keys.at(step))
+        asked, following = self._now.asked, self._of(step + 1)
+        if sum(size for size, _ in asked) <= AHEAD:
+            for size, kind in asked:
+                following.begin(size, kind)
+        self._now = self._next if self._next.step == step else self._of(step)
+        self._last, self._next = step, following
+        return self._now
+
+    def _of(self, step: int) -> SeededNormals:
+        return SeededNormals(self._keys, step, secure=self._secure)
