@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpmac_cli.data.array_file import _channels_first
+from dpmac_cli.data.array_file import channels_first
 from dpmac_cli.data.dataset import Data, Split, fingerprint, split_of, standardisation
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.own import load as load_own
@@ -132,7 +132,7 @@ def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
     part = {"split": which} if hasattr(kind, "split_list") else {"train": which == "train"}
     loaded = kind(data_dir, download=download, **part)
     labels = loaded.labels if hasattr(loaded, "labels") else loaded.targets
-    return _split(_channels_first(np.asarray(loaded.data)), labels)
+    return _split(channels_first(np.asarray(loaded.data)), labels)
 
 
 def _missing(files: Sequence[Path]) -> list[str]:
