@@ -14,6 +14,7 @@ from dpmac_cli.data.own import inspect
 from dpmac_cli.data.own import load as load_own
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
+from dpmac_cli.data.splits import Records
 from dpmac_cli.data.units import units_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing, outcome
@@ -51,15 +52,10 @@ def loading(
         InputError: files are missing and cannot be downloaded, are damaged, are not the published
             ones, or do not match ``facts``.
     """
-    units = test_units = None
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
         records = yield from load_own(chosen, facts)
-        train, test = (
-            split_of(x, torch.as_tensor(y), device) if isinstance(x, Rows) else _split(x, y)
-            for x, y, _ in records
-        )
-        units, test_units = (None if each is None else units_of(each) for *_, each in records)
+        train, test = (_side(part, device) for part in records)
     else:
         facts = DATASETS[chosen]
         if facts.torchvision:
@@ -68,7 +64,15 @@ def loading(
             train, test = _digits()
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
-    return Data(train, test, gain, offset, units, test_units).to(device)
+    return Data(train, test, gain, offset).to(device)
+
+
+def _side(records: Records, device: torch.device) -> Split:
+    x, labels = records.x, torch.as_tensor(records.y)
+    units = None if records.units is None else units_of(records.units)
+    if isinstance(x, Rows):
+        return split_of(x, labels, units, device)
+    return Split(torch.as_tensor(x), labels, units=units)
 
 
 def _split(images: Any, labels: Any) -> Split:
