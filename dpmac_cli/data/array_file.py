@@ -51,8 +51,7 @@ class ArrayFile:
         check_classes(classes, source)
         if held_out:
             keys = _keys(x, y) if units is None else (str(u).encode() for u in units.tolist())
-            rows = split(keys, y, classes if inferred else None, source)
-            self._sides = [self._sides[0].at(some) for some in rows]
+            self._sides = split(self._sides[0], keys, classes if inferred else None, source)
         channels, *side = channels_first(x[:1]).shape[1:]
         self._ends, self._size = _ends(arrays) if _is_numbers(x) else None, source.image_size
         if self._ends is None:
@@ -107,15 +106,15 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> Arrays:
     arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            for name in ARRAYS:
-                if f"{name}.npy" in archive.namelist():
-                    with archive.open(f"{name}.npy") as file:
-                        arrays[name] = npy.read_array(file, allow_pickle=False)
-            if not set(needed) <= arrays.keys():
-                there = ", ".join(sorted(name.removesuffix(".npy") for name in archive.namelist()))
+            there = {name.removesuffix(".npy") for name in archive.namelist()}
+            for name in there.intersection(ARRAYS):
+                with archive.open(f"{name}.npy") as file:
+                    arrays[name] = npy.read_array(file, allow_pickle=False)
+            if not arrays.keys() >= set(needed):
                 raise InputError(
                     f"{path} must contain the arrays x (images or rows of numbers)"
-                    f"{' and y (labels)' * ('y' in needed)}. It contains {there or 'none'}."
+                    f"{' and y (labels)' * ('y' in needed)}. It contains "
+                    f"{', '.join(sorted(there)) or 'none'}."
                 )
             return arrays
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
@@ -222,12 +221,12 @@ def _faults_of_range(arrays: Arrays, source: Source) -> Iterator[str]:
             "on what the columns mean, not on these records, which are private"
         )
         return
-    good, ends = np.zeros(columns, bool), (arrays["low"], arrays["high"])
-    if all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in ends):
-        low, high = _ends(arrays)
+    good, given = np.zeros(columns, bool), (arrays["low"], arrays["high"])
+    if all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in given):
+        ends = _ends(arrays)
         # Inputs, and the constants that standardise them, are float32.
-        first, last = (np.clip(e, -FARTHEST, FARTHEST).astype(np.float32) for e in (low, high))
-        good = (abs(low) <= FARTHEST) & (abs(high) <= FARTHEST) & (last - first >= NARROWEST)
+        low, high = np.clip(ends, -FARTHEST, FARTHEST).astype(np.float32)
+        good = (abs(ends) <= FARTHEST).all(0) & (high - low >= NARROWEST)
     if not good.all():
         yield (
             f"{'low and high' if source.feature_range is None else '--feature-range'} must be "

@@ -76,7 +76,7 @@ class ImageFolder:
             tellers = names if units is None else units.tolist()
             keys = [os.fsencode(tellers[row]) for row in rows]
             needed = self._classes if declared is None else None
-            self._sides = [used.at(some) for some in split(keys, used.y, needed, source)]
+            self._sides = split(used, keys, needed, source)
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
             source,

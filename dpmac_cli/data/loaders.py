@@ -116,8 +116,7 @@ def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split,
     files = [data_dir / file for file in DATASETS[name].files]
     download = download and bool(_missing(files))
     try:
-        train, test = (_part(name, data_dir, which, download) for which in ("train", "test"))
-        return train, test
+        return _part(name, data_dir, "train", download), _part(name, data_dir, "test", download)
     except Exception as failure:  # its parsers raise any exception for a damaged file
         raise InputError(
             f"The dataset {name} {_what_failed(files, download, failure)}; or use another "

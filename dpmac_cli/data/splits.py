@@ -59,35 +59,34 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
 
 
 def split(
-    keys: Iterable[bytes], labels: NDArray[np.int64], classes: Sequence[str] | None, source: Source
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows to train on and the rows held out, each in order.
+    records: Records, keys: Iterable[bytes], classes: Sequence[str] | None, source: Source
+) -> list[Records]:
+    """Return the records to train on and those held out, each in order.
 
     Args:
         keys: one key per record that decides its side of the split: its name, its contents, or
             its unit.
-        labels: one label per record.
         classes: class names; None if they are declared and need no record to train on.
     """
     seed, most = source.split_seed.to_bytes(8, "big"), source.test_fraction * 2**64
     # Adding or removing a record or unit must not change the split of the others.
     words = (hashlib.blake2b(key, digest_size=8, key=seed).digest() for key in keys)
     held_out = np.array([int.from_bytes(word, "big") < most for word in words])
-    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    if not (len(train) and len(test)):
+    train, test = records.at(~held_out), records.at(held_out)
+    if not (len(train.y) and len(test.y)):
         raise InputError(
             f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves no "
             "training or no test records. Add records, or use another --test-fraction "
             "or --split-seed."
         )
     if classes is not None:
-        only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
+        only = sorted(set(test.y.tolist()) - set(train.y.tolist()))
         refuse(
             [f"All records of the class {classes[label]} are held out" for label in only],
             " Use a smaller --test-fraction or another --split-seed, add records, or declare "
             "the classes with --classes.",
         )
-    return train, test
+    return [train, test]
 
 
 def found(
