@@ -83,8 +83,7 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
     """Reject files that differ from the published dataset."""
     facts = DATASETS[name]
     shapes = " and ".join(str(tuple(part.images.shape)) for part in (train, test))
-    sizes = facts.train_size, facts.test_size
-    wanted = " and ".join(str((size, *facts.shape)) for size in sizes)
+    wanted = " and ".join(str((n, *facts.shape)) for n in (facts.train_size, facts.test_size))
     if shapes != wanted:
         fault = f"its training and test images have the shapes {shapes} instead of {wanted}"
     elif facts.sha256 is not None and (found := fingerprint(train, test)) != facts.sha256:

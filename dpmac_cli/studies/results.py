@@ -14,7 +14,7 @@ from dpmac_cli.config.settings import metric_key
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.report_file import events_of
-from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run
+from dpmac_cli.studies.grid import ASIDE, Grid, Labels, Run, row_name
 
 #: Smaller differences are treated as rounding errors; equal ones leave a t-test without spread.
 LEAST_SPREAD = 1e-9
@@ -43,6 +43,11 @@ class Cell:
     seconds: float
     failures: Mapping[int, str]
     standing: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        return row_name(self.labels)
 
     @property
     def mean(self) -> float:
