@@ -18,7 +18,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS, Setting, flag_name
 from dpmac_cli.data.registry import DATASETS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.data.schema import Source
-from dpmac_cli.data.splits import LEAST_CNN, found
+from dpmac_cli.data.splits import LEAST_CNN, Records, found
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS
 
@@ -273,7 +273,7 @@ def _data_sets() -> dict[str, Dataset]:
 def _own(shape: tuple[int, int, int], *, levels: int = 255) -> Dataset:
     """Return facts of your own dataset with many records."""
     labels, ends = np.zeros(MANY, np.int64), None if levels > 1 else np.zeros((2, shape[0]))
-    return found(Source(Path()), (labels, labels), shape, "ab", ends).facts
+    return found(Source(Path()), [Records(labels, labels)] * 2, shape, "ab", ends).facts
 
 
 def learning_rates() -> str:

@@ -185,7 +185,7 @@ def make_trainer(
     # Where other processes run, two threads on tensors this small take seventy times as long.
     torch.set_num_threads(1)
     data, keys = data or tiny_data(dtype), make_keys(seed)
-    records, batch = data.size, int(mechanism.expected_batch)
+    records, batch = data.train.size, int(mechanism.expected_batch)
     sampler = sampler or KeyedSampler("poisson", size=records, batch=batch, key=keys.sampler)
     leads = ranks is None or ranks.leads
     return Trainer(
@@ -198,7 +198,7 @@ def make_trainer(
             keys=keys,
             sampler=sampler if leads else None,
             noise=(noise or Noise(keys.noise)) if leads else None,
-            layers=LayerDraws(keys.layers) if plan.recipe.augmented or data.units else None,
+            layers=LayerDraws(keys.layers) if plan.recipe.augmented or data.train.units else None,
         ),
         hooks=hooks,
         ranks=ranks,

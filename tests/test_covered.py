@@ -370,7 +370,7 @@ def test_data_without_the_units_of_its_test_records_is_refused() -> None:
     data = load_data(plan.data, Path(), torch.device("cpu"), facts=plan.facts)
     make_trainer(plan, data=data)
     with pytest.raises(InputError, match="test records or units, but scores are covered for"):
-        make_trainer(plan, data=replace(data, test_units=None))
+        make_trainer(plan, data=replace(data, test=replace(data.test, units=None)))
 
 
 @pytest.mark.privacy

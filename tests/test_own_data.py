@@ -14,7 +14,7 @@ from PIL import Image
 
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Found, Source
-from dpmac_cli.data.splits import split
+from dpmac_cli.data.splits import Records, split
 from dpmac_cli.errors import InputError
 from tests.helpers import load
 
@@ -99,10 +99,11 @@ def test_a_folder_is_split_without_loss_or_overlap_and_always_alike(tmp_path: Pa
 def test_as_large_a_share_as_asked_for_is_held_out(fraction: float, seed: int) -> None:
     names = [f"cat/{number}.png".encode() for number in range(4000)]
     source = Source(Path("photos"), test_fraction=fraction, split_seed=seed)
-    train, test = split(names, np.zeros(4000, np.int64), CLASSES, source)
-    assert sorted([*train, *test]) == list(range(4000))
+    records = Records(np.arange(4000), np.zeros(4000, np.int64))
+    train, test = split(records, names, CLASSES, source)
+    assert sorted([*train.x, *test.x]) == list(range(4000))
     deviation = (4000 * fraction * (1 - fraction)) ** 0.5
-    assert abs(len(test) - 4000 * fraction) < 4 * deviation
+    assert abs(len(test.x) - 4000 * fraction) < 4 * deviation
 
 
 def sides(path: Path) -> tuple[set[int], set[int]]:

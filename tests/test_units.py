@@ -40,7 +40,8 @@ OWNERS = np.repeat(np.arange(len(SIZES)), SIZES)
 def in_units(dtype: torch.dtype = torch.float64) -> Data:
     """Records whose pixels and labels differ within a unit, not in the order of units."""
     data = tiny_data(dtype, records=len(OWNERS))
-    return replace(data, units=units_of(np.random.default_rng(0).permutation(OWNERS)))
+    units = units_of(np.random.default_rng(0).permutation(OWNERS))
+    return replace(data, train=replace(data.train, units=units))
 
 
 def words(units: int, seed: int = 0) -> NDArray[np.uint64]:
@@ -135,7 +136,7 @@ def test_the_mean_gradient_of_its_records_is_what_is_clipped() -> None:
     model = nn.Sequential(nn.Flatten(), linear)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
-    data = replace(data, units=units_of([0] * 8))
+    data = replace(data, train=replace(data.train, units=units_of([0] * 8)))
     spy = Spy(0.0, 1)
     plan = replace(PLAN, recipe=Recipe(records=8))
     make_trainer(

@@ -14,8 +14,6 @@ from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.training.schedules import LOSSES
 
-#: Package of each extra, which has a module of the same name.
-EXTRAS = {"ray": "ray", "slurm": "submitit"}
 #: Fraction of the records from which a batch counts as most of them.
 MOST = 0.5
 #: Number of classes to list in a note; the rest are counted.

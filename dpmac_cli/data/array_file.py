@@ -4,7 +4,7 @@ import hashlib
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from dpmac_cli.errors import InputError, raise_errors
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
 FARTHEST, NARROWEST = 1e30, 1e-30
-PAIRS = (("x", "y"), ("x_test", "y_test"))
-UNITS = {"x": "unit", "x_test": "unit_test"}  # arrays that name the unit of each record
-ARRAYS = ("x", "y", "x_test", "y_test", "classes", "low", "high", *UNITS.values())
+#: What the names of arrays end with: of training records, and of test records.
+SIDES = ("", "_test")
+ARRAYS = ("x", "y", "unit", "x_test", "y_test", "unit_test", "classes", "low", "high")
+Arrays = dict[str, NDArray[Any]]
 
 
 class ArrayFile:
@@ -30,31 +31,30 @@ class ArrayFile:
     ``skipped`` lists records that were left out when they were read.
     """
 
-    def __init__(
-        self, source: Source, arrays: dict[str, NDArray[Any]], skipped: tuple[str, ...] = ()
-    ) -> None:
-        self._source, self._arrays = source, arrays
+    def __init__(self, source: Source, arrays: Arrays, skipped: tuple[str, ...] = ()) -> None:
         if source.classes is not None:
             arrays["classes"] = np.array(source.classes)
         if source.feature_range is not None:
-            arrays |= zip(("low", "high"), map(np.array, source.feature_range), strict=True)
+            arrays["low"], arrays["high"] = map(np.array, source.feature_range)
         _number_labels(arrays)
         skipped += _leave_out_bad(arrays, source)
-        names, held_out = arrays.get("classes"), "x_test" not in arrays
-        x, y = arrays["x"], arrays["y"]
+        self._sides = [
+            Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
+            for side in SIDES
+            if f"x{side}" in arrays
+        ]
+        (x, y, units), held_out = self._sides[0], len(self._sides) == 1
+        names = arrays.get("classes")
         inferred = names is None and y.ndim == 1
         count = 1 + int(y.max()) if y.ndim == 1 else y.shape[1]
         classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
-        units = arrays.get("unit")
         if held_out:
             keys = _keys(x, y) if units is None else (str(u).encode() for u in units.tolist())
-            train, test = split(keys, y, classes if inferred else None, source)
-            for name in {"x", "y", "unit"} & arrays.keys():
-                arrays[name], arrays[f"{name}_test"] = arrays[name][train], arrays[name][test]
-        channels, *side = _channels_first(x[:1]).shape[1:]
-        ends = _ends(arrays) if _is_numbers(x) else None
-        if ends is None:
+            self._sides = split(self._sides[0], keys, classes if inferred else None, source)
+        channels, *side = channels_first(x[:1]).shape[1:]
+        self._ends, self._size = _ends(arrays) if _is_numbers(x) else None, source.image_size
+        if self._ends is None:
             side = [source.image_size or pixels for pixels in side]
             if source.channels not in (None, channels):
                 raise InputError(
@@ -63,56 +63,58 @@ class ArrayFile:
                 )
         self.found = found(
             source,
-            (arrays["y"], arrays["y_test"]),
+            self._sides,
             (channels, *side),
             classes,
-            ends,
-            (arrays.get("unit"), arrays.get("unit_test")),
+            self._ends,
             held_out=held_out,
             inferred=("classes",) * inferred,  # an array's type declares its shape
             skipped=skipped,
         )
 
-    def load(self) -> tuple[Records, Records]:
+    def load(self) -> list[Records]:
         """Return training and test records."""
-        arrays = self._arrays
-        kind: type[Any] = np.int64 if arrays["y"].ndim == 1 else np.uint8
-        train, test = (
-            Records(self._records(arrays[x]), arrays[y].astype(kind), arrays.get(UNITS[x]))
-            for x, y in PAIRS
-        )
-        return train, test
-
-    def _records(self, x: NDArray[Any]) -> NDArray[Any]:
-        images = _channels_first(x)
-        if _is_numbers(x):
-            low, high = _ends(self._arrays).reshape(2, -1, 1, 1)
-            numbers: NDArray[np.float32] = np.clip(images, low, high).astype(np.float32)
-            return numbers
-        size = self._source.image_size
-        return images.copy() if size is None else _resized(images, size)
+        kind: type[Any] = np.int64 if self._sides[0].y.ndim == 1 else np.uint8
+        return [
+            Records(inputs_of(x, self._ends, self._size), y.astype(kind), units)
+            for x, y, units in self._sides
+        ]
 
 
-def _ends(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+def inputs_of(x: NDArray[Any], ends: NDArray[Any] | None, size: int | None) -> NDArray[Any]:
+    """Return records of an array as inputs, shape (records, channels, height, width).
+
+    Numbers are clipped to the range ``ends``, shape (2, columns), which is None for images. Images
+    are resized to height and width ``size``, if it is given.
+    """
+    images = channels_first(x)
+    if ends is not None:
+        low, high = ends.reshape(2, -1, 1, 1)
+        numbers: NDArray[np.float32] = np.clip(images, low, high).astype(np.float32)
+        return numbers
+    return images.copy() if size is None else _resized(images, size)
+
+
+def _ends(arrays: Arrays) -> NDArray[np.float64]:
     """Return the range that columns or channels are clipped to, shape (2, columns)."""
-    columns = _channels_first(arrays["x"][:1]).shape[1]
+    columns = channels_first(arrays["x"][:1]).shape[1]
     return np.array([np.broadcast_to(arrays[end], columns) for end in ("low", "high")], np.float64)
 
 
-def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> Arrays:
     """Return the arrays of a file by name. Pickled objects are never loaded."""
     arrays = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            for name in ARRAYS:
-                if f"{name}.npy" in archive.namelist():
-                    with archive.open(f"{name}.npy") as file:
-                        arrays[name] = npy.read_array(file, allow_pickle=False)
-            if not set(needed) <= arrays.keys():
-                there = ", ".join(sorted(name.removesuffix(".npy") for name in archive.namelist()))
+            there = {name.removesuffix(".npy") for name in archive.namelist()}
+            for name in there.intersection(ARRAYS):
+                with archive.open(f"{name}.npy") as file:
+                    arrays[name] = npy.read_array(file, allow_pickle=False)
+            if not arrays.keys() >= set(needed):
                 raise InputError(
                     f"{path} must contain the arrays x (images or rows of numbers)"
-                    f"{' and y (labels)' * ('y' in needed)}. It contains {there or 'none'}."
+                    f"{' and y (labels)' * ('y' in needed)}. It contains "
+                    f"{', '.join(sorted(there)) or 'none'}."
                 )
             return arrays
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as failure:
@@ -122,33 +124,32 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> dict[str, NDArra
         ) from failure
 
 
-def _number_labels(arrays: dict[str, NDArray[Any]]) -> None:
+def _number_labels(arrays: Arrays) -> None:
     """Replace class names by their numbers in place, and undeclared names by -1."""
-    for y_name in ("y", "y_test"):
-        y = arrays.get(y_name)
-        if y is not None and y.dtype.kind == "U" and "classes" in arrays:
-            same = y[..., None] == arrays["classes"].astype(str).ravel()
-            arrays[y_name] = np.where(same.any(-1), same.argmax(-1), -1)
+    for name in {"y", "y_test"} & arrays.keys() if "classes" in arrays else ():
+        if arrays[name].dtype.kind == "U":
+            same = arrays[name][..., None] == arrays["classes"].astype(str).ravel()
+            arrays[name] = np.where(same.any(-1), same.argmax(-1), -1)
 
 
-def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str, ...]:
+def _leave_out_bad(arrays: Arrays, source: Source) -> tuple[str, ...]:
     """With --skip-bad, remove unusable records in place and return a description of each.
 
     Raises InputError with every reason why the arrays cannot be used as a dataset.
     """
-    faults, skipped, classes = list[str](), list[str](), arrays.get("classes")
+    faults, skipped = list[str](), list[str]()
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
-    pairs = [pair for pair in PAIRS if pair[0] in arrays]
-    for x_name, y_name in pairs:
-        if wrong := list(_faults_of_pair(arrays, x_name, y_name)):
+    sides = [side for side in SIDES if f"x{side}" in arrays]
+    for side in sides:
+        if wrong := list(_faults_of_pair(arrays, side)):
             faults += wrong
             continue
-        reasons = _bad_records(arrays, x_name, y_name)
+        reasons = _bad_records(arrays, side)
         bad = np.logical_or.reduce([*reasons.values()])
         if source.skip_bad:
-            skipped += [f"row {row} of {x_name}" for row in np.flatnonzero(bad)]
-            together = {x_name, y_name, UNITS[x_name]} & arrays.keys()
+            skipped += [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
+            together = {f"x{side}", f"y{side}", f"unit{side}"} & arrays.keys()
             arrays |= {name: arrays[name][~bad] for name in together}
         else:
             faults += [
@@ -156,9 +157,9 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
                 for what, at in reasons.items()
                 if at.any()
             ]
-    faults += [f"{x_name} is empty" for x_name, _ in pairs if not arrays[x_name].size]
+    faults += [f"x{side} is empty" for side in sides if not arrays[f"x{side}"].size]
     faults += _faults_of_units(arrays, source)
-    if not faults and classes is None and arrays["y"].ndim == 1:
+    if not faults and "classes" not in arrays and arrays["y"].ndim == 1:
         faults += _faults_of_classes(arrays)
     if _is_numbers(arrays["x"]):
         faults += _faults_of_range(arrays, source)
@@ -166,46 +167,40 @@ def _leave_out_bad(arrays: dict[str, NDArray[Any]], source: Source) -> tuple[str
     return tuple(skipped)
 
 
-def _bad_records(
-    arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str
-) -> dict[str, NDArray[np.bool_]]:
+def _bad_records(arrays: Arrays, side: str) -> dict[str, NDArray[np.bool_]]:
     """Return a mask of unusable records for each reason, shape (records,)."""
-    x, y, bad = arrays[x_name], arrays[y_name], {}
+    x, y, bad = arrays[f"x{side}"], arrays[f"y{side}"], {}
     if y.ndim == 2:
-        bad[f"{y_name} contains labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
+        bad[f"y{side} contains labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
     else:
         why = "labels start at 0, and class names must be listed in --classes"
-        bad[f"{y_name} contains the label {y.min(initial=0)} ({why})"] = y < 0
+        bad[f"y{side} contains the label {y.min(initial=0)} ({why})"] = y < 0
         if "classes" in arrays:
             classes = len(arrays["classes"])
             why = f"there are {classes} classes, 0 to {classes - 1}"
-            bad[f"{y_name} contains the label {y.max(initial=0)} ({why})"] = y >= classes
+            bad[f"y{side} contains the label {y.max(initial=0)} ({why})"] = y >= classes
     if x.dtype.kind == "f":
         finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
-        bad[f"{x_name} contains NaN or infinity"] = ~finite
+        bad[f"x{side} contains NaN or infinity"] = ~finite
     return bad
 
 
-def _faults_of_units(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
-    """Yield faults of the units that records belong to. No unit may be in both splits."""
+def _faults_of_units(arrays: Arrays, source: Source) -> Iterator[str]:
+    """Yield faults of the arrays with the units that records belong to."""
     if source.unit is not None and "unit" not in arrays:
         yield f"--unit {source.unit} does not apply to arrays: add an array unit with each unit"
     if ("unit" in arrays) > ("unit_test" in arrays or "x_test" not in arrays):
         yield "x_test requires an array unit_test with the unit of each test record"
-    for x_name, name in UNITS.items():
-        count = len(arrays.get(x_name, arrays["x"]))
-        if name in arrays and arrays[name].shape != (count,):
+    for side in SIDES:
+        units, count = arrays.get(f"unit{side}"), len(arrays.get(f"x{side}", arrays["x"]))
+        if units is not None and units.shape != (count,):
             yield (
-                f"{name} must give the unit of each of the {count} records, as "
-                f"integers or text, not {arrays[name].dtype} of shape {arrays[name].shape}"
+                f"unit{side} must give the unit of each of the {count} records, as "
+                f"integers or text, not {units.dtype} of shape {units.shape}"
             )
-            return
-    sides = [set(arrays[name].tolist()) for name in UNITS.values() if name in arrays]
-    if len(sides) == 2 and (both := set.intersection(*sides)):
-        yield f"{len(both)} units are in both unit and unit_test: use different units for testing"
 
 
-def _faults_of_classes(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
+def _faults_of_classes(arrays: Arrays) -> Iterator[str]:
     """Yield faults of labels whose classes are not declared."""
     labels = set(arrays["y"].tolist())
     if missing := set(range(len(labels))) - labels:
@@ -217,8 +212,8 @@ def _faults_of_classes(arrays: Mapping[str, NDArray[Any]]) -> Iterator[str]:
         yield f"y_test contains the label {min(only)}, which is not in y"
 
 
-def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iterator[str]:
-    columns = _channels_first(arrays["x"][:1]).shape[1]
+def _faults_of_range(arrays: Arrays, source: Source) -> Iterator[str]:
+    columns = channels_first(arrays["x"][:1]).shape[1]
     if not {"low", "high"} <= arrays.keys():
         yield (
             f"{'rows of ' * (arrays['x'].ndim == 2)}numbers need a public range to be clipped to: "
@@ -226,12 +221,12 @@ def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
             "on what the columns mean, not on these records, which are private"
         )
         return
-    good, ends = np.zeros(columns, bool), (arrays["low"], arrays["high"])
-    if all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in ends):
-        low, high = _ends(arrays)
+    good, given = np.zeros(columns, bool), (arrays["low"], arrays["high"])
+    if all(end.shape in ((), (columns,)) and end.dtype.kind in "fiu" for end in given):
+        ends = _ends(arrays)
         # Inputs, and the constants that standardise them, are float32.
-        first, last = (np.clip(e, -FARTHEST, FARTHEST).astype(np.float32) for e in (low, high))
-        good = (abs(low) <= FARTHEST) & (abs(high) <= FARTHEST) & (last - first >= NARROWEST)
+        low, high = np.clip(ends, -FARTHEST, FARTHEST).astype(np.float32)
+        good = (abs(ends) <= FARTHEST).all(0) & (high - low >= NARROWEST)
     if not good.all():
         yield (
             f"{'low and high' if source.feature_range is None else '--feature-range'} must be "
@@ -242,37 +237,37 @@ def _faults_of_range(arrays: Mapping[str, NDArray[Any]], source: Source) -> Iter
         )
 
 
-def _faults_of_pair(arrays: Mapping[str, NDArray[Any]], x_name: str, y_name: str) -> Iterator[str]:
-    """Yield faults of the arrays' shapes and types."""
-    x, y, classes = arrays[x_name], arrays[y_name], arrays.get("classes")
+def _faults_of_pair(arrays: Arrays, side: str) -> Iterator[str]:
+    """Yield faults of the shapes and types of the arrays of training or test records."""
+    x, y, classes = arrays[f"x{side}"], arrays[f"y{side}"], arrays.get("classes")
     pixels = x.ndim in (3, 4) and x.dtype == np.uint8
     if x.ndim == 2 and x.dtype.kind not in "fiu":
-        yield f"{x_name} must be numbers, not {x.dtype}"
-    elif not _is_numbers(x) and not (pixels and _channels_first(x[:1]).shape[1] in (1, 3)):
+        yield f"x{side} must be numbers, not {x.dtype}"
+    elif not _is_numbers(x) and not (pixels and channels_first(x[:1]).shape[1] in (1, 3)):
         scale = ". Scale them by public constants, such as (x / 257).astype('uint8') for 16 bits"
         yield (
-            f"{x_name} must be images (uint8, of shape (records, height, width), with 1 or 3 "
+            f"x{side} must be images (uint8, of shape (records, height, width), with 1 or 3 "
             f"channels last or first) or numbers in rows or channels, not {x.dtype} of shape "
             f"{x.shape}" + (scale if x.ndim in (3, 4) and not pixels else "")
         )
     if x.shape[1:] != arrays["x"].shape[1:]:
-        yield f"{x_name} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
+        yield f"x{side} has records of shape {x.shape[1:]}, but x has {arrays['x'].shape[1:]}"
 
     if y.ndim == 1 and y.dtype.kind == "U":
         names = sorted(set(y.tolist()))
         some = ",".join([*names[:NAMED], "..."] if len(names) > NAMED else names)
-        yield f"{y_name} contains names. Declare them as class names: --classes {some}"
+        yield f"y{side} contains names. Declare them as class names: --classes {some}"
     elif not (y.ndim == 1 and y.dtype.kind in "iu") and not (y.ndim == 2 and y.dtype.kind in "biu"):
         yield (
-            f"{y_name} must have one integer per record, or for several labels one row of 0 and 1 "
+            f"y{side} must have one integer per record, or for several labels one row of 0 and 1 "
             f"per record, not {y.dtype} of shape {y.shape}"
         )
     elif x.shape[:1] != y.shape[:1]:
-        yield f"{x_name} has {len(x)} records, but {y_name} has {len(y)} labels"
+        yield f"x{side} has {len(x)} records, but y{side} has {len(y)} labels"
     elif y.shape[1:] != arrays["y"].shape[1:]:
-        yield f"{y_name} has labels of shape {y.shape[1:]}, but y has {arrays['y'].shape[1:]}"
+        yield f"y{side} has labels of shape {y.shape[1:]}, but y has {arrays['y'].shape[1:]}"
     elif y.ndim == 2 and classes is not None and len(classes) != y.shape[1]:
-        yield f"{y_name} has {y.shape[1]} labels per record, but classes has {len(classes)} names"
+        yield f"y{side} has {y.shape[1]} labels per record, but classes has {len(classes)} names"
 
 
 def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
@@ -291,7 +286,7 @@ def _is_numbers(x: NDArray[Any]) -> bool:
     return x.ndim == 2 or (x.ndim in (3, 4) and x.dtype.kind == "f")
 
 
-def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
+def channels_first(x: NDArray[Any]) -> NDArray[Any]:
     """Return an array of shape (records, channels, height, width); each column is a channel."""
     if x.ndim == 2:
         return x[:, :, None, None]

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +27,21 @@ class Split:
         images: uint8, shape (records, channels, height, width).
         labels: int64, shape (records,); or with several labels per record uint8, (records, labels).
         sha256: checksum of the images, if the file that they come from has one.
+        units: units of privacy; None if each record is one.
     """
 
     images: Tensor
     labels: Tensor
     sha256: str = ""
+    units: Units | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def size(self) -> int:
+        """Number of units of privacy."""
+        return len(self if self.units is None else self.units)
 
     def at(self, places: Places) -> tuple[Tensor, Tensor]:
         """Return some images and their labels, on the device. Raises DamagedError."""
@@ -58,17 +66,18 @@ class StoredSplit(Split):
 
     Args:
         rows: rows of the file. labels: labels, on the device that the images are used on.
+        units: see :class:`Split`.
     """
 
-    def __init__(self, rows: Rows, labels: Tensor) -> None:
+    def __init__(self, rows: Rows, labels: Tensor, units: Units | None) -> None:
         none = torch.from_numpy(np.empty(0, rows.file.dtype))
         images = none.new_empty((len(rows), *rows.file.shape), device="meta")
-        super().__init__(images, labels, rows.sha256())
+        super().__init__(images, labels, rows.sha256(), units)
         self._rows, self._reader = rows, ThreadPoolExecutor(1)
         self._ahead: tuple[Places, Future[Tensor]] | None = None
 
-    def __reduce__(self) -> tuple[type["StoredSplit"], tuple[Rows, Tensor]]:
-        return StoredSplit, (self._rows, self.labels)
+    def __reduce__(self) -> tuple[type["StoredSplit"], tuple[Any, ...]]:
+        return StoredSplit, (self._rows, self.labels, self.units)
 
     def _images(self, places: Places, rows: slice | Tensor) -> Tensor:
         ahead, self._ahead = self._ahead, None
@@ -86,17 +95,17 @@ class StoredSplit(Split):
 
     def to(self, device: torch.device) -> Split:
         """Return the same records on a device."""
-        return StoredSplit(self._rows, self.labels.to(device))
+        return StoredSplit(self._rows, self.labels.to(device), self.units)
 
 
-def split_of(rows: Rows, labels: Tensor, device: torch.device) -> Split:
+def split_of(rows: Rows, labels: Tensor, units: Units | None, device: torch.device) -> Split:
     """Return records of a file, in memory unless the file is too large. Raises DamagedError."""
     most = IN_MEMORY
     if device.type == "cuda":
         most = max(most, GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
     if rows.file.nbytes <= most:
-        return Split(torch.from_numpy(rows.read()), labels, rows.sha256()).to(device)
-    return StoredSplit(rows, labels.to(device))
+        return Split(torch.from_numpy(rows.read()), labels, rows.sha256(), units).to(device)
+    return StoredSplit(rows, labels.to(device), units)
 
 
 @dataclass(frozen=True)
@@ -107,18 +116,6 @@ class Data:
     test: Split  # records the guarantee does not cover
     gain: Tensor  # standardisation as one multiply-add, shape (channels, 1, 1)
     offset: Tensor
-    units: Units | None = None  # units of privacy; None if each training record is one
-    test_units: Units | None = None  # the same for test records
-
-    @property
-    def size(self) -> int:
-        """Number of units of privacy to train on."""
-        return len(self.train if self.units is None else self.units)
-
-    @property
-    def test_size(self) -> int:
-        """Number of units of privacy to test on."""
-        return len(self.test if self.test_units is None else self.test_units)
 
     def to(self, device: torch.device) -> "Data":
         """Return the same records on a device."""

@@ -45,15 +45,14 @@ class ImageFolder:
         self._source = source
         self._faults: list[str] = []  # messages, raised together
         self._skipped: list[str] = []
-        root, declared = source.path, source.classes
-        parts = _parts(source)
-        self._classes = declared or tuple(_class_names(parts[0] if parts else root))
+        root, declared, parts = source.path, source.classes, _parts(source)
+        self._classes = declared or tuple(_class_names(parts[0]))
         check_classes(self._classes, source)
-        if parts and declared is None:
-            where = f"is in {parts[1]}, but not in {parts[0]}"
-            strange = sorted(set(_class_names(parts[1])) - set(self._classes))
+        for part in parts[1:] if declared is None else ():
+            strange = sorted(set(_class_names(part)) - set(self._classes))
+            where = f"is in {part}, but not in {parts[0]}"
             self._faults += complaints([f"The class {name} {where}" for name in strange])
-        listed = [self._listed(part) for part in parts or [root]]
+        listed = [self._listed(part) for part in parts]
         self._images = [image for images in listed for image in images]
         if not source.skip_bad:
             self._faults += complaints(self._skipped, REMEDY)
@@ -63,33 +62,28 @@ class ImageFolder:
         self._path = cache_folder() / f"{name}{WHOLE}"
         file = whole(self._path)
         self._shape: tuple[int, int, int] = self._survey() if file is None else file.shape
-        rows, count = self._used(), len(listed[0])
-        sides = [rows[rows < count], rows[rows >= count]] if parts else [rows]
-        labels = np.array([image.label for image in self._images], np.int64)
-        for part, side in zip(parts or [root], sides, strict=True):
-            self._check_not_empty(part, labels[side])
-        raise_errors(self._faults)
+        rows = self._used()
         names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
-        units = None if source.unit is None else np.array(_units(names, source.unit))
-        if not parts:
+        labels = np.array([image.label for image in self._images], np.int64)
+        units = None if source.unit is None else self._units(names, source.unit)
+        used = Records(rows, labels[rows], None if units is None else units[rows])
+        trained = rows < len(listed[0])
+        self._sides = [used.at(trained), used.at(~trained)] if len(parts) > 1 else [used]
+        for part, side in zip(parts, self._sides, strict=True):
+            self._check_not_empty(part, side.y)
+        raise_errors(self._faults)
+        if held_out := len(parts) == 1:
             tellers = names if units is None else units.tolist()
             keys = [os.fsencode(tellers[row]) for row in rows]
             needed = self._classes if declared is None else None
-            sides = [rows[some] for some in split(keys, labels[rows], needed, source)]
-        elif units is not None and (both := {*units[sides[0]]} & {*units[sides[1]]}):
-            raise InputError(
-                f"{len(both)} units, such as {min(both)}, have images in both {parts[0]} and "
-                f"{parts[1]}. Use different units for testing."
-            )
-        self._sides = [(at, labels[at], None if units is None else units[at]) for at in sides]
+            self._sides = split(used, keys, needed, source)
         schema = {"channels": source.channels, "image size": source.image_size, "classes": declared}
         self.found = found(
             source,
-            [y for _, y, _ in self._sides],
+            self._sides,
             self._shape,
             self._classes,
-            units=[of for *_, of in self._sides],
-            held_out=not parts,
+            held_out=held_out,
             repeated="" if source.unit else _repeated(names),
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(self._skipped),
@@ -123,6 +117,24 @@ class ImageFolder:
         self._skipped += file.notes()
         return np.setdiff1d(rows, file.missing())
 
+    def _units(self, names: list[str], pattern: str) -> NDArray[np.str_]:
+        """Return the unit of each file: the text that the pattern, or its first group, matches."""
+        try:
+            compiled = re.compile(pattern)
+        except re.error as failure:
+            raise InputError(
+                f"--unit {pattern} is not a valid regular expression ({failure}). To match the 17 "
+                "in patient17.png, use --unit 'patient([0-9]+)'."
+            ) from failure
+        found = [compiled.search(name) for name in names]
+        units = [(match and match[min(compiled.groups, 1)]) or "" for match in found]
+        strange = [name for name, unit in zip(names, units, strict=True) if not unit]
+        self._faults += complaints(
+            [f"{name} does not match --unit {pattern}" for name in strange],
+            " Rename these files, or use a pattern that matches all paths below the folder.",
+        )
+        return np.array(units, np.str_)
+
     def _check_not_empty(self, part: Path, labels: NDArray[np.int64]) -> None:
         """Record a fault if a part has no images, or no images of a class that it needs."""
         held = set(labels.tolist())
@@ -144,16 +156,18 @@ class ImageFolder:
         def header(image: ImageFile) -> tuple[str, int, int] | str:
             return looked_at(image.path, lambda opened: (opened.mode, opened.height, opened.width))
 
-        looks, count = dict[str, tuple[str, int, int] | str](), len(self._images)
+        headers, faults, count = dict[str, tuple[str, int, int]](), [], len(self._images)
         with ThreadPoolExecutor(usable_cores()) as pool:
-            for image, seen in zip(self._images, pool.map(header, self._images), strict=True):
-                looks[image.path] = seen
-                if len(looks) % SOME == 0 or len(looks) == count > SOME:
-                    LISTENER.get()(Computing(len(looks), count, self._path.parent, what="headers"))
+            for done, seen in enumerate(pool.map(header, self._images), 1):
+                path = self._images[done - 1].path
+                if isinstance(seen, str):
+                    faults.append(f"{path} {seen}")
+                else:
+                    headers[path] = seen
+                if done % SOME == 0 or done == count > SOME:
+                    LISTENER.get()(Computing(done, count, self._path.parent, what="headers"))
         if not self._source.skip_bad:
-            faults = [f"{path} {seen}" for path, seen in looks.items() if isinstance(seen, str)]
             self._faults += complaints(faults, REMEDY)
-        headers = {path: seen for path, seen in looks.items() if not isinstance(seen, str)}
         colour = any(mode.partition(";")[0] not in GREY for mode, *_ in headers.values())
         channels = channels or (3 if colour else 1)
         if size is not None:
@@ -179,13 +193,12 @@ class ImageFolder:
             what="images",
         )
 
-    def load(self) -> Generator[Computing, None, tuple[Records, Records]]:
+    def load(self) -> Generator[Computing, None, list[Records]]:
         """Return training and test images, decoded."""
         file = yield from self._decoded()
         if not self._source.skip_bad:
             refuse(file.notes(), REMEDY)
-        train, test = (Records(Rows(file, rows), y, units) for rows, y, units in self._sides)
-        return train, test
+        return [Records(Rows(file, rows), y, units) for rows, y, units in self._sides]
 
 
 def _repeated(names: list[str]) -> str:
@@ -198,27 +211,8 @@ def _repeated(names: list[str]) -> str:
     return next(filter(SERIES.search, names)) if several else ""
 
 
-def _units(names: list[str], pattern: str) -> list[str]:
-    """Return the unit of each file: the text that the pattern, or its first group, matches."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as failure:
-        raise InputError(
-            f"--unit {pattern} is not a valid regular expression ({failure}). To match the 17 in "
-            "patient17.png, use --unit 'patient([0-9]+)'."
-        ) from failure
-    found = [compiled.search(name) for name in names]
-    units = [(match and match[min(compiled.groups, 1)]) or "" for match in found]
-    strange = [name for name, unit in zip(names, units, strict=True) if not unit]
-    refuse(
-        [f"{name} does not match --unit {pattern}" for name in strange],
-        " Rename these files, or use a pattern that matches all paths below the folder.",
-    )
-    return units
-
-
 def _parts(source: Source) -> list[Path]:
-    """Return the folders of training and test images; [] if there is no such division."""
+    """Return the folders of training and test images, or only the dataset's folder."""
     root, declared = source.path, source.classes
     names = [name for name in (TRAIN, *TESTS) if name not in (declared or ())]
     parts = [root / name for name in names if (root / name).is_dir()]
@@ -231,7 +225,8 @@ def _parts(source: Source) -> list[Path]:
             f"{TRAIN} and test, or one folder per class, of which --test-fraction is held out. If "
             f"{parts[0].name} is the name of a class, rename it."
         )
-    return parts if len(parts) == 2 and parts[0].name == TRAIN else []  # otherwise class folders
+    # Otherwise these folders are of declared classes.
+    return parts if len(parts) == 2 and parts[0].name == TRAIN else [root]
 
 
 def _image(entry: "os.DirEntry[str]", label: int) -> ImageFile | str:

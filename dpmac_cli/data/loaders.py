@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpmac_cli.data.array_file import _channels_first
+from dpmac_cli.data.array_file import channels_first
 from dpmac_cli.data.dataset import Data, Split, fingerprint, split_of, standardisation
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.own import load as load_own
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.data.schema import Source
+from dpmac_cli.data.splits import Records
 from dpmac_cli.data.units import units_of
 from dpmac_cli.errors import InputError
 from dpmac_cli.storage.progress import Computing, outcome
@@ -51,15 +52,10 @@ def loading(
         InputError: files are missing and cannot be downloaded, are damaged, are not the published
             ones, or do not match ``facts``.
     """
-    units = test_units = None
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
         records = yield from load_own(chosen, facts)
-        train, test = (
-            split_of(x, torch.as_tensor(y), device) if isinstance(x, Rows) else _split(x, y)
-            for x, y, _ in records
-        )
-        units, test_units = (None if each is None else units_of(each) for *_, each in records)
+        train, test = (_side(part, device) for part in records)
     else:
         facts = DATASETS[chosen]
         if facts.torchvision:
@@ -68,7 +64,15 @@ def loading(
             train, test = _digits()
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
-    return Data(train, test, gain, offset, units, test_units).to(device)
+    return Data(train, test, gain, offset).to(device)
+
+
+def _side(records: Records, device: torch.device) -> Split:
+    x, labels = records.x, torch.as_tensor(records.y)
+    units = None if records.units is None else units_of(records.units)
+    if isinstance(x, Rows):
+        return split_of(x, labels, units, device)
+    return Split(torch.as_tensor(x), labels, units=units)
 
 
 def _split(images: Any, labels: Any) -> Split:
@@ -79,8 +83,7 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
     """Reject files that differ from the published dataset."""
     facts = DATASETS[name]
     shapes = " and ".join(str(tuple(part.images.shape)) for part in (train, test))
-    sizes = facts.train_size, facts.test_size
-    wanted = " and ".join(str((size, *facts.shape)) for size in sizes)
+    wanted = " and ".join(str((n, *facts.shape)) for n in (facts.train_size, facts.test_size))
     if shapes != wanted:
         fault = f"its training and test images have the shapes {shapes} instead of {wanted}"
     elif facts.sha256 is not None and (found := fingerprint(train, test)) != facts.sha256:
@@ -112,8 +115,7 @@ def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split,
     files = [data_dir / file for file in DATASETS[name].files]
     download = download and bool(_missing(files))
     try:
-        train, test = (_part(name, data_dir, which, download) for which in ("train", "test"))
-        return train, test
+        return _part(name, data_dir, "train", download), _part(name, data_dir, "test", download)
     except Exception as failure:  # its parsers raise any exception for a damaged file
         raise InputError(
             f"The dataset {name} {_what_failed(files, download, failure)}; or use another "
@@ -132,7 +134,7 @@ def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
     part = {"split": which} if hasattr(kind, "split_list") else {"train": which == "train"}
     loaded = kind(data_dir, download=download, **part)
     labels = loaded.labels if hasattr(loaded, "labels") else loaded.targets
-    return _split(_channels_first(np.asarray(loaded.data)), labels)
+    return _split(channels_first(np.asarray(loaded.data)), labels)
 
 
 def _missing(files: Sequence[Path]) -> list[str]:

@@ -21,9 +21,7 @@ def inspect(source: Source) -> Found:
     return _reader_of(source).found
 
 
-def load(
-    source: Source, facts: Dataset | None
-) -> Generator[Computing, None, tuple[Records, Records]]:
+def load(source: Source, facts: Dataset | None) -> Generator[Computing, None, list[Records]]:
     """Return training and test records, after checking that their facts are unchanged.
 
     Records are uint8, shape (records, channels, height, width), in a file if they were decoded; or

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from dpmac_cli.data.registry import EPOCHS, STEPS_PER_EPOCH, Dataset, Defaults
 from dpmac_cli.data.schema import STANDARDS, Found, Source
 from dpmac_cli.errors import InputError, raise_errors
-from dpmac_cli.storage.rows import Rows
 
 #: Number of faults of one kind to list; the rest are counted.
 NAMED = 5
@@ -22,11 +21,15 @@ LARGE = 128
 
 
 class Records(NamedTuple):
-    """Records in memory or in a file, their labels, and their units; None if each is a unit."""
+    """Records, their labels, and their units; None if each is a unit."""
 
-    x: NDArray[Any] | Rows
+    x: Any  # an array, or Rows of a file
     y: NDArray[np.int64]
     units: NDArray[Any] | None = None
+
+    def at(self, rows: NDArray[Any]) -> "Records":
+        """Return some records of an array, by their numbers or a mask."""
+        return Records(self.x[rows], self.y[rows], None if self.units is None else self.units[rows])
 
 
 def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
@@ -56,66 +59,69 @@ def check_classes(classes: Sequence[str], source: Source) -> None:
 
 
 def split(
-    keys: Iterable[bytes], labels: NDArray[np.int64], classes: Sequence[str] | None, source: Source
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows to train on and the rows held out, each in order.
+    records: Records, keys: Iterable[bytes], classes: Sequence[str] | None, source: Source
+) -> list[Records]:
+    """Return the records to train on and those held out, each in order.
 
     Args:
         keys: one key per record that decides its side of the split: its name, its contents, or
             its unit.
-        labels: one label per record.
         classes: class names; None if they are declared and need no record to train on.
     """
     seed, most = source.split_seed.to_bytes(8, "big"), source.test_fraction * 2**64
     # Adding or removing a record or unit must not change the split of the others.
     words = (hashlib.blake2b(key, digest_size=8, key=seed).digest() for key in keys)
     held_out = np.array([int.from_bytes(word, "big") < most for word in words])
-    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-    if not (len(train) and len(test)):
+    train, test = records.at(~held_out), records.at(held_out)
+    if not (len(train.y) and len(test.y)):
         raise InputError(
             f"--test-fraction {source.test_fraction:g} of {len(held_out)} records leaves no "
             "training or no test records. Add records, or use another --test-fraction "
             "or --split-seed."
         )
     if classes is not None:
-        only = sorted(set(labels[test].tolist()) - set(labels[train].tolist()))
+        only = sorted(set(test.y.tolist()) - set(train.y.tolist()))
         refuse(
             [f"All records of the class {classes[label]} are held out" for label in only],
             " Use a smaller --test-fraction or another --split-seed, add records, or declare "
             "the classes with --classes.",
         )
-    return train, test
+    return [train, test]
 
 
 def found(
     source: Source,
-    labels: Sequence[NDArray[np.int64]],
+    sides: Sequence[Records],
     shape: tuple[int, int, int],
     classes: Sequence[str],
     ends: NDArray[np.float64] | None = None,
-    units: Sequence[NDArray[Any] | None] = (None, None),
     **rest: Any,
 ) -> Found:
     """Return facts like those of the registry, with conservative defaults.
 
     Args:
-        labels: labels of both splits. shape, classes: shape and classes of the records.
+        sides: training and test records. shape, classes: shape and classes of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
-        units: units of both splits; None if each record is one. rest: see :class:`Found`.
+        rest: see :class:`Found`.
 
     Raises:
-        InputError: the chosen constants do not fit the number of channels.
+        InputError: a unit has records of both kinds, or the chosen constants do not fit the number
+            of channels.
     """
-    train, test = (
-        len(side if some is None else np.unique(some))
-        for side, some in zip(labels, units, strict=True)
-    )
+    owners = [set(units.tolist()) for _, _, units in sides if units is not None]
+    if len(owners) == 2 and (both := set.intersection(*owners)):
+        raise InputError(
+            f"{source.path}: {len(both)} units, such as {min(both)}, have training and test "
+            "records: use different units for testing."
+        )
+    train, test = (len(y if units is None else np.unique(units)) for _, y, units in sides)
     batch = -(-train // STEPS_PER_EPOCH)
     defaults = Defaults("mlp", batch, epochs=EPOCHS, h1=1e-9, h2=1e-6)
     if min(shape[1:]) >= LEAST_CNN:
         physical = max(1, min(32, 32 * LARGE**2 // (shape[1] * shape[2])))
         defaults = Defaults("cnn", batch, epochs=EPOCHS, physical_batch=physical)
-    several = labels[1].ndim == 2  # labels per record
+    labels = sides[1].y
+    several = labels.ndim == 2  # labels per record
     if ends is None:
         levels, constants = 255, _constants(source, shape[0])
     else:  # scaled to [-1, 1]
@@ -125,8 +131,8 @@ def found(
     facts = Dataset(
         train, test, shape, names, *constants, defaults, "your own", levels, multilabel=several
     )
-    tested = set(np.flatnonzero(labels[1].any(0)) if several else labels[1].tolist())
-    unit = "" if units[0] is None else source.unit or "unit"
+    tested = set(np.flatnonzero(labels.any(0)) if several else labels.tolist())
+    unit = "" if sides[0].units is None else source.unit or "unit"
     untested = tuple(name for label, name in enumerate(names) if label not in tested)
     name = source.path.resolve().stem.strip("<>")
     return Found(facts, name, unit=unit, untested=untested, **rest)

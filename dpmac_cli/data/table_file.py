@@ -55,11 +55,12 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     target, classes = schema.label.column, schema.label.classes
     labels = _indices(cells[target], classes)
     bad = {f"no class of the schema in {target}": labels < 0}
-    units = None
+    of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
         units = np.asarray(_text(cells[source.unit]).fill_null("").to_pylist(), np.str_)
         bad[f"no value in {source.unit}"] = units == ""
-    x, low, high = _inputs(schema.columns, cells, bad, strict)
+        of_records["unit"] = units
+    of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
         refuse([*ragged, *_reasons(bad)], remedy)
@@ -71,9 +72,7 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
         sides = {"": good & ~tested, "_test": good & tested}
     arrays = {"low": low, "high": high, "classes": np.array(classes)}
     for suffix, rows in sides.items():
-        arrays |= {f"x{suffix}": x[rows], f"y{suffix}": labels[rows]}
-        if units is not None:
-            arrays[f"unit{suffix}"] = units[rows]
+        arrays |= {f"{name}{suffix}": values[rows] for name, values in of_records.items()}
     return arrays, skipped
 
 

@@ -4,7 +4,6 @@ Features are as private as the records that they were computed from.
 """
 
 from collections.abc import Generator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,17 +53,13 @@ def featured(
 
 
 def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
-    everything = Rows(file, np.arange(len(file)))
-    train, test = np.split(everything.rows, [len(data.train)])
-    one = torch.ones(1, 1, 1, device=data.gain.device)
-    found = replace(
-        data,
-        train=split_of(Rows(file, train), data.train.labels, one.device),
-        test=split_of(Rows(file, test), data.test.labels, one.device),
-        gain=one,
-        offset=torch.zeros_like(one),
+    everything, one = Rows(file, np.arange(len(file))), torch.ones(1, 1, 1, device=data.gain.device)
+    places = np.split(everything.rows, [len(data.train)])
+    train, test = (
+        split_of(Rows(file, rows), split.labels, split.units, one.device)
+        for rows, split in zip(places, (data.train, data.test), strict=True)
     )
-    return found, everything.sha256()
+    return Data(train, test, gain=one, offset=torch.zeros_like(one)), everything.sha256()
 
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:

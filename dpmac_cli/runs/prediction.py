@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpmac_cli.data.array_file import _channels_first, _resized, read_npz
+from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.decoding import decode, looked_at, usable_cores
 from dpmac_cli.data.image_folder import GREY, SUFFIXES
@@ -199,10 +199,10 @@ def _arrays(
 ) -> Callable[[slice], NDArray[Any]]:
     """Return a function that reads images or rows of numbers. Raises ValueError if they misfit."""
     images = facts.levels > 1
-    shape = _channels_first(x[:1]).shape[1:] if x.ndim in ((3, 4) if images else (2, 3, 4)) else ()
+    shape = channels_first(x[:1]).shape[1:] if x.ndim in ((3, 4) if images else (2, 3, 4)) else ()
     sides = "channels: {}, height: {}, width: {}".format(*facts.shape)
-    # Middle and half of each range.
-    mean, std = (np.array(ends).reshape(-1, 1, 1) for ends in (facts.mean, facts.std))
+    middle, half = np.array([facts.mean, facts.std])
+    ends = None if images else np.stack([middle - half, middle + half])
     if images:
         resizes = "image-size" in settings and shape[:1] == facts.shape[:1]
         if x.dtype != np.uint8 or not (resizes or shape == facts.shape):
@@ -213,12 +213,5 @@ def _arrays(
         raise ValueError(f"x must be {wanted}")
     elif not np.isfinite(x).all():
         raise ValueError("x must be finite")
-
-    def at(some: slice) -> NDArray[Any]:
-        part = _channels_first(x[some])
-        if not images:
-            clipped: NDArray[Any] = np.clip(part, mean - std, mean + std)
-            return clipped.astype(np.float32)
-        return part.copy() if shape == facts.shape else _resized(part, facts.shape[1])
-
-    return at
+    size = None if shape == facts.shape else facts.shape[1]
+    return lambda some: inputs_of(x[some], ends, size)

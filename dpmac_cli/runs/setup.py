@@ -176,8 +176,8 @@ def make_task(
         data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts)
     if isinstance(plan.data, Source):
         fingerprints["data"] = fingerprint(data.train, data.test)
-        if data.units is not None:
-            fingerprints["units"] = data.units.sha256()
+        if data.train.units is not None:
+            fingerprints["units"] = data.train.units.sha256()
     if parts is not None:
         parts.isolated = plan.features is None and kind == "isolated"
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
@@ -303,15 +303,15 @@ def _doubts(plan: TrainPlan, weights: PublicWeights) -> tuple[str, ...]:
 
 def _check_size(plan: TrainPlan, data: Data) -> None:
     """Reject data whose number of records differs from that of sampling rate and epsilon."""
-    if data.size != plan.facts.train_size:
+    if data.train.size != plan.facts.train_size:
         raise InputError(
-            f"data has {data.size:,} {plan.unit.split(' with ')[0]}s, but epsilon was computed "
-            f"for the {plan.facts.train_size:,} of {plan.found.name}. Save your records as an "
-            ".npz and use that as the dataset."
+            f"data has {data.train.size:,} {plan.unit.split(' with ')[0]}s, but epsilon was "
+            f"computed for the {plan.facts.train_size:,} of {plan.found.name}. Save your records "
+            "as an .npz and use that as the dataset."
         )
-    if plan.scores is not None and data.test_size != plan.facts.test_size:
+    if plan.scores is not None and data.test.size != plan.facts.test_size:
         raise InputError(
-            f"data has {data.test_size:,} test records or units, but scores are covered for the "
+            f"data has {data.test.size:,} test records or units, but scores are covered for the "
             f"{plan.facts.test_size:,} of {plan.found.name}. Use the dataset with its units."
         )
 
@@ -332,7 +332,7 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
             parameters=sum(p.numel() for p in task.trained.parameters()),
             rate=plan.event.sampling_rate,
             batch=plan.batch_size,
-            first=task.data.size,
+            first=task.data.train.size,
             count=plan.canaries,
             inputs=plan.recipe.inputs,
             keys=keys,

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpmac_cli.config.checks import EXTRAS, fault_of_package
+from dpmac_cli.config.checks import fault_of_package
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.studies.executor import Executor
 
 if TYPE_CHECKING:
     from dpmac_cli.studies.local import SharedData
 
-#: All except the first need an extra of the same name.
-EXECUTORS = ("local", "ray", "slurm")
+#: Executors, with the package that each needs, from the extra of the same name.
+EXECUTORS = {"local": "", "ray": "ray", "slurm": "submitit"}
 #: sbatch options that dpmac sets itself.
 OURS = (
     *("array", "error", "export", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode"),
@@ -51,8 +51,8 @@ class Choice:
             yield "--slurm is for SLURM jobs. Add --executor slurm, or leave it out."
         if self.name == "slurm":
             yield from self._slurm_faults()
-        if self.name in EXTRAS:
-            yield from fault_of_package(EXTRAS[self.name], self.name, f"--executor {self.name}")
+        if package := EXECUTORS.get(self.name):
+            yield from fault_of_package(package, self.name, f"--executor {self.name}")
 
     @property
     def sbatch(self) -> dict[str, str]:

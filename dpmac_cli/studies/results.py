@@ -136,11 +136,9 @@ def was_changed(run: Run) -> bool:
 def _events(runs: Iterable[Run]) -> Iterator[TrainingEvent]:
     """Yield events of all attempts at private runs, not merged, as each begins its own epochs."""
     for run in runs:
-        if not run.plan.private:
-            continue
-        if finished_report(run) is not None:
+        if run.plan.private and finished_report(run) is not None:
             yield from events_of(run.folder, attempts=True)
-        else:
+        elif run.plan.private:
             yield from attempts(run.folder, run.plan.event, whole=True)
 
 

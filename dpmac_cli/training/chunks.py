@@ -117,7 +117,7 @@ class ChunkedSum:
 
     def _rows(self, drawn: Batch, step: int) -> Batch:
         """Return the records of the drawn units, shape (units * K,)."""
-        units = self._data.units
+        units = self._data.train.units
         if units is None:
             return drawn
         recipe = self._recipe

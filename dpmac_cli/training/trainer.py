@@ -187,10 +187,10 @@ class Trainer:
         if scores is None:
             return self.evaluate()
         if not scores.due(step, self.plan.steps):
-            return CoveredScore(math.nan, self.data.test_size)
+            return CoveredScore(math.nan, self.data.test.size)
         assert self.randomness.scores is not None  # noqa: S101  (only the first rank scores)
         result = self.evaluate()
-        return release(result, self.data.test_units, scores, self.randomness.scores.at(step))
+        return release(result, self.data.test.units, scores, self.randomness.scores.at(step))
 
     def check_finite(self) -> None:
         """Raise DivergedError if a parameter is not finite. Synchronises with the device."""
