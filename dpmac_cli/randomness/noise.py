@@ -2,9 +2,7 @@
 
 import math
 import os
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -17,13 +15,12 @@ from dpmac_cli.randomness.keystream import KeyStream, Stretch
 
 #: Smallest u, in (0, 1]; 0.5 + LEAST_U is exact in float64.
 LEAST_U = 2.0**-53
-#: Pairs of normals in a part of a draw. Each has a key stream of its own and stays in cache; torch
-#: would use several threads for more.
-PAIRS = 1 << 15
+#: Pairs of normals in a part of a draw. Each has a key stream of its own and stays in cache.
+PAIRS = 1 << 17
+#: Parts from which on threads draw them. For fewer they do not pay beside torch's own threads.
+MANY_PARTS = 8
 #: Number of normals per draw of secure noise.
 SUMMANDS = 4
-#: Most normals to draw a step ahead. More would take much memory.
-AHEAD = 1 << 24
 
 
 def box_muller(stretch: Stretch, out: NDArray[Any]) -> None:
@@ -64,52 +61,29 @@ def secure_normals(stretch: Stretch, out: NDArray[Any]) -> None:
     np.multiply(total, SUMMANDS**-0.5, out=out, casting="same_kind")
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """Normals that other threads are drawing into ``out``, from a part of the key stream on."""
-
-    part: int
-    out: NDArray[Any]
-    jobs: list[Future[None]]
-
-
 class SeededNormals:
     """Normals from the key stream of a step. None is returned twice.
 
     Torch's generator uses only 32 bits of a seed, so 4 billion tries would recover its noise.
     """
 
-    def __init__(self, keys: KeyStream, step: int, *, secure: bool = False) -> None:
-        self._keys, self.step = keys, step
+    def __init__(self, keys: KeyStream, step: int, *, secure: bool) -> None:
+        self._keys, self._step = keys, step
         self._fill = secure_normals if secure else box_muller
-        self._part, self._begun = 0, deque[_Draw]()
-        self.asked: list[tuple[int, np.dtype[Any]]] = []  # sizes and types of the draws so far
-
-    def begin(self, size: int, kind: np.dtype[Any]) -> None:
-        """Start to draw, for a coming call of :meth:`standard_normal`."""
-        draw = _Draw(self._part, np.empty(size, kind), [])
-        for begin in range(0, size, 2 * PAIRS):
-            part = draw.out[begin : begin + 2 * PAIRS]
-            draw.jobs.append(_threads().submit(self._draw, self._part, part))
-            self._part += 1
-        self._begun.append(draw)
+        self._part = 0
 
     def standard_normal(self, like: Tensor) -> Tensor:
         """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``."""
-        size, kind = like.numel(), np.dtype("f8" if like.dtype == torch.float64 else "f4")
-        self.asked.append((size, kind))
-        if self._begun and (self._begun[0].out.size, self._begun[0].out.dtype) != (size, kind):
-            self._part = self._begun[0].part  # the step before asked for others
-            self._begun.clear()
-        if not self._begun:
-            self.begin(size, kind)
-        draw = self._begun.popleft()
-        for job in draw.jobs:
-            job.result()
-        return torch.from_numpy(draw.out).to(like.device, non_blocking=True).view(like.shape)
+        drawn = np.empty(like.numel(), np.float64 if like.dtype == torch.float64 else np.float32)
+        parts = [drawn[begin : begin + 2 * PAIRS] for begin in range(0, len(drawn), 2 * PAIRS)]
+        numbers = range(self._part, self._part + len(parts))
+        self._part += len(parts)
+        apply = _threads().map if len(parts) >= MANY_PARTS else map
+        list(apply(self._draw, numbers, parts))
+        return torch.from_numpy(drawn).to(like.device, non_blocking=True).view(like.shape)
 
     def _draw(self, part: int, out: NDArray[Any]) -> None:
-        self._fill(self._keys.at(self.step, part), out)
+        self._fill(self._keys.at(self._step, part), out)
 
 
 @cache
@@ -121,14 +95,10 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of t
 
 
 class Noise:
-    """Standard normal draws, a function of the secret key, the step and the position in it.
-
-    The draws of a step begin while the step before it ends, in the sizes of that step.
-    """
+    """Standard normal draws, a function of the secret key, the step and the position in it."""
 
     def __init__(self, key: bytes, *, secure: bool = False) -> None:
-        self._keys, self._secure = KeyStream(key), secure
-        self._last, self._now, self._next = -1, self._of(-1), self._of(0)
+        self._keys, self._secure, self._last = KeyStream(key), secure, -1
 
     def at(self, step: int) -> SeededNormals:
         """Return the draws of a step.
@@ -137,13 +107,5 @@ class Noise:
         """
         if step <= self._last:
             raise ValueError(f"step {step} is not after step {self._last}: noise is used only once")
-        asked, following = self._now.asked, self._of(step + 1)
-        if sum(size for size, _ in asked) <= AHEAD:
-            for size, kind in asked:
-                following.begin(size, kind)
-        self._now = self._next if self._next.step == step else self._of(step)
-        self._last, self._next = step, following
-        return self._now
-
-    def _of(self, step: int) -> SeededNormals:
+        self._last = step
         return SeededNormals(self._keys, step, secure=self._secure)
