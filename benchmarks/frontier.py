@@ -100,7 +100,9 @@ class Preconditioned(Geometry):
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
         """The next scale."""
-        signal = moments.v_hat().sub_(moments.noise_hat()).clamp_(min=self.h1)
+        assert moments.noise is not None
+        noise = moments.noise / (1 - moments.beta2**moments.step)
+        signal = moments.v_hat().sub_(noise).clamp_(min=self.h1)
         torch.reciprocal(signal, out=region.inverse)
         return region.factor
 

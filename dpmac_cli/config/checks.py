@@ -50,7 +50,7 @@ def faults(plan: TrainPlan) -> Iterator[str]:
             f"--metric {plan.metric} cannot be released with --cover-scores. Use "
             f"{' or '.join(known)}, or leave out --cover-scores."
         )
-    if plan.recipe.augmented and plan.facts.is_table:
+    if plan.recipe.augmented and not plan.facts.is_images and plan.facts.shape[1:] == (1, 1):
         yield f"--augmentations is for images, but {plan.dataset} is a table. Leave it out."
     yield from _loss_faults(plan)
     if plan.recipe.warmup >= plan.steps:

@@ -52,10 +52,5 @@ class Dataset:
         """Return whether records are 8-bit images, not numbers."""
         return self.levels > 1
 
-    @property
-    def is_table(self) -> bool:
-        """Return whether records are rows of numbers, of shape (columns, 1, 1)."""
-        return not self.is_images and self.shape[1:] == (1, 1)
-
 
 DATASETS: Mapping[str, Dataset] = catalogue(Dataset, Path(__file__).with_name("datasets.toml"))

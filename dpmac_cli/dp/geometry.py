@@ -86,7 +86,7 @@ class AdaClip(Geometry):
         """Return the centre m = 0 and the scale of s^2 = sqrt(h1 h2)."""
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
         region = ellipsoid(torch.zeros_like(like), torch.ones_like(like))
-        region.factor.copy_(_scale(s_squared, region))
+        region.factor.copy_(_scale(s_squared.sqrt(), region))
         return region, Spread(s_squared, None)
 
     def estimate(
@@ -97,7 +97,7 @@ class AdaClip(Geometry):
         region.centre.lerp_(private.value, 1 - self.beta1)
         variance = private.without_noise((private.value - region.centre).square_())
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
-        return _scale(spread.s, region)
+        return _scale(spread.s.sqrt(), region)
 
 
 @dataclass(frozen=True)
@@ -136,29 +136,30 @@ class MacAdam(Geometry):
     ) -> Tensor:
         """Lines 16 to 20; the next centre is m-hat_t."""
         assert spread is not None  # noqa: S101
-        m_hat = region.centre.copy_(moments.m_hat())
-        spread.s.lerp_((private.value - m_hat).square_(), 1 - self.beta1)  # lines 16, 17
+        m_hat, b, beta = moments.m_hat(out=region.centre), private.scale, self.beta1
+        spread.s.lerp_((private.value - m_hat).square_(), 1 - beta)  # lines 16, 17
         if spread.psi is not None:
-            spread.psi.lerp_(private.noise_variance * spread.share, 1 - self.beta1)
-        s = spread.s if spread.psi is None else spread.s - spread.psi
+            share = (1 - beta) * spread.share * private.noise_ratio**2
+            spread.psi.mul_(beta).addcmul_(b, b, value=share)
+        variance = spread.s - (0 if spread.psi is None else spread.psi)
         # 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0. The same holds if beta1 is
         # so small that both are lost in rounding.
-        variance = torch.zeros_like(s) if spread.kappa is None else s / spread.kappa
+        variance = variance.zero_() if spread.kappa is None else variance.div_(spread.kappa)
         if spread.psi is None:
             private.without_noise(variance)
-        return _scale(variance.clamp_(self.h1, self.h2), region)  # lines 19, 20
+        return _scale(variance.clamp_(self.h1, self.h2).sqrt_(), region)  # lines 19, 20
 
 
 #: Geometries by their names in the table.
 GEOMETRIES: Mapping[str, type[Geometry]] = {"ball": Ball, "adaclip": AdaClip, "macadam": MacAdam}
 
 
-def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:
+def _scale(root: Tensor, region: Ellipsoid) -> Tensor:
     """Compute line 20 for a block: b^2 = variance^(1/2) * (sum of variance^(1/2)).
 
-    Writes variance^(-1/2) to ``region.inverse`` and returns the block's part of the sum, shape ().
+    ``root`` is variance^(1/2). Writes its reciprocal to ``region.inverse`` and returns the block's
+    part of the sum, shape ().
     """
-    root = variance.sqrt()
     torch.reciprocal(root, out=region.inverse)
     return root.sum()
 

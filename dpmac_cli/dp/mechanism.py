@@ -92,9 +92,8 @@ class GaussianMechanism:
         """
         value, b = clipped, region.scale
         self._add_noise(value, b, noise)
-        value.div_(self.expected_batch)  # b w-tilde_t: line 10, kept in gradient space
-        if not region.is_ball:
-            value.add_(region.centre)  # line 11
+        # b w-tilde_t, line 10, kept in gradient space, and line 11.
+        torch.add(region.centre, value, alpha=1 / self.expected_batch, out=value)
         return PrivateMean(value.to(b.dtype), b, self.noise_multiplier / self.expected_batch)
 
     def placeholder(self, region: Ellipsoid, like: Tensor) -> PrivateMean:
@@ -107,7 +106,7 @@ class GaussianMechanism:
         """Add sigma b z to the sum in place: line 9 in gradient space."""
         if self.noise_multiplier > 0:
             z = noise.standard_normal(torch.empty_like(value, dtype=b.dtype))
-            value.add_(z.mul_(b), alpha=self.noise_multiplier)
+            value.addcmul_(z, b, value=self.noise_multiplier)
 
     def rounding(self, size: int) -> float:
         """Return a bound on what rounding adds to the sensitivity 1, for ``size`` coordinates."""

@@ -38,18 +38,13 @@ class Moments:
         if self.noise is not None:
             self.noise.lerp_(private.noise_variance, 1 - self.beta2)
 
-    def m_hat(self) -> Tensor:
+    def m_hat(self, out: Tensor | None = None) -> Tensor:
         """Return bias-corrected m, line 14, shape (d,)."""
-        return self.m / (1 - self.beta1**self.step)
+        return torch.div(self.m, 1 - self.beta1**self.step, out=out)
 
     def v_hat(self) -> Tensor:
         """Return bias-corrected v, line 14, shape (d,)."""
         return self.v / (1 - self.beta2**self.step)
-
-    def noise_hat(self) -> Tensor:
-        """Return phi-hat_t, the exact share of the mechanism's noise in ``v_hat``."""
-        assert self.noise is not None, "the rule does not track the noise's average"  # noqa: S101
-        return self.noise / (1 - self.beta2**self.step)
 
 
 #: theta, eta, private mean and moments.
@@ -91,7 +86,7 @@ class AdamBC:
         moments.update(private)
         phi: Tensor | float = private.noise_ratio**2
         if moments.noise is not None:
-            phi = moments.noise_hat()
+            phi = moments.noise / (1 - moments.beta2**moments.step)  # its exact share of v-hat
         elif private.scale.ndim == 0:
             phi = private.noise_variance
         signal = moments.v_hat().sub_(phi).clamp_(min=self.gamma_prime)

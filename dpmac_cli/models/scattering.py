@@ -53,7 +53,11 @@ class Scattering(nn.Module):
         fine, coarse = self._modulus(spectrum, 0), self._modulus(spectrum, 1)
         second = self._modulus(torch.fft.fft2(fine), 1)
         parts = (planes.unsqueeze(1), 0), (fine, 0), (coarse, 1), (second.flatten(1, 2), 1)
-        return torch.cat([self._averaged(part, octave) for part, octave in parts], 1)
+        smooth = []  # one value per 4 pixels, without padding
+        for signal, octave in parts:
+            down, across = (self.get_buffer(f"average_{octave}_{axis}") for axis in (0, 1))
+            smooth.append(down @ signal @ across.T)
+        return torch.cat(smooth, 1)
 
     def _modulus(self, spectrum: Tensor, octave: int) -> Tensor:
         """Return |signal * wavelet| for every angle, keeping every 2^octave-th value.
@@ -66,12 +70,6 @@ class Scattering(nn.Module):
             filtered = torch.add(*filtered.chunk(2, dim))
         found = torch.fft.ifft2(torch.view_as_complex(filtered.view(*filtered.shape[:-1], -1, 2)))
         return torch.mul(found.real, found.real).addcmul_(found.imag, found.imag).sqrt_()
-
-    def _averaged(self, signal: Tensor, octave: int) -> Tensor:
-        """Smooth a signal to one value per 4 pixels, without its padding."""
-        down, across = (self.get_buffer(f"average_{octave}_{axis}") for axis in (0, 1))
-        smooth: Tensor = down @ signal @ across.T
-        return smooth
 
 
 def _averaging(size: int, factor: int) -> Tensor:

@@ -16,9 +16,9 @@ from dpmac_cli.randomness.keystream import KeyStream, Stretch
 #: Smallest u, in (0, 1]; 0.5 + LEAST_U is exact in float64.
 LEAST_U = 2.0**-53
 #: Pairs of normals in a part of a draw. Each has a key stream of its own and stays in cache.
-PAIRS = 1 << 17
+PAIRS = 1 << 15
 #: Parts from which on threads draw them. For fewer they do not pay beside torch's own threads.
-MANY_PARTS = 8
+MANY_PARTS = 64
 #: Number of normals per draw of secure noise.
 SUMMANDS = 4
 

@@ -87,11 +87,10 @@ def curve_bound(
         sigmas = (min(max(e.noise_multiplier * factor, SIGMA_MIN), SIGMA_MAX) for e in events)
         return tuple(replace(e, noise_multiplier=s) for e, s in zip(events, sigmas, strict=True))
 
-    def ruled_out(factor: float) -> bool:
-        curve = trade_off_curve(with_noise(factor), THINNING)
-        return not as_likely(curve, canaries, guesses, right)
+    def possible(factor: float) -> bool:
+        return as_likely(trade_off_curve(with_noise(factor), THINNING), canaries, guesses, right)
 
-    least = bisect_left(FACTORS, True, key=ruled_out)
+    least = bisect_left(FACTORS, True, key=lambda factor: not possible(factor))
     return total_epsilon(with_noise(FACTORS[least]), delta) if least < len(FACTORS) else 0.0
 
 

@@ -5,7 +5,7 @@ network makes them. What is exact is computed in float64 from the floats that th
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import unfold
+from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.dp.clipping import clipped_sum as clipping
 from dpmac_cli.dp.clipping import forms, products
@@ -23,6 +24,7 @@ from dpmac_cli.dp.clipping.layer_rules import Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.modules import Standardisation, StandardisedConv2d
 from dpmac_cli.dp.clipping.norms import ROW, Metric, SquaredNorms
+from dpmac_cli.dp.clipping.outer_products import ONEDNN, products_by_onednn
 from dpmac_cli.dp.clipping.products import PositionProducts, Sizes, sizes
 from dpmac_cli.dp.mechanism import Ellipsoid, GaussianMechanism, ball, ellipsoid
 from dpmac_cli.training.chunks import ChunkedSum, first_chunk
@@ -757,3 +759,55 @@ def test_chunks_are_even_and_change_no_sum(
         assert (sum(cut), len(cut)) == (size, -(-size // most))
         assert not cut or max(cut) - min(cut) <= 1
         assert (total.double() - expected).norm() <= 1e-6 * max(1, size)
+
+
+# Linear layers of the network itself.
+
+
+@pytest.mark.parametrize("shape", [(3, 70), (3, 5, 70), (2, 3, 4, 70), (70,), (0, 70)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_layers_multiply_as_torch_does(
+    shape: tuple[int, ...], bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(70, 90, bias, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    weights = torch.randn(*shape[:-1], 90, dtype=dtype)
+    expected = layer(x)
+    [gradient] = torch.autograd.grad((expected * weights).sum(), [x])
+    with products_by_onednn([layer]):
+        found = layer(x)
+    assert "forward" not in vars(layer)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), [x])[0], gradient)
+
+
+def test_only_plain_linear_layers_are_replaced_and_for_a_time() -> None:
+    class Own(nn.Linear):
+        pass
+
+    plain, own, given = nn.Linear(2, 2), Own(2, 2), nn.Linear(2, 2)
+    given.forward = lambda x: x  # type: ignore[assignment]
+    before = given.forward
+    with suppress(ZeroDivisionError), products_by_onednn([plain, own, given]):
+        assert "forward" in vars(plain)
+        assert "forward" not in vars(own)
+        assert given.forward is before
+        raise ZeroDivisionError
+    assert "forward" not in vars(plain)
+    assert given.forward is before
+
+
+@pytest.mark.skipif(not ONEDNN, reason="torch was built without oneDNN")
+def test_a_step_multiplies_by_onednn() -> None:
+    """Of the large products none is left to torch.mm, which is slower on many processors."""
+    model = nn.Sequential(nn.Linear(90, 80), nn.ReLU(), nn.Linear(80, 70))
+    clip = ClippedSum(model, find_layers(model))
+    x, out = torch.randn(8, 90), torch.empty(80 * 91 + 70 * 81)
+    metric = Metric(ball(1.0, out))
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        clip.of(x, torch.arange(8), metric, out)
+    names = {event.key for event in seen.key_averages()}
+    assert "mkldnn::_linear_pointwise" in names
+    assert "aten::addmm" not in names

@@ -14,6 +14,7 @@ from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norm
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
 from dpmac_cli.dp.clipping.norms import Metric, SquaredNorms
+from dpmac_cli.dp.clipping.outer_products import products_by_onednn
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.torch_errors import code_of_network
@@ -58,7 +59,8 @@ class ClippedSum:
         per_sample: PerSample | None = None,
         loss: Loss = plain,
     ) -> None:
-        self._per_sample = per_sample or partial(record_uses, model, layers, views=views, loss=loss)
+        self._per_sample = per_sample or self._recorded
+        self._record = partial(record_uses, model, layers, views=views, loss=loss)
         self.layers, self.views = layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
@@ -112,6 +114,10 @@ class ClippedSum:
         _, by_layer = self._per_sample(x, y)
         pairs = zip(self.layers, by_layer, strict=True)
         return [(layer, choose_form(layer, uses, self.views, ball=ball)) for layer, uses in pairs]
+
+    def _recorded(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use]]]:
+        with products_by_onednn(layer.module for layer in self.layers):
+            return self._record(x, y)
 
     def weights(self, squares: Tensor) -> Tensor:
         """Return c_i for squared norms without rounding, float64, shape (samples,)."""

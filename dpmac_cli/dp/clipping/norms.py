@@ -104,7 +104,7 @@ class Metric:
         for block in blocks(len(centre), centre.device):
             torch.mul(centre[block], inverse[block], out=times[block])
             s3.append(sum_rounded_up(centre[block] * times[block]))
-            largest.append(inverse[block].max())
+            largest.append(inverse[block].amax())
         total, top = torch.stack(s3).sum(), torch.stack(largest).max()
         return LayerMetric(inverse, times, centre, total, top, factor)
 

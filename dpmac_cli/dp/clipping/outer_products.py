@@ -1,9 +1,13 @@
 """Gradients as sums of outer products, and matrix products in float32."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from dpmac_cli.dp.clipping.norms import LayerMetric, Mask, SquaredNorms, kept, roundoff
@@ -24,9 +28,53 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     few = out is not None and a.shape[1] <= FEW_TERMS
     if not _by_onednn(a) or few or a.numel() == 0 or b.numel() == 0:
         return torch.mm(a, b, out=out)
-    a, b = _dense(a), _dense(b)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+    product = _product(_dense(a), _dense(b).T)
     return product if out is None else out.copy_(product)
+
+
+def _product(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a @ weight.T + bias by oneDNN."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, weight, bias, "none", [], "")
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    """A Linear layer by :func:`matmul`, for inputs (rows, in). Its parameters get no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return _product(_dense(x), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, None, None]:
+        needed, [weight] = ctx.needs_input_grad[0], ctx.saved_tensors
+        return matmul(delta, weight) if needed else None, None, None
+
+
+@contextmanager
+def products_by_onednn(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Make Linear layers multiply by :func:`matmul`, forward and backward, in float32 on a CPU.
+
+    Their parameters get no gradients: those of samples follow from inputs and output gradients.
+    """
+    linear: list[Any] = [m for m in modules if type(m) is nn.Linear and "forward" not in vars(m)]
+    for module in linear:
+        module.forward = partial(_forward, module)
+    try:
+        yield
+    finally:
+        for module in linear:
+            del module.forward
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    if not _by_onednn(x) or x.ndim < 2 or x.numel() == 0:
+        return nn.Linear.forward(module, x)
+    rows = _Linear.apply(x.flatten(0, -2), module.weight, module.bias)
+    # Not a view: the network may change its output in place.
+    whole: Tensor = torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], rows.shape[-1]])
+    return whole
 
 
 @dataclass(frozen=True)
