@@ -39,8 +39,10 @@ def box_muller(stretch: Stretch, out: NDArray[Any]) -> None:
     turns = stretch.generate_state(pairs, np.int64 if wide else np.int32)
     angle = turns.astype(out.dtype)
     angle *= out.dtype.type(math.tau * 2.0 ** (-8 * turns.itemsize))
-    if wide:  # numpy's are slow in float64, and torch's in float32
-        cos, sin = (f(torch.from_numpy(angle)).numpy() for f in (torch.cos, torch.sin))
+    if wide:  # numpy's sine and cosine are slow in float64, its tangent is fast
+        tan = np.tan(angle / 2)
+        share = 2 / (1 + tan * tan)
+        cos, sin = share - 1, share * tan
     else:
         cos, sin = np.cos(angle), np.sin(angle)
     np.multiply(cos, radius, out=out[:pairs])

@@ -24,8 +24,7 @@ from dpmac_cli.training.metrics import BINS, Answers
 class Scored:
     """Results of a model file on every test sample; classes in the confusion matrix's order.
 
-    ``covered`` is whether the run that trained it released scores with noise, and ``held_out``
-    whether the samples are a fraction of the records, for lack of a test set.
+    ``covered``: its run released scores with noise. ``held_out``: there was no test set.
     """
 
     result: Evaluation
