@@ -6,14 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.randomness.noise import SeededNormals
 
 #: Public grid of :class:`SecureMechanism`, in whitened space; a power of two, so scaling by it is
 #: exact.
 GRID = 2.0**-40
-#: Coordinates for which a CPU generates secure noise at a time, to stay in cache.
-GRID_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,7 @@ class SecureMechanism(GaussianMechanism):
     """
 
     def _add_noise(self, value: Tensor, b: Tensor, noise: SeededNormals) -> None:
-        for part in blocks(len(value), value.device, GRID_BLOCK):
-            value[part] = self.whitened(value[part], b if b.ndim == 0 else b[part], noise)
-        value.mul_(b)
+        value.copy_(self.whitened(value, b, noise)).mul_(b)
 
     def whitened(self, clipped: Tensor, b: Tensor, noise: SeededNormals) -> Tensor:
         """Return the noisy sum on the grid in float64, in the shape of ``clipped`` (consumed)."""

@@ -20,6 +20,7 @@ from dpmac_cli.dp.mechanism import (
     ellipsoid,
 )
 from dpmac_cli.errors import ModelError
+from dpmac_cli.randomness import noise as noises
 from dpmac_cli.randomness.noise import Noise, SeededNormals
 from dpmac_cli.training.trainer import ROUNDING_SHARE
 from tests.conftest import every_optimizer
@@ -192,17 +193,17 @@ def test_noise_is_independent_across_steps_and_coordinates(name: str) -> None:
 
 @pytest.mark.privacy
 @pytest.mark.parametrize("shape", ["ball", "ellipsoid"])
-def test_blocks_have_noise_and_scale_of_their_own(
+def test_parts_have_noise_and_scale_of_their_own(
     shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vector of many blocks: the same sums whatever their size, and no noise twice."""
+    """A vector whose noise has many parts: no noise comes twice, and each has its scale."""
     rng = np.random.default_rng(3)
     scale = torch.from_numpy(rng.lognormal(0, 1, 1000))
     region = ball(1.5, scale) if shape == "ball" else ellipsoid(torch.zeros_like(scale), scale)
     clipped = torch.from_numpy(rng.normal(0, 1, 1000))
     sums = {}
     for size in (7, 1000):
-        monkeypatch.setattr(mechanisms, "GRID_BLOCK", size)
+        monkeypatch.setattr(noises, "PAIRS", size)
         for sigma in (0.0, 1.0):
             value = SecureMechanism(sigma, 1).release(clipped.clone(), region, source().at(1)).value
             sums[size, sigma] = value / region.scale
