@@ -426,7 +426,7 @@ def test_the_attack_finds_a_build_that_clips_each_record_of_a_unit(
 
     def one_by_one(self: Any, x: Any, y: Any, metric: Any, out: Any) -> None:
         self.views, self._capacity = 1, 10**9
-        self._per_sample.keywords["views"] = 1
+        self._record.keywords["views"] = 1
         clip(self, x.flatten(0, 1), y.flatten(0, 1), metric, out)
 
     if broken:

@@ -214,7 +214,7 @@ class Session:
         epsilon = schedule.at(done := event.step - spent.base)
         if isinstance(event, Evaluated) and done not in dict(schedule.points):
             part = replace(spent.event, steps=done)
-            epsilon = min(epsilon, total_epsilon((*spent.earlier, part), plan.delta, None, COARSE))
+            epsilon = min(epsilon, total_epsilon((*spent.earlier, part), plan.delta, widest=COARSE))
         if plan.scores is not None:
             tested = plan.scores.event(event.step, self.steps, spent.base)
             epsilon = max(epsilon, total_epsilon((*spent.earlier, tested), plan.delta))
