@@ -83,9 +83,15 @@ class CentredBall(Geometry):
         return region.factor
 
 
+NOISE: dict[int, Tensor] = {}
+
+
 @dataclass(frozen=True)
 class Preconditioned(Geometry):
-    """b = C sqrt(max(v-hat - phi, h1)), about the origin, with the v-hat and phi of the moments."""
+    """b = C sqrt(max(v-hat - phi, h1)), about the origin; phi is the noise's share of v-hat.
+
+    :data:`NOISE` has the average behind phi for each block of coordinates.
+    """
 
     clip_norm: float
     h1: float
@@ -100,9 +106,11 @@ class Preconditioned(Geometry):
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
     ) -> Tensor:
         """The next scale."""
-        assert moments.noise is not None
-        noise = moments.noise / (1 - moments.beta2**moments.step)
-        signal = moments.v_hat().sub_(noise).clamp_(min=self.h1)
+        key = region.inverse.data_ptr()
+        before = NOISE.get(key, torch.zeros_like(private.value))
+        NOISE[key] = before.lerp(private.noise_variance, 1 - moments.beta2)
+        phi = NOISE[key] / (1 - moments.beta2**moments.step)
+        signal = moments.v_hat().sub_(phi).clamp_(min=self.h1)
         torch.reciprocal(signal, out=region.inverse)
         return region.factor
 
@@ -156,7 +164,7 @@ def offer_others() -> None:
         "centred-adam": replace(ball, geometry="centred"),
         "auto-s": ball,
         "doppler": replace(ball, rule="doppler"),
-        "scale-then-privatise": replace(ball, geometry="preconditioned", extra=frozenset({"phi"})),
+        "scale-then-privatise": replace(ball, geometry="preconditioned"),
         "ema": ball,
     }
 
@@ -167,6 +175,7 @@ def accuracy(config: Path, optimizer: str, sigma: float, lr: float, seed: int) -
 
     torch.set_num_threads(1)
     FILTERED.clear()
+    NOISE.clear()
     weights: Callable[..., Any] = clipped_sum.clip_weights
     if optimizer == "auto-s":
         clipped_sum.clip_weights = automatic

@@ -23,7 +23,7 @@ class Algorithm:
     rule: Rule  # updates theta with the private mean
     hyper: Hyperparameters  # hyperparameters of both
     keeps_moments: bool  # True if the rule uses m and v, which then have the size of theta
-    tracks_noise: bool  # True if the moments track the noise's variance
+    tracks_noise: bool  # True if v is less the noise's share
 
     def start(self, theta: Tensor) -> tuple[Ellipsoid, Spread | None, Moments]:
         """Return the ellipsoid of step 1, the state of the geometry, and the moments."""
@@ -33,7 +33,7 @@ class Algorithm:
             self.hyper.beta2,
             m=torch.zeros_like(kept),
             v=torch.zeros_like(kept),
-            noise=torch.zeros_like(theta) if self.tracks_noise else None,
+            tracks_noise=self.tracks_noise,
         )
         return *self.geometry.start(theta), moments
 

@@ -22,8 +22,7 @@ LEAST_KAPPA = 1e-6
 class Spread:
     """State of a geometry: the spread of g-tilde around its mean. Post-noise, so public."""
 
-    s: Tensor  # AdaClip's s_t^2 or MacAdam's s_t, (d,)
-    psi: Tensor | None  # the noise's share of MacAdam's s_t, (d,), if kappa is "tracked"
+    s: Tensor  # AdaClip's s_t^2, MacAdam's s_t, or s_t - psi_t if kappa is "tracked"; (d,)
     kappa_star: float = 0.0  # E[s_t] divided by the variance of i.i.d. g-tilde
     kappa: float | None = None  # divisor of s_t at step t; None if it is 0
     share: float = 0.0  # (1 - c_t)^2, the weight of the noise of step t in u_t
@@ -86,8 +85,8 @@ class AdaClip(Geometry):
         """Return the centre m = 0 and the scale of s^2 = sqrt(h1 h2)."""
         s_squared = torch.full_like(like, (self.h1 * self.h2) ** 0.5)
         region = ellipsoid(torch.zeros_like(like), torch.ones_like(like))
-        region.factor.copy_(_scale(s_squared.sqrt(), region))
-        return region, Spread(s_squared, None)
+        region.factor.copy_(_scale(s_squared, region))
+        return region, Spread(s_squared)
 
     def estimate(
         self, private: PrivateMean, moments: Moments, region: Ellipsoid, spread: Spread | None
@@ -97,7 +96,7 @@ class AdaClip(Geometry):
         region.centre.lerp_(private.value, 1 - self.beta1)
         variance = private.without_noise((private.value - region.centre).square_())
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta2)
-        return _scale(spread.s.sqrt(), region)
+        return _scale(spread.s, region)
 
 
 @dataclass(frozen=True)
@@ -118,9 +117,7 @@ class MacAdam(Geometry):
     def start(self, like: Tensor) -> tuple[Ellipsoid, Spread]:
         """Line 1: m-hat_0 = 0, s_0 = 0, b_0 = 1/d."""
         zeros = torch.zeros_like(like)
-        psi = zeros.clone() if self.kappa == "tracked" else None
-        region = ellipsoid(zeros, torch.full_like(like, 1 / like.numel()))
-        return region, Spread(zeros.clone(), psi)
+        return ellipsoid(zeros, torch.full_like(like, 1 / like.numel())), Spread(zeros.clone())
 
     def begin(self, step: int, spread: Spread | None) -> None:
         """Update everything that depends only on t, including line 18."""
@@ -138,30 +135,27 @@ class MacAdam(Geometry):
         assert spread is not None  # noqa: S101
         m_hat, b, beta = moments.m_hat(out=region.centre), private.scale, self.beta1
         spread.s.lerp_((private.value - m_hat).square_(), 1 - beta)  # lines 16, 17
-        if spread.psi is not None:
+        if self.kappa == "tracked":  # psi has the weights of s, so the difference is one average
             share = (1 - beta) * spread.share * private.noise_ratio**2
-            spread.psi.mul_(beta).addcmul_(b, b, value=share)
-        variance = spread.s - (0 if spread.psi is None else spread.psi)
+            spread.s.addcmul_(b, b, value=-share)
         # 0 / 0 = 0: at t = 1, m-hat_1 = g~_1, so s_1 and kappa_1 are 0. The same holds if beta1 is
         # so small that both are lost in rounding.
-        variance = variance.zero_() if spread.kappa is None else variance.div_(spread.kappa)
-        if spread.psi is None:
+        variance = torch.zeros_like(b) if spread.kappa is None else spread.s / spread.kappa
+        if self.kappa != "tracked":
             private.without_noise(variance)
-        return _scale(variance.clamp_(self.h1, self.h2).sqrt_(), region)  # lines 19, 20
+        return _scale(variance.clamp_(self.h1, self.h2), region)  # lines 19, 20
 
 
 #: Geometries by their names in the table.
 GEOMETRIES: Mapping[str, type[Geometry]] = {"ball": Ball, "adaclip": AdaClip, "macadam": MacAdam}
 
 
-def _scale(root: Tensor, region: Ellipsoid) -> Tensor:
+def _scale(variance: Tensor, region: Ellipsoid) -> Tensor:
     """Compute line 20 for a block: b^2 = variance^(1/2) * (sum of variance^(1/2)).
 
-    ``root`` is variance^(1/2). Writes its reciprocal to ``region.inverse`` and returns the block's
-    part of the sum, shape ().
+    Writes variance^(-1/2) to ``region.inverse`` and returns the block's part of the sum, shape ().
     """
-    torch.reciprocal(root, out=region.inverse)
-    return root.sum()
+    return variance.dot(torch.rsqrt(variance, out=region.inverse))
 
 
 def paper_kappa(t: int, beta: float) -> float:

@@ -27,7 +27,7 @@ class Moments:
     beta2: float
     m: Tensor  # average of g-tilde, (d,)
     v: Tensor  # average of g-tilde^2, (d,)
-    noise: Tensor | None  # average of its noise's variance, like v; None if the rule needs none
+    tracks_noise: bool  # True if v is the average of g-tilde^2 less the variance of its noise
     step: int = 0  # step t, from 1, of the last private mean
 
     def update(self, private: PrivateMean) -> None:
@@ -35,8 +35,9 @@ class Moments:
         g = private.value
         self.m.lerp_(g, 1 - self.beta1)  # line 12
         self.v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)  # line 13
-        if self.noise is not None:
-            self.noise.lerp_(private.noise_variance, 1 - self.beta2)
+        if self.tracks_noise:
+            share = (1 - self.beta2) * private.noise_ratio**2
+            self.v.addcmul_(private.scale, private.scale, value=-share)
 
     def m_hat(self, out: Tensor | None = None) -> Tensor:
         """Return bias-corrected m, line 14, shape (d,)."""
@@ -75,8 +76,8 @@ class Adam:
 class AdamBC:
     """AdamBC: m-hat / sqrt(max(v-hat - Phi, gamma')), Tang et al. 2023.
 
-    Phi is the noise's share of v-hat: the tracked moments; the constant variance for a ball; or, as
-    in the paper, the variance of the noise before it is scaled by b.
+    Phi is the noise's share of v-hat: 0 if the moments are less it; the constant variance for a
+    ball; or, as in the paper, the variance of the noise before it is scaled by b.
     """
 
     gamma_prime: float  # gamma' > 0, lower bound of the corrected second moment
@@ -85,8 +86,8 @@ class AdamBC:
         """Update theta, shape (d,)."""
         moments.update(private)
         phi: Tensor | float = private.noise_ratio**2
-        if moments.noise is not None:
-            phi = moments.noise / (1 - moments.beta2**moments.step)  # its exact share of v-hat
+        if moments.tracks_noise:
+            phi = 0.0
         elif private.scale.ndim == 0:
             phi = private.noise_variance
         signal = moments.v_hat().sub_(phi).clamp_(min=self.gamma_prime)

@@ -50,7 +50,6 @@ class TrainState:
             "theta": self.theta,
             "m": self.moments.m,
             "v": self.moments.v,
-            "noise_average": self.moments.noise,
             "centre": self.region.centre,
             "inverse": self.region.inverse,
             "factor": self.region.factor,
@@ -58,7 +57,7 @@ class TrainState:
             **self.extra,
         }
         if self.spread is not None:
-            named |= {"s": self.spread.s, "psi": self.spread.psi}
+            named["s"] = self.spread.s
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def numbers(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def kappa_stars(steps: int, beta: float) -> list[float]:
 
 
 def fresh_moments(like: Tensor, beta1: float = 0.9) -> Moments:
-    return Moments(beta1, 0.99, torch.zeros_like(like), torch.zeros_like(like), None)
+    return Moments(beta1, 0.99, torch.zeros_like(like), torch.zeros_like(like), tracks_noise=False)
 
 
 def advance(
@@ -123,22 +123,29 @@ def test_kappa_star_is_what_chance_gives_and_the_papers_kappa_is_not(
 
 
 def test_psi_is_the_share_of_noise_in_s_however_b_varies() -> None:
-    """With nothing but noise s - psi has mean 0; b^2 sigma^2 / B^2 of one step is not the share."""
+    """With nothing but noise s - psi has mean 0; b^2 sigma^2 / B^2 of one step is not the share.
+
+    What "exact" keeps is s.
+    """
     generator = torch.Generator().manual_seed(1)
     like = torch.zeros(20_000, dtype=torch.float64)
-    geometry, moments = MacAdam(0.9, 1e-9, 1.0, "tracked"), fresh_moments(like)
-    region, spread = geometry.start(like)
+    geometries = MacAdam(0.9, 1e-9, 1.0, "exact"), MacAdam(0.9, 1e-9, 1.0, "tracked")
+    states = [(geometry, fresh_moments(like), *geometry.start(like)) for geometry in geometries]
     for t in range(1, 31):
         deviation = torch.full_like(like, 10 ** np.sin(t))
-        draw = torch.randn(like.shape, generator=generator, dtype=like.dtype)
-        private = noisy(region.centre + deviation * draw, deviation)
-        advance(geometry, private, moments, region, spread)
+        noise = deviation * torch.randn(like.shape, generator=generator, dtype=like.dtype)
+        kept = []
+        for geometry, moments, region, spread in states:
+            private = noisy(region.centre + noise, deviation)
+            advance(geometry, private, moments, region, spread)
+            assert spread is not None
+            kept.append(spread.s.clone())
         if t == 1:
             continue
-        assert spread.psi is not None
-        error = float(spread.s.std()) / len(like) ** 0.5
-        assert abs(float((spread.s - spread.psi).mean())) < 4.5 * error
-        by_last_step = spread.s - spread.kappa_star * private.noise_variance
+        s, s_less_psi = kept
+        error = float(s.std()) / len(like) ** 0.5
+        assert abs(float(s_less_psi.mean())) < 4.5 * error
+        by_last_step = s - kappa_stars(t, 0.9)[t] * deviation**2
         assert abs(float(by_last_step.mean())) > 10 * error
 
 
@@ -209,8 +216,7 @@ def estimate(geometry: Geometry, private: PrivateMean, spread: Spread, t: int) -
         return spread.s
     assert isinstance(geometry, MacAdam)
     kappa = paper_kappa(t, geometry.beta1) if geometry.kappa == "paper" else spread.kappa_star
-    s = spread.s if spread.psi is None else spread.s - spread.psi
-    s = s / kappa if kappa > 0 else 0 * s
+    s = spread.s / kappa if kappa > 0 else 0 * spread.s
     return s if geometry.kappa == "tracked" else s - private.noise_variance
 
 
