@@ -85,11 +85,7 @@ def test_scale_then_privatise_scales_by_the_root_of_what_is_left_of_v() -> None:
     """Beside the rule of the bench, Adam, which knows nothing of the noise."""
     frontier.NOISE.clear()
     x = means()
-    geometry, state, theta = (
-        frontier.Preconditioned(3.0, 0.4),
-        moments(x[0]),
-        torch.zeros_like(x[0]),
-    )
+    geometry, state = frontier.Preconditioned(3.0, 0.4), moments(x[0])
     region, spread = geometry.start(x[0])
     assert spread is None
     torch.testing.assert_close(region.scale, torch.full_like(x[0], 3 * 0.4**0.5))

@@ -125,13 +125,14 @@ class SecureMechanism(GaussianMechanism):
 
     def whitened(self, clipped: Tensor, b: Tensor, noise: SeededNormals) -> Tensor:
         """Return the noisy sum on the grid in float64, in the shape of ``clipped`` (consumed)."""
-        total = clipped.double().div_(b).div_(GRID).round_()
+        total = clipped.double().div_(b * GRID).round_()
         if self.noise_multiplier > 0:
             z = noise.standard_normal(torch.empty_like(total))
             # Both are integers: their float64 sum depends only on their exact sum, even beyond
             # 2^53, where it is rounded. It reveals nothing else about the two terms.
             total.add_(z.mul_(self.noise_multiplier / GRID).round_())
-        return total.mul_(GRID).add_(0.0)  # avoid -0.0, which would reveal how a zero arose
+        # Not -0.0, which would reveal how a zero arose.
+        return torch.add(torch.zeros_like(total[0]), total, alpha=GRID, out=total)
 
     def rounding(self, size: int) -> float:
         """Return what the grid adds: each coordinate moves by up to half of it, twice."""

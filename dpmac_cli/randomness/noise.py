@@ -38,15 +38,18 @@ def box_muller(stretch: Stretch, out: NDArray[Any]) -> None:
     np.sqrt(radius, out=radius)
     turns = stretch.generate_state(pairs, np.int64 if wide else np.int32)
     angle = turns.astype(out.dtype)
-    angle *= out.dtype.type(math.tau * 2.0 ** (-8 * turns.itemsize))
-    if wide:  # numpy's sine and cosine are slow in float64, its tangent is fast
-        tan = np.tan(angle / 2)
-        share = 2 / (1 + tan * tan)
-        cos, sin = share - 1, share * tan
+    angle *= out.dtype.type((math.pi if wide else math.tau) * 2.0 ** (-8 * turns.itemsize))
+    first, second = out[:pairs], out[pairs:]
+    if wide:  # numpy's sine and cosine are slow in float64; its tangent, of half the angle, is fast
+        tan = np.tan(angle, out=angle)
+        both = tan * tan
+        both += 1
+        np.divide(2 * radius, both, out=both)  # radius (1 + cos)
+        np.subtract(both, radius, out=first)
+        np.multiply(both[: len(second)], tan[: len(second)], out=second)
     else:
-        cos, sin = np.cos(angle), np.sin(angle)
-    np.multiply(cos, radius, out=out[:pairs])
-    np.multiply(sin[: len(out) - pairs], radius[: len(out) - pairs], out=out[pairs:])
+        np.multiply(np.cos(angle), radius, out=first)
+        np.multiply(np.sin(angle)[: len(second)], radius[: len(second)], out=second)
 
 
 def secure_normals(stretch: Stretch, out: NDArray[Any]) -> None:
