@@ -1,6 +1,6 @@
 """Sum and noise on a fixed public grid: what is released, and what it cannot tell."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -156,10 +156,11 @@ def test_a_noisy_sum_depends_on_the_exact_sum_alone(size: int) -> None:
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("signs", [(0.0, 0.0), (0.0, -0.0), (-0.0, 0.0), (-0.0, -0.0)])
-def test_zeros_have_one_sign(signs: tuple[float, float]) -> None:
-    data, drawn = (torch.full((3,), zero, dtype=torch.float64) for zero in signs)
-    region = ball(1.0, data)
+@pytest.mark.parametrize("signs", list(product((0.0, -0.0), repeat=3)))
+def test_zeros_have_one_sign(signs: tuple[float, float, float]) -> None:
+    """Also where the centre of the ellipsoid is the other zero."""
+    data, drawn, centre = (torch.full((3,), zero, dtype=torch.float64) for zero in signs)
+    region = ellipsoid(centre, torch.ones_like(data))
     value = SecureMechanism(1.0, 1).release(data, region, Given(drawn)).value
     assert (value.view(torch.int64) == 0).all()
 
