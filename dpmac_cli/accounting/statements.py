@@ -43,7 +43,7 @@ def statement(
             f"noise was added, but there is no guarantee. {PLD_ENDS}"
         )
     promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
-    done = " and ".join(map(_done, merged(events, "steps"))) or "no step"
+    done = " and ".join(_done(each, short(unit)) for each in merged(events, "steps")) or "no step"
     tested = "Test records are not protected"
     if unit in (COVERED_RECORD, COVERED_UNIT):
         tested = (
@@ -70,9 +70,12 @@ def meaning(epsilon: str, delta: str, unit: str = RECORD) -> str:
     )
 
 
-def _done(event: TrainingEvent) -> str:
-    several, rate, sigma = "s" * (event.steps > 1), event.sampling_rate, event.noise_multiplier
+def _done(event: TrainingEvent, unit: str) -> str:
+    several, sigma = "s" * (event.steps > 1), event.noise_multiplier
     if event.records == "test":
         return f"{event.steps} score{several} of test records with noise multiplier {sigma:.10g}"
     steps = f"{event.steps} {event.sampling.done} step{several}"
-    return f"{steps} at rate {rate:.4g} with noise multiplier {sigma:.10g}"
+    how = f"at rate {event.sampling_rate:.4g}"
+    if event.sampling.once_an_epoch:
+        how = f"(each {unit} in one of every {event.steps_per_epoch})"
+    return f"{steps} {how} with noise multiplier {sigma:.10g}"

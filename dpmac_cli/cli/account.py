@@ -145,7 +145,9 @@ def _facts(row: Row) -> Iterator[tuple[str, str]]:
     if row.batch_size is not None and row.dataset_size is not None:
         yield "batch", f"{row.batch_size:,} of {row.dataset_size:,} records"
     if row.sampling_rate is not None:
-        yield "sampling rate", f"{row.sampling_rate:.6g}"
+        begun, rate = row.events[0], f"{row.sampling_rate:.6g}"
+        once = f"each record in one of every {begun.steps_per_epoch} steps"
+        yield "sampling rate", once if begun.sampling.once_an_epoch else rate
     epochs = "" if row.epochs is None else f" ({_plural(f'{row.epochs:,.4g}', 'epoch')})"
     yield "training", f"{_plural(f'{row.steps:,}', 'step')}{epochs}"
     yield "sampler", row.sampler

@@ -99,7 +99,8 @@ def card(run: Path, format: str, **answers: str | None) -> None:
     """Print the model card."""
     if format not in FORMATS:
         raise InputError(f"--format must be {', '.join(FORMATS)}, not '{format}'.")
-    given = {name.replace("_", " "): value for name, value in answers.items() if value}
+    written = {name.replace("_", " "): " ".join((a or "").split()) for name, a in answers.items()}
+    given = {name: answer for name, answer in written.items() if answer}
     console.print_result(render_card(run, format, given))
 
 

@@ -4,6 +4,7 @@ The registry is OpenDP's (github.com/opendp/deployments-registry-data, schema of
 """
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from html import escape
@@ -39,14 +40,25 @@ def templates() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"fmt": format, "epsilon": format_epsilon, "as_code": _as_code}
+    environment.filters |= {
+        "fmt": format,
+        "epsilon": format_epsilon,
+        "as_code": _as_code,
+        "as_text": _as_text,
+    }
     return environment
 
 
 def _as_code(name: str) -> str:
     """Return a name as code in a cell of a table."""
-    cell = name.replace("|", "\\|")
-    return f"`` {cell} ``" if "`" in name else f"`{cell}`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
+    pad = " " * ("`" in name)
+    return f"{fence}{pad}{name}{pad}{fence}".replace("|", "\\|")
+
+
+def _as_text(text: str) -> str:
+    """Return text that Markdown shows as it is, also in a cell of a table."""
+    return re.sub(r"([\\`*<>|\[\]])", r"\\\1", text)
 
 
 def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
@@ -58,17 +70,23 @@ def render_card(run: Path, kind: str, answers: Mapping[str, str]) -> str:
         answers: answers that the run does not know, by the names of the card's rows.
 
     Raises:
-        InputError: the run has no card or report, or does not fit the registry.
+        InputError: the run has no card or report, or they were edited; it does not fit the
+            registry; or there is no place for an answer, or it cannot be displayed.
     """
     if run.is_file():
         raise InputError(f"{run} is a file. Name the folder of the run.")
+    folder.check_unchanged(run)
+    for row, answer in answers.items():
+        if not answer.isprintable():
+            raise InputError(f"The answer to '{row}' has characters that cannot be displayed.")
     if kind == "registry-yaml":
         return _registry_entry(run, answers)
     _, text = folder.read(run, folder.CARD, "Name a run folder of dpmac train.")
     card = text.decode()
     for row, answer in answers.items():
-        cell = answer.replace("|", "\\|").replace("\n", " ")
-        card = card.replace(f"| {row} | {OPEN} |", f"| {row} | {cell} |")
+        if (place := f"| {row} | {OPEN} |") not in card:
+            raise InputError(f"The card of {run} has no row '{row}': it promises no privacy.")
+        card = card.replace(place, f"| {row} | {_as_text(answer)} |")
     return card if kind == "md" else web_page(card)
 
 
@@ -78,7 +96,7 @@ def web_page(text: str, pictures: Mapping[str, "Figure"] | None = None) -> str:
 
     drawn = {escape(title): as_svg(figure) for title, figure in (pictures or {}).items()}
     body = MarkdownIt("js-default").enable("table").render(text)
-    title = escape(text.partition("\n")[0].removeprefix("# "))
+    title = escape(re.sub(r"\\(.)", r"\1", text.partition("\n")[0].removeprefix("# ")))
     template = templates().get_template("card.html.jinja")
     return template.render(title=title, body=body, pictures=drawn)
 
@@ -100,13 +118,18 @@ def run_page(run: Path) -> str:
 
 def _registry_entry(run: Path, answers: Mapping[str, str]) -> str:
     """Return an entry of the registry, as YAML. Raises InputError."""
+    from jinja2 import UndefinedError  # noqa: PLC0415  (help is fast)
+
     if read_report(run).epsilon is None:
         raise InputError(f"{run} has no finite epsilon, so it does not fit the privacy registry.")
     file, text = folder.read(run, folder.REPORT, "Name a run folder of dpmac train.")
     report = TypeAdapter(dict).validate_json(text)
-    if "statement" not in report:
-        raise InputError(f"{file} was written by an older dpmac and lacks required facts.")
-    written = datetime.fromtimestamp(file.stat().st_mtime, UTC)
-    answered = {name: answers.get(name, OPEN) for name in report["statement"]["open"]}
+    date = datetime.fromtimestamp(file.stat().st_mtime, UTC).date().isoformat()
     template = templates().get_template("registry.yaml.jinja")
-    return template.render(report, answers=answered, date=written.date().isoformat())
+    try:
+        answered = {name: answers.get(name, OPEN) for name in report["statement"]["open"]}
+        return template.render(report, answers=answered, date=date)
+    except (LookupError, TypeError, UndefinedError) as missing:
+        raise InputError(
+            f"{file} was written by an older dpmac and lacks required facts ({missing})."
+        ) from missing

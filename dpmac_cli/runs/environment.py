@@ -6,13 +6,13 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from dpmac_cli import __version__
 from dpmac_cli.config.given import parse
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
@@ -67,7 +67,7 @@ def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, A
         **({} if ranks is None else {"ranks": ranks.posted()}),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "dpmac": version("dpmac"),
+        "dpmac": __version__,
         "source of dpmac": _source(),
         "device": device_name(device),
         "processor": _processor(),

@@ -70,6 +70,16 @@ def vouched(where: Path, name: str) -> bool | None:
     return (where / name).exists() and found == f"{_sum(where / name)}  {name}"
 
 
+def check_unchanged(run: Path) -> None:
+    """Reject a run with a public file, except the model, that does not match SHA256SUMS."""
+    changed = [name for name in PUBLISHED[1:] if vouched(run, name) is False]
+    if changed:
+        raise InputError(
+            f"{run}: {' and '.join(changed)} and the checksums in {SUMS} do not match: a file was "
+            "lost, damaged or edited. Copy the run again from its source."
+        )
+
+
 def _sum(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from dpmac_cli import __version__
 from dpmac_cli.accounting import statements
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
+from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
 from dpmac_cli.config.plan import TrainPlan
@@ -32,7 +34,7 @@ METRICS = (
     *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
     *("sensitivity", "specificity", "noise", "interval"),
 )
-PACKAGES = ("dpmac", "torch", "torchvision", "numpy", "dp-accounting", "safetensors")
+PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
 State = Literal["finished", "interrupted", "budget-spent"]
 
@@ -94,15 +96,21 @@ def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     }
 
 
+def _counted(plan: TrainPlan) -> tuple[str, str]:
+    """Return what train_size and the number of tested records count."""
+    counted = "units" if plan.found.unit else "records"
+    return counted, counted if plan.scores else "records"
+
+
 def _computed(plan: TrainPlan) -> list[dict[str, str]]:
     """Return the values that a run computes from its records, and whether each is protected."""
     facts, found, own = plan.facts, plan.found, isinstance(plan.data, Source)
     shape = ("channels", "image size") if facts.is_images else ("columns and their ranges",)
-    counted = "units" if found.unit else "records"
+    trained, tested = _counted(plan)
     status = {
         "weights, and all numbers of the report except those below": "protected",
-        f"number of training {counted}": "declared public",
-        f"number of test {counted if plan.scores else 'records'}": "declared public",
+        f"number of training {trained}": "declared public",
+        f"number of test {tested}": "declared public",
         **dict.fromkeys(("classes", *shape), "declared public" if own else "published"),
         **dict.fromkeys(found.inferred, "not covered"),
         "scores of the test records": "protected" if plan.scores else "not covered",
@@ -118,6 +126,9 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
     data = plan.facts
     kind = "images" if data.is_images else "rows of numbers"
     shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
+    region = f"a ball of radius {plan.hyper.clip_norm:g}"
+    if "clip_norm" not in plan.method.settings:
+        region = "an ellipsoid that was computed from earlier noisy sums"
     public = [f"the dataset {plan.found.name}: {data.about}"] * isinstance(plan.data, str)
     if isinstance(plan.features, Backbone):
         backbone = BACKBONES[plan.features.kind]
@@ -126,10 +137,11 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
         public.append(f"weights in {plan.pretrained.name}; source and licence to be filled in")
     return {
         **TEXTS.statement,
+        "mechanism": TEXTS.statement["mechanism"].format(region),
         "data_domain": f"Labelled {kind} of shape {shape}.",
         "unprotected": [row["what"] for row in computed if row["status"] != "protected"],
         "public": public,
-        "software": f"dpmac {version('dpmac')}, torch {version('torch')}.",
+        "software": f"dpmac {__version__}, torch {version('torch')}.",
         "audit": TEXTS.audited.format(plan.canaries) if plan.canaries else TEXTS.not_audited,
     }
 
@@ -142,7 +154,7 @@ def public_facts(plan: TrainPlan, spent: Spent, task: Task, trained: int) -> dic
     facts, inferred, kind = plan.facts, plan.found.inferred, task.independence
     cost = privacy(plan, spent)
     schema = plan.data.schema if isinstance(plan.data, Source) else None
-    notes = [TEXTS.public] + [TEXTS.declared] * (schema is not None)
+    notes = [TEXTS.public.format(*_counted(plan))] + [TEXTS.declared] * (schema is not None)
     notes += [TEXTS.taken.format(listed(inferred))] * bool(inferred)
     audit = {"canaries": plan.canaries, "guesses": plan.guesses, "statement": TEXTS.audit_run}
     return {
@@ -247,7 +259,8 @@ def build_report(
             "steps_per_second": round(speed, 2),
             "samples_per_second": round(speed * plan.batch_size, 1),
         },
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
+        "versions": {"python": platform.python_version(), "dpmac": __version__}
+        | {package: version(package) for package in PACKAGES},
         "machine": {"system": platform.system(), "processor": platform.machine(), **machine},
     }
 
@@ -310,6 +323,7 @@ def model_card(report: Mapping[str, Any], model: nn.Module) -> str:
         recipe_defaults=RECIPE_DEFAULTS,
         no_privacy=statements.NO_PRIVACY,
         to_be_filled_in=OPEN,
+        samplers=SAMPLERS,
     )
 
 

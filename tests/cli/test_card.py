@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator, FormatChecker
 
+from dpmac_cli.runs.card import templates, web_page
 from tests.digits_runs import train_digits
 from tests.typed import dpmac
 
@@ -76,8 +79,12 @@ QUESTIONS = (
     *("unit of privacy", "what epsilon means", "trust model", "adversary", "mechanism", "sampler"),
     *("accountant", "randomness and floating point", "post-processing", "tuning"),
     *("public data and weights", "audit", "side channels", "security", "software"),
+    *("data domain", "bias", "release", "other releases"),
 )
-OPEN = ("data curator", "intended use", "contact", "region", "justification")
+OPEN = (
+    *("data curator", "intended use", "contact", "region", "access and collection"),
+    "justification",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +115,7 @@ def test_answers_are_filled_in(run: Path) -> None:
     assert answers["contact"] == "dpo@clinic.example"
     assert answers["intended use"] == "triage \\| no diagnosis"
     assert answers["region"] == "to be filled in"
+    assert answered(dpmac("card", run, "--region", "  ").stdout)["region"] == "to be filled in"
     assert (run / "model-card.md").read_bytes() == before
 
 
@@ -167,3 +175,74 @@ def test_what_has_no_card_is_refused(args: tuple[str, ...], message: str, run: P
     result = dpmac("card", *(arg.format(run=run, base=base) for arg in args))
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def copy_of(run: Path) -> Path:
+    return Path(shutil.copytree(run, "copy"))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["model-card.md", "report.json", "metrics.jsonl", "config.yaml"])
+@pytest.mark.parametrize("lost", [True, False])
+def test_no_card_of_a_run_that_was_edited(name: str, lost: bool, run: Path) -> None:
+    """What it says of epsilon may be false."""
+    file = copy_of(run) / name
+    edited = file.read_text().replace("a", "b")
+    file.unlink()
+    if not lost:
+        file.write_text(edited)
+    for command in (("card", "copy"), ("card", "copy", "--format", "html"), ("report", "copy")):
+        result = dpmac(*command)
+        assert result.exit_code == 2
+        assert f"copy: {name} and the checksums in SHA256SUMS do not match" in result.output
+    assert not Path("report.html").exists()
+
+
+def test_marks_in_an_answer_are_shown_as_they_are(run: Path) -> None:
+    given = "<b>*a* | `b` [c](d)\\\n\te"
+    assert answered(dpmac("card", run, "--contact", given).stdout)["contact"] == (
+        r"\<b\>\*a\* \| \`b\` \[c\](d)\\ e"
+    )
+    page = dpmac("card", run, "--contact", given, "--format", "html").stdout
+    assert "<td>&lt;b&gt;*a* | `b` [c](d)\\ e</td>" in page
+
+
+@pytest.mark.parametrize("name", ["a|b", "``", "` <i> ```", "x`|`y", "<b>"])
+def test_names_of_classes_are_code_whatever_they_are(name: str) -> None:
+    cell = templates().from_string("|  |\n| --- |\n| {{ name|as_code }} |").render(name=name)
+    assert f"<td><code>{escape(name, quote=False)}</code></td>" in web_page(cell)
+
+
+@pytest.mark.parametrize(
+    ("answer", "no_dp", "message"),
+    [
+        ("a\x01b", False, "The answer to 'contact' has characters that cannot be displayed."),
+        ("a\u202eb", False, "The answer to 'contact' has characters that cannot be displayed."),
+        ("a", True, "has no row 'contact': it promises no privacy."),
+    ],
+)
+def test_answers_that_cannot_be_shown_are_refused(answer: str, no_dp: bool, message: str) -> None:
+    where = train_digits(no_dp=no_dp, steps=1).folder
+    result = dpmac("card", where, "--contact", answer)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_report_of_an_older_version_has_no_entry(run: Path) -> None:
+    where = copy_of(run)
+    (where / "SHA256SUMS").unlink()
+    report = json.loads((where / "report.json").read_text())
+    for lacking in ("randomness", "unit"):
+        del report["privacy"][lacking]
+        (where / "report.json").write_text(json.dumps(report))
+        result = dpmac("card", where, "--format", "registry-yaml")
+        assert result.exit_code == 2
+        assert "was written by an older dpmac" in " ".join(result.output.split())
+
+
+def test_the_card_tells_the_sampler(run: Path) -> None:
+    assert " | poisson | 0.0890745 | " in dpmac("card", run).stdout
+    allocated = train_digits(steps=12, sampler="random-allocation").folder
+    text = dpmac("card", allocated).stdout
+    assert "| 12 | random-allocation | one of every 12 steps | " in text
+    assert "12 randomly allocated steps (each training record in one of every 12)" in text
