@@ -20,7 +20,7 @@ from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.units import Units, units_of
 from dpmac_cli.dp.mechanism import GRID
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.randomness.keystream import make_keys
 from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.runs import checkpoint
@@ -342,6 +342,67 @@ def test_a_fork_keeps_the_promise_about_the_test_records() -> None:
     assert len(tested) == 2
     cost = total_epsilon(tuple(TrainingEvent(**event) for event in tested), 1e-5)
     assert finished.report["privacy"]["epsilon"] >= cost == scores["epsilon"]
+
+
+def cost_of_scores(report: dict[str, Any]) -> float:
+    tested = [event for event in report["privacy"]["events"] if event["records"] == "test"]
+    return total_epsilon(tuple(TrainingEvent(**event) for event in tested), 1e-5)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("sampler", ["poisson", "random-allocation"])
+def test_a_budget_that_ends_a_run_pays_for_its_last_score(sampler: str) -> None:
+    flags: dict[str, Any] = {
+        "sampler": sampler,
+        "sigma": 0.8,
+        "epochs": 10,
+        "batch_size": 64,
+        "max_epsilon": 3.0,
+    }
+    finished = train_digits(cover_scores=True, out="run", **flags)
+    privacy = finished.report["privacy"]
+    assert finished.state == "budget-spent"
+    assert privacy["covered_scores"]["released"] == 1
+    assert 2.99 < cost_of_scores(finished.report) <= privacy["epsilon"] <= 3.0
+    assert lines(finished.folder)[-1]["epsilon"] == privacy["epsilon"]
+
+
+@pytest.mark.privacy
+def test_the_budget_of_a_fork_pays_for_the_scores_of_its_parent() -> None:
+    flags: dict[str, Any] = {"sigma": 1.0, "epochs": 4, "batch_size": 200, "score_every": "4"}
+    before = train_digits(cover_scores=True, out="parent", **flags).report
+    spent = cost_of_scores(before)
+    ends = {}
+    for budget in (spent + 0.5, spent + 3):
+        changes = {"epochs": "8", "max_epsilon": f"{budget}", "out": f"fork-{budget}"}
+        try:
+            report = run.finish(run.fork("parent", changes)).report
+        except BudgetError:
+            continue
+        ends[budget] = report["hyperparameters"]["steps"]
+        assert cost_of_scores(report) <= report["privacy"]["epsilon"] <= budget
+        assert report["privacy"]["covered_scores"]["released"] > 1
+    assert ends
+
+
+@pytest.mark.privacy
+def test_scores_of_a_network_that_mixes_samples_are_not_covered() -> None:
+    """One test record could change the scores of all others."""
+    Path("net_mix.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "class Mix(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.f = nn.Linear(64, 10)\n\n"
+        "    def forward(self, x):\n"
+        "        return self.f(x.flatten(1) / x.abs().amax())\n"
+    )
+    flags = ("--dataset", "digits", "--sigma", "6", "--steps", "3", "--model", "net_mix.py:Mix")
+    assert dpmac("train", *flags, "--out", "exact").exit_code == 0
+    result = dpmac("train", *flags, "--cover-scores", "--out", "run")
+    assert result.exit_code == 4
+    assert "it could not be proven that the network treats" in " ".join(result.output.split())
+    assert not Path("run").exists()
 
 
 def test_exact_scores_of_a_covered_run_come_with_a_warning() -> None:

@@ -159,14 +159,14 @@ def too_many(
     """
     whole, tried, sizes = trainer._sums.clipped_sum.of, itertools.count(), []
 
-    def of(x: Tensor, y: Tensor, metric: Metric, out: Tensor) -> None:
-        whole(x, y, metric, out)
-        if len(x) > most(next(tried)):
+    def of(x: Tensor, y: Tensor, metric: Metric, out: Tensor, samples: int) -> None:
+        whole(x, y, metric, out, samples)
+        if samples > most(next(tried)):
             out.fill_(torch.nan)
             raise fault()
-        sizes.append(len(x))
+        sizes.append(samples)
 
-    trainer._sums.clipped_sum.of = of  # type: ignore[method-assign]
+    trainer._sums.clipped_sum.of = of  # type: ignore[assignment,method-assign]
     return sizes
 
 
@@ -236,8 +236,8 @@ def test_smaller_chunks_are_clipped_as_the_configured_ones() -> None:
 @pytest.mark.privacy
 def test_many_small_chunks_round_no_more_than_a_few_large_ones() -> None:
     trainer = make_trainer("dp-sgd", dtype=torch.float32)
-    single = trainer._clip_and_sum(np.array([3])).double()
     trainer.state.chunk = 1
+    single = trainer._clip_and_sum(np.array([3])).double()
     found = trainer._clip_and_sum(np.full(3001, 3)).double() / 3001
     assert (found - single).norm() <= 1e-7 * single.norm()
 

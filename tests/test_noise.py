@@ -11,7 +11,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.stats import kstest, norm
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.config.resolve import resolve
@@ -24,7 +24,7 @@ from dpmac_cli.randomness.keystream import (
     generator,
     make_keys,
 )
-from dpmac_cli.randomness.layers import LayerDraws
+from dpmac_cli.randomness.layers import MT_BEGIN, MT_WORDS, LayerDraws
 from dpmac_cli.randomness.noise import PAIRS, Noise, box_muller
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.runs import setup as assembly
@@ -340,3 +340,36 @@ def test_no_draw_comes_twice(secure: bool) -> None:
     source = Noise(a_key(0), secure=secure).at(1)
     x, y = (source.standard_normal(torch.zeros(1000)) for _ in range(2))
     assert abs(correlation(x, y)) < 0.15
+
+
+# Layers such as dropout.
+
+
+def drawn_by_layers(key: bytes, step: int = 1, rank: int = 0) -> torch.Tensor:
+    with LayerDraws(key, rank).of(step):
+        return torch.rand(2000)
+
+
+@pytest.mark.privacy
+def test_layers_draw_from_more_than_the_32_bits_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of 2^32 seeds an attacker could try them all."""
+    before = torch.get_rng_state()
+    draws = [drawn_by_layers(a_key(5)), drawn_by_layers(a_key(5), 2), drawn_by_layers(a_key(6))]
+    draws.append(drawn_by_layers(a_key(5), rank=1))
+    assert torch.equal(draws[0], drawn_by_layers(a_key(5)))
+    for one, other in combinations(draws, 2):
+        assert not torch.isin(one, other).any() or (one == other).float().mean() < 0.01
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(torch, "manual_seed", lambda _: torch.default_generator.manual_seed(7))
+    assert torch.equal(drawn_by_layers(a_key(5)), draws[0])
+    assert kstest(draws[0].numpy(), "uniform").pvalue > 1e-3
+
+
+def test_the_state_of_torchs_generator_is_laid_out_as_assumed() -> None:
+    """Words of mt19937 as Matsumoto and Nishimura initialise them."""
+    torch.manual_seed(12345)
+    words = torch.get_rng_state()[MT_BEGIN:].view(torch.int64)[:MT_WORDS].tolist()
+    expected = [12345]
+    for i in range(1, MT_WORDS):
+        expected.append((1812433253 * (expected[-1] ^ (expected[-1] >> 30)) + i) % 2**32)
+    assert words == expected

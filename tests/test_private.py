@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpmac_cli import (
@@ -172,3 +173,70 @@ def test_records_at_hand_in_a_loop(tmp_path: Path) -> None:
     assert x.abs().max() == 0  # the middle of the range
     private.publish(tmp_path / "out")
     assert json.loads((tmp_path / "out/report.json").read_text())["dataset"]["name"] == "arrays"
+
+
+# Kinks.
+
+
+def at_kinks(first: nn.Linear, count: int) -> NDArray[np.uint8]:
+    """Images of 8x8 pixels at which the first unit is 0 up to rounding: halves that cancel."""
+    weight, bias = first.weight[0].detach().double().numpy(), first.bias[0].item()
+    rng = np.random.default_rng(0)
+    one, other = (rng.integers(0, 256, (60_000, 32), dtype=np.uint8) for _ in range(2))
+    left = (one / 127.5 - 1) @ weight[:32] + bias
+    right = (other / 127.5 - 1) @ weight[32:]
+    order = np.argsort(right)
+    near = order[np.searchsorted(right[order], -left).clip(0, len(right) - 1)]
+    best = np.argsort(np.abs(left + right[near]))[:count]
+    return np.concatenate([one[best], other[near[best]]], 1).reshape(-1, 8, 8)
+
+
+@pytest.mark.privacy
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    ("kind", "physical", "sizes"),
+    [
+        ("isolated", 25, (8, 7)),
+        ("weight-norm", 25, (8, 7)),
+        ("plain", 2, (4, 3)),
+        ("plain", 25, (2, 1)),
+        ("plain", 25, (17, 16)),
+    ],
+)
+def test_a_record_more_moves_no_other_across_a_kink(
+    kind: str, physical: int, sizes: tuple[int, int]
+) -> None:
+    """Products of few rows are rounded by how many there are, which can change a ReLU's gate."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        first: nn.Module = nn.Linear(64, 1)
+        if kind == "weight-norm":
+            first = nn.utils.parametrizations.weight_norm(first)
+        return nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Linear(1, 10))
+
+    candidates, copies = 150, max(sizes)
+    first: Any = network()[1]  # type: ignore[index]
+    images = at_kinks(first, candidates)
+    x, y = images.repeat(copies, 0), np.zeros(candidates * copies, int)
+    data = ArrayData(x, y, images[:4], np.arange(4), classes=[str(n) for n in range(10)])
+    options: dict[str, Any] = {"isolate": True} if kind == "isolated" else {}
+    private = make_private(
+        network(),
+        data=data,
+        optimizer="dp-sgd",
+        sigma=1,
+        clip_norm=1.0,
+        batch_size=8,
+        epochs=1,
+        physical_batch=physical,
+        delta=1e-5,
+        **options,
+    )
+    trainer, moves = private._trainer, []
+    for begin in range(0, len(x), copies):
+        one, other = (
+            trainer._clip_and_sum(np.arange(begin, begin + size)).double().clone() for size in sizes
+        )
+        moves.append(float((one - other).norm()))
+    assert 0.9 < max(moves) <= 1

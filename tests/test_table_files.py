@@ -16,6 +16,7 @@ from PIL import Image
 from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
+from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.table_schema import read_schema
@@ -242,6 +243,24 @@ def test_a_record_that_is_left_out_changes_nothing_of_the_others(tmp_path: Path)
         of.path.write_bytes(f"{PATIENTS}{line}\n".encode(errors="surrogateescape"))
         assert inputs(of) == expected
         assert len(inspect(of).skipped) == 1
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", [b"\xff", b"\xed\xb0\x80"])
+def test_a_unit_whose_name_is_not_text_is_left_out(tmp_path: Path, name: bytes) -> None:
+    path, schema = tmp_path / "t.csv", tmp_path / "t.yaml"
+    schema.write_text(
+        "label: {column: y, classes: [a, b]}\ncolumns: {x: {range: [0, 9]}}\ndrop: [u]\n"
+    )
+    rows = [f"u{n % 7},{n % 9},{'ab'[n % 2]}\n".encode() for n in range(40)]
+    found = []
+    for more in ([], [name + b",1,a\n"]):
+        path.write_bytes(b"u,x,y\n" + b"".join([*rows, *more]))
+        flags = {"dataset": str(path), "schema": str(schema), "unit": "u", "skip_bad": True}
+        plan = resolve({**flags, "sigma": 2, "epochs": 1, "device": "cpu"}).plan
+        found.append((plan.facts, len(plan.found.skipped)))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1], found[1][1]) == (0, 1)
 
 
 @pytest.mark.privacy

@@ -16,7 +16,7 @@ from dpmac_cli.accounting.accountants import (
     SIGMA_MIN,
     total_epsilon,
 )
-from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.statements import PLD_ENDS, format_epsilon
 from dpmac_cli.errors import BudgetError
 
@@ -75,15 +75,22 @@ def check_within_reach(least: float, delta: float) -> None:
 
 
 def affordable_steps(
-    event: TrainingEvent, delta: float, budget: float, earlier: Sequence[TrainingEvent] = ()
+    event: TrainingEvent,
+    delta: float,
+    budget: float,
+    earlier: Sequence[TrainingEvent] = (),
+    scores: Scores | None = None,
+    base: int = 0,
 ) -> int:
     """Return the largest T <= event.steps such that ``earlier`` and T steps are within budget.
 
-    Raises BudgetError if the first step costs more.
+    The scores that the steps from ``base + 1`` on release are included. Raises BudgetError if the
+    first step costs more.
     """
 
     def cost(steps: int) -> float:
-        return total_epsilon((*earlier, replace(event, steps=steps)), delta)
+        tested = () if scores is None else (scores.event(base + steps, base + steps, base),)
+        return total_epsilon((*earlier, replace(event, steps=steps), *tested), delta)
 
     if math.isinf(budget):
         return event.steps

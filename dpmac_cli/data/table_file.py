@@ -57,7 +57,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     bad = {f"no class of the schema in {target}": labels < 0}
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
-        units = np.asarray(_text(cells[source.unit]).fill_null("").to_pylist(), np.str_)
+        names = _text(cells[source.unit]).cast(pa.binary()).fill_null(b"").to_pylist()
+        units = np.asarray([*map(_readable, names)], np.str_)
         bad[f"no value in {source.unit}"] = units == ""
         of_records["unit"] = units
     of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict)
@@ -74,6 +75,14 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     for suffix, rows in sides.items():
         arrays |= {f"{name}{suffix}": values[rows] for name, values in of_records.items()}
     return arrays, skipped
+
+
+def _readable(name: bytes) -> str:
+    """Return a name as text; "" if it is not UTF-8."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return ""
 
 
 def read_inputs(

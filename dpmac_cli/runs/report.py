@@ -47,13 +47,14 @@ TEXTS: Any = SimpleNamespace(
 def privacy(plan: TrainPlan, spent: Spent) -> dict[str, Any]:
     """Return the guarantee of a run with all its parts, without the attempts that it replaces.
 
-    The event of ``spent`` is as planned. ``noise_multiplier`` and ``sampling_rate`` are null if
-    parts differ.
+    ``epsilon_planned`` is that of all steps, without --max-epsilon. ``noise_multiplier`` and
+    ``sampling_rate`` are null if parts differ.
     """
     events, private = spent.events, plan.private
     trained, tested = (tuple(e for e in events if e.records == on) for on in ("training", "test"))
     cost = price(events, plan.delta, unit=plan.unit)
-    planned = total_epsilon((*spent.earlier, spent.event), plan.delta)
+    whole = plan.event_of(plan.steps - spent.base)
+    planned = total_epsilon((*spent.earlier, whole), plan.delta)
     promise, risk = cost.statement, assess_risk(events, plan.facts.train_size, plan.unit)
     seeds = TEXTS.seed_given if spent.seeded else TEXTS.seed_kept_nowhere
     drawn = TEXTS.drawn
@@ -115,7 +116,7 @@ def _computed(plan: TrainPlan) -> list[dict[str, str]]:
         **dict.fromkeys(found.inferred, "not covered"),
         "scores of the test records": "protected" if plan.scores else "not covered",
         "measured times": "not covered",
-        "notes on the screen: records left out, classes without test records": "not covered",
+        "notes on the screen: records left out, untested classes, lack of memory": "not covered",
         "state in checkpoint/, with its keys": "secret",
     }
     return [{"what": what, "status": value} for what, value in status.items()]

@@ -105,10 +105,9 @@ class Session:
         return self.ledger.spent.end
 
     def spent(self) -> Spent:
-        """Return the spent budget so far, with the event planned without --max-epsilon."""
-        spent, charged = self.ledger.spent, self.ledger.charged(self.trainer.state.step)
-        planned = self.plan.event_of(self.plan.steps - spent.base)
-        return replace(spent, event=planned, begun=charged)
+        """Return the spent budget so far."""
+        charged = self.ledger.charged(self.trainer.state.step)
+        return replace(self.ledger.spent, begun=charged)
 
     def begin_files(self) -> None:
         """Write config.yaml and its checksum, the only one during training, and the metrics."""
@@ -229,7 +228,7 @@ class Session:
         scored = self.scored
         if scored is None and plan.scores is None:  # the run was resumed at its end
             scored = trainer.evaluate()
-        theta, chunk = trainer.state.theta, trainer.state.chunk
+        theta = trainer.state.theta
         facts = public_facts(plan, self.spent(), task, theta.numel())
         with trainer.published():
             save_model(where / folder.MODEL, task.model, facts)
@@ -243,7 +242,11 @@ class Session:
             post_noise=trainer.public_values(),
             seconds=self.seconds,
             total_seconds=total_seconds,
-            machine={"device": device_name(theta.device), "physical_batch": chunk},
+            # Not the chunk: it says when memory ran out, which depends on the size of a batch.
+            machine={
+                "device": device_name(theta.device),
+                "physical_batch": plan.physical_batch,
+            },
         )
         files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
         files.write_atomically(where / folder.REPORT, files.to_json(report).encode())

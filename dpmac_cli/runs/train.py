@@ -12,7 +12,7 @@ from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.errors import InputError
+from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.checkpoint import Inherited, check_given, check_same, inherited
@@ -162,12 +162,18 @@ def _session(
         raise InputError("--canaries needs a run with one process. Leave it out.")
     spent, saved = before.spent, before.saved
     rest = plan.event_of(plan.steps - spent.base)
-    steps = spent.base + affordable_steps(rest, plan.delta, plan.max_epsilon, spent.earlier)
+    budget = (plan.delta, plan.max_epsilon, spent.earlier, plan.scores, spent.base)
+    steps = spent.base + affordable_steps(rest, *budget)
     exact = saved is not None and not before.fresh_noise
     keys = make_keys(plan.seed, base=spent.base)
     if saved is not None and exact:
         keys = Keys.of_json(saved.record["state"]["keys"])
     task = yield from until(stop, make_task(plan, device, keys, data))
+    if plan.scores is not None and task.independence == "isolated":
+        raise ModelError(
+            "--cover-scores scores test records in batches, and it could not be proven that the "
+            "network treats the records of a batch independently. Leave it out."
+        )
     if saved is not None:
         check_same(task.fingerprints, saved.record["fingerprints"], exactly=exact)
     trainer = make_trainer(plan, steps=steps, device=device, keys=keys, task=task, ranks=ranks)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
+from dpmac_cli.dp.clipping.clipped_sum import LEAST_ROWS, ClippedSum, fill_rows
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.norms import Metric
@@ -79,7 +79,7 @@ class ChunkedSum:
             end = begin + _evenly(len(drawn) - begin, chunk)
             ahead = drawn[end : end + _evenly(len(drawn) - end, chunk)]
             try:
-                self._sum_chunk(drawn[begin:end], ahead, step, metric)
+                self._sum_chunk(drawn[begin:end], ahead, step, metric, min(chunk, LEAST_ROWS))
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure):
                     raise
@@ -100,8 +100,11 @@ class ChunkedSum:
             begin = end
         return part.zero_() if total is None else total, chunk
 
-    def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric) -> None:
-        """Write a chunk's sum while reading the records of the next chunk, ``ahead``."""
+    def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric, least: int) -> None:
+        """Write a chunk's sum while reading the records of the next chunk, ``ahead``.
+
+        The chunk is filled to ``least`` rows.
+        """
         recipe, rows = self._recipe, self._rows(drawn, step)
         images, labels = self._data.train.at(rows)
         if len(ahead):
@@ -113,7 +116,8 @@ class ChunkedSum:
         inputs = self._data.standardised(images)
         if recipe.inputs > 1:
             inputs, labels = (t.view(len(drawn), -1, *t.shape[1:]) for t in (inputs, labels))
-        self.clipped_sum.of(inputs, labels, metric, self._sum)
+        inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
+        self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 
     def _rows(self, drawn: Batch, step: int) -> Batch:
         """Return the records of the drawn units, shape (units * K,)."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.dp.clipping.clipped_sum import LEAST_ROWS, fill_rows
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.torch_errors import code_of_network
 from dpmac_cli.training import metrics
@@ -122,8 +123,8 @@ def outputs(model: nn.Module, inputs: Iterable[Tensor]) -> Iterator[Tensor]:
     model.eval()
     for x in inputs:
         with code_of_network(x):
-            logits = model(x)
-        yield logits
+            logits = model(fill_rows(x, LEAST_ROWS))
+        yield logits[: len(x)]
     model.train(training)
 
 

@@ -31,6 +31,10 @@ CANCELLATION_LIMIT = 250.0
 #: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its clipped norm is
 #: at most 1, but the terms of the sum that it consists of may be larger.
 REACH = 8.0
+#: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
+#: of products of fewer rows differently (measured up to 11), so a record more or less could change
+#: on which side of a kink, such as that of ReLU, others are.
+LEAST_ROWS = 16
 #: c_i below which a sample adds nothing, because float32 has few digits left for it.
 LEAST_WEIGHT = 1e-30
 
@@ -65,7 +69,9 @@ class ClippedSum:
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
 
-    def of(self, x: Tensor, y: Tensor, metric: Metric, out: Tensor) -> None:
+    def of(
+        self, x: Tensor, y: Tensor, metric: Metric, out: Tensor, samples: int | None = None
+    ) -> None:
         """Write the sum of c_i (g_i - m) into ``out``, with each ||c_i (g_i - m)/b|| <= 1.
 
         A sample whose gradient or norm is not finite adds exactly zero.
@@ -75,6 +81,7 @@ class ClippedSum:
             y: one label per input, shape (samples, ...) or (samples, views, ...).
             metric: metric of the ellipsoid to clip to.
             out: result, shape (d,).
+            samples: number of rows that count, if the others only fill the batch.
 
         Raises:
             ModelError: see :func:`.record_uses`.
@@ -85,18 +92,19 @@ class ClippedSum:
         if self.views > 1 and x.shape[1:2] != (self.views,):
             raise ValueError(f"inputs of shape {tuple(x.shape)} do not have {self.views} views")
         with code_of_network(x):  # norms and sums may run the network's code again
-            self._sum(x, y, metric, out)
+            self._sum(x, y, len(x) if samples is None else samples, metric, out)
 
-    def _sum(self, x: Tensor, y: Tensor, metric: Metric, out: Tensor) -> None:
+    def _sum(self, x: Tensor, y: Tensor, samples: int, metric: Metric, out: Tensor) -> None:
         gradients = self.gradients(x, y, ball=metric.region.is_ball)
         squared = self._squared_norms(gradients, metric)
         c, valid = clip_weights(squared, self._limit)
+        c[samples:] = 0
         exact = c * squared.reach.sqrt() > REACH
         # On CUDA, this check would wait for the device.
         kept = None if not valid.is_cuda and bool(valid.all()) else valid
         region, total, result = metric.region, c.sum(), out
         if not region.is_ball:
-            most = cancellation_limit(len(c), self._batch or len(c))
+            most = cancellation_limit(samples, self._batch or samples)
             if bool(total * metric.centre_norm(self.layers) > most):
                 result = torch.empty_like(out, dtype=torch.float64)
         c = c.to(result.dtype)
@@ -135,6 +143,12 @@ class ClippedSum:
             squared.value[rows] = exact.value
             squared.slack[rows] = exact.slack
         return squared
+
+
+def fill_rows(x: Tensor, least: int) -> Tensor:
+    """Return at least so many rows, those of ``x`` first; see :data:`LEAST_ROWS`."""
+    filling = x[:1].expand(max(0, least - len(x)), *x.shape[1:])
+    return torch.cat([x, filling]) if len(filling) else x
 
 
 def clip_limit(samples: float) -> float:
