@@ -45,15 +45,12 @@ def calibrate_noise(
         BudgetError: no noise multiplier up to 10,000 meets the target or has a finite cost.
     """
 
-    def with_noise(ticks: int) -> TrainingEvent:
-        return replace(event, noise_multiplier=ticks / SIGMA_TICKS)
+    def cost(ticks: int, widest: float = FINE) -> float:
+        noisy = replace(event, noise_multiplier=ticks / SIGMA_TICKS)
+        return total_epsilon((noisy,), delta, accountant, widest)
 
     if event.steps == 0:
         return SIGMA_MIN
-
-    def cost(ticks: int, widest: float = FINE) -> float:
-        return total_epsilon((with_noise(ticks),), delta, accountant, widest)
-
     least = cost(MOST_TICKS)
     check_within_reach(least, delta)
     if least > target:
