@@ -160,7 +160,11 @@ def make_task(
         weights, notes = _start(plan, model)
         fingerprints["pretrained"] = weights.sha256
     trained = model = model.to(device)
-    parts = None if at_hand else _cut(plan, model)
+    parts = None  # the frozen part, which runs once per record, and the trained one
+    if isinstance(model, FrozenFeatures) and not at_hand:
+        parts = model
+    elif plan.head_only:  # never for a network that was passed in
+        parts = cut_before_head(model, shape)
     kind, why = _independence(plan, model, parts, own=own)
     if device.type == "cuda" and not plan.head_only:  # autocast on CUDA is not detected on the CPU
         cached = plan.features is not None and parts is not None
@@ -202,13 +206,6 @@ def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str,
         assert weights is not None  # noqa: S101  (it starts from public weights)
         notes = weights.adopted_by(model, head_of(model, plan.facts.shape))
     return weights, (*_doubts(plan, weights), *notes)
-
-
-def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:
-    """Split the part that runs once per record from the trained part; None if all runs always."""
-    if isinstance(model, FrozenFeatures):
-        return model
-    return cut_before_head(model, plan.facts.shape) if plan.head_only else None
 
 
 def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
