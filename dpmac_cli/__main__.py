@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from types import FrameType
 
 from dpmac_cli.errors import INTERRUPTED
 
@@ -28,8 +27,7 @@ def main() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    del number, frame
+def _leave(*_: object) -> None:
     os.write(2, b"error: interrupted.\n")
     os._exit(INTERRUPTED)
 

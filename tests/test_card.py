@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.models.build import build_model
@@ -92,7 +94,8 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     facts = public_facts(config, spent(steps=1), task, trained=0)
     pixels = torch.randint(0, 256, (20, *config.facts.shape), dtype=torch.uint8)
     given = facts["input"]
-    x = data.prepared_by(given["levels"], given["mean"], given["std"]).standardised(pixels)
+    gain, offset = standardisation(given["levels"], given["mean"], given["std"], CPU)
+    x = replace(data, gain=gain, offset=offset).standardised(pixels)
     with torch.no_grad():  # untrained, it would call everything the same
         list(network.parameters())[-1].sub_(network(x).mean(0))
     wanted: Tensor = network(x).argmax(1)

@@ -18,6 +18,7 @@ from dpmac_cli.data import loaders
 from dpmac_cli.data.dataset import Data, Split, fingerprint
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.data.splits import Records
 from dpmac_cli.errors import InputError
 
 CPU = torch.device("cpu")
@@ -88,6 +89,10 @@ def test_standardisation_is_torchvisions(digits: Data) -> None:
     assert abs(standardised.std() - 1) < 0.01
 
 
+def records(split: Split) -> Records:
+    return Records(split.images.numpy(), split.labels.numpy())
+
+
 @pytest.mark.parametrize("part", ["images", "labels"])
 def test_a_single_changed_value_is_noticed(
     monkeypatch: pytest.MonkeyPatch, digits: Data, part: str
@@ -95,7 +100,8 @@ def test_a_single_changed_value_is_noticed(
     images, labels = digits.test.images.clone(), digits.test.labels.clone()
     changed = images.view(-1) if part == "images" else labels
     changed[-1] = 1 - changed[-1].clamp(max=1)
-    monkeypatch.setattr(loaders, "_digits", lambda: (digits.train, Split(images, labels)))
+    parts = [records(digits.train), records(Split(images, labels))]
+    monkeypatch.setattr(loaders, "_digits", lambda: parts)
     with pytest.raises(InputError) as caught:
         load_data("digits", Path("nowhere"), CPU)
     message = str(caught.value)
@@ -107,8 +113,8 @@ def test_a_single_changed_value_is_noticed(
 
 
 def test_a_missing_record_is_noticed(monkeypatch: pytest.MonkeyPatch, digits: Data) -> None:
-    short = Split(digits.train.images[1:], digits.train.labels[1:])
-    monkeypatch.setattr(loaders, "_digits", lambda: (short, digits.test))
+    parts = [records(digits.train).at(np.arange(1, len(digits.train))), records(digits.test)]
+    monkeypatch.setattr(loaders, "_digits", lambda: parts)
     with pytest.raises(InputError) as caught:
         load_data("digits", Path("nowhere"), CPU)
     assert (

@@ -73,15 +73,11 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     most = math.ceil(largest / width)
     epsilons: Floats = width * np.arange(-most, most + 1, dtype=np.float64)
     plain = gaussian_deltas(noise_multiplier, epsilons)
-    parts = (
-        _convex(np.exp(epsilons), np.minimum(plain, bound)) for bound in ratios.deltas(epsilons)
-    )
-    return privacy_loss_distribution.PrivacyLossDistribution(
-        *(
-            pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(width, -most, most, deltas)
-            for deltas in parts
-        )
-    )
+    connect_dots, parts = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap, []
+    for bound in ratios.deltas(epsilons):
+        deltas = _convex(np.exp(epsilons), np.minimum(plain, bound))
+        parts.append(connect_dots(width, -most, most, deltas))
+    return privacy_loss_distribution.PrivacyLossDistribution(*parts)
 
 
 @functools.lru_cache(maxsize=4)

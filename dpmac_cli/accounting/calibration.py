@@ -8,14 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dpmac_cli.accounting.accountants import (
-    COARSE,
-    DEFAULT_ACCOUNTANT,
-    FINE,
-    SIGMA_MAX,
-    SIGMA_MIN,
-    total_epsilon,
-)
+from dpmac_cli.accounting import accountants
+from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.statements import PLD_ENDS, format_epsilon
 from dpmac_cli.errors import BudgetError
@@ -45,15 +39,12 @@ def calibrate_noise(
         BudgetError: no noise multiplier up to 10,000 meets the target or has a finite cost.
     """
 
-    def with_noise(ticks: int) -> TrainingEvent:
-        return replace(event, noise_multiplier=ticks / SIGMA_TICKS)
+    def cost(ticks: int, widest: float = accountants.FINE) -> float:
+        noisy = replace(event, noise_multiplier=ticks / SIGMA_TICKS)
+        return total_epsilon((noisy,), delta, accountant, widest)
 
     if event.steps == 0:
         return SIGMA_MIN
-
-    def cost(ticks: int, widest: float = FINE) -> float:
-        return total_epsilon((with_noise(ticks),), delta, accountant, widest)
-
     least = cost(MOST_TICKS)
     check_within_reach(least, delta)
     if least > target:
@@ -64,7 +55,8 @@ def calibrate_noise(
             "epsilon or delta, fewer epochs or a smaller batch."
         )
     limits = range(LEAST_TICKS, MOST_TICKS + 1)
-    rough = _smallest(functools.partial(cost, widest=COARSE), target, SIGMA_TICKS, 2, limits)
+    coarse = functools.partial(cost, widest=accountants.COARSE)
+    rough = _smallest(coarse, target, SIGMA_TICKS, 2, limits)
     return _smallest(cost, target, rough, 1.01, limits) / SIGMA_TICKS
 
 

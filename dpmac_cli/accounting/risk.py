@@ -17,13 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpmac_cli.accounting.accountants import (
-    FINE,
-    check_noise,
-    loss_distribution,
-    noiseless,
-    total_epsilon,
-)
+from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.events import TrainingEvent, by_records, merged
 from dpmac_cli.accounting.statements import RECORD, format_epsilon, short
 from dpmac_cli.storage.files import shown
@@ -112,9 +106,9 @@ def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int, unit: str 
         InputError: see :func:`~dpmac_cli.accounting.accountants.check_noise`.
     """
     deltas = (1e-5, 1e-6, dataset_size**-1.1)
-    epsilons = tuple((delta, total_epsilon(events, delta)) for delta in deltas)
+    epsilons = tuple((delta, accountants.total_epsilon(events, delta)) for delta in deltas)
     attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, trade_off(events, FALSE_POSITIVE_RATES)))
-    return Risk(attacks, gaussian_mu(events), epsilons, noiseless(merged(events)), unit)
+    return Risk(attacks, gaussian_mu(events), epsilons, accountants.noiseless(merged(events)), unit)
 
 
 def trade_off(events: Sequence[TrainingEvent], alphas: Iterable[float]) -> Any:
@@ -168,14 +162,14 @@ def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
     import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
     epsilons = np.append(0.0, np.geomspace(1e-6, LARGEST_EPSILON, POINTS))
-    if noiseless(parts):
+    if accountants.noiseless(parts):
         return epsilons, np.ones_like(epsilons)
-    check_noise(parts)
+    accountants.check_noise(parts)
     deltas = np.zeros_like(epsilons)
     with np.errstate(over="ignore"):
         for split in by_records(parts):
-            found = loss_distribution(split, FINE).get_delta_for_epsilon(epsilons)
-            deltas = np.maximum(deltas, found)
+            losses = accountants.loss_distribution(split, accountants.FINE)
+            deltas = np.maximum(deltas, losses.get_delta_for_epsilon(epsilons))
     falling = np.maximum.accumulate(deltas[::-1])[::-1]  # rounding errors are about 1e-14
     return epsilons, np.clip(falling, 0.0, 1.0)
 

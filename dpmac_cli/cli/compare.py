@@ -96,7 +96,8 @@ def _carry_out(
         held.enter_context(folder.locked(out))
         missing = _missing(grid)
         console.print_notes(_damages(grid.runs[number] for number in missing))
-        display = held.enter_context(contextlib.closing(Display(screen, grid, missing)))
+        display = Display(screen, grid, missing)
+        held.enter_context(display.bar)
         if executor is None or not missing:
             return failures, False
         for event in carry_out(executor, missing, asked):
@@ -143,18 +144,17 @@ def _failed(grid: Grid, failures: Mapping[int, str]) -> Iterator[str]:
 
 
 class Display:
-    """One line per finished run; below them, on a terminal, a bar of the study's steps."""
+    """One line per finished run; below them, on a terminal, :attr:`bar` of the study's steps."""
 
     def __init__(self, screen: Console, grid: Grid, missing: Sequence[int]) -> None:
         self._screen, self._grid, self._count = screen, grid, len(missing)
         self._moved: dict[int, Moved] = {}
         self._ended = 0
-        self._bar = console.bar("{task.fields[text]}", BarColumn(), console=screen)
+        self.bar = console.bar("{task.fields[text]}", BarColumn(), console=screen)
         found = len(grid.runs) - len(missing)
         screen.print(f"{len(grid.runs)} runs{f', {found} of them found finished' * bool(found)}")
         total = sum(grid.runs[number].plan.steps for number in missing)
-        self._task = self._bar.add_task("", total=max(1, total), text="")
-        self._bar.start()
+        self._task = self.bar.add_task("", total=max(1, total), text="")
 
     def show(self, event: RunEvent) -> None:
         """Update the bar, and print a line when a run ends."""
@@ -163,7 +163,7 @@ class Display:
         else:
             self._end(event)
         done = sum(moved.step for moved in self._moved.values())
-        self._bar.update(self._task, completed=done, text=f"{self._ended}/{self._count} runs")
+        self.bar.update(self._task, completed=done, text=f"{self._ended}/{self._count} runs")
 
     def _end(self, event: Ended) -> None:
         run, moved = self._grid.runs[event.number], self._moved.get(event.number)
@@ -179,10 +179,6 @@ class Display:
             metric = METRICS[run.plan.metric]
             score = "" if moved.score is None else f"  test {metric} {moved.score:.2%}"
             self._screen.print(Text(f"{self._ended}/{self._count}  {name}{score}"))
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.stop()
 
 
 def planned_runs(grid: Grid) -> Table:

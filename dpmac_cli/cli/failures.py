@@ -7,7 +7,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NoReturn
 
 import typer
@@ -70,8 +69,7 @@ def stop_request() -> Iterator[Callable[[], bool]]:
     """
     asked = threading.Event()
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def handle(*_: object) -> None:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()

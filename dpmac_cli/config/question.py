@@ -161,9 +161,8 @@ def _solved(
         batch = calibration.largest_batch(event_of, size, delta, target, accountant)
     event = event_of(batch)
     if question.solve == "sigma":
-        event = replace(
-            event, noise_multiplier=calibration.calibrate_noise(event, delta, target, accountant)
-        )
+        sigma = calibration.calibrate_noise(event, delta, target, accountant)
+        event = replace(event, noise_multiplier=sigma)
     elif question.solve == "steps":
         event = replace(event, steps=calibration.longest_run(event, delta, target, accountant))
     row = price((event,), delta, accountant)

@@ -149,6 +149,9 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
     by_seconds, weights = interval.endswith("s"), values["pretrained"]
     event = _event(values, found.facts.train_size)
     every = event.steps_per_epoch * (values["score_every"] or event.steps)
+    trained = registry.Trained(values["train"] or "all")
+    if trained.part == "lora":
+        trained = replace(trained, rank=values["lora_rank"], alpha=values["lora_alpha"])
     return TrainPlan(
         **{name: values[name] for name in AS_GIVEN},
         data=data,
@@ -156,7 +159,7 @@ def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> Tr
         model=registry.parse_model(values["model"]),
         features=_features(values),
         pretrained=None if weights is None else Path(weights),
-        trained=_trained(values),
+        trained=trained,
         event=event,
         private=not values["no_dp"],
         target_epsilon=values["epsilon"] or math.inf,
@@ -237,12 +240,6 @@ def _features(values: Mapping[str, Any]) -> registry.Features | None:
     if values["features"] is not None:
         return registry.Scattered(values["features"])
     return None
-
-
-def _trained(values: Mapping[str, Any]) -> registry.Trained:
-    if values["train"] == "lora":
-        return registry.Trained("lora", values["lora_rank"], values["lora_alpha"])
-    return registry.Trained(values["train"] or "all")
 
 
 def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:

@@ -122,11 +122,6 @@ class Data:
         moved = {n: getattr(self, n).to(device) for n in ("train", "test", "gain", "offset")}
         return replace(self, **moved)
 
-    def prepared_by(self, levels: float, mean: Sequence[float], std: Sequence[float]) -> "Data":
-        """Return the same records, standardised by the constants of a model."""
-        gain, offset = standardisation(levels, mean, std, self.gain.device)
-        return replace(self, gain=gain, offset=offset)
-
     def standardised(self, images: Tensor) -> Tensor:
         """Return (images / levels - mean) / std in float32, in the shape of the images."""
         return torch.addcmul(self.offset, images.to(self.gain.dtype), self.gain)

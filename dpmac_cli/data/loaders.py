@@ -55,28 +55,22 @@ def loading(
     if isinstance(chosen, Source):
         facts = facts or inspect(chosen).facts
         records = yield from load_own(chosen, facts)
-        train, test = (_side(part, device) for part in records)
     else:
         facts = DATASETS[chosen]
-        if facts.torchvision:
-            train, test = _from_torchvision(chosen, data_dir, download)
-        else:
-            train, test = _digits()
+        records = _from_torchvision(chosen, data_dir, download) if facts.torchvision else _digits()
+    train, test = (_split(part, device) for part in records)
+    if not isinstance(chosen, Source):
         _check(chosen, train, test, data_dir)
     gain, offset = standardisation(facts.levels, facts.mean, facts.std, device)
     return Data(train, test, gain, offset).to(device)
 
 
-def _side(records: Records, device: torch.device) -> Split:
+def _split(records: Records, device: torch.device) -> Split:
     x, labels = records.x, torch.as_tensor(records.y)
     units = None if records.units is None else units_of(records.units)
     if isinstance(x, Rows):
         return split_of(x, labels, units, device)
     return Split(torch.as_tensor(x), labels, units=units)
-
-
-def _split(images: Any, labels: Any) -> Split:
-    return Split(torch.as_tensor(images), torch.as_tensor(labels))
 
 
 def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
@@ -96,26 +90,23 @@ def _check(name: str, train: Split, test: Split, data_dir: Path) -> None:
     )
 
 
-def _digits() -> tuple[Split, Split]:
+def _digits() -> list[Records]:
     """Load scikit-learn's digits; a fixed fifth, drawn with a public seed, is the test set."""
     from sklearn.datasets import load_digits  # noqa: PLC0415  (a second to import)
 
     bunch, held_out = load_digits(), DATASETS["digits"].test_size
     # RandomState's streams are frozen by numpy, so this split never changes.
     order = np.random.RandomState(0).permutation(len(bunch.target))
-    train, test = (
-        _split(bunch.images[rows].astype(np.uint8)[:, None], bunch.target[rows])
-        for rows in (order[held_out:], order[:held_out])
-    )
-    return train, test
+    records = Records(bunch.images.astype(np.uint8)[:, None], bunch.target)
+    return [records.at(order[held_out:]), records.at(order[:held_out])]
 
 
-def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split, Split]:
+def _from_torchvision(name: str, data_dir: Path, download: bool) -> list[Records]:
     """Load from disk, or download missing files, and explain failures."""
     files = [data_dir / file for file in DATASETS[name].files]
     download = download and bool(_missing(files))
     try:
-        return _part(name, data_dir, "train", download), _part(name, data_dir, "test", download)
+        return [_part(name, data_dir, which, download) for which in ("train", "test")]
     except Exception as failure:  # its parsers raise any exception for a damaged file
         raise InputError(
             f"The dataset {name} {_what_failed(files, download, failure)}; or use another "
@@ -124,7 +115,7 @@ def _from_torchvision(name: str, data_dir: Path, download: bool) -> tuple[Split,
         ) from failure
 
 
-def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
+def _part(name: str, data_dir: Path, which: str, download: bool) -> Records:
     """Load one split. torchvision checks the MD5 of pickled files before reading them."""
     from torchvision import datasets  # noqa: PLC0415  (seconds to import)
 
@@ -134,7 +125,7 @@ def _part(name: str, data_dir: Path, which: str, download: bool) -> Split:
     part = {"split": which} if hasattr(kind, "split_list") else {"train": which == "train"}
     loaded = kind(data_dir, download=download, **part)
     labels = loaded.labels if hasattr(loaded, "labels") else loaded.targets
-    return _split(channels_first(np.asarray(loaded.data)), labels)
+    return Records(channels_first(np.asarray(loaded.data)), labels)
 
 
 def _missing(files: Sequence[Path]) -> list[str]:

@@ -64,10 +64,8 @@ def _featured(file: RowFile, data: Data) -> tuple[Data, str]:
 
 def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, Any]) -> str:
     """Return the SHA-256 of everything that determines the features; ``like`` is part of them."""
-    named = {
-        **{f"weight {name}": tensor for name, tensor in parts.public_weights().items()},
-        **{"gain": data.gain, "offset": data.offset, "probe": torch.from_numpy(like)},
-    }
+    named = {f"weight {name}": tensor for name, tensor in parts.public_weights().items()}
+    named |= {"gain": data.gain, "offset": data.offset, "probe": torch.from_numpy(like)}
     records = fingerprint(data.train, data.test)
     record = {"version": VERSION, "torch": torch.__version__, "records": records, **settings}
     return digest({name: tensor.detach().cpu() for name, tensor in named.items()}, record)

@@ -22,13 +22,9 @@ from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.errors import DpmacError, ModelError
+from dpmac_cli.models import tracing
 from dpmac_cli.models.state import first_change, first_opaque
-from dpmac_cli.models.tracing import (
-    UnprovenError,
-    check_hooks,
-    check_independent,
-    check_independent_forward,
-)
+from dpmac_cli.models.tracing import UnprovenError
 from dpmac_cli.torch_errors import what_failed
 
 #: Reason why a network is independent across samples.
@@ -117,16 +113,16 @@ def independence(
         if (opaque := first_opaque(frozen or model)) is not None:
             raise UnprovenError(f"Its {opaque} may store information that cannot be inspected.")
         if frozen is None:
-            check_hooks(model)  # copies may lack hooks
+            tracing.check_hooks(model)  # copies may lack hooks
             for layer in find_layers(probe, torch.zeros(2, *shape)):
                 # Its random draws could not be repeated.
                 inside = [] if layer.direct else list(layer.module.modules())[1:]
                 if any(isinstance(part, DROPOUT) and part.p > 0 for part in inside):
                     name = layer.name or "The model"
                     raise UnprovenError(f"{name} has both its own parameters and dropout layers.")
-            check_independent(probe, shape, classes)
+            tracing.check_independent(probe, shape, classes)
         else:
-            check_independent_forward(probe, shape)
+            tracing.check_independent_forward(probe, shape)
     except UnprovenError as failure:
         return "isolated", str(failure)
     return "traced", ""

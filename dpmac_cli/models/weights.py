@@ -58,7 +58,8 @@ def adopt(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             own.copy_(tensors[name])
 
 
-def _stored(tensor: Tensor) -> Tensor:
+def stored(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the CPU, as it is stored in a file."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 

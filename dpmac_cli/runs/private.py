@@ -139,12 +139,10 @@ class PrivateTraining:
     @lr.setter
     def lr(self, rate: float) -> None:
         # Validated, and recorded for the report, like any setting.
-        plan, lr = self.plan, parse({"lr": rate})["lr"]
-        self.plan = replace(
-            plan, hyper=replace(plan.hyper, lr=lr), recorded={**plan.recorded, "lr": lr}
-        )
-        algorithm = self._trainer.algorithm
-        self._trainer.algorithm = replace(algorithm, hyper=replace(algorithm.hyper, lr=lr))
+        hyper = replace(self.plan.hyper, **parse({"lr": rate}))
+        recorded = {**self.plan.recorded, "lr": hyper.lr}
+        self.plan = replace(self.plan, hyper=hyper, recorded=recorded)
+        self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)
 
     def standardise(self, x: Tensor) -> Tensor:
         """Standardise records of the dataset, as for the network's inputs."""

@@ -17,17 +17,8 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.registry import DATASETS, Dataset
 from dpmac_cli.errors import InputError, ModelError
-from dpmac_cli.models import registry
+from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
-from dpmac_cli.models.weights import (
-    CHECKPOINT_HEADER,
-    MODEL_HEADER,
-    NOT_SAFE,
-    _stored,
-    adopt,
-    published,
-    unpacked,
-)
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.report_file import Facts, parse
 from dpmac_cli.storage import files
@@ -50,11 +41,11 @@ class Released:
 
 def check_publishable(model: nn.Module) -> None:
     """Raise ModelError if a model has a tensor that cannot be stored in a model file."""
-    for name, tensor in published(model).items():
+    for name, tensor in weights.published(model).items():
         try:
-            loaded = safetensors.torch.load(safetensors.torch.save({name: _stored(tensor)}))
+            loaded = safetensors.torch.load(safetensors.torch.save({name: weights.stored(tensor)}))
             _check_weights(Path(folder.MODEL), loaded)
-            adopt(model, loaded)
+            weights.adopt(model, loaded)
         except Exception as failure:  # torch raises a different error for each kind of tensor
             kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}".replace("torch.", "")
             raise ModelError(
@@ -66,9 +57,9 @@ def check_publishable(model: nn.Module) -> None:
 
 def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
     """Write weights and public facts atomically, in a plain safetensors file."""
-    tensors = {name: _stored(tensor) for name, tensor in published(model).items()}
+    tensors = {name: weights.stored(tensor) for name, tensor in weights.published(model).items()}
     sealed = {**facts, CHECKSUM: digest(tensors, facts)}
-    header = {MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
+    header = {weights.MODEL_HEADER: json.dumps(sealed, allow_nan=False)}
     files.write_atomically(path, safetensors.torch.save(tensors, header))
 
 
@@ -108,7 +99,8 @@ def load_model(
             network = build_network(reference.name, seen_by_network(described, features))
         prefix = "" if features is None else "head."
         of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
-        shapes = {f"{prefix}{name}": form for name, form in _forms(published(network)).items()}
+        forms = _forms(weights.published(network))
+        shapes = {f"{prefix}{name}": form for name, form in forms.items()}
         _check_fit(misfit, of_network, wanted | shapes)
     part = "head" if facts.trained_part == "head" else "all"  # LoRA updates were merged
     model = build_model(
@@ -120,8 +112,8 @@ def load_model(
         trained=None if facts.trained_part is None else registry.Trained(part),
         isolated=True,  # scoring does not need independence across samples
     )
-    _check_fit(misfit, held, wanted | _forms(published(model)))
-    adopt(model, tensors)
+    _check_fit(misfit, held, wanted | _forms(weights.published(model)))
+    weights.adopt(model, tensors)
     return Released(model.to(device).eval(), kept, file)
 
 
@@ -150,8 +142,7 @@ def _network(
 
 def _features(file: Path, facts: Facts) -> registry.Features | None:
     """Return the fixed features that the network takes. Raises ModelError."""
-    kind, size = facts.features, facts.backbone_size
-    named = facts.backbone or kind
+    named, size = facts.backbone or facts.features, facts.backbone_size
     if named is None:
         return None
     if named in registry.BACKBONES and size is not None:
@@ -172,17 +163,17 @@ def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:
     """Return a model file, its weights, and its facts, also validated. Raises InputError."""
     file, content = folder.read(path, folder.MODEL, WANTED)
     try:
-        tensors, header = unpacked(content)
-    except NOT_SAFE as failure:
+        tensors, header = weights.unpacked(content)
+    except weights.NOT_SAFE as failure:
         raise InputError(
             f"{file} is not a valid safetensors file: it is damaged or of another type. {WANTED}"
         ) from failure
-    if CHECKPOINT_HEADER in header:
+    if weights.CHECKPOINT_HEADER in header:
         raise InputError(
             f"{file} is a private checkpoint, from which the noise of its run can be computed. "
             f"Do not share it. Use {folder.MODEL}, one folder up."
         )
-    text = header.get(MODEL_HEADER, "{}")
+    text = header.get(weights.MODEL_HEADER, "{}")
     facts, kept = parse(Facts, text, file, FOREIGN, WANTED), json.loads(text)
     if kept.pop(CHECKSUM) != digest(tensors, kept):
         raise InputError(

@@ -50,6 +50,7 @@ def _at(*keys: str, **limits: Any) -> Any:
 Name = Annotated[str, AfterValidator(_printable)]
 Count = Annotated[int, Field(ge=1)]
 Noise = Literal[0] | Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+PUBLIC_PART = ("model", "public_part")
 STRICT = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
@@ -114,13 +115,11 @@ class Facts(BaseModel):
     multilabel: bool = _at("dataset", "multilabel")
     model: Name = _at("model", "name")
     fix_norm: bool = _at("model", "fix_norm")
-    trained_part: Name | None = _at("model", "public_part", "train", default=None)
-    features: Name | None = _at("model", "public_part", "features", default=None)
-    backbone: Name | None = _at("model", "public_part", "backbone", default=None)
-    backbone_size: int | None = _at(
-        "model", "public_part", "backbone_size", default=None, ge=1, le=1024
-    )
-    backbone_flips: bool = _at("model", "public_part", "backbone_flips", default=False)
+    trained_part: Name | None = _at(*PUBLIC_PART, "train", default=None)
+    features: Name | None = _at(*PUBLIC_PART, "features", default=None)
+    backbone: Name | None = _at(*PUBLIC_PART, "backbone", default=None)
+    backbone_size: int | None = _at(*PUBLIC_PART, "backbone_size", default=None, ge=1, le=1024)
+    backbone_flips: bool = _at(*PUBLIC_PART, "backbone_flips", default=False)
     covered_scores: dict[str, Any] | None = _at("privacy", "covered_scores", default=None)
     classes: tuple[Name, ...]
     shape: tuple[Count, Count, Count] = _at("input", "shape")

@@ -1,11 +1,12 @@
 """Score a published model on a test split, and draw the results."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import data_settings, resolve
+from dpmac_cli.data.dataset import standardisation
 from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Source
@@ -68,8 +69,8 @@ def score(
             f"{plan.dataset} has the classes {', '.join(own.classes)}, but {file} was trained on "
             f"{', '.join(facts.classes)}."
         )
-    data = data.prepared_by(facts.levels, facts.mean, facts.std)
-    result = evaluate(released.model, data, data.test)
+    gain, offset = standardisation(facts.levels, facts.mean, facts.std, where)
+    result = evaluate(released.model, replace(data, gain=gain, offset=offset), data.test)
     covered = facts.covered_scores is not None
     classes = list(plan.facts.classes)
     return Scored(result, plan.found.name, classes, file, covered, plan.found.held_out)

@@ -15,14 +15,8 @@ from dpmac_cli.dp.losses import Loss, alone
 from dpmac_cli.dp.mechanism import GaussianMechanism, SecureMechanism
 from dpmac_cli.dp.rules import Rule
 from dpmac_cli.errors import InputError, ModelError
+from dpmac_cli.models import build
 from dpmac_cli.models.backbones import public_weights
-from dpmac_cli.models.build import (
-    build_model,
-    built_by,
-    seen_by_network,
-    source_sum,
-    without_batch_norm,
-)
 from dpmac_cli.models.feature_cache import featured
 from dpmac_cli.models.features import FrozenFeatures, cut_before_head, head_of
 from dpmac_cli.models.registry import BACKBONES, Backbone, UserModel
@@ -154,7 +148,7 @@ def make_task(
     :func:`make_trainer`.
     """
     shape, at_hand = plan.facts.shape, model is not None
-    seen = seen_by_network(plan.facts, plan.features)
+    seen = build.seen_by_network(plan.facts, plan.features)
     own = at_hand or isinstance(plan.model, UserModel)
     notes: tuple[str, ...] = ()
     if model is None:
@@ -166,7 +160,11 @@ def make_task(
         weights, notes = _start(plan, model)
         fingerprints["pretrained"] = weights.sha256
     trained = model = model.to(device)
-    parts = None if at_hand else _cut(plan, model)
+    parts = None  # the frozen part, which runs once per record, and the trained one
+    if isinstance(model, FrozenFeatures) and not at_hand:
+        parts = model
+    elif plan.head_only:  # never for a network that was passed in
+        parts = cut_before_head(model, shape)
     kind, why = _independence(plan, model, parts, own=own)
     if device.type == "cuda" and not plan.head_only:  # autocast on CUDA is not detected on the CPU
         cached = plan.features is not None and parts is not None
@@ -193,7 +191,7 @@ def make_task(
         independence=kind,
         fingerprints=fingerprints,
         notes=(*notes, *why),
-        built_by="" if named is None else built_by(named, seen),
+        built_by="" if named is None else build.built_by(named, seen),
     )
 
 
@@ -210,15 +208,8 @@ def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str,
     return weights, (*_doubts(plan, weights), *notes)
 
 
-def _cut(plan: TrainPlan, model: nn.Module) -> FrozenFeatures | None:
-    """Split the part that runs once per record from the trained part; None if all runs always."""
-    if isinstance(model, FrozenFeatures):
-        return model
-    return cut_before_head(model, plan.facts.shape) if plan.head_only else None
-
-
 def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
-    model = build_model(
+    model = build.build_model(
         plan.model,
         plan.facts,
         int.from_bytes(keys.init[:4], "little"),
@@ -244,7 +235,7 @@ def _check_at_hand(plan: TrainPlan, model: object) -> None:
             "instance, such as torch.nn.Linear(64, 10)."
         )
     if plan.fix_norm:
-        without_batch_norm(model)
+        build.without_batch_norm(model)
     check_model(model, plan.facts.shape, len(plan.facts.classes), isolated=plan.isolate)
 
 
@@ -259,7 +250,7 @@ def _fingerprints(plan: TrainPlan, data: Data | None, *, at_hand: bool) -> dict[
         if found != facts.sha256:  # user-supplied records under a registered name
             sums["data"] = found
     if isinstance(plan.model, UserModel) and not at_hand:
-        sums["network"] = source_sum(plan.model)
+        sums["network"] = build.source_sum(plan.model)
     return sums
 
 

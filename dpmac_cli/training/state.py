@@ -54,10 +54,9 @@ class TrainState:
             "inverse": self.region.inverse,
             "factor": self.region.factor,
             "average": self.average,
+            "s": None if self.spread is None else self.spread.s,
             **self.extra,
         }
-        if self.spread is not None:
-            named["s"] = self.spread.s
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def numbers(self) -> dict[str, Any]:

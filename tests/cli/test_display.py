@@ -124,8 +124,8 @@ def test_why_a_run_failed_is_shown_whole(terminal: bool) -> None:
     console = Console(width=60, file=io.StringIO(), force_terminal=terminal, color_system=None)
     why = " ".join(f"word{i}" for i in range(60))
     display = compare.Display(console, grid, range(len(grid.runs)))
-    display.show(Ended(0, why))
-    display.close()
+    with display.bar:
+        display.show(Ended(0, why))
     assert isinstance(console.file, io.StringIO)
     assert f"failed: {why}" in " ".join(console.file.getvalue().split())
 
@@ -136,10 +136,10 @@ def test_the_bar_of_a_study_keeps_to_one_line(width: int) -> None:
     grid = plan(flags, None, Path("runs"))
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
     display = compare.Display(console, grid, range(len(grid.runs)))
-    for number in (0, 5, 30):
-        display.show(Moved(number, 58_799, 0.98765))
-    lines = console.render_lines(display._bar.get_renderable())
-    (shown,) = ["".join(segment.text for segment in line) for line in lines]
-    display.close()
+    with display.bar:
+        for number in (0, 5, 30):
+            display.show(Moved(number, 58_799, 0.98765))
+        lines = console.render_lines(display.bar.get_renderable())
+        (shown,) = ["".join(segment.text for segment in line) for line in lines]
     assert len(shown) <= width
     assert f"0/{len(grid.runs)} runs" in shown
