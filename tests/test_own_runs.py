@@ -198,9 +198,9 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         "taken_from_records": ["channels", "image size", "classes"],
         "schema": None,
         "public_note": (
-            "The numbers of training and test records are public. Its channels, image size and "
-            "classes were not declared but taken from the records, and are treated as public. One "
-            "record can change them, which epsilon does not cover."
+            "The numbers of training records and test records are public. Its channels, image size "
+            "and classes were not declared but taken from the records, and are treated as public. "
+            "One record can change them, which epsilon does not cover."
         ),
     }
     assert report["dataset"]["public_note"] in Path("run/model-card.md").read_text()
@@ -753,7 +753,7 @@ def test_what_is_not_declared_is_said_to_be_public_and_how_to_declare_it() -> No
     done("train", "--dataset", "photos", "--out", "run", *typed(DECLARED), *SHORT)
     assert report_of("run")["dataset"]["taken_from_records"] == []
     statement = report_of("run")["dataset"]["public_note"]
-    assert statement == "The numbers of training and test records are public."
+    assert statement == "The numbers of training records and test records are public."
     digits = finish(train(resolve(dataset="digits", steps=1, sigma=4, out="digits").plan)).report
     assert digits["dataset"]["taken_from_records"] == []
 

@@ -120,7 +120,7 @@ def test_hyperparameters_are_those_with_an_effect(optimizer: str) -> None:
     finished = train_digits(optimizer=optimizer, steps=1)
     used = finished.report["hyperparameters"]
     assert used.keys() == {"steps", "epochs", "batch_size"} | OPTIMIZERS[optimizer].settings
-    assert used["lr"] == OPTIMIZERS[optimizer].rate_on("digits")
+    assert used["lr"] == OPTIMIZERS[optimizer].lr_on["digits"]
 
 
 def spent(steps: int, seeded: bool = False) -> Spent:

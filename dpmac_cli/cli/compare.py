@@ -1,7 +1,7 @@
 """dpmac compare: train many runs, and show a table of results."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,12 @@ def _carry_out(
         folder.make_folder(out / RUNS)
         held.enter_context(folder.locked(out))
         missing = _missing(grid)
-        console.print_notes(_damages(grid.runs[number] for number in missing))
+        console.print_notes(
+            f"{run.folder / name} is damaged: the run resumes from its checkpoint."
+            for run in (grid.runs[number] for number in missing)
+            for name in (folder.REPORT, folder.METRICS, folder.MODEL)
+            if folder.vouched(run.folder, name) is False
+        )
         display = Display(screen, grid, missing)
         held.enter_context(display.bar)
         if executor is None or not missing:
@@ -110,14 +115,6 @@ def _carry_out(
 def _missing(grid: Grid) -> list[int]:
     """Return the numbers of the runs that are not finished."""
     return [number for number, run in enumerate(grid.runs) if finished_report(run) is None]
-
-
-def _damages(runs: Iterable[Run]) -> Iterator[str]:
-    """Yield a message for each damaged file of finished runs."""
-    for run in runs:
-        for name in (folder.REPORT, folder.METRICS, folder.MODEL):
-            if folder.vouched(run.folder, name) is False:
-                yield f"{run.folder / name} is damaged: the run resumes from its checkpoint."
 
 
 def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[str, str]:

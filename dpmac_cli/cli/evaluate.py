@@ -100,8 +100,7 @@ def card(run: Path, format: str, **answers: str | None) -> None:
     if format not in FORMATS:
         raise InputError(f"--format must be {', '.join(FORMATS)}, not '{format}'.")
     written = {name.replace("_", " "): " ".join((a or "").split()) for name, a in answers.items()}
-    given = {name: answer for name, answer in written.items() if answer}
-    console.print_result(render_card(run, format, given))
+    console.print_result(render_card(run, format, {row: a for row, a in written.items() if a}))
 
 
 @with_options("report", argument("path", "A run folder, or a folder of dpmac compare."))

@@ -53,12 +53,13 @@ def _rate(inputs: int) -> float:
 def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     """Return defaults that depend on the dataset or on other settings."""
     defaults, adaclip = facts.defaults, values["optimizer"] == "adaclip"
-    tracked = "phi" in OPTIMIZERS[values["optimizer"]].settings and values["phi"] == "tracked"
+    chosen = OPTIMIZERS[values["optimizer"]]
+    tracked = "phi" in chosen.settings and values["phi"] == "tracked"
     found: dict[str, Any] = {
         **vars(defaults),
         # v-hat minus the noise is about as large as h1, so its lower bound must be, too.
         "gamma_prime": max(GAMMA_PRIME, 2 * defaults.h1) if tracked else GAMMA_PRIME,
-        "lr": OPTIMIZERS[values["optimizer"]].rate_on(values["dataset"]),
+        "lr": chosen.lr_on.get(values["dataset"], chosen.lr),
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
     }

@@ -36,7 +36,10 @@ class ArrayFile:
             arrays["classes"] = np.array(source.classes)
         if source.feature_range is not None:
             arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-        _number_labels(arrays)
+        for name in {"y", "y_test"} & arrays.keys() if "classes" in arrays else ():
+            if arrays[name].dtype.kind == "U":  # names of classes; -1 for those not declared
+                same = arrays[name][..., None] == arrays["classes"].astype(str).ravel()
+                arrays[name] = np.where(same.any(-1), same.argmax(-1), -1)
         skipped += _leave_out_bad(arrays, source)
         self._sides = [
             Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
@@ -122,14 +125,6 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> Arrays:
             f"{path} cannot be read as an .npz of plain arrays ({failure}). Write it with "
             "numpy.savez(file, x=..., y=...)."
         ) from failure
-
-
-def _number_labels(arrays: Arrays) -> None:
-    """Replace class names by their numbers in place, and undeclared names by -1."""
-    for name in {"y", "y_test"} & arrays.keys() if "classes" in arrays else ():
-        if arrays[name].dtype.kind == "U":
-            same = arrays[name][..., None] == arrays["classes"].astype(str).ravel()
-            arrays[name] = np.where(same.any(-1), same.argmax(-1), -1)
 
 
 def _leave_out_bad(arrays: Arrays, source: Source) -> tuple[str, ...]:

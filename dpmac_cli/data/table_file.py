@@ -23,6 +23,8 @@ except ModuleNotFoundError as missing_extra:
         "Tables require pyarrow, which is not installed: pip install 'dpmac[tables]'"
     ) from missing_extra
 
+#: Stands for bytes that are not UTF-8 in decoded text.
+NOT_TEXT = "\ufffd"
 #: Text that stands for a missing value, unless it is a declared category.
 MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
 NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
@@ -58,8 +60,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
         names = _text(cells[source.unit]).cast(pa.binary()).fill_null(b"").to_pylist()
-        units = np.asarray([*map(_readable, names)], np.str_)
-        bad[f"no value in {source.unit}"] = units == ""
+        units = np.asarray([name.decode(errors="replace") for name in names], np.str_)
+        bad[f"no value in {source.unit}"] = (units == "") | (np.char.find(units, NOT_TEXT) >= 0)
         of_records["unit"] = units
     of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
@@ -75,14 +77,6 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     for suffix, rows in sides.items():
         arrays |= {f"{name}{suffix}": values[rows] for name, values in of_records.items()}
     return arrays, skipped
-
-
-def _readable(name: bytes) -> str:
-    """Return a name as text; "" if it is not UTF-8."""
-    try:
-        return name.decode()
-    except UnicodeDecodeError:
-        return ""
 
 
 def read_inputs(

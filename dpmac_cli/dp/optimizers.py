@@ -57,10 +57,6 @@ class Optimizer:
         """Return the configuration names of the hyperparameters that have an effect."""
         return self.settings_without_clipping | GEOMETRY_SETTINGS[self.geometry] | self.extra
 
-    def rate_on(self, dataset: str) -> float:
-        """Return the default learning rate on a dataset."""
-        return self.lr_on.get(dataset, self.lr)
-
     @property
     def settings_without_clipping(self) -> frozenset[str]:
         """Return the settings that have an effect without privacy, where only the rule is used."""

@@ -69,8 +69,7 @@ def check_model(
 
     Raises ModelError, which names the layer and the remedy.
     """
-    _check_layers(model, frozen)
-    _check_values(model, frozen)
+    _check_parts(model, frozen)
     try:
         probe = copy.deepcopy(model)
     except (Exception, SystemExit) as failure:
@@ -147,8 +146,8 @@ def _explained(shape: tuple[int, ...], remedy: str = "") -> Iterator[None]:
         ) from failure
 
 
-def _check_layers(model: nn.Module, frozen: bool) -> None:
-    """Reject layers that are known to mix samples."""
+def _check_parts(model: nn.Module, frozen: bool) -> None:
+    """Reject layers that mix samples, and tensors that cannot be trained or published."""
     for name, module in model.named_modules():
         if isinstance(module, MIXING_LAYERS) and not frozen:
             raise ModelError(
@@ -162,10 +161,6 @@ def _check_layers(model: nn.Module, frozen: bool) -> None:
                 f"The layer {name} changes its weights or gradients depending on the batch. "
                 "Leave out max_norm and scale_grad_by_freq."
             )
-
-
-def _check_values(model: nn.Module, frozen: bool) -> None:
-    """Reject parameters and buffers that cannot be trained or published."""
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(value):
             raise ModelError(

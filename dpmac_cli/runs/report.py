@@ -127,9 +127,8 @@ def _statement(plan: TrainPlan, computed: Sequence[Mapping[str, str]]) -> dict[s
     data = plan.facts
     kind = "images" if data.is_images else "rows of numbers"
     shape = f"{' x '.join(map(str, data.shape))}, {len(data.classes)} classes"
-    region = f"a ball of radius {plan.hyper.clip_norm:g}"
-    if "clip_norm" not in plan.method.settings:
-        region = "an ellipsoid that was computed from earlier noisy sums"
+    ball = f"a ball of radius {plan.hyper.clip_norm:g}"
+    region = ball if "clip_norm" in plan.method.settings else TEXTS.ellipsoid
     public = [f"the dataset {plan.found.name}: {data.about}"] * isinstance(plan.data, str)
     if isinstance(plan.features, Backbone):
         backbone = BACKBONES[plan.features.kind]

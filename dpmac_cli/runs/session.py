@@ -106,8 +106,7 @@ class Session:
 
     def spent(self) -> Spent:
         """Return the spent budget so far."""
-        charged = self.ledger.charged(self.trainer.state.step)
-        return replace(self.ledger.spent, begun=charged)
+        return replace(self.ledger.spent, begun=self.ledger.charged(self.trainer.state.step))
 
     def begin_files(self) -> None:
         """Write config.yaml and its checksum, the only one during training, and the metrics."""
@@ -243,10 +242,7 @@ class Session:
             seconds=self.seconds,
             total_seconds=total_seconds,
             # Not the chunk: it says when memory ran out, which depends on the size of a batch.
-            machine={
-                "device": device_name(theta.device),
-                "physical_batch": plan.physical_batch,
-            },
+            machine={"device": device_name(theta.device), "physical_batch": plan.physical_batch},
         )
         files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
         files.write_atomically(where / folder.REPORT, files.to_json(report).encode())

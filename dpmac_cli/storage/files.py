@@ -49,19 +49,15 @@ def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> Non
                 os.fsync(handle)
             os.chmod(partial, mode)
             os.replace(partial, path)
-            _sync_folder(path.parent)
+            with contextlib.suppress(OSError):  # not every file system syncs folders
+                handle = os.open(path.parent, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-
-
-def _sync_folder(path: Path) -> None:
-    with contextlib.suppress(OSError):  # not every file system supports this
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def to_json(value: Any) -> str:

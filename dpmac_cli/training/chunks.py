@@ -101,10 +101,7 @@ class ChunkedSum:
         return part.zero_() if total is None else total, chunk
 
     def _sum_chunk(self, drawn: Batch, ahead: Batch, step: int, metric: Metric, least: int) -> None:
-        """Write a chunk's sum while reading the records of the next chunk, ``ahead``.
-
-        The chunk is filled to ``least`` rows.
-        """
+        """Write the sum of a chunk, filled to ``least`` rows; read the next chunk's records."""
         recipe, rows = self._recipe, self._rows(drawn, step)
         images, labels = self._data.train.at(rows)
         if len(ahead):
