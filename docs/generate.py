@@ -282,7 +282,8 @@ def learning_rates() -> str:
     def rate(optimizer: str, dataset: str) -> str:
         if optimizer == "dp-adam" and dataset not in DATASETS:
             return "by rule"
-        return shown(OPTIMIZERS[optimizer].rate_on(dataset))
+        chosen = OPTIMIZERS[optimizer]
+        return shown(chosen.lr_on.get(dataset, chosen.lr))
 
     rows = ((name, *(rate(o, name.strip("`")) for o in OPTIMIZERS)) for name in _data_sets())
     return table(("", *(f"`{name}`" for name in OPTIMIZERS)), rows) + (
