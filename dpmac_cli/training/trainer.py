@@ -1,6 +1,5 @@
 """Training step: Algorithm 1 on one state. Prints nothing."""
 
-import copy
 import math
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.geometry import part_of, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.errors import DivergedError, ModelError
@@ -175,7 +175,7 @@ class Trainer:
         """Score the published model on every test record."""
         with self.published() as model:
             # An isolated network may store information about inputs, but not about test records.
-            scored = copy.deepcopy(model) if self.plan.isolated else model
+            scored = duplicate(model) if self.plan.isolated else model
             return evaluate(scored, self.data, self.data.test)
 
     def score(self) -> Evaluation | CoveredScore:
