@@ -14,7 +14,11 @@ import torch
 #: from the first of all.
 PLACES = (
     ("generic", "all"),
-    *((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("all", "matmul", "conv", "rnn")),
+    *(
+        (backend, kind)
+        for backend in ("cuda", "mkldnn")
+        for kind in ("all", "matmul", "conv", "rnn")
+    ),
 )
 #: Kinds of devices that networks run on.
 DEVICES = ("cpu", "cuda")

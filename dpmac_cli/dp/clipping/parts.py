@@ -50,26 +50,26 @@ def parts_of(value: Any) -> dict[Any, Any]:
     if isinstance(value, BuiltinMethodType):
         bound = value.__self__
         return {} if bound is None or isinstance(bound, WHOLE) else {"__self__": bound}
-    return {} if isinstance(value, WHOLE) else {**_slots(value), **getattr(value, "__dict__", {})}
+    return {} if isinstance(value, WHOLE) else {**slots_of(value), **getattr(value, "__dict__", {})}
 
 
 def _parts_of_function(function: FunctionType) -> dict[Any, Any]:
     """Return what a function keeps from one call to the next, except in globals."""
     if str(function.__globals__.get("__name__")).startswith(COMPILERS):
         return {_COMPILED: vars(function)[_COMPILED]} if _COMPILED in vars(function) else {}
-    kept = dict(zip(function.__code__.co_freevars, map(_content, function.__closure__ or ())))  # noqa: B905
+    kept = dict(zip(function.__code__.co_freevars, map(content_of, function.__closure__ or ())))  # noqa: B905
     given = {"__defaults__": function.__defaults__, "__kwdefaults__": function.__kwdefaults__}
     return {**kept, **{key: part for key, part in given.items() if part}, **vars(function)}
 
 
-def _content(cell: CellType) -> Any:
+def content_of(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
         return None
 
 
-def _slots(value: Any) -> dict[str, Any]:
+def slots_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are declared in ``__slots__``."""
     found = {}
     for kind in type(value).__mro__:
@@ -117,7 +117,7 @@ def duplicate(network: nn.Module) -> nn.Module:
         memo[id(method)] = getattr(copy.deepcopy(method.__self__, memo), method.__name__)
     copied: nn.Module = copy.deepcopy(network, memo)
     for cell, made in cells.values():
-        content = _content(cell)  # modules, such as those imported in a function, are shared
+        content = content_of(cell)  # modules, such as those imported in a function, are shared
         made.cell_contents = (
             content if isinstance(content, ModuleType) else copy.deepcopy(content, memo)
         )
