@@ -10,7 +10,7 @@ table has medians over the rounds.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -139,7 +139,7 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
     return trainer.step
 
 
-CONTENDERS = {
+CONTENDERS: Mapping[str, Callable[[Task, Data, int], Step]] = {
     "plain torch": plain,
     "ours": partial(ours, isolated=False),
     "isolated (vmap)": partial(ours, isolated=True),
