@@ -73,13 +73,19 @@ class Event(BaseModel):
 class Report(BaseModel):
     """Keys of report.json that dpmac reads.
 
-    ``epsilon`` is None if it is infinite; ``delta`` is None if no noise was added.
+    ``epsilon`` is None if it is infinite; ``delta`` is None if no noise was added. ``audit`` is
+    None if there are no canaries.
     """
 
     model_config = STRICT
 
+    state: Name | None = None
+    optimizer: Name | None = None
     dataset: Name = _at("dataset", "name")
     train_size: Count = _at("dataset", "train_size")
+    accuracy: float | None = _at("test", "accuracy", default=None)
+    seeded: bool | None = _at("privacy", "seed_policy", "given", default=None)
+    audit: dict[str, Any] | None = None
     private: bool = _at("privacy", "private")
     unit: Name = _at("privacy", "unit", "name", default=RECORD)
     epsilon: float | None = _at("privacy", "epsilon", ge=0)
