@@ -25,6 +25,8 @@ METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
 CARD = "model-card.md"
 AUDIT = "audit.json"
+#: Scores for TensorBoard, which reads every file with "tfevents" in its name.
+TENSORBOARD = "events.out.tfevents.dpmac"
 CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
 #: File in the folder of checkpoints with the steps that may have begun.
@@ -189,7 +191,7 @@ def in_use(run: Path) -> bool:
 
 def clear(run: Path) -> None:
     """Remove a run's files except checkpoints and ledger, and no other files. Raises OSError."""
-    for name in (*SEALED, SUMS, ATTEMPTS):
+    for name in (*SEALED, SUMS, ATTEMPTS, TENSORBOARD):
         (run / name).unlink(missing_ok=True)
 
 
