@@ -237,7 +237,7 @@ class Size:
         if self.model.endswith("torchvision"):
             return of_torchvision(self.model, len(facts.classes))
         if self.width is None:
-            return build_network(self.model, facts)
+            return build_network(self.model, facts.signature)
         pixels = int(np.prod(facts.shape))
         return nn.Sequential(
             nn.Flatten(),

@@ -27,6 +27,7 @@ from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import question
+from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder, ledger
 
@@ -132,6 +133,11 @@ class Facts(BaseModel):
     levels: Count = _at("input", "levels")
     mean: tuple[float, ...] = _at("input", "mean")
     std: tuple[Annotated[float, Field(gt=0)], ...] = _at("input", "std")
+
+    @property
+    def signature(self) -> Signature:
+        """Signature of the network."""
+        return Signature(self.shape, len(self.classes), self.mean, self.std)
 
     @model_validator(mode="after")
     def _check_channels(self) -> "Facts":
