@@ -69,7 +69,7 @@ class Trainer:
             self._sums = ChunkedSum(model, data, plan, mechanism.expected_batch, randomness.layers)
         theta = self._sums.theta
         model.train()  # as validated
-        self._unchanged = Unchanged(model, self._sums.trained)
+        self._unchanged = Unchanged(model, self._sums.trained, plan.loss)
         _check_rounding(mechanism, theta.numel())
         region, spread, moments = algorithm.start(theta)
         self.state = TrainState(
