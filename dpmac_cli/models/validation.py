@@ -167,6 +167,11 @@ def _check_parts(model: nn.Module, frozen: bool) -> None:
                 f"The shape of {name} is unknown until the network is used. Specify the layer's "
                 "sizes, or call the network once on zeros in its factory."
             )
+        if value.is_inference():
+            raise ModelError(
+                f"{name} was created in torch.inference_mode, so it cannot be trained. Create the "
+                "network outside of it."
+            )
         exact = value.is_floating_point() and value.itemsize >= 4
         if value.requires_grad and not exact and not frozen:
             raise ModelError(
