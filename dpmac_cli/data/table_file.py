@@ -1,6 +1,8 @@
 """Read tables in CSV or Parquet files according to their schema."""
 
+import codecs
 import csv
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, units_in
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import Column
 from dpmac_cli.errors import InputError
 
@@ -23,10 +27,9 @@ except ModuleNotFoundError as missing_extra:
         "Tables require pyarrow, which is not installed: pip install 'dpmac[tables]'"
     ) from missing_extra
 
-#: Stands for bytes that are not UTF-8 in decoded text.
-NOT_TEXT = "\ufffd"
-#: Text that stands for a missing value, unless it is a declared category.
-MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
+#: Zeros at the end of the digits behind a point, which the type of a column adds.
+TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
+NO_UNIT = "no whole number that its type stores exactly (write units as text or integers)"
 NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 Cells = dict[str, pa.Array]
 Mask = NDArray[np.bool_]
@@ -36,7 +39,7 @@ Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    table = None if source.at_hand is None else _table_of(source.at_hand.frame)
+    table = None if source.at_hand is None else _table_of(source.at_hand.frame, source.unit)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
@@ -59,10 +62,10 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     bad = {f"no class of the schema in {target}": labels < 0}
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
-        names = _text(cells[source.unit]).cast(pa.binary()).fill_null(b"").to_pylist()
-        units = np.asarray([name.decode(errors="replace") for name in names], np.str_)
-        bad[f"no value in {source.unit}"] = (units == "") | (np.char.find(units, NOT_TEXT) >= 0)
-        of_records["unit"] = units
+        of_records["unit"], faults = units_in(_unit_values(cells[source.unit]))
+        for why, records in masks(faults, len(labels)):
+            said = NO_UNIT if why == UNUSABLE else "no value"
+            bad[f"{said} in {source.unit}"] = records
     of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
@@ -135,16 +138,29 @@ def _delimiter(path: Path) -> str:
         return max(",;\t", key=file.readline().count)
 
 
-def _table_of(frame: Any) -> pa.Table:
+def _table_of(frame: Any, unit: str | None) -> pa.Table:
     """Convert a pandas or polars data frame to a table. Raises InputError."""
     try:
         if isinstance(frame, pa.Table):
             return frame
         if hasattr(frame, "to_arrow"):
             return frame.to_arrow()
-        return pa.Table.from_pandas(frame, preserve_index=False)
+        if not frame.columns.is_unique:
+            raise ValueError("several columns have one name; rename them")
+        return pa.table(
+            {str(name): _column_of(frame[name], str(name) == unit) for name in frame.columns}
+        )
     except (AttributeError, TypeError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(type(frame).__name__, failure) from failure
+
+
+def _column_of(column: Any, unit: bool) -> Any:
+    """Return a column of pandas; objects become text one by one, as in a CSV."""
+    if column.dtype != object:
+        return pa.Array.from_pandas(column)
+    write = unit_name if unit else text_of
+    pairs = zip(column, column.isna(), strict=True)
+    return pa.array([None if missing else write(value) for value, missing in pairs], pa.string())
 
 
 def _cells(
@@ -161,6 +177,8 @@ def _cells(
     try:
         if table is None and path.suffix == ".parquet":
             table = parquet.read_table(path, columns=list(names))
+        elif table is None and not strict:
+            table, ragged = _lines(path)
         elif table is None:
             table = arrow_csv.read_csv(
                 path,
@@ -168,11 +186,10 @@ def _cells(
                 arrow_csv.ParseOptions(
                     delimiter=_delimiter(path), newlines_in_values=True, invalid_row_handler=note
                 ),
-                arrow_csv.ConvertOptions(
-                    check_utf8=strict, column_types=dict.fromkeys(names, pa.string())
-                ),
+                arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
             )
-    except (OSError, ValueError, pa.ArrowException) as failure:
+        table = table.select(names)  # a file may have been replaced since its header was read
+    except (OSError, ValueError, KeyError, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
     kinds = {name: table[name].type for name in names}
     strange = [n for n, k in kinds.items() if pa.types.is_nested(k) or pa.types.is_binary(k)]
@@ -181,6 +198,31 @@ def _cells(
         f" Write plain columns to {path}, or list these under drop in the schema.",
     )
     return {name: _plain(table[name].combine_chunks()) for name in names}, ragged
+
+
+def _lines(path: Path) -> tuple[pa.Table, list[str]]:
+    """Return a CSV as text, each line by itself, and a message for each that cannot be read.
+
+    No quotation mark can join a line to the next one.
+    """
+    delimiter, ragged, cells = _delimiter(path), list[str](), list[list[str]]()
+    lines = re.split(rb"\r\n|\n|\r", path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    header = next(csv.reader([lines[0].decode()], delimiter=delimiter))
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            text = line.decode(errors="replace")
+            found = next(csv.reader([text], delimiter=delimiter, strict=True), [])
+        except csv.Error as failure:
+            ragged.append(f"Line {number} cannot be read ({failure})")
+            continue
+        if not found:  # an empty line
+            continue
+        if len(found) == len(header):
+            cells.append(found)
+        else:
+            ragged.append(f"Line {number} has {len(found)} values for {len(header)} columns")
+    columns = zip(*cells, strict=True) if cells else [()] * len(header)
+    return pa.table([pa.array(column, pa.string()) for column in columns], header), ragged
 
 
 def _unreadable(path: Path | str, failure: Exception) -> InputError:
@@ -195,7 +237,24 @@ def _plain(cells: pa.Array) -> pa.Array:
 
 
 def _text(cells: pa.Array) -> pa.Array:
-    return compute.ascii_trim_whitespace(cells.cast(pa.string()))
+    """Return cells as text that does not depend on the type that the column needs for others."""
+    text = cells.cast(pa.string())
+    if pa.types.is_floating(cells.type):  # integers where a value is missing
+        whole = compute.equal(compute.floor(cells), cells)
+        exact = compute.and_(whole, compute.less(compute.abs(cells), 2.0**53))
+        numbers = compute.if_else(exact, cells, None).cast(pa.int64())
+        text = compute.if_else(exact.fill_null(False), numbers.cast(pa.string()), text)
+    elif pa.types.is_decimal(cells.type) or pa.types.is_temporal(cells.type):
+        text = compute.replace_substring_regex(text, TRAILING, r"\1\2")
+    return compute.ascii_trim_whitespace(text)
+
+
+def _unit_values(cells: pa.Array) -> Iterable[Any]:
+    """Return the cells of a column of units, floats with the precision of their type."""
+    if pa.types.is_floating(cells.type):
+        return cells.to_numpy(zero_copy_only=False)
+    raw = _text(cells).cast(pa.binary()).to_pylist()
+    return (None if value is None else value.decode(errors="replace") for value in raw)
 
 
 def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
