@@ -160,7 +160,7 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
 def _unit_remedy(plan: TrainPlan) -> str:
     """Return how to name the unit of each record of a dataset."""
     if not isinstance(plan.data, Source) or plan.data.at_hand is not None:
-        return "unit=..."
+        return "unit= with one item per record"
     path = plan.data.path
     if path.is_dir():
         return "--unit 'patient([0-9]+)'"

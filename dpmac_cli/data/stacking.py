@@ -209,9 +209,10 @@ def _labels_of_objects(
 def _label(label: Any) -> NDArray[np.int64] | None:
     try:
         values = np.asarray(label)
-        if values.dtype.kind not in "biuf" or not (values == values.astype(np.int64)).all():
+        if values.dtype.kind not in "biuf" or not (abs(values * 1.0) < 2.0**63).all():
             return None
-        return values.astype(np.int64)
+        whole = values.astype(np.int64)
+        return whole if (values == whole).all() else None
     except FAILURES:
         return None
 
