@@ -191,7 +191,7 @@ def test_no_row_of_a_data_frame_changes_another(bad: str, place: int) -> None:
     (before, sides), (after, same) = found
     one, other = ((f.shape, f.classes, f.mean, f.std) for f in (before.facts, after.facts))
     assert one == other
-    added = set.union(*same) - set.union(*sides)
+    added = set().union(*same) - set().union(*sides)
     assert all(one <= other for one, other in zip(sides, same, strict=True))
     assert len(added) + len(after.skipped) == 1
 
@@ -492,7 +492,7 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     x, y, _ = numbers()
     x = np.random.default_rng(0).random((20, 3))
     drawn = [n % 20 for n in range(60)]
-    source = {"low": 0, "high": 1, "classes": CLASSES}
+    source: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
     assert given.plan.found.copies == 40
     (note,) = [note for note in given.notes if "copies" in note]
@@ -523,10 +523,7 @@ def animation(path: Path) -> None:
 
 FILES: dict[str, Callable[[Path], object]] = {
     "no unit": lambda root: photo(root / "a" / "nobody.png", 3),
-    "no text": lambda root: (
-        photo(root / "a" / os.fsdecode(b"p1_\xff.txt.png"), 3, format="PNG")
-        or (root / "a" / os.fsdecode(b"p1_\xff.txt")).write_text("x")
-    ),
+    "no text": lambda root: (root / "a" / os.fsdecode(b"p1_\xff.txt")).write_text("x"),
     "escape": lambda root: (root / "a" / "p1_[red]\x1b[31m\n.txt").write_text("x"),
     "empty": lambda root: (root / "a" / "p1_0.png").write_bytes(b""),
     "gif": lambda root: animation(root / "a" / "p1_0.gif"),
@@ -544,9 +541,8 @@ def test_no_file_of_a_folder_changes_another(tmp_path: Path, bad: str) -> None:
     before = seen(source)
     FILES[bad](tmp_path)
     after = seen(source)
-    if bad != "no text":  # a name that is no text is as good as another
-        assert before[1] == after[1]
-        assert before[0].facts == after[0].facts
+    assert before[1] == after[1]
+    assert before[0].facts == after[0].facts
     assert len(after[0].skipped) == 1
     resolved = resolve(
         dataset=str(tmp_path), unit="p([0-9]+)_", channels="1", image_size=8, classes="a,b",
@@ -630,16 +626,14 @@ def test_scans_of_twelve_bits_are_remarked_on_and_scaled_on_request(tmp_path: Pa
     assert x.max() == 16
     scaled = resolve({**settings, "levels": 4095})
     assert not [note for note in scaled.notes if "brightest" in note]
-    (x, _), _ = load(scaled.plan.data)
+    source = Source(tmp_path, levels=4095)
+    assert scaled.plan.data == source
+    (x, _), _ = load(source)
     assert x.max() == 255
     assert x[0, 0, 3, 0] == round(255 * int(4095 * 24 / 47) / 4095)
     deep(tmp_path / "a" / "brighter.png", 65535)  # clipped to the public range
-    (x, _), (more, _) = load(replace_levels(scaled.plan.data))
+    (x, _), (more, _) = load(source)
     assert max(x.max(), more.max()) == 255
-
-
-def replace_levels(source: Source) -> Source:
-    return Source(source.path, levels=source.levels)
 
 
 def test_levels_of_colours_are_refused(tmp_path: Path) -> None:
@@ -694,3 +688,110 @@ def test_a_folder_that_takes_the_place_of_another_while_it_is_decoded_is_named(
     monkeypatch.setattr(decoding, "open", swapping, raising=False)
     with pytest.raises(InputError, match="changed while the run began"):
         load(source, facts)
+
+
+# Units with test records
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("place", ["", "_test"])
+def test_a_unit_on_both_sides_keeps_its_test_records(place: str) -> None:
+    x, y, unit = numbers()
+    sides: dict[str, Any] = {"x": x[:40], "y": y[:40], "unit": unit[:40]}
+    sides |= {"x_test": x[40:], "y_test": y[40:], "unit_test": unit[40:]}
+
+    def source(**more: Any) -> Source:
+        at_hand = ArrayData(**{**sides, **more}, classes=CLASSES, low=0, high=9)
+        return Source(at_hand.path, at_hand=at_hand, skip_bad=True)
+
+    before = seen(source())
+    other = unit[40] if place == "" else unit[0]
+    added = {"x": [[1, 2, 3]], "y": [0], "unit": [other]}
+    more = {f"{n}{place}": np.concatenate([sides[f"{n}{place}"], v]) for n, v in added.items()}
+    after = seen(source(**more))
+    own_records = {record for side in (*before[1], *after[1]) for record in side}
+    own_records = {record for record in own_records if record[2] == str(other)}
+    for one, two in zip(before[1], after[1], strict=True):
+        assert one - own_records == two - own_records
+    owned = [{record[2] for record in side} for side in after[1]]
+    assert not owned[0] & owned[1]
+    assert str(other) in owned[1]
+
+
+@pytest.mark.privacy
+def test_a_person_among_training_and_test_images_keeps_the_test_images(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for number in range(20):
+            person = f"{part}{number // 2}"
+            photo(tmp_path / part / CLASSES[number % 2] / f"{person}-{number}.png", 9 * number + 50)
+    declared: dict[str, Any] = {"channels": 1, "image_size": 8, "classes": CLASSES}
+    source = Source(tmp_path, unit="([a-z]+[0-9]+)-", skip_bad=True, **declared)
+    before = seen(source)
+    photo(tmp_path / "train" / "a" / "test0-9.png", 7)
+    after = seen(source)
+    assert before[1] == after[1]
+    assert "is of a unit that has test images" in after[0].skipped[0]
+    photo(tmp_path / "test" / "a" / "train0-9.png", 7)
+    assert {*after[1][0]} - {*seen(source)[1][0]} == {r for r in after[1][0] if r[2] == "train0"}
+
+
+@pytest.mark.privacy
+def test_text_of_parquet_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
+    plain = pa.table({n: pa.array(list(map(str, c))) for n, c in columns(rows()).items()})
+    found = []
+    for bad in (b"", b"\xff"):
+        raw = pa.array([bad]).cast(pa.binary())
+        cell = pa.Array.from_buffers(pa.string(), 1, raw.buffers())
+        added = pa.table(dict.fromkeys(plain.column_names, cell))
+        parquet.write_table(pa.concat_tables([plain, added]), tmp_path / "t.parquet")
+        source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
+        found.append(seen(source))
+        own._reader.cache_clear()
+    assert found[0][1] == found[1][1]
+    assert [len(facts.skipped) for facts, _ in found] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.large_string()])
+def test_other_types_of_columns_are_read(tmp_path: Path, kind: Any) -> None:
+    table = pa.table(columns(rows()))
+    text = pa.array(list(map(str, table["age"].to_pylist())))
+    age = text.cast(kind) if kind == pa.large_string() else pa.array(
+        np.asarray(table["age"]).astype(kind.to_pandas_dtype())
+    )  # fmt: skip
+    parquet.write_table(table.set_column(1, "age", age), tmp_path / "t.parquet")
+    parquet.write_table(table, tmp_path / "plain.parquet")
+    one, other = (
+        seen(Source(tmp_path / f"{name}.parquet", schema=SCHEMA, unit="unit"))
+        for name in ("t", "plain")
+    )
+    assert one[1] == other[1]
+
+
+def test_objects_of_polars_are_text_one_by_one() -> None:
+    frame = pl.DataFrame(columns(rows()))
+    objects = pl.DataFrame(
+        {**columns(rows()), "age": pl.Series(columns(rows())["age"], dtype=pl.Object)}
+    )
+    found = []
+    for each in (frame, objects):
+        at_hand = from_dataframe(each, SCHEMA)
+        found.append(seen(Source(at_hand.path, schema=SCHEMA, at_hand=at_hand, unit="unit"))[1])
+    assert found[0] == found[1]
+
+
+def test_a_folder_that_cannot_be_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    album(tmp_path)
+    photo(tmp_path / "closed" / "p1_1.png", 3)
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    declared: dict[str, Any] = {"channels": 1, "image_size": 8, "classes": CLASSES}
+    (said,) = inspect(Source(tmp_path, skip_bad=True, **declared)).skipped
+    assert "closed cannot be read (Permission denied)" in said

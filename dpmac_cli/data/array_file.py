@@ -168,21 +168,20 @@ def _leave_out_bad(
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
     sides = [side for side in SIDES if f"x{side}" in arrays]
-    for side in sides:
-        if wrong := list(_faults_of_pair(arrays, side)):
+    strange = list(_faults_of_units(arrays, source))
+    for side in reversed(sides):  # test records first: which units they have decides about others
+        if (wrong := list(_faults_of_pair(arrays, side))) or strange:
             faults += wrong
             continue
-        reasons = {
-            **{
-                f"a record of x{side} {why}": at
-                for why, at in masks(unusable[side], len(arrays[f"x{side}"]))
-            },
-            **_bad_records(arrays, side),
-        }
+        reasons = _bad_records(arrays, side, unusable[side])
+        if source.skip_bad and not side and "unit_test" in arrays and "unit" in arrays:
+            # Then neither of the records of such a unit can make the run fail.
+            twice = np.asarray(np.isin(arrays["unit"], arrays["unit_test"]))
+            reasons["unit contains a unit that has test records"] = twice
         bad = np.logical_or.reduce([*reasons.values()])
         if source.skip_bad:
             skipped += [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
-            together = {f"x{side}", f"y{side}", f"unit{side}"} & arrays.keys()
+            together = [f"{name}{side}" for name in ("x", "y", "unit") if f"{name}{side}" in arrays]
             arrays |= {name: arrays[name][~bad] for name in together}
         else:
             faults += [
@@ -191,8 +190,7 @@ def _leave_out_bad(
                 for what, at in reasons.items()
                 if at.any()
             ]
-    faults += [f"x{side} is empty" for side in sides if not arrays[f"x{side}"].size]
-    faults += _faults_of_units(arrays, source)
+    faults += strange + [f"x{side} is empty" for side in sides if not arrays[f"x{side}"].size]
     if not faults and "classes" not in arrays and arrays["y"].ndim == 1:
         faults += _faults_of_classes(arrays)
     if _is_numbers(arrays["x"]):
@@ -201,9 +199,10 @@ def _leave_out_bad(
     return tuple(skipped)
 
 
-def _bad_records(arrays: Arrays, side: str) -> dict[str, NDArray[np.bool_]]:
+def _bad_records(arrays: Arrays, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
     """Return a mask of unusable records for each reason, shape (records,)."""
-    x, y, bad = arrays[f"x{side}"], arrays[f"y{side}"], {}
+    x, y = arrays[f"x{side}"], arrays[f"y{side}"]
+    bad = {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
     if y.ndim == 2:
         bad[f"y{side} contains labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
     else:

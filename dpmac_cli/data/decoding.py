@@ -169,7 +169,7 @@ def decode(opened: "Image", shape: tuple[int, ...], levels: int | None = None) -
 def _white(opened: "Image") -> int:
     """Return the largest value of a grey image: TIFF also stores 12 bits per pixel."""
     bits = getattr(opened, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
-    return min(WHITE, 2 ** int(np.max(bits)) - 1)
+    return min(WHITE, (1 << int(max(bits))) - 1)
 
 
 def turn_of(opened: "Image") -> int | None:
@@ -179,7 +179,7 @@ def turn_of(opened: "Image") -> int | None:
     if opened.format == "TIFF":
         return None
     try:  # not opened.getexif(), which decodes a PNG to look for EXIF behind its pixels
-        return TURNS.get(Image.Image.getexif(opened).get(ORIENTATION))
+        return TURNS.get(Image.Image.getexif(opened).get(ORIENTATION, 1))
     except Exception:  # noqa: BLE001  (malformed EXIF says nothing)
         return None
 

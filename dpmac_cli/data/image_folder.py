@@ -78,7 +78,7 @@ class ImageFolder:
         names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
         labels = np.array([image.label for image in self._images], np.int64)
         units = None if source.unit is None else self._units(names, source.unit)
-        rows = self._used(units)
+        rows = self._used(units, len(listed[0]))
         used = Records(rows, labels[rows], None if units is None else units[rows])
         trained = rows < len(listed[0])
         self._sides = [used.at(trained), used.at(~trained)] if len(parts) > 1 else [used]
@@ -113,7 +113,10 @@ class ImageFolder:
                 candidates += [(entry, NO_CLASS)] * _is_image(entry.name)
             elif entry.name in labels or self._source.classes is not None:
                 label = labels.get(entry.name, NO_CLASS)
-                candidates += [(inner, label) for inner in _visible(entry)]
+                try:
+                    candidates += [(inner, label) for inner in _visible(entry)]
+                except OSError as failure:
+                    self._skipped.append(f"{entry.path} cannot be read ({failure.strerror})")
         for entry, label in candidates:
             image = _image(entry, label)
             if isinstance(image, str):
@@ -122,16 +125,27 @@ class ImageFolder:
                 images.append(image)
         return sorted(images, key=lambda image: image.label)
 
-    def _used(self, units: NDArray[np.str_] | None) -> NDArray[np.int64]:
-        """Return the rows of images that are used, and record why others are skipped."""
+    def _used(self, units: NDArray[np.str_] | None, trained: int) -> NDArray[np.int64]:
+        """Return the rows of images that are used, and record why others are skipped.
+
+        Units that have one of the first ``trained`` images and also a later one keep the later.
+        """
         rows = np.arange(len(self._images))
         if not self._source.skip_bad or not len(rows):
             return rows
         raise_errors(self._faults)
         file = outcome(self._decoded())  # check contents, not only headers
         self._skipped += file.notes()
-        used = np.setdiff1d(rows, file.missing())
-        return used if units is None else used[units[used] != ""]
+        used: NDArray[np.int64] = np.setdiff1d(rows, file.missing())
+        if units is None:
+            return used
+        used = used[units[used] != ""]
+        twice = (used < trained) & np.isin(units[used], units[used[used >= trained]])
+        self._skipped += [
+            f"{self._images[row].path} is of a unit that has test images" for row in used[twice]
+        ]
+        kept: NDArray[np.int64] = used[~twice]
+        return kept
 
     def _copies(self, rows: NDArray[np.int64]) -> int:
         """Return the number of copies: of equal pixels if they are decoded, else links of files."""

@@ -220,7 +220,7 @@ def _label(label: Any) -> NDArray[np.int64] | None:
 def masks(faults: Mapping[int, str], count: int) -> Iterator[tuple[str, NDArray[np.bool_]]]:
     """Yield each reason and a mask of the records that it holds for, shape (records,)."""
     found: dict[str, NDArray[np.bool_]] = {}
-    for row, reason in faults.items():
+    for row, reason in faults.items() if count else ():
         found.setdefault(reason, np.zeros(count, bool))[row] = True
     yield from found.items()
 

@@ -31,6 +31,11 @@ except ModuleNotFoundError as missing_extra:
 TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
 NO_UNIT = "no whole number that its type stores exactly (write units as text or integers)"
 NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+#: Types of columns that are neither numbers nor text.
+NO_CELLS = (
+    *(pa.types.is_nested, pa.types.is_binary, pa.types.is_large_binary),
+    pa.types.is_fixed_size_binary,
+)
 Cells = dict[str, pa.Array]
 Mask = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
@@ -62,8 +67,8 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     bad = {f"no class of the schema in {target}": labels < 0}
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
-        of_records["unit"], faults = units_in(_unit_values(cells[source.unit]))
-        for why, records in masks(faults, len(labels)):
+        of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]))
+        for why, records in masks(unusable, len(labels)):
             said = NO_UNIT if why == UNUSABLE else "no value"
             bad[f"{said} in {source.unit}"] = records
     of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict)
@@ -143,24 +148,23 @@ def _table_of(frame: Any, unit: str | None) -> pa.Table:
     try:
         if isinstance(frame, pa.Table):
             return frame
-        if hasattr(frame, "to_arrow"):
-            return frame.to_arrow()
-        if not frame.columns.is_unique:
+        names = list(map(str, frame.columns))
+        if len(set(names)) < len(names):
             raise ValueError("several columns have one name; rename them")
-        return pa.table(
-            {str(name): _column_of(frame[name], str(name) == unit) for name in frame.columns}
-        )
+        cells = [_column_of(frame[key], str(key) == unit) for key in frame.columns]
+        return pa.table(dict(zip(names, cells, strict=True)))
     except (AttributeError, TypeError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(type(frame).__name__, failure) from failure
 
 
 def _column_of(column: Any, unit: bool) -> Any:
-    """Return a column of pandas; objects become text one by one, as in a CSV."""
-    if column.dtype != object:
-        return pa.Array.from_pandas(column)
-    write = unit_name if unit else text_of
-    pairs = zip(column, column.isna(), strict=True)
-    return pa.array([None if missing else write(value) for value, missing in pairs], pa.string())
+    """Return a column of a data frame; objects become text one by one, as in a CSV."""
+    if str(column.dtype).lower() == "object":
+        write = unit_name if unit else text_of
+        missing = column.isna() if hasattr(column, "isna") else column.is_null()
+        texts = [None if m else write(value) for value, m in zip(column, missing, strict=True)]
+        return pa.array(texts, pa.string())
+    return column.to_arrow() if hasattr(column, "to_arrow") else pa.Array.from_pandas(column)
 
 
 def _cells(
@@ -192,7 +196,7 @@ def _cells(
     except (OSError, ValueError, KeyError, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
     kinds = {name: table[name].type for name in names}
-    strange = [n for n, k in kinds.items() if pa.types.is_nested(k) or pa.types.is_binary(k)]
+    strange = [n for n, k in kinds.items() if any(test(k) for test in NO_CELLS)]
     refuse(
         [f"The column {name} contains {kinds[name]}, not numbers or text" for name in strange],
         f" Write plain columns to {path}, or list these under drop in the schema.",
@@ -233,7 +237,8 @@ def _unreadable(path: Path | str, failure: Exception) -> InputError:
 
 
 def _plain(cells: pa.Array) -> pa.Array:
-    return cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
+    cells = cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
+    return cells.cast(pa.float32()) if pa.types.is_float16(cells.type) else cells
 
 
 def _text(cells: pa.Array) -> pa.Array:
@@ -252,7 +257,7 @@ def _text(cells: pa.Array) -> pa.Array:
 def _unit_values(cells: pa.Array) -> Iterable[Any]:
     """Return the cells of a column of units, floats with the precision of their type."""
     if pa.types.is_floating(cells.type):
-        return cells.to_numpy(zero_copy_only=False)
+        return iter(cells.to_numpy(zero_copy_only=False))
     raw = _text(cells).cast(pa.binary()).to_pylist()
     return (None if value is None else value.decode(errors="replace") for value in raw)
 
