@@ -494,7 +494,7 @@ def test_copies_are_remarked_on_and_not_published() -> None:
     drawn = [n % 20 for n in range(60)]
     source: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
     given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
-    assert given.plan.found.copies == 40
+    assert given.plan.found.signs.copies == 40
     (note,) = [note for note in given.notes if "copies" in note]
     assert "40 records of <arrays> are exact copies" in note
     assert "unit=" in note
@@ -568,9 +568,9 @@ def test_files_of_file_managers_are_ignored(tmp_path: Path, name: str) -> None:
 def test_links_to_one_file_are_copies(tmp_path: Path) -> None:
     album(tmp_path)
     os.link(tmp_path / "a" / "p0_0.png", tmp_path / "a" / "again.png")
-    assert inspect(Source(tmp_path)).copies == 1
+    assert inspect(Source(tmp_path)).signs.copies == 1
     (tmp_path / "a" / "more.png").write_bytes((tmp_path / "a" / "p0_0.png").read_bytes())
-    assert inspect(Source(tmp_path, skip_bad=True)).copies == 2
+    assert inspect(Source(tmp_path, skip_bad=True)).signs.copies == 2
 
 
 # What an image is
@@ -795,3 +795,11 @@ def test_a_folder_that_cannot_be_listed_is_left_out(
     declared: dict[str, Any] = {"channels": 1, "image_size": 8, "classes": CLASSES}
     (said,) = inspect(Source(tmp_path, skip_bad=True, **declared)).skipped
     assert "closed cannot be read (Permission denied)" in said
+
+
+def test_the_pictures_that_a_camera_adds_to_a_photograph_are_not_frames(tmp_path: Path) -> None:
+    album(tmp_path)
+    first, depth = Image.new("L", (8, 6), 200), Image.new("L", (4, 3), 9)
+    first.save(tmp_path / "a" / "p.jpg", "MPO", save_all=True, append_images=[depth])
+    found = inspect(Source(tmp_path, channels=1, image_size=8, skip_bad=True))
+    assert found.skipped == ()

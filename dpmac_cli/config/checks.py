@@ -124,20 +124,20 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
             "records and are treated as public. Declare them to avoid that: "
             f"{_declaration(found)}"
         )
-    if found.repeated and plan.private:
+    if found.signs.repeated and plan.private:
         yield (
-            f"Names such as {found.repeated} suggest several images per person, but epsilon "
+            f"Names such as {found.signs.repeated} suggest several images per person, but epsilon "
             "protects single images. To protect all images of a person, add a pattern for the "
             "common part of their names: --unit 'patient([0-9]+)'."
         )
-    if found.copies and plan.private:
+    if found.signs.copies and plan.private:
         yield (
-            f"{found.copies} records of {plan.dataset} are exact copies of others. If they come "
-            "from one person, epsilon protects each copy, but not the person: leave them out, or "
-            f"name the unit of each record: {_unit_remedy(plan)}."
+            f"{found.signs.copies} records of {plan.dataset} are exact copies of others. If they "
+            "come from one person, epsilon protects each copy, but not the person: leave them out, "
+            f"or name the unit of each record: {_unit_remedy(plan)}."
         )
-    if found.dim:
-        yield f"{plan.dataset}: {found.dim}."
+    if found.signs.dim:
+        yield f"{plan.dataset}: {found.signs.dim}."
     if found.untested and plan.scores is None:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dpmac_cli.data.canonical import Faults, units_in
 from dpmac_cli.data.decoding import DIM, decode
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import Signs, Source
 from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
 from dpmac_cli.data.stacking import key_of, labels_in, masks, stacked
 from dpmac_cli.errors import InputError, raise_errors
@@ -79,8 +79,7 @@ class ArrayFile:
             held_out=held_out,
             inferred=("classes",) * inferred,  # an array's type declares its shape
             skipped=skipped,
-            copies=len(contents) - len(set(contents)),
-            dim=_dim(x),
+            signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
         )
 
     def load(self) -> list[Records]:
@@ -176,8 +175,9 @@ def _leave_out_bad(
         reasons = _bad_records(arrays, side, unusable[side])
         if source.skip_bad and not side and "unit_test" in arrays and "unit" in arrays:
             # Then neither of the records of such a unit can make the run fail.
-            twice = np.asarray(np.isin(arrays["unit"], arrays["unit_test"]))
-            reasons["unit contains a unit that has test records"] = twice
+            tested = set(arrays["unit_test"].tolist())
+            twice = [unit in tested for unit in arrays["unit"].tolist()]
+            reasons["unit contains a unit that has test records"] = np.array(twice, np.bool_)
         bad = np.logical_or.reduce([*reasons.values()])
         if source.skip_bad:
             skipped += [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
@@ -201,8 +201,8 @@ def _leave_out_bad(
 
 def _bad_records(arrays: Arrays, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
     """Return a mask of unusable records for each reason, shape (records,)."""
-    x, y = arrays[f"x{side}"], arrays[f"y{side}"]
-    bad = {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
+    x, y, bad = arrays[f"x{side}"], arrays[f"y{side}"], dict[str, NDArray[np.bool_]]()
+    bad |= {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
     if y.ndim == 2:
         bad[f"y{side} contains labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
     else:
@@ -214,7 +214,7 @@ def _bad_records(arrays: Arrays, side: str, unusable: Faults) -> dict[str, NDArr
             bad[f"y{side} contains the label {y.max(initial=0)} ({why})"] = y >= classes
     if x.dtype.kind == "f":
         finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
-        bad[f"x{side} contains NaN or infinity"] = ~finite
+        bad[f"x{side} contains NaN or infinity"] = np.asarray(~finite)
     return bad
 
 

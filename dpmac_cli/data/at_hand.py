@@ -122,10 +122,9 @@ def from_torch(
         {"low", "high"} <= facts.keys() or (None if shape is None or len(shape) < 2 else False),
     )
     (x, y, faults), unusable = _read(train, declared), dict[str, Faults]()
-    tested = (None, None)
     if test is not None:
-        *tested, unusable["_test"] = _read(test, declared)
-    return ArrayData(x, y, *tested, **facts, unusable={"": faults, **unusable})
+        facts["x_test"], facts["y_test"], unusable["_test"] = _read(test, declared)
+    return ArrayData(x, y, **facts, unusable={"": faults, **unusable})
 
 
 class _Declared(NamedTuple):

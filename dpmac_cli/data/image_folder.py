@@ -21,7 +21,7 @@ from dpmac_cli.data.decoding import (
     size_of,
     usable_cores,
 )
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.schema import Signs, Source
 from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
@@ -97,11 +97,13 @@ class ImageFolder:
             self._shape,
             self._classes,
             held_out=held_out,
-            repeated="" if source.unit else _repeated(names),
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(self._skipped),
-            copies=0 if source.unit else self._copies(rows),
-            dim=self._dim(rows),
+            signs=Signs(
+                "" if source.unit else _repeated(names),
+                0 if source.unit else self._copies(rows),
+                self._dim(rows),
+            ),
         )
 
     def _listed(self, part: Path) -> list[ImageFile]:

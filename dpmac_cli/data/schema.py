@@ -56,12 +56,21 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Signs:
+    """Signs that records are not what they seem, for the person who types the command."""
+
+    repeated: str = ""  # file whose name suggests several images of one person
+    copies: int = 0  # training records, before any split, that are exact copies of others
+    dim: str = ""  # what is said of images whose pixels use a small part of their range
+
+
+@dataclass(frozen=True)
 class Found:
     """Facts of a dataset, read once, when a run is configured.
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
-    One record can change those, so they are public only by decision. ``skipped``, ``untested``,
-    ``repeated``, ``copies`` and ``dim`` are never published, because one record can change them.
+    One record can change those, so they are public only by decision. ``skipped``, ``untested`` and
+    ``signs`` are never published, because one record can change them.
     """
 
     facts: Dataset
@@ -71,9 +80,7 @@ class Found:
     inferred: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # records left out
     untested: tuple[str, ...] = ()  # classes without a test record
-    repeated: str = ""  # file whose name suggests several images of one person
-    copies: int = 0  # training records, before any split, that are exact copies of others
-    dim: str = ""  # what is said of images whose pixels use a small part of their range
+    signs: Signs = Signs()
 
 
 def listed(parts: Sequence[str]) -> str:

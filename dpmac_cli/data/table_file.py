@@ -254,12 +254,13 @@ def _text(cells: pa.Array) -> pa.Array:
     return compute.ascii_trim_whitespace(text)
 
 
-def _unit_values(cells: pa.Array) -> Iterable[Any]:
+def _unit_values(cells: pa.Array) -> Iterator[Any]:
     """Return the cells of a column of units, floats with the precision of their type."""
     if pa.types.is_floating(cells.type):
-        return iter(cells.to_numpy(zero_copy_only=False))
+        yield from cells.to_numpy(zero_copy_only=False)
+        return
     raw = _text(cells).cast(pa.binary()).to_pylist()
-    return (None if value is None else value.decode(errors="replace") for value in raw)
+    yield from (None if value is None else value.decode(errors="replace") for value in raw)
 
 
 def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:
