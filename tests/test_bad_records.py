@@ -543,7 +543,8 @@ def test_no_file_of_a_folder_changes_another(tmp_path: Path, bad: str) -> None:
     after = seen(source)
     assert before[1] == after[1]
     assert before[0].facts == after[0].facts
-    assert len(after[0].skipped) == 1
+    (said,) = after[0].skipped
+    assert said.isprintable()  # a terminal may take other characters for commands
     resolved = resolve(
         dataset=str(tmp_path), unit="p([0-9]+)_", channels="1", image_size=8, classes="a,b",
         skip_bad=True, sigma=4, batch_size=2,
