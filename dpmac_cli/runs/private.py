@@ -182,6 +182,7 @@ class PrivateTraining:
             trainer.step()
             if trainer.state.step % self.plan.steps_per_epoch == 0:
                 trainer.check_finite()
+                trainer.check_network()
         self._seconds += time.perf_counter() - began
         return trainer.state.step
 
