@@ -111,8 +111,8 @@ class PrivateTraining:
         if name not in (*self.__slots__, "lr"):
             raise InputError(
                 f"{name} cannot be set: the noise was calibrated for the settings as they were, "
-                "and only lr can change between steps. To train with other settings, pass them to a "
-                "new make_private(model, data, ...), which also counts the steps taken so far."
+                "and only lr can change between steps. To train with other settings, pass them to "
+                "a new make_private(model, data, ...), which also counts the steps taken so far."
             )
         object.__setattr__(self, name, value)
 
@@ -182,6 +182,7 @@ class PrivateTraining:
             trainer.step()
             if trainer.state.step % self.plan.steps_per_epoch == 0:
                 trainer.check_finite()
+                trainer.check_network()
         self._seconds += time.perf_counter() - began
         return trainer.state.step
 

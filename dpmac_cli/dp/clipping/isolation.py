@@ -1,8 +1,8 @@
 """Per-sample gradients of a network that runs on each sample separately, by vmap or in a loop.
 
 No operation of the network sees two samples, so none can mix them. Every run uses a fresh copy of
-the module tree, so nothing is carried over in parameters, buffers or other attributes. State in
-globals, class attributes or closures is not copied and cannot be isolated.
+the module tree, so nothing is carried over in parameters, buffers, other attributes or closures.
+State in globals or class attributes is not copied and cannot be isolated.
 """
 
 from collections.abc import Callable, Collection, Sequence
