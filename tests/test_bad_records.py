@@ -252,7 +252,9 @@ def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
     )
     frame = pd.DataFrame({"k": [3 * 10**10, 0] * 20, "y": [10**10, 2 * 10**10] * 20})
     found = []
-    for more in (frame, pd.concat([frame, pd.DataFrame({"k": [None], "y": [None]})])):
+    missing = pd.DataFrame({"k": [np.nan], "y": [np.nan]})
+    for more in (frame, pd.concat([frame, missing])):
+        assert more["k"].dtype == (float if len(more) > len(frame) else int)
         at_hand = from_dataframe(more, schema)
         source = Source(at_hand.path, schema=schema, at_hand=at_hand, skip_bad=True)
         found.append(seen(source))
