@@ -193,10 +193,12 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
     if not plan.found.held_out:
         own_test = f"{data}, which has its own test set"
         idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
+    if not plan.data.path.is_dir():
+        idle["levels"] = f"{data}, which is not a folder of images"
     if plan.data.path.suffix not in TABLES:
         idle["schema"] = f"{data}, which is not a table"
     if not plan.facts.is_images:
-        of_images = ("channels", "image_size", "levels", "standardise")
+        of_images = ("channels", "image_size", "standardise")
         return idle | dict.fromkeys(of_images, f"{data}, which contains numbers")
     return idle | {"feature_range": f"{data}, which contains images"}
 
