@@ -222,8 +222,8 @@ def test_a_record_more_moves_the_sum_by_at_most_one_where_a_rank_rounds_otherwis
             data = replace(data, train=replace(data.train, images=images), offset=offset)
             model = tiny_model(torch.float64)
             with torch.no_grad():
-                model[1].bias.zero_()
-                model[1].weight.abs_()
+                for parameter in model[1].parameters():
+                    parameter.abs_().mul_(parameter.ndim > 1)  # no bias
             model[2] = nn.ReLU()
             spy = Spy(0.0, 8)
             options: dict[str, Any] = {"data": data, "model": model, "ranks": ranks}

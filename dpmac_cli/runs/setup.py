@@ -173,9 +173,7 @@ def make_task(
     if data is None:
         data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts)
     if isinstance(plan.data, Source):
-        fingerprints["data"] = fingerprint(data.train, data.test)
-        if data.train.units is not None:
-            fingerprints["units"] = data.train.units.sha256()
+        fingerprints |= record_sums(data)
     if parts is not None:
         parts.isolated = plan.features is None and kind == "isolated"
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
@@ -193,6 +191,15 @@ def make_task(
         notes=(*notes, *why),
         built_by="" if named is None else build.built_by(named, seen),
     )
+
+
+def record_sums(data: Data) -> dict[str, str]:
+    """Return checksums of user-supplied records and of their assignment to units."""
+    sums = {"data": fingerprint(data.train, data.test)}
+    for name, split in (("units", data.train), ("test units", data.test)):
+        if split.units is not None:
+            sums[name] = split.units.sha256()
+    return sums
 
 
 def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
