@@ -125,7 +125,8 @@ def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[
     document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
     csv = tables.as_csv(comparison)
     texts = {"compare.json": document, "compare.csv": csv, "compare.md": text}
-    (out / folder.SUMS).unlink(missing_ok=True)
+    for name in (folder.SUMS, *texts):  # a kill must not leave files of two tables
+        (out / name).unlink(missing_ok=True)
     for name, content in texts.items():
         files.write_atomically(out / name, content.encode())
     folder.seal(out, texts)

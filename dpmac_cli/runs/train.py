@@ -77,7 +77,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         # the old run with the ledger of this one.
         checkpoint.discard(where)
         session.ledger.write(session.ledger.spent.begun)
-        folder.clear(where)
+        folder.clear(where, keep_ledger=True)
         if session.ledger.spent.abandoned:
             ledger.keep_attempts(where, session.ledger.spent.abandoned)
         session.begin_files()

@@ -106,8 +106,8 @@ def test_runs_on_other_units_do_not_add_up(finished: bool, tmp_path: Path) -> No
     x, y, unit = rng.normal(size=(90, 2)), np.arange(90) % 2, np.arange(90) // 3
 
     def write(unit: Any) -> None:
-        facts = {"low": -3, "high": 3, "classes": ["no", "yes"]}
-        tested = {"x_test": x[:6], "y_test": y[:6], "unit_test": np.arange(6) + 100}
+        facts: dict[str, Any] = {"low": -3, "high": 3, "classes": ["no", "yes"]}
+        tested: dict[str, Any] = {"x_test": x[:6], "y_test": y[:6], "unit_test": np.arange(6) + 100}
         np.savez(tmp_path / "scans.npz", x=x, y=y, unit=unit, **facts, **tested)
 
     def compare(seeds: str) -> Any:
