@@ -149,10 +149,12 @@ def test_a_kill_leaves_no_earlier_report_beside_a_later_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The earlier one, of a run that was stopped, has a smaller epsilon."""
-    out = tmp_path / "run"
-    finish(train(digits_config(out=out, steps=6, seed=1), after(2)))
-    early, model = contents(out), contents(out)[folder.MODEL]
+    finish(train(digits_config(out=tmp_path / "early", steps=6, seed=1), after(2)))
+    early, out = contents(tmp_path / "early"), tmp_path / "run"
+    model = early[folder.MODEL]
     for call in range(1, 60):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tmp_path / "early", out)
         with killed_at(call, monkeypatch) as calls:
             finish(resume(out, {}))
         now = contents(out)
