@@ -103,6 +103,8 @@ def make_trainer(
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
     isolated = task.independence == "isolated" and not plan.head_only
+    # Built-in networks and losses use no random numbers in their forward pass; others may.
+    own = task.independence != "built in" or loss is not None
     return Trainer(
         model=task.trained,
         data=task.data,
@@ -118,7 +120,7 @@ def make_trainer(
             scores=plan.scores,
             isolated=isolated,
         ),
-        randomness=_randomness(plan, keys, task, 0 if ranks is None else ranks.rank),
+        randomness=_randomness(plan, keys, ranks, own=own),
         hooks=_canaries(plan, task, keys),
         ranks=ranks,
     )
@@ -339,10 +341,9 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
     ]
 
 
-def _randomness(plan: TrainPlan, keys: Keys, task: Task, rank: int) -> Randomness:
+def _randomness(plan: TrainPlan, keys: Keys, ranks: Ranks | None, *, own: bool) -> Randomness:
     """Return the random draws of a rank; ranks other than the first only have those of layers."""
-    # Built-in networks use no random numbers in their forward pass; others may.
-    own = task.independence != "built in"
+    rank = 0 if ranks is None else ranks.rank
     drawn = own or plan.recipe.augmented or plan.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:
