@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -252,20 +251,3 @@ def test_text_leads_to_a_run_as_a_path_does() -> None:
     assert score(where).result.accuracy == score(Path(where)).result.accuracy
     assert load_model(where).path == load_model(Path(where)).path
     assert plan({"dataset": "digits"}, None, "study").runs[0].folder.parent == Path("study")
-
-
-@pytest.mark.privacy
-def test_draws_of_a_loss_are_secret() -> None:
-    """Those of torch's own generator would be anyone's to repeat, in the order of the batch."""
-
-    def noisy(output: Tensor, target: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(output * torch.rand_like(output), target)
-
-    config = resolve(dataset="digits", model="mlp-small", sigma=6, steps=2, device="cpu").plan
-    sums = []
-    for seed in (1, 2):
-        trainer = make_trainer(replace(config, seed=seed), loss=noisy)
-        torch.manual_seed(0)
-        trainer.state.theta.fill_(0.01)
-        sums.append(trainer._clip_and_sum(np.arange(20)).clone())
-    assert not torch.equal(*sums)

@@ -103,8 +103,8 @@ def make_trainer(
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
     isolated = task.independence == "isolated" and not plan.head_only
-    # Built-in networks and losses use no random numbers in their forward pass; others may.
-    own = task.independence != "built in" or loss is not None
+    # Built-in networks use no random numbers in their forward pass; others may.
+    own = task.independence != "built in"
     return Trainer(
         model=task.trained,
         data=task.data,
