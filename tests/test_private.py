@@ -21,7 +21,6 @@ from dpmac_cli import (
     total_epsilon,
 )
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.randomness.noise import Noise
 from tests.digits_runs import train_digits, weights
 
 SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "seed": 1, "device": "cpu"}
@@ -98,56 +97,6 @@ def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError):
         private.step()
     assert private.epsilon > once
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize("where", ["network", "rule", "evaluation"])
-def test_a_step_that_is_tried_again_has_noise_of_its_own(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever fails in it, and however much of it was released before."""
-    drawn: list[int] = []
-    failing = {"network": 0, "rule": 0}
-
-    def fail(name: str) -> None:
-        failing[name] -= 1
-        if failing[name] == 0:
-            raise ZeroDivisionError
-
-    class Fails(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            fail("network")
-            return super().forward(x.flatten(1))
-
-    def rule(theta: Tensor, eta: float, private: Any, moments: Any) -> None:
-        theta.sub_(private.value, alpha=eta)
-        fail("rule")
-
-    at = Noise.at
-
-    def kept(noise: Noise, step: int) -> Any:
-        drawn.append(step)
-        return at(noise, step)
-
-    monkeypatch.setattr(Noise, "at", kept)
-    torch.manual_seed(0)
-    private = make_private(Fails(64, 10), "digits", rule=rule, **SETTINGS)
-    private.step()
-    if where == "evaluation":
-        before = [p.clone() for p in private.model.parameters()]
-        monkeypatch.setattr("dpmac_cli.training.trainer.evaluate", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            private.evaluate()
-        assert all(map(torch.equal, before, private.model.parameters()))
-        return
-    once, failing[where] = private.epsilon, 1
-    with pytest.raises((ZeroDivisionError, ModelError)):
-        private.step()
-    assert private.epsilon > once
-    private.step()
-    assert drawn == sorted(set(drawn))
-    assert len(drawn) == 2 + (where == "rule")
-    assert private.epsilon == total_epsilon((private.plan.event_of(3),), private.plan.delta)
 
 
 @pytest.mark.privacy
