@@ -394,7 +394,7 @@ def ours(
         plan=Plan(
             steps=10**6,
             steps_per_epoch=100,
-            physical_batch=config.physical_batch,
+            physical_batch=config.gpu_batch if data.gain.is_cuda else config.physical_batch,
         ),
         randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
         ranks=ranks,
