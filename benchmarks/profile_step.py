@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from contenders import Size, contenders, random_images, settings_of
 from step_time import machine
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from dpmac_cli.randomness.keystream import make_keys
@@ -52,7 +52,7 @@ def profiled(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as found:
+    with profile(activities=activities, acc_events=True) as found:
         for _ in range(STEPS):
             step()
         finish(device)

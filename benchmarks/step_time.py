@@ -112,7 +112,9 @@ def peak_memory(build: Build, data: Data) -> float:
         torch.cuda.reset_peak_memory_stats()
         _run(build(data), 3, data)
         return (torch.cuda.max_memory_allocated() - before) / MIB
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         _run(build(data), 3, data)
     held = most = 0
     for event in profiled.profiler.kineto_results.events():
