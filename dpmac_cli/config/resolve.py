@@ -27,7 +27,7 @@ from dpmac_cli.training.schedules import LossKind, Recipe
 #: Fields of the plan that are settings of the same name and need no conversion.
 AS_GIVEN = (
     *("dataset", "fix_norm", "isolate", "delta", "secure", "optimizer", "batch_size"),
-    *("physical_batch", "device", "seed", "out", "force"),
+    *("physical_batch", "gpu_batch", "device", "seed", "out", "force"),
     *("metric", "json", "quiet"),
 )
 #: Fields of a :class:`Source` that are settings of the same name and need no conversion.
@@ -267,4 +267,6 @@ def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:
     }
     if not isinstance(registry.parse_model(values["model"]), registry.UserModel):
         kept.pop("fix_norm")
+    if values["gpu_batch"] != values["physical_batch"]:  # not given: the device decides
+        kept.pop("physical_batch")
     return {flag_name(name): value for name, value in kept.items()}

@@ -247,7 +247,10 @@ class Session:
             seconds=self.seconds,
             total_seconds=total_seconds,
             # Not the chunk: it says when memory ran out, which depends on the size of a batch.
-            machine={"device": device_name(theta.device), "physical_batch": plan.physical_batch},
+            machine={
+                "device": device_name(theta.device),
+                "physical_batch": trainer.plan.physical_batch,
+            },
         )
         files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
         files.write_atomically(where / folder.REPORT, files.to_json(report).encode())

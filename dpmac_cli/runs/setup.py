@@ -115,7 +115,7 @@ def make_trainer(
         plan=Plan(
             steps=plan.steps if steps is None else steps,
             steps_per_epoch=plan.steps_per_epoch,
-            physical_batch=plan.physical_batch,
+            physical_batch=plan.gpu_batch if device.type == "cuda" else plan.physical_batch,
             private=plan.private,
             recipe=plan.recipe,
             loss=None if loss is None else _checked(loss, plan, task.trained, device),
