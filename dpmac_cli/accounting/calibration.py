@@ -47,10 +47,12 @@ def calibrate_noise(
         return SIGMA_MIN
     least = cost(MOST_TICKS)
     if least > target:
+        loudest = replace(event, noise_multiplier=SIGMA_MAX)
+        by = accountants.used_accountant((loudest,), delta, accountant)
         raise BudgetError(
             f"No sigma up to {SIGMA_MAX:g} brings training ({event.steps} steps at sampling "
             f"rate {event.sampling_rate:.3g}) down to epsilon {target:g} at delta {delta:g}: with "
-            f"{accountant}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger "
+            f"{by}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger "
             "epsilon or delta, fewer epochs or a smaller batch."
         )
     limits = range(LEAST_TICKS, MOST_TICKS + 1)

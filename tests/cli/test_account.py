@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import shlex
 import shutil
