@@ -24,7 +24,7 @@ from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.publish import load_model, save_model
-from dpmac_cli.runs.report import model_card, public_facts, sampling_error
+from dpmac_cli.runs.report import model_card, public_facts
 from dpmac_cli.runs.session import Finished
 from dpmac_cli.runs.setup import Task
 from tests.digits_runs import SEED, digits_config, train_digits, train_events
@@ -244,7 +244,9 @@ def test_a_data_set_without_a_checksum_has_none(finished: Finished) -> None:
     assert cells(text)["its checksum"] == "not recorded for this dataset"
 
 
-@pytest.mark.parametrize(("right", "samples"), [(0, 5), (5, 5), (37, 360), (9_312, 10_000)])
-def test_the_interval_is_wilsons(right: int, samples: int) -> None:
-    wanted = binomtest(right, samples).proportion_ci(method="wilson")
-    assert sampling_error(right / samples, samples) == pytest.approx([wanted.low, wanted.high])
+def test_the_interval_is_clopper_and_pearsons(finished: Finished) -> None:
+    test = finished.report["test"]
+    wanted = binomtest(round(test["accuracy"] * 360), 360).proportion_ci()
+    assert test["accuracy_interval"] == pytest.approx([wanted.low, wanted.high])
+    shown = f"{wanted.low:.2%} to {wanted.high:.2%}"
+    assert shown in cells(card(finished.folder))["test accuracy"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.schema import AtHand
@@ -112,7 +113,8 @@ class PrivateTraining:
         trainer = self._trainer
         if self._begun >= self._steps:
             raise BudgetError(
-                f"All {self._steps} steps have been taken, and epsilon is {self.epsilon:.4g}. To "
+                f"All {self._steps} steps have been taken, and epsilon is "
+                f"{format_epsilon(self.epsilon)}. To "
                 "train longer, start again with more epochs: make_private(..., epochs=N)."
             )
         self._begun, began = self._begun + 1, time.perf_counter()
