@@ -9,12 +9,8 @@ from numpy.typing import NDArray
 from scipy import integrate, stats
 
 from dpmac_cli.accounting import allocation
-from dpmac_cli.accounting.allocation import (
-    LEAST_NOISE,
-    allocated_gaussian,
-    likelihood_ratios,
-    small_sums,
-)
+from dpmac_cli.accounting.allocation import allocated_gaussian, likelihood_ratios, small_sums
+from dpmac_cli.accounting.events import LEAST_NOISE
 
 Floats = NDArray[np.float64]
 

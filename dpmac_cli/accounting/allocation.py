@@ -26,6 +26,8 @@ from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from numpy.typing import NDArray
 from scipy import fft, signal, stats
 
+from dpmac_cli.accounting.events import LEAST_NOISE
+
 Floats = NDArray[np.float64]
 
 #: Largest number of grid points; grid width in standard deviations of Z, and its lower limit.
@@ -33,8 +35,6 @@ POINTS = 2**22
 WIDTH, WIDEST = 0.005, 0.2
 #: Number of grid points for sums up to t, and a bound on the rounding errors of their distribution.
 FEW, ROUNDING = 2**16, 1e-13
-#: At smaller sigma no such grid resolves the tail of Z, so no amplification is claimed.
-LEAST_NOISE = 0.4
 #: Probability that Z, in the step with the record, exceeds the grid, where the loss is infinite.
 BEYOND = 1e-14
 
