@@ -56,7 +56,7 @@ DEEP_SIZES = (
     *(Size(f"vit-{kind}", 64) for kind in ("tiny", "timm", "torchvision")),
     Size("convnext-torchvision", 64),
 )
-#: Seconds that a contender's turn should take at least.
+#: Seconds that a contender's turn should take at least, one step if a step takes longer.
 TURN = 0.25
 #: Seconds that it runs before: oneDNN compiles its kernels again for each size of a batch.
 WARM = 3.0
@@ -135,6 +135,11 @@ def _run(step: Step, times: int, data: Data) -> Taken:
     return Taken(*(n / times for n in (*spent, _page_faults() - faults)))
 
 
+def _steps_in(seconds: float, wall: float) -> int:
+    """The steps of ``wall`` milliseconds that fill a time, at least one."""
+    return max(1, round(1e3 * seconds / wall))
+
+
 def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -161,8 +166,8 @@ def measure(
         try:
             peaks[name], step = peak_memory(build, data), build(data)
             wall = _run(step, 3, data).wall
-            wall = _run(step, max(1, round(1e3 * warm / wall)), data).wall
-            turns[name] = max(1, round(1e3 * TURN / wall))
+            wall = _run(step, _steps_in(warm, wall), data).wall
+            turns[name] = _steps_in(TURN, wall)
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as failure:
             # Opacus refuses networks by any of these; from ours each is a bug.
             if not name.startswith("opacus"):

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
+from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS, flag_name
@@ -148,6 +149,7 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
         yield f"Grey images of {plan.dataset} are repeated to three channels for the backbone."
     if plan.private:
         yield from delta_note(plan.delta, plan.facts.train_size)
+        yield from accountant_note((plan.event,), plan.delta)
         rate = plan.event.sampling_rate
         if rate >= MOST and not plan.event.sampling.once_an_epoch:
             yield (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.calibration import calibrate_noise, check_within_reach
+from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
@@ -133,7 +133,8 @@ def _resolved(
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
-    return Resolved(_calibrated(plan, earlier), tuple(checks.notes(plan, on_command_line)))
+    plan = _calibrated(plan, earlier)
+    return Resolved(plan, tuple(checks.notes(plan, on_command_line)))
 
 
 def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
@@ -150,7 +151,6 @@ def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPla
     if plan.scores is None:
         return plan
     target = min(total_epsilon((plan.event,), plan.delta), plan.max_epsilon)
-    check_within_reach(target, plan.delta)
     scores = plan.scores.event(plan.steps, plan.steps)
     sigma = calibrate_noise(scores, plan.delta, target)
     return replace(plan, scores=replace(plan.scores, noise_multiplier=sigma))
