@@ -27,7 +27,7 @@ def accuracy(runs: int, units: int, share: float, icc: float | None) -> float:
     draws, inside = np.random.default_rng(units), 0
     for _ in range(runs):
         if icc is None:
-            sizes, rates = np.ones(units, int), share
+            sizes, rates = np.ones(units, int), np.full(units, share)
         else:
             sizes, scale = draws.integers(1, LARGEST + 1, units), 1 / icc - 1
             rates = draws.beta(share * scale, (1 - share) * scale, units)
@@ -68,12 +68,12 @@ def rows(runs: int) -> Iterator[dict[str, object]]:
         for share in (0.5, 0.8, 0.95, 0.99):
             for icc in (None, 0.05, 0.3, 0.7):
                 settings = {"units": units, "share": share, "icc": icc}
-                yield {**settings, "accuracy": accuracy(runs, **settings)}
+                yield {**settings, "accuracy": accuracy(runs, units, share, icc)}
     for units in (20, 50, 200):
         for positives in (0.5, 0.1):
             for shift in (0.0, 1.0):
-                settings = {"units": units, "positives": positives, "shift": shift}
-                yield {**settings, **others(runs // 2, **settings)}
+                found = others(runs // 2, units, positives, shift)
+                yield {"units": units, "positives": positives, "shift": shift, **found}
 
 
 def main(runs: int, out: Path) -> None:

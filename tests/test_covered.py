@@ -28,7 +28,6 @@ from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.storage.files import read_lines
-from dpmac_cli.training import covered
 from dpmac_cli.training.covered import CoveredScore, counts, release
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.intervals import REACH

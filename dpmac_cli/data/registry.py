@@ -30,7 +30,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a network maps: inputs of a shape, standardised by public constants, to outputs."""
+    """Inputs and outputs of a network: their shape, standardisation and number."""
 
     shape: tuple[int, int, int]  # (channels, height, width) of an input
     outputs: int  # logits per input
