@@ -38,7 +38,7 @@ from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
-from dpmac_cli.training.trainer import Trainer, forbid_tf32
+from dpmac_cli.training.trainer import Trainer
 
 SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.
@@ -57,6 +57,8 @@ DEEP = tuple(IMAGES)[2:]
 PLAIN = "plain-adam"
 #: Plain torch in a process that keeps freed memory, as ``dpmac train`` does.
 KEEPING = "plain-adam, memory kept"
+#: Plain torch on a GPU whose convolutions are in full float32, as ours are.
+NO_TF32 = "plain-adam, no TF32"
 #: Parameters of a network that only three are timed on.
 LARGE = 10**7
 
@@ -66,10 +68,11 @@ Step = Callable[[], None]
 def settings_of(name: str) -> None:
     """Set what a contender runs with.
 
-    Ours has TF32 off everywhere, and ``dpmac train`` keeps freed memory; the others have torch's
+    TF32 is off for all, and ``dpmac train`` keeps freed memory; the others have torch's
     defaults, and glibc's (what it comes to in a program that frees large blocks).
     """
-    forbid_tf32()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     if name.partition(" ")[0] in OPTIMIZERS or name == KEEPING:
         keep_freed_memory()
     else:
@@ -77,7 +80,7 @@ def settings_of(name: str) -> None:
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
             libc.mallopt(M_TRIM_THRESHOLD, 1 << 26)
-    if name.partition(" ")[0] not in OPTIMIZERS:
+    if name.partition(" ")[0] not in OPTIMIZERS and name != NO_TF32:
         cudnn: Any = torch.backends.cudnn  # its stub has no conv
         cudnn.conv.fp32_precision = "tf32"  # torch's default
 
@@ -392,7 +395,7 @@ def ours(
         plan=Plan(
             steps=10**6,
             steps_per_epoch=100,
-            physical_batch=config.physical_batch,
+            physical_batch=config.gpu_batch if data.gain.is_cuda else config.physical_batch,
         ),
         randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
         ranks=ranks,
@@ -403,15 +406,20 @@ def ours(
 Build = Callable[[Data], Step]
 
 
-def contenders(size: Size, *, peers: bool, largest_gib: float) -> Mapping[str, Build]:
+def contenders(
+    size: Size, *, peers: bool, largest_gib: float, on_gpu: bool = False
+) -> Mapping[str, Build]:
     """Everybody who is timed at a size, by name.
 
     Args:
         size: the network and its batch.
         peers: whether to time Opacus too.
         largest_gib: per-sample gradients that take more than this are left out.
+        on_gpu: whether they run on a GPU.
     """
-    made: dict[str, Build] = dict.fromkeys((PLAIN, KEEPING), partial(plain, size, fused=False))
+    made: dict[str, Build] = dict.fromkeys(
+        (PLAIN, NO_TF32 if on_gpu else KEEPING), partial(plain, size, fused=False)
+    )
     modes = ["ghost", "hooks", "functorch"]
     names: tuple[str, ...]
     if size.model in DEEP:

@@ -27,11 +27,13 @@ from dpmac_cli.runs import checkpoint
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.setup import make_trainer
+from dpmac_cli.storage.files import read_lines
 from dpmac_cli.training import covered
 from dpmac_cli.training.covered import CoveredScore, counts, release
 from dpmac_cli.training.evaluation import Evaluation
 from dpmac_cli.training.loop import Evaluated
 from tests.digits_runs import SEED, after, digits_config, same_weights, train_digits, train_events
+from tests.test_replaced import killed_at
 from tests.typed import dpmac
 
 WHOLE = round(1 / GRID)
@@ -281,6 +283,48 @@ def test_a_score_is_saved_before_it_is_shown() -> None:
         if isinstance(event, Update) and isinstance(event.event, Evaluated):
             break
     assert checkpoint.newest(Path("run")).step == 12
+
+
+@pytest.mark.privacy
+@pytest.mark.long
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_no_score_is_released_twice_whatever_is_killed(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every change of the disk: what was shown stays, and another score is another release."""
+    flags: dict[str, Any] = {"cover_scores": True, "score_every": 1, "batch_size": 720, "epochs": 2}
+
+    def watched(events: Any, seen: dict[int, set[float]]) -> None:
+        for event in events:
+            score = event.event if isinstance(event, Update) else None
+            if isinstance(score, Evaluated) and not math.isnan(score.result.accuracy):
+                seen.setdefault(score.step, set()).add(score.result.accuracy)
+
+    def written(out: str, seen: dict[int, set[float]]) -> None:
+        for line in read_lines(Path(out, "metrics.jsonl")):
+            seen.setdefault(line["step"], set()).add(line["test_accuracy"])
+
+    for call in range(1, 100):
+        out, shown = f"run-{call}", dict[int, set[float]]()
+        with killed_at(call, monkeypatch) as calls:
+            watched(run.train(digits_config(out=out, **flags)), shown)
+        written(out, shown)
+        if calls[0] >= 0:
+            return
+        with monkeypatch.context() as patched:
+            if elsewhere:
+                patched.setattr("torch.backends.cpu.get_cpu_capability", lambda: "others")
+            try:
+                watched(run.resume(out, {}), shown)
+            except InputError as failure:
+                assert "is finished" in str(failure) or not shown  # noqa: PT017
+                continue
+        written(out, shown)
+        report = json.loads(Path(out, "report.json").read_text())
+        released = sum(e["steps"] for e in report["privacy"]["events"] if e["records"] == "test")
+        assert sum(map(len, shown.values())) <= released
+        assert elsewhere or all(len(scores) == 1 for scores in shown.values())
+    pytest.fail("it never ended")
 
 
 def test_classes_are_scored_where_balanced_accuracy_is_asked_for() -> None:

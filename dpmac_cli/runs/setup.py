@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dpmac_cli.accounting.statements import short
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.loaders import loading
@@ -33,6 +34,7 @@ from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing, outcome
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.lineage import Training, attach
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
@@ -103,7 +105,9 @@ def make_trainer(
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
     isolated = task.independence == "isolated" and not plan.head_only
-    return Trainer(
+    # Built-in networks use no random numbers in their forward pass; others may.
+    own = task.independence != "built in"
+    trainer = Trainer(
         model=task.trained,
         data=task.data,
         algorithm=build_algorithm(plan.method, plan.hyper, private=plan.private, rule=rule),
@@ -111,27 +115,48 @@ def make_trainer(
         plan=Plan(
             steps=plan.steps if steps is None else steps,
             steps_per_epoch=plan.steps_per_epoch,
-            physical_batch=plan.physical_batch,
+            physical_batch=plan.gpu_batch if device.type == "cuda" else plan.physical_batch,
             private=plan.private,
             recipe=plan.recipe,
-            loss=None if loss is None else _checked(loss, plan, device),
+            loss=None if loss is None else _checked(loss, plan, task.trained, device),
             scores=plan.scores,
             isolated=isolated,
         ),
-        randomness=_randomness(plan, keys, task, 0 if ranks is None else ranks.rank),
+        randomness=_randomness(plan, keys, ranks, own=own),
         hooks=_canaries(plan, task, keys),
         ranks=ranks,
     )
+    trainer.training = _carried(plan, task)
+    return trainer
 
 
-def _checked(loss: Loss, plan: TrainPlan, device: torch.device) -> Loss:
+def _carried(plan: TrainPlan, task: Task) -> Training:
+    """Return the training that a network carries from now on."""
+    training = Training(
+        event=plan.event,
+        unit=unit_of(plan),
+        private=plan.private,
+        seeded=plan.seed is not None,
+        secure=plan.secure,
+    )
+    attach(task.model, training)
+    return training
+
+
+def unit_of(plan: TrainPlan) -> tuple[str, str]:
+    """Return the unit of privacy, and what tells the units of records apart."""
+    return short(plan.unit), plan.found.unit
+
+
+def _checked(loss: Loss, plan: TrainPlan, model: nn.Module, device: torch.device) -> Loss:
     """Return a user-supplied loss, validated on random outputs and labels."""
     classes = len(plan.facts.classes)
     outputs = torch.randn(2 * classes, classes, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(2 * classes) % classes
     if plan.facts.multilabel:
         labels = torch.eye(classes, dtype=torch.uint8).repeat(2, 1)
-    return alone(loss, outputs.to(device), labels.to(device))
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    return alone(loss, outputs.to(device), labels.to(device), names)
 
 
 def make_task(
@@ -173,9 +198,7 @@ def make_task(
     if data is None:
         data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts)
     if isinstance(plan.data, Source):
-        fingerprints["data"] = fingerprint(data.train, data.test)
-        if data.train.units is not None:
-            fingerprints["units"] = data.train.units.sha256()
+        fingerprints |= record_sums(data)
     if parts is not None:
         parts.isolated = plan.features is None and kind == "isolated"
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
@@ -193,6 +216,15 @@ def make_task(
         notes=(*notes, *why),
         built_by="" if named is None else build.built_by(named, seen),
     )
+
+
+def record_sums(data: Data) -> dict[str, str]:
+    """Return checksums of user-supplied records and of their assignment to units."""
+    sums = {"data": fingerprint(data.train, data.test)}
+    for name, split in (("units", data.train), ("test units", data.test)):
+        if split.units is not None:
+            sums[name] = split.units.sha256()
+    return sums
 
 
 def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
@@ -332,10 +364,9 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
     ]
 
 
-def _randomness(plan: TrainPlan, keys: Keys, task: Task, rank: int) -> Randomness:
+def _randomness(plan: TrainPlan, keys: Keys, ranks: Ranks | None, *, own: bool) -> Randomness:
     """Return the random draws of a rank; ranks other than the first only have those of layers."""
-    # Built-in networks use no random numbers in their forward pass; others may.
-    own = task.independence != "built in"
+    rank = 0 if ranks is None else ranks.rank
     drawn = own or plan.recipe.augmented or plan.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:
