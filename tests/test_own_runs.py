@@ -353,7 +353,8 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     wine("wine.npz")
     photos("photos")
     photos("album", split=False)
-    x, y = np.zeros((30, 8, 8), np.uint8), np.arange(30) % 3
+    x = np.random.default_rng(0).integers(0, 256, (30, 8, 8), np.uint8)
+    y = np.arange(30) % 3
     np.savez("images.npz", x=x, y=y, x_test=x[:3], y_test=y[:3])
     every: dict[str, str | bool] = {
         "test_fraction": "0.3",
