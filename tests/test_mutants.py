@@ -76,10 +76,10 @@ HERE = "SecureMechanism.whitened"
             f"{SHARE}not Python",
         ),
         (
-            "tests/test_engine.py",
-            "def test_tf32_is_off(",
-            "def test_tf32_is_on(",
-            "TF32 left on: there is no tests/test_engine.py::test_tf32_is_off",
+            "tests/dp/test_precision.py",
+            "def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps(",
+            "def test_a_program_may_turn_tf32_on(",
+            "TF32 left on: there is no tests/dp/test_precision.py::test_a_program_that_turns_tf32",
         ),
         (
             "benchmarks/mutants.toml",
