@@ -89,7 +89,7 @@ class PrivateTraining:
             plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
         )
         self._begun, self._steps, self._seconds = 0, steps, 0.0
-        self.model, self.notes = model, (*resolved.notes, *self._task.notes)
+        self.model, self.notes = model, (*resolved.notes, *self._task.notes, *self._trainer.notes)
 
     def __len__(self) -> int:
         """Return the total number of steps."""

@@ -1,6 +1,7 @@
 """Clipped sum of a batch, in chunks that fit into memory."""
 
 from math import ceil, sqrt
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,16 +10,23 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.clipped_sum import LEAST_ROWS, ClippedSum, fill_rows
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
 from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.rows import PERIOD, Manner, Whole, fill_rows, find_manner, without_zeros
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
-from dpmac_cli.torch_errors import out_of_memory
+from dpmac_cli.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.training.schedules import Plan
+
+#: Note for a network that vmap runs, but not so that no record depends on others.
+IN_A_LOOP = (
+    "On this machine, results for a record would be rounded by the other records of a batch. So "
+    "that they are not, the network is run on one record after the other. This is slower."
+)
 
 
 class ChunkedSum:
@@ -31,6 +39,7 @@ class ChunkedSum:
         theta: the model's parameters, moved into one vector, shape (d,).
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
+        manner: how the network is run, so that no row depends on the others.
         trained: ids of the parameters that are trained.
     """
 
@@ -58,8 +67,46 @@ class ChunkedSum:
                 f"alone needs the dtype of its input, {data.gain.dtype}. Add this line to the "
                 "network's factory, or before make_private: network.float()"
             )
-        self.clipped_sum = ClippedSum(model, found, self.chunk, inputs, batch, isolated, loss)
+        run = None if isolated is None else Whole(isolated)
+        self._network = model if run is None else run
+        most = Manner(full=True).least(self.chunk)
+        self.clipped_sum = ClippedSum(model, found, most, inputs, batch, run, loss)
         self._sum = torch.empty_like(self.theta)
+        self.manner, self.notes = self._manner(isolated)
+
+    def _manner(self, isolated: Isolated | None) -> tuple[Manner, tuple[str, ...]]:
+        """Return a way to run the network in which no record depends on others, and notes.
+
+        Raises ModelError if there is none.
+        """
+        data, inputs = self._data, self._recipe.inputs
+        several = (inputs,) if inputs > 1 else ()
+        generator = torch.Generator().manual_seed(0)
+        base = torch.randn(PERIOD, *several, *data.train.images.shape[1:], generator=generator)
+        base = base.to(data.gain)
+        label = data.train.labels.new_zeros((*several, *data.train.labels.shape[1:]))
+
+        def run(x: Tensor) -> Any:
+            with code_of_network(x):
+                return self.clipped_sum.forward(x, label.expand(len(x), *label.shape))
+
+        if isolated is not None and not isolated.vmapped:
+            return Manner(), ()
+        with without_zeros(self.theta):
+            manner = find_manner(self._network, run, base, self.chunk)
+        if isinstance(manner, Manner):
+            return manner, () if manner.note is None else (manner.note,)
+        if isolated is not None:
+            self.chunk = min(self.chunk, isolated.run_in_a_loop())
+            return Manner(), (IN_A_LOOP,)
+        named = ", ".join(name or "the network itself" for name in manner)
+        raise ModelError(
+            f"On this machine, the results of {named} for a record are rounded by the number of "
+            "records computed with it or by its place among them, whatever threads and libraries "
+            "are used. One record could then move others across a kink, such as that of ReLU, "
+            "which the noise does not cover. Use another --device, or add --isolate to run the "
+            "network on each record separately."
+        )
 
     def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
@@ -79,7 +126,7 @@ class ChunkedSum:
             end = begin + _evenly(len(drawn) - begin, chunk)
             ahead = drawn[end : end + _evenly(len(drawn) - end, chunk)]
             try:
-                self._sum_chunk(drawn[begin:end], ahead, step, metric, min(chunk, LEAST_ROWS))
+                self._sum_chunk(drawn[begin:end], ahead, step, metric, self.manner.least(chunk))
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure):
                     raise
@@ -114,7 +161,8 @@ class ChunkedSum:
         if recipe.inputs > 1:
             inputs, labels = (t.view(len(drawn), -1, *t.shape[1:]) for t in (inputs, labels))
         inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
-        self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
+        with self.manner.of(self._network):
+            self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 
     def _rows(self, drawn: Batch, step: int) -> Batch:
         """Return the records of the drawn units, shape (units * K,)."""
