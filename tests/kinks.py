@@ -87,4 +87,5 @@ def largest_move(kind: str, physical: int, sizes: tuple[int, int]) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[1]))
     kind, physical, *sizes = sys.argv[2:]
-    print(largest_move(kind, int(physical), (int(sizes[0]), int(sizes[1]))))
+    move = largest_move(kind, int(physical), (int(sizes[0]), int(sizes[1])))
+    sys.stdout.write(f"{move}\n")

@@ -47,6 +47,7 @@ class ChunkedSum:
         self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
     ) -> None:
         self._data, self._recipe, self._layers = data, plan.recipe, layers
+        self._private = plan.private
         inputs, isolated, kind = plan.recipe.inputs, None, plan.recipe.loss
         loss = plan.loss or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
         self.chunk = first_chunk(plan.physical_batch, batch)
@@ -90,7 +91,8 @@ class ChunkedSum:
             with code_of_network(x):
                 return self.clipped_sum.forward(x, label.expand(len(x), *label.shape))
 
-        if isolated is not None and not isolated.vmapped:
+        one_by_one = isolated is not None and not isolated.vmapped
+        if one_by_one or self.chunk == 1 or not self._private:
             return Manner(), ()
         with without_zeros(self.theta):
             manner = find_manner(self._network, run, base, self.chunk)

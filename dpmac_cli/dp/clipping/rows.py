@@ -142,7 +142,9 @@ class Whole(nn.Module):
 Run = Callable[[Tensor], Any]
 
 
-def find_manner(network: nn.Module, run: Run, base: Tensor, chunk: int) -> Manner | list[str]:
+def find_manner(
+    network: nn.Module, run: Run, base: Tensor, chunk: int, *, fixed: bool = False
+) -> Manner | list[str]:
     """Return the cheapest way to run a network in which no row depends on the others.
 
     It is run on copies of a few random rows, in several numbers and at every place of each. Their
@@ -154,12 +156,13 @@ def find_manner(network: nn.Module, run: Run, base: Tensor, chunk: int) -> Manne
         run: runs ``network`` on rows.
         base: rows to copy, shape (:data:`PERIOD`, ...).
         chunk: capacity of a chunk.
+        fixed: chunks are always filled.
 
     Returns the names of the modules that differ in every way instead, if there are any.
     """
     found: list[str] = []
     # On GPUs, most products are rounded by the number of rows.
-    for full in (True,) if base.is_cuda else (False, True):
+    for full in (True,) if fixed or base.is_cuda else (False, True):
         manner = Manner(full=full)
         numbers = [manner.least(chunk)] if full else some_numbers(chunk)
         tried: dict[str, list[str]] = {}
