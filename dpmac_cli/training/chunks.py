@@ -22,10 +22,10 @@ from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.training.schedules import Plan
 
-#: Note for a network that vmap runs, but not so that no record depends on others.
+#: Note for a network whose records depend on others under vmap.
 IN_A_LOOP = (
-    "On this machine, results for a record would be rounded by the other records of a batch. So "
-    "that they are not, the network is run on one record after the other. This is slower."
+    "On this machine, results for a record would be rounded by the other records of a batch. To "
+    "avoid that, the network is run on one record after the other. This is slower."
 )
 
 
@@ -94,8 +94,15 @@ class ChunkedSum:
         one_by_one = isolated is not None and not isolated.vmapped
         if one_by_one or self.chunk == 1 or not self._private:
             return Manner(), ()
-        with without_zeros(self.theta):
-            manner = find_manner(self._network, run, base, self.chunk)
+        chunk, manner = self.chunk, None
+        while manner is None:
+            try:
+                with without_zeros(self.theta):
+                    manner = find_manner(self._network, run, base, chunk)
+            except (RuntimeError, MemoryError) as failure:
+                if not out_of_memory(failure) or chunk == 1:
+                    raise
+                chunk //= 2  # as in a step
         if isinstance(manner, Manner):
             return manner, () if manner.note is None else (manner.note,)
         if isolated is not None:

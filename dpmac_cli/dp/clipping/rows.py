@@ -112,7 +112,7 @@ class Manner:
         parts += ["every chunk is filled to its capacity"] * self.full
         return (
             "On this machine, results for a record would be rounded by the other records of a "
-            f"batch. So that they are not, {', '.join(parts)}. This is slower."
+            f"batch. To avoid that, {', '.join(parts)}. This is slower."
         )
 
 
