@@ -38,7 +38,7 @@ from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
-from dpmac_cli.training.trainer import Trainer, forbid_tf32
+from dpmac_cli.training.trainer import Trainer
 
 SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.
@@ -66,10 +66,11 @@ Step = Callable[[], None]
 def settings_of(name: str) -> None:
     """Set what a contender runs with.
 
-    Ours has TF32 off everywhere, and ``dpmac train`` keeps freed memory; the others have torch's
+    TF32 is off for all, and ``dpmac train`` keeps freed memory; the others have torch's
     defaults, and glibc's (what it comes to in a program that frees large blocks).
     """
-    forbid_tf32()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     if name.partition(" ")[0] in OPTIMIZERS or name == KEEPING:
         keep_freed_memory()
     else:
@@ -203,9 +204,13 @@ def of_torchvision(model: str, classes: int) -> nn.Module:
     if model == "vit-torchvision":
         drop = {"dropout": 0.1, "attention_dropout": 0.1}
         size = {"num_layers": 4, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
-        return vision_transformer.VisionTransformer(32, 4, **size, **drop, num_classes=classes)
+        vit: nn.Module = vision_transformer.VisionTransformer(
+            32, 4, **size, **drop, num_classes=classes
+        )
+        return vit
     stages = [CNBlockConfig(48, 96, 3), CNBlockConfig(96, 192, 3), CNBlockConfig(192, None, 3)]
-    return ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=classes)
+    convnext: nn.Module = ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=classes)
+    return convnext
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,7 @@ class Size:
         if self.model.endswith("torchvision"):
             return of_torchvision(self.model, len(facts.classes))
         if self.width is None:
-            return build_network(self.model, facts)
+            return build_network(self.model, facts.signature)
         pixels = int(np.prod(facts.shape))
         return nn.Sequential(
             nn.Flatten(),

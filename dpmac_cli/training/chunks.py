@@ -12,7 +12,13 @@ from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
-from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.layers import (
+    blocks,
+    find_layers,
+    flatten_parameters,
+    split_by_module,
+    without_gradients,
+)
 from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.rows import PERIOD, Manner, Whole, fill_rows, find_manner, without_zeros
 from dpmac_cli.dp.losses import build_loss
@@ -60,7 +66,8 @@ class ChunkedSum:
             self.chunk = min(self.chunk, isolated.most)
         else:
             found = find_layers(model, data.gain.new_zeros(2, *shape))
-        self.trained = {id(p) for layer in found for p in layer.parameters.values()}
+        self._parameters = [p for layer in found for p in layer.parameters.values()]
+        self.trained = set(map(id, self._parameters))
         self.theta = flatten_parameters(found)
         if plan.isolated and self.theta.dtype != data.gain.dtype:
             raise ModelError(
@@ -68,6 +75,8 @@ class ChunkedSum:
                 f"alone needs the dtype of its input, {data.gain.dtype}. Add this line to the "
                 "network's factory, or before make_private: network.float()"
             )
+        for p in self._parameters:
+            p.requires_grad_(True)
         run = None if isolated is None else Whole(isolated)
         self._network = model if run is None else run
         most = Manner(full=True).least(self.chunk)
@@ -97,7 +106,7 @@ class ChunkedSum:
         chunk, manner = self.chunk, None
         while manner is None:
             try:
-                with without_zeros(self.theta):
+                with without_zeros(self.theta), without_gradients(self._parameters):
                     manner = find_manner(self._network, run, base, chunk)
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure) or chunk == 1:
@@ -170,7 +179,7 @@ class ChunkedSum:
         if recipe.inputs > 1:
             inputs, labels = (t.view(len(drawn), -1, *t.shape[1:]) for t in (inputs, labels))
         inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
-        with self.manner.of(self._network):
+        with self.manner.of(self._network), without_gradients(self._parameters):
             self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 
     def _rows(self, drawn: Batch, step: int) -> Batch:
