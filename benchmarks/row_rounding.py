@@ -157,7 +157,7 @@ def main(given: list[str] | None = None) -> None:
             command = [sys.executable, __file__, *own, "--threads", *map(str, args.threads)]
             subprocess.run(command, check=True, env={**os.environ, **INSTRUCTIONS[name]})
             found[name] = json.loads(args.out.read_text())
-    args.out.write_text(json.dumps(found, indent=1).replace("\n   ", " ") + "\n")
+    args.out.write_text(json.dumps(found).replace('{"layer"', '\n{"layer"') + "\n")
 
 
 if __name__ == "__main__":
