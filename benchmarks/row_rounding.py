@@ -57,12 +57,12 @@ class OwnLinear(nn.Linear):
 
 def recurrent(layer: nn.Module) -> nn.Module:
     """Return a recurrent layer that returns its outputs only."""
-    return Function(lambda x: layer(x)[0], layer)  # type: ignore[no-any-return]
+    return Function(lambda x: layer(x)[0], layer)
 
 
 def attention(x: Tensor) -> Tensor:
     """Return attention of two heads, without projections."""
-    heads = x.unflatten(2, (2, -1)).transpose(1, 2)
+    heads = x.view(*x.shape[:2], 2, -1).transpose(1, 2)
     return scaled_dot_product_attention(heads, heads, heads)
 
 
