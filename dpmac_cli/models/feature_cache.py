@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from dpmac_cli.data.dataset import Data, fingerprint, split_of
+from dpmac_cli.dp.clipping.rows import PERIOD, Manner, find_manner
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import WHOLE, kept_file
 from dpmac_cli.storage.digest import digest
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.storage.rows import DamagedError, RowFile, Rows
 
-VERSION = 5
+VERSION = 6
 #: Fixed number of images whose features are computed at a time.
 AT_A_TIME = 256
 #: Records whose features enter a file's name, because features also depend on the code.
@@ -74,24 +75,39 @@ def _key(parts: FrozenFeatures, data: Data, like: Any, settings: Mapping[str, An
 def _computed(parts: FrozenFeatures, data: Data, file: RowFile) -> Generator[Computing, None, None]:
     """Compute the features that are missing from a file, for one split after the other."""
     missing, first = set(file.missing().tolist()), 0
+    manner = _manner(parts, data)
     yield Computing(0, len(file), file.path.parent)
     for split in (data.train, data.test):
         for begin in range(0, len(split), AT_A_TIME):
             rows = range(first + begin, first + min(begin + AT_A_TIME, len(split)))
             if not missing.isdisjoint(rows):
                 images = data.standardised(split.at(slice(begin, begin + AT_A_TIME))[0])
-                found = _features(parts, images).cpu().numpy()
+                with manner.of(parts.frozen):
+                    found = _features(parts, images).cpu().numpy()
                 for row, values in zip(rows, found, strict=True):
                     file.write(row, values)
             yield Computing(rows.stop, len(file), file.path.parent)
         first += len(split)
 
 
+def _manner(parts: FrozenFeatures, data: Data) -> Manner:
+    """Return a way to run the frozen part in which features do not depend on places in a batch."""
+    if parts.isolated:
+        return Manner()
+    shape, generator = data.train.images.shape[1:], torch.Generator().manual_seed(0)
+    base = torch.randn(PERIOD, *shape, generator=generator).to(data.gain)
+    found = find_manner(parts.frozen, parts.features, base, AT_A_TIME, fixed=True)
+    if isinstance(found, Manner):
+        return found
+    parts.isolated = True
+    return Manner()
+
+
 def _features(parts: FrozenFeatures, images: Tensor) -> Tensor:
     """Return the features of at most :data:`AT_A_TIME` images.
 
     The batch size is fixed, because rounding depends on it: adding a record must not change the
-    features of the last ones.
+    features of others. Nor may their places; see :func:`_manner`.
     """
     if parts.isolated:
         return torch.cat([parts.features(image) for image in torch.split(images, 1)])

@@ -105,7 +105,8 @@ class PrivateTraining:
             plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
         )
         self._steps, self._seconds = steps, 0.0
-        self._notes = (*resolved.notes, *self._notes_on_earlier(), *self._task.notes)
+        on_run = (*self._task.notes, *self._trainer.notes)
+        self._notes = (*resolved.notes, *self._notes_on_earlier(), *on_run)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in (*self.__slots__, "lr"):

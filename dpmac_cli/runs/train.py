@@ -205,7 +205,7 @@ def _session(
         ranks=ranks,
         history=[] if saved is None else list(saved.record["history"]),
         seconds=0.0 if saved is None else saved.record["seconds"],
-        notes=(*before.notes, *task.notes),
+        notes=(*before.notes, *task.notes, *trainer.notes),
         fresh_noise=before.fresh_noise,
     )
 

@@ -1,6 +1,7 @@
 """Clipped sum of a batch, in chunks that fit into memory."""
 
 from math import ceil, sqrt
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
-from dpmac_cli.dp.clipping.clipped_sum import LEAST_ROWS, ClippedSum, fill_rows
+from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.isolation import Isolated
 from dpmac_cli.dp.clipping.layers import (
     blocks,
@@ -19,12 +20,19 @@ from dpmac_cli.dp.clipping.layers import (
     without_gradients,
 )
 from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.rows import PERIOD, Manner, Whole, fill_rows, find_manner, without_zeros
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import ModelError, RunError
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
-from dpmac_cli.torch_errors import out_of_memory
+from dpmac_cli.torch_errors import code_of_network, out_of_memory
 from dpmac_cli.training.schedules import Plan
+
+#: Note for a network whose records depend on others under vmap.
+IN_A_LOOP = (
+    "On this machine, results for a record would be rounded by the other records of a batch. To "
+    "avoid that, the network is run on one record after the other. This is slower."
+)
 
 
 class ChunkedSum:
@@ -37,6 +45,7 @@ class ChunkedSum:
         theta: the model's parameters, moved into one vector, shape (d,).
         chunk: initial number of samples per chunk: the physical batch, or fewer.
         clipped_sum: clipped sum of one chunk.
+        manner: how the network is run, so that no row depends on the others.
         trained: ids of the parameters that are trained.
     """
 
@@ -44,6 +53,7 @@ class ChunkedSum:
         self, model: nn.Module, data: Data, plan: Plan, batch: float, layers: LayerDraws | None
     ) -> None:
         self._data, self._recipe, self._layers = data, plan.recipe, layers
+        self._private = plan.private
         inputs, isolated, kind = plan.recipe.inputs, None, plan.recipe.loss
         loss = plan.loss or build_loss(kind.name, kind.smoothing, kind.weights, data.gain.device)
         self.chunk = first_chunk(plan.physical_batch, batch)
@@ -68,8 +78,54 @@ class ChunkedSum:
             )
         for p in self._parameters:
             p.requires_grad_(True)
-        self.clipped_sum = ClippedSum(model, found, self.chunk, inputs, batch, isolated, loss)
+        run = None if isolated is None else Whole(isolated)
+        self._network = model if run is None else run
+        most = Manner(full=True).least(self.chunk)
+        self.clipped_sum = ClippedSum(model, found, most, inputs, batch, run, loss)
         self._sum = torch.empty_like(self.theta)
+        self.manner, self.notes = self._manner(isolated)
+
+    def _manner(self, isolated: Isolated | None) -> tuple[Manner, tuple[str, ...]]:
+        """Return a way to run the network in which no record depends on others, and notes.
+
+        Raises ModelError if there is none.
+        """
+        data, inputs = self._data, self._recipe.inputs
+        several = (inputs,) if inputs > 1 else ()
+        generator = torch.Generator().manual_seed(0)
+        base = torch.randn(PERIOD, *several, *data.train.images.shape[1:], generator=generator)
+        base = base.to(data.gain)
+        label = data.train.labels.new_zeros((*several, *data.train.labels.shape[1:]))
+
+        def run(x: Tensor) -> Any:
+            with code_of_network(x):
+                return self.clipped_sum.forward(x, label.expand(len(x), *label.shape))
+
+        one_by_one = isolated is not None and not isolated.vmapped
+        if one_by_one or self.chunk == 1 or not self._private:
+            return Manner(), ()
+        chunk, manner = self.chunk, None
+        while manner is None:
+            try:
+                with without_zeros(self.theta), without_gradients(self._parameters):
+                    manner = find_manner(self._network, run, base, chunk)
+            except (RuntimeError, MemoryError) as failure:
+                if not out_of_memory(failure) or chunk == 1:
+                    raise
+                chunk //= 2  # as in a step
+        if isinstance(manner, Manner):
+            return manner, () if manner.note is None else (manner.note,)
+        if isolated is not None:
+            self.chunk = min(self.chunk, isolated.run_in_a_loop())
+            return Manner(), (IN_A_LOOP,)
+        named = ", ".join(name or "the network itself" for name in manner)
+        raise ModelError(
+            f"On this machine, the results of {named} for a record are rounded by the number of "
+            "records computed with it or by its place among them, whatever threads and libraries "
+            "are used. One record could then move others across a kink, such as that of ReLU, "
+            "which the noise does not cover. Use another --device, or add --isolate to run the "
+            "network on each record separately."
+        )
 
     def of(self, drawn: Batch, step: int, metric: Metric, chunk: int) -> tuple[Tensor, int]:
         """Return the sum over a batch, shape (d,), and the chunk size that fits into memory.
@@ -89,7 +145,7 @@ class ChunkedSum:
             end = begin + _evenly(len(drawn) - begin, chunk)
             ahead = drawn[end : end + _evenly(len(drawn) - end, chunk)]
             try:
-                self._sum_chunk(drawn[begin:end], ahead, step, metric, min(chunk, LEAST_ROWS))
+                self._sum_chunk(drawn[begin:end], ahead, step, metric, self.manner.least(chunk))
             except (RuntimeError, MemoryError) as failure:
                 if not out_of_memory(failure):
                     raise
@@ -127,7 +183,7 @@ class ChunkedSum:
         if self._isolated is not None and self._layers is not None:
             filling = drawn[:1].repeat(len(inputs) - len(drawn))
             self._isolated.seeds = self._layers.seeds(step, np.append(drawn, filling))
-        with without_gradients(self._parameters):
+        with self.manner.of(self._network), without_gradients(self._parameters):
             self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 
     def _rows(self, drawn: Batch, step: int) -> Batch:

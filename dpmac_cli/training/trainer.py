@@ -42,6 +42,9 @@ class Trainer:
         data: data on the same device. hooks: canaries of an audit.
         ranks: the processes of the run, each of which sums its share of every batch.
 
+    Attributes:
+        notes: messages about how the network is run.
+
     Raises:
         ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
     """
@@ -67,7 +70,7 @@ class Trainer:
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
         self.randomness, self._ranks = randomness, ranks or Ranks()
         self._sums = ChunkedSum(model, data, plan, mechanism.expected_batch, randomness.layers)
-        theta = self._sums.theta
+        theta, self.notes = self._sums.theta, self._sums.notes
         model.train()  # as validated
         self._unchanged = Unchanged(model, self._sums.trained, plan.loss)
         _check_rounding(mechanism, theta.numel())

@@ -6,10 +6,12 @@ are clipped by norm plus error bound, in float64 if terms cancel too much.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.dp.clipping.attention import calling_projections
 from dpmac_cli.dp.clipping.forms import ByLayer, choose_form, total_squared_norms
 from dpmac_cli.dp.clipping.layer_rules import Use
 from dpmac_cli.dp.clipping.layers import Layer
@@ -31,10 +33,6 @@ CANCELLATION_LIMIT = 250.0
 #: c_i R_i above which a sample is added in float64, see :class:`SquaredNorms`: its clipped norm is
 #: at most 1, but the terms of the sum that it consists of may be larger.
 REACH = 8.0
-#: Least number of rows to compute at once, unless chunks are smaller. Matrix libraries round rows
-#: of products of fewer rows differently (measured up to 11), so adding a record could change on
-#: which side of a kink, such as that of ReLU, others are.
-LEAST_ROWS = 16
 #: c_i below which a sample adds nothing, because float32 has few digits left for it.
 LEAST_WEIGHT = 1e-30
 
@@ -73,7 +71,7 @@ class ClippedSum:
             loss=loss,
             running=lambda: products_by_onednn(linear),
         )
-        self.layers, self.views = layers, views
+        self._model, self._loss, self.layers, self.views = model, loss, layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
 
@@ -131,6 +129,23 @@ class ClippedSum:
         pairs = zip(self.layers, by_layer, strict=True)
         return [(layer, choose_form(layer, uses, self.views, ball=ball)) for layer, uses in pairs]
 
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        """Return everything that decides on which side of a kink samples are, as in :meth:`of`.
+
+        These are outputs and losses; with ``per_sample``, losses, the inputs of layers, and
+        gradients.
+        """
+        if self._per_sample != self._recorded:
+            losses, found = self._per_sample(x, y)
+            given = [g if isinstance(g, Tensor) else [use.inputs for use in g] for g in found]
+            return losses, given
+        rows, labels = (x, y) if self.views == 1 else (x.flatten(0, 1), y.flatten(0, 1))
+        calls = ((layer.name, layer.module, layer.attention) for layer in self.layers)
+        by_onednn = products_by_onednn(layer.module for layer in self.layers)
+        with torch.enable_grad(), calling_projections(calls), by_onednn:
+            outputs = self._model(rows)
+            return outputs, self._loss(outputs, labels)
+
     def _recorded(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use]]]:
         return self._record(x, y)
 
@@ -150,12 +165,6 @@ class ClippedSum:
             squared.value[rows] = exact.value
             squared.slack[rows] = exact.slack
         return squared
-
-
-def fill_rows(x: Tensor, least: int) -> Tensor:
-    """Return ``x``, filled up to at least ``least`` rows; see :data:`LEAST_ROWS`."""
-    filling = x[:1].expand(max(0, least - len(x)), *x.shape[1:])
-    return torch.cat([x, filling]) if len(filling) else x
 
 
 def clip_limit(samples: float) -> float:

@@ -79,9 +79,18 @@ class Isolated:
                 self._check_repeatable(probe, x, y)
             self.vmapped = self._try_vmap(probe, x, y)  # False: chunks run in a loop
         if not self.vmapped:
-            self.recorded = set()
-        size = sum(la.stop - la.start for la in layers if la.name not in self.recorded)
-        self.most = max(1, WRITTEN_OUT // max(1, size))  # samples in a chunk; public
+            self.run_in_a_loop()
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of samples in a chunk, which is public."""
+        size = sum(la.stop - la.start for la in self._layers if la.name not in self.recorded)
+        return max(1, WRITTEN_OUT // max(1, size))
+
+    def run_in_a_loop(self) -> int:
+        """Run samples one after the other from now on; return :attr:`most`."""
+        self.vmapped, self.recorded = False, set()
+        return self.most
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use] | Tensor]]:
         """Return the losses of a chunk, and the uses of each recorded layer or its gradients."""
