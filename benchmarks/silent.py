@@ -1,6 +1,6 @@
 """Situations in which training can be silently wrong, in dpmac and in Opacus, with one judge.
 
-    python benchmarks/silent.py dpmac hooks ghost docs/data/silent.json
+    PYTHONPATH=. python benchmarks/silent.py dpmac hooks ghost docs/data/silent.json
     python docs/generate.py
 
 runs every situation of tests/silent with those trainers (a minute on one core), replaces their
@@ -11,6 +11,7 @@ engine, optimizer and criterion, and the loop of a user.
 
 import copy
 import json
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -112,7 +113,12 @@ def found(side: str, situation: Situation) -> dict[str, Any]:
     verdict = judge(start, situation, refusals, messages=side == "dpmac")
     message = verdict.message.removeprefix("RefusedError: ")
     line = {"outcome": verdict.outcome, "message": message}
-    return line | {"error": float(f"{verdict.error:.3g}"), "moved": float(f"{verdict.moved:.4g}")}
+    return line | {"error": rounded(verdict.error), "moved": rounded(verdict.moved)}
+
+
+def rounded(number: float) -> float | None:
+    """Return a number to four digits, or None if it is not finite."""
+    return float(f"{number:.4g}") if math.isfinite(number) else None
 
 
 def main(sides: Sequence[str], out: Path) -> None:

@@ -4,13 +4,16 @@ A loss that mixes samples would let one sample affect the gradients of others, s
 losses run on each sample separately.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, nll_loss
+from torch.overrides import TorchFunctionMode
 
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import what_failed
@@ -55,6 +58,40 @@ def build_loss(
     return loss
 
 
+class _WithoutMeans(TorchFunctionMode):
+    """Reject means that differ between a sample alone and a batch.
+
+    torch divides the mean by the weights of the labels, and leaves out labels that are ignored.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (cross_entropy, nll_loss):
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            _check_mean(func.__name__, **bound.arguments)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_mean(
+    name: str, target: Tensor, weight: Any, reduction: str, ignore_index: int, **_: Any
+) -> None:
+    """Raise ModelError if the mean over one sample is not its loss."""
+    if reduction != "mean":
+        return
+    if weight is not None:
+        raise ModelError(
+            f"The loss calls {name} with class weights and reduction='mean', which divides by the "
+            "weights. As it runs on each sample separately, they would have no effect. Use "
+            "reduction='sum', or leave out loss= and set class_weights='1,2' (a number per class)."
+        )
+    if bool((target == ignore_index).any()):
+        raise ModelError(
+            f"The loss calls {name} with ignore_index={ignore_index} and reduction='mean', which "
+            "is NaN for a sample whose label is ignored, as it runs on each sample separately. Use "
+            "reduction='sum', with which such a sample adds nothing."
+        )
+
+
 def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
     """Return a user-supplied loss that runs on each sample separately, by vmap or in a loop.
 
@@ -71,7 +108,10 @@ def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
         return torch.stack([single(*pair) for pair in zip(outputs, labels, strict=True)])
 
     try:
-        found, again = looped(outputs, labels), looped(outputs, labels)
+        with _WithoutMeans():
+            found, again = looped(outputs, labels), looped(outputs, labels)
+    except ModelError:
+        raise
     except Exception as failure:
         raise ModelError(
             f"The loss failed on one sample, an output of shape {(1, *outputs.shape[1:])} and a "

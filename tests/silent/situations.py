@@ -1,7 +1,8 @@
 """The situations: small networks and loops, and what is done in the middle of training."""
 
+import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,17 @@ class Square(Net):
 
     def hidden(self, x: Tensor) -> Tensor:
         return torch.tanh(self.middle(torch.tanh(self.first(x))))
+
+
+class Swapped(Square):
+    """Two layers of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(HIDDEN, HIDDEN)
+
+    def out(self, h: Tensor) -> Tensor:
+        return super().out(torch.tanh(self.other(h)))
 
 
 class Tied(Square):
@@ -314,6 +326,60 @@ class Skipping(Net):
         return h if self.skips else torch.tanh(self.middle(h))
 
 
+class Switches:
+    """Where flags are that are no attribute of a network."""
+
+    mixes = False
+
+
+class MixesByGlobal(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return centred(h) if Switches.mixes else h
+
+
+class MixesByClass(Net):
+    """Reads a flag of its class."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return centred(h) if self.mixes else h
+
+
+class MixesByList(Net):
+    """Has a part in a list, which torch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [Switches()]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return centred(h) if self.parts[0].mixes else h
+
+
+class Scaled(Net):
+    """Multiplies by a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(HIDDEN)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x) * self.scale.to(x)
+
+
+class ScaledByBuffer(Net):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(HIDDEN))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x) * self.scale
+
+
 def frozen() -> nn.Module:
     net = Net()
     net.first.requires_grad_(False)
@@ -357,6 +423,14 @@ def mixing_backward(_: nn.Module, inputs: Any, outputs: Any) -> tuple[Tensor | N
     return tuple(None if g is None else centred(g) for g in inputs)
 
 
+def mixing_inputs(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(map(centred, inputs))
+
+
+def hook_inputs(run: Run) -> None:
+    run.net.second.register_forward_pre_hook(mixing_inputs)
+
+
 def hook_backward(run: Run) -> None:
     run.net.second.register_full_backward_hook(scaling_backward)
 
@@ -397,6 +471,39 @@ def global_hook(step: int) -> Iterator[None]:
     finally:
         if handle is not None:
             handle.remove()
+
+
+@contextmanager
+def global_backward_hook(step: int) -> Iterator[None]:
+    """Mix gradients by a hook on all modules, from the second step on."""
+
+    def hook(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        mixes = type(module) is nn.Linear and inputs[0] is not None
+        return (centred(inputs[0]), *inputs[1:]) if mixes else None
+
+    register = nn.modules.module.register_module_full_backward_hook
+    handle = None if step == 1 else register(hook)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def setting(holder: Any, name: str, value: Any) -> Callable[[int], AbstractContextManager[Any]]:
+    """Return the context of steps from the second of which on an attribute is another."""
+
+    @contextmanager
+    def around(step: int) -> Iterator[None]:
+        before = getattr(holder, name)
+        if step > 1:
+            setattr(holder, name, value)
+        try:
+            yield
+        finally:
+            setattr(holder, name, before)
+
+    return around
 
 
 # What is done in the middle.
@@ -478,6 +585,40 @@ def replace_forward(run: Run) -> None:
     run.net.forward = lambda x: centred(old(x))
 
 
+def set_part(run: Run) -> None:
+    run.net.parts[0].mixes = True
+
+
+def replace_tensor(run: Run) -> None:
+    run.net.scale = torch.full((HIDDEN,), 2.0)
+
+
+def write_tensor(run: Run) -> None:
+    run.net.scale.fill_(2.0)
+
+
+def larger_epsilon(run: Run) -> None:
+    run.net.norm.eps = 10.0
+
+
+def swap(run: Run) -> None:
+    net = run.net
+    net.middle.weight, net.other.weight = net.other.weight, net.middle.weight
+
+
+def harmless(run: Run) -> None:
+    """Do what programs do between steps, and what changes nothing."""
+    net = run.net
+    net.cpu().float().zero_grad()
+    net.eval()
+    with torch.no_grad():
+        net(torch.zeros(3, COLUMNS, 1, 1))
+    net.train()
+    copy.deepcopy(net.state_dict())
+    repr(net)
+    sum(p.numel() for p in net.parameters())
+
+
 def evaluation_mode(run: Run) -> None:
     run.net.eval()
 
@@ -554,6 +695,17 @@ def inference(_: int) -> Iterator[None]:
 
 
 @contextmanager
+def half_products(step: int) -> Iterator[None]:
+    """Allow products in bfloat16, on processors that have them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if step > 1 else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def double_by_default(step: int) -> Iterator[None]:
     torch.set_default_dtype(torch.float64 if step > 1 else torch.float32)
     try:
@@ -573,16 +725,20 @@ SITUATIONS = (
     S("LoRA, of layers", LoRALayers),
     S("LoRA, of raw parameters", LoRAParameters),
     S("in-place ReLU", InPlace),
-    S("one Parameter in two layers", Tied, refused="shared"),
+    S("one Parameter in two layers", Tied, refused="again.weight is shared .*--isolate"),
     S("one Parameter in two layers, isolated", Tied, isolate=True),
     S("one module called twice", CalledTwice),
-    S("a weight also used outside its layer", UsedOutside, refused="without calling it"),
+    S(
+        "a weight also used outside its layer",
+        UsedOutside,
+        refused="layer first .*without calling it.*--isolate",
+    ),
     S("a weight also used outside its layer, isolated", UsedOutside, isolate=True),
     S("records mixed by hand in training mode", MixesInTraining),
     S(
         "records mixed by nn.BatchNorm1d",
         normed(lambda: nn.BatchNorm1d(HIDDEN)),
-        refused="BatchNorm1d",
+        refused="norm is a BatchNorm1d, .*GroupNorm",
     ),
     S("nn.GroupNorm", normed(lambda: nn.GroupNorm(1, HIDDEN))),
     S("custom autograd.Function", applying(Doubled)),
@@ -590,19 +746,19 @@ SITUATIONS = (
     S("hook on a tensor that mixes in backward", TensorHook),
     S("nn.DataParallel", Net, wrap=nn.DataParallel),
     S("torch.compile", Net, wrap=compiled, long=True),
-    S("forward hook that scales", hooked(hook_forward), refused="hook"),
+    S("forward hook that scales", hooked(hook_forward), refused="first .*forward hook.*--isolate"),
     S("forward hook that scales, isolated", hooked(hook_forward), isolate=True),
-    S("forward hook that mixes", hooked(hook_mixing), refused="hook"),
+    S("forward hook that mixes", hooked(hook_mixing), refused="first .*forward hook.*--isolate"),
     S("forward hook that mixes, isolated", hooked(hook_mixing), isolate=True),
     S("full backward hook that scales", hooked(hook_backward)),
     S("full backward hook that mixes", hooked(hook_mixing_backward)),
-    S("hook on a parameter, g -> 2 g", hooked(hook_parameter), refused="hook"),
-    S("autocast inside forward", AutocastInside, refused="autocast"),
-    S("running statistics in a buffer", RunningMean, refused="mean"),
+    S("hook on a parameter, g -> 2 g", hooked(hook_parameter), refused="first.weight has a hook"),
+    S("autocast inside forward", AutocastInside, refused="under torch.autocast.*Remove"),
+    S("running statistics in a buffer", RunningMean, refused="changes mean, .*--isolate"),
     S("running statistics in a buffer, isolated", RunningMean, isolate=True),
     S("GRU written with linear layers that its steps share", lambda: Cells(LinearCell)),
     S("nn.GRUCell in a loop", lambda: Cells(nn.GRUCell)),
-    S("nn.GRU", Recurrent, refused="GRU"),
+    S("nn.GRU", Recurrent, refused="such as the last state of nn.GRU.*--isolate"),
     S("nn.GRU, isolated", Recurrent, isolate=True),
     S("a record that gives infinity", Divides),
     S("a record that gives NaN", Logarithm),
@@ -616,7 +772,7 @@ SITUATIONS = (
         Net,
         loss=nn.CrossEntropyLoss(ignore_index=2),
         alone=ignoring,
-        refused="loss",
+        refused="ignore_index=2 and reduction='mean'.*Use reduction='sum'",
     ),
     S(
         "ignore_index, sum",
@@ -629,7 +785,7 @@ SITUATIONS = (
         Net,
         loss=nn.CrossEntropyLoss(torch.tensor(CLASS_WEIGHTS)),
         alone=weighted,
-        refused="loss",
+        refused="class weights and reduction='mean'.*Use reduction='sum'",
     ),
     S(
         "class weights, sum",
@@ -666,15 +822,48 @@ SITUATIONS = (
     S("hook on a parameter, put in", Net, hook_parameter, refused="x"),
     S("prune.l1_unstructured", Net, prune_first, refused="x"),
     S("weight_norm, put in", Net, weight_norm_later, refused="x"),
+    S("forward pre-hook that mixes, put in", Net, hook_inputs, refused="x"),
+    S(
+        "full backward hook on all modules that mixes",
+        Net,
+        around=global_backward_hook,
+        refused="x",
+    ),
+    S(
+        "records mixed by a flag of the class",
+        MixesByClass,
+        around=setting(MixesByClass, "mixes", True),
+        refused="x",
+    ),
+    S(
+        "records mixed by a flag elsewhere",
+        MixesByGlobal,
+        around=setting(Switches, "mixes", True),
+        refused="x",
+    ),
+    S("records mixed by a flag of an object in a list", MixesByList, set_part, refused="x"),
+    S(
+        "a method of the class replaced",
+        MixesByClass,
+        around=setting(MixesByClass, "out", lambda net, h: net.second(centred(h))),
+        refused="x",
+    ),
+    S("the weights of two layers exchanged", Swapped, swap, refused="x"),
+    S("a tensor replaced that is an attribute", Scaled, replace_tensor, refused="x"),
+    S("a tensor written that is an attribute", Scaled, write_tensor, refused="x"),
+    S("a buffer written", ScaledByBuffer, write_tensor, refused="x"),
+    S("eps of a norm set", normed(lambda: nn.GroupNorm(1, HIDDEN)), larger_epsilon, refused="x"),
+    S("scoring, copying, moving to where it is", Net, harmless),
     # Around the steps.
     S("autocast around the loop", Net, around=autocast),
     S("torch.no_grad() around the loop", Net, around=without_grad),
     S("torch.inference_mode() around the loop", Net, around=inference),
+    S("torch.set_float32_matmul_precision('medium')", Net, around=half_products),
     S("float64 by default", Net, around=double_by_default),
     S(
         "a sampler with weights",
         Net,
         settings={"sampler": WeightedRandomSampler([1, 1, 1, 1, 1, 9], 6)},
-        refused="InputError: sampler cannot be a WeightedRandomSampler. Known: balls-and-bins",
+        refused="InputError: sampler cannot be a WeightedRandomSampler. Known: poisson, ",
     ),
 )
