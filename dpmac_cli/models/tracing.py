@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
+from dpmac_cli.dp.precision import inherited_precision
 from dpmac_cli.storage.files import catalogue
 from dpmac_cli.torch_errors import what_failed
 
@@ -278,7 +279,7 @@ def check_uniform(model: nn.Module, shape: tuple[int, ...]) -> None:
     try:
         # It also prints the graph so far.
         quiet = contextlib.redirect_stderr(io.StringIO())
-        with warnings.catch_warnings(action="ignore"), quiet:
+        with warnings.catch_warnings(action="ignore"), quiet, inherited_precision():
             program = torch.export.export(model, (x,), dynamic_shapes=({0: size},))
             graph = program.run_decompositions().graph
     except Exception as failure:

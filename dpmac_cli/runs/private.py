@@ -166,7 +166,7 @@ class PrivateTraining:
         trainer, where, plan = self._trainer, Path(out), self.plan
         folder.check_chosen_folder(where, force)
         trainer.check_finite()
-        trainer.check_untrained()
+        trainer.check_network()
         seeded, step = plan.seed is not None, trainer.state.step
         spent = Spent((), plan.event_of(self._steps), 0, self._begun, seeded, plan.secure)
         epoch, result = step / plan.steps_per_epoch, self.evaluate()
