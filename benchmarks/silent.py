@@ -25,7 +25,7 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.silent.judge import CLIP_NORM, LR, RECORDS, Situation, Weights, judge, records
+from tests.silent.judge import CLIP_NORM, LR, RECORDS, Situation, Start, Weights, judge, records
 from tests.silent.ours import REFUSALS, Ours
 from tests.silent.situations import SITUATIONS
 
@@ -47,7 +47,7 @@ class Opacus:
 
     def __init__(self, mode: str, situation: Situation) -> None:
         self.net: Any = situation.network()
-        self.criterion: Any = copy.deepcopy(situation.loss) or nn.CrossEntropyLoss()
+        self.criterion: Any = copy.deepcopy(situation.loss or nn.CrossEntropyLoss())
         reduction = self.criterion.reduction
         # With sums, Opacus does not divide by the size of the batch: a user divides the rate.
         rate = LR if reduction == "mean" else LR / RECORDS
@@ -98,7 +98,7 @@ class Opacus:
         self.optimizer.add_param_group({"params": list(layer.parameters())})
 
 
-TRAINERS = {
+TRAINERS: dict[str, tuple[Start, tuple[type[Exception], ...]]] = {
     "dpmac": (Ours, REFUSALS),
     "hooks": (partial(Opacus, "hooks"), (RefusedError,)),
     "ghost": (partial(Opacus, "ghost"), (RefusedError,)),

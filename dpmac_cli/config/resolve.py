@@ -45,13 +45,18 @@ class Resolved:
 
 
 def resolve(
-    flags: Mapping[str, Any] | None = None, file: Path | None = None, **settings: Any
+    flags: Mapping[str, Any] | None = None,
+    file: Path | None = None,
+    *,
+    earlier: tuple[TrainingEvent, ...] = (),
+    **settings: Any,
 ) -> Resolved:
     """Resolve flags and a YAML file into a validated plan. Flags take precedence.
 
     Args:
         flags: field name -> value, as text or of its type; None and False if not given.
         file: YAML file with flag names as keys.
+        earlier: events on the same records, which a target epsilon must cover too.
         settings: more entries of ``flags``: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
@@ -63,7 +68,7 @@ def resolve(
     named = {**(flags or {}), **settings}
     if "model" in given and not named.get("model"):
         errors += faults_of_model([str(given["model"].value)], given["model"].origin)
-    return _resolved(named, given, errors)
+    return _resolved(named, given, errors, earlier)
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
@@ -104,7 +109,12 @@ def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
     return _resolved({"dataset": dataset}, given, errors).plan
 
 
-def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str]) -> Resolved:
+def _resolved(
+    flags: Mapping[str, Any],
+    file: dict[str, Given],
+    errors: list[str],
+    earlier: tuple[TrainingEvent, ...] = (),
+) -> Resolved:
     """Return a validated plan; ``errors`` were found before."""
     on_command_line = typed(flags, errors)
     given = combined(file, on_command_line, errors)
@@ -121,16 +131,17 @@ def _resolved(flags: Mapping[str, Any], file: dict[str, Given], errors: list[str
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
-    return Resolved(_calibrated(plan), tuple(checks.notes(plan, on_command_line)))
+    return Resolved(_calibrated(plan, earlier), tuple(checks.notes(plan, on_command_line)))
 
 
-def _calibrated(plan: TrainPlan) -> TrainPlan:
+def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
     """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
-    Covered test scores cost at most as much as training.
+    It also covers ``earlier`` events. Covered test scores cost at most as much as training.
     """
     if plan.private and math.isfinite(plan.target_epsilon):
-        sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
+        target, event = plan.target_epsilon, plan.event
+        sigma = calibrate_noise(event, plan.delta, target, earlier=earlier)
         recorded = {**plan.recorded, "sigma": sigma}
         recorded.pop("epsilon")
         plan = replace(plan, event=replace(plan.event, noise_multiplier=sigma), recorded=recorded)

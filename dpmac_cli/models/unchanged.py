@@ -36,9 +36,9 @@ DURING = (
 )
 #: Remedy for parameters that are no longer views of theta.
 IN_PLACE = (
-    "as after p.data = ..., vector_to_parameters, .double() or .to(...): steps would not change it. "
-    "Write values in place: with torch.no_grad(): p.copy_(values), or load_state_dict. Cast and "
-    "move a network before make_private."
+    "as after p.data = ..., vector_to_parameters, .double() or .to(...): steps would not change "
+    "it. Write values in place: with torch.no_grad(): p.copy_(values), or load_state_dict. Cast "
+    "and move a network before make_private."
 )
 #: Values that are compared by their representation. Others are compared by identity.
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic, Enum)
@@ -255,11 +255,9 @@ def _inside_class(kind: type) -> Mapping[Any, Any]:
     """Return a class's bases, and those of its attributes that can change in place."""
     found: dict[Any, Any] = {f"class {base.__name__}": base for base in kind.__bases__}
     for name, part in vars(kind).items():
-        if isinstance(part, (list, dict, set)) or (
-            isinstance(part, FunctionType) and parts_of(part)
-        ):
-            if not name.startswith(LATE):
-                found[name] = part
+        held = isinstance(part, (list, dict, set, FunctionType)) and parts_of(part)
+        if held and not name.startswith(LATE):
+            found[name] = part
     return found
 
 

@@ -1,7 +1,7 @@
 """Training step: Algorithm 1 on one state. Prints nothing."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -25,6 +25,7 @@ from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.covered import CoveredScore, release
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.training.lineage import Training
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness, TrainState
 
@@ -59,6 +60,7 @@ class Trainer:
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("noise needs clipping, which is turned off without privacy")
+        self.training: Training | None = None  # counts the steps that use records
         self._dtype = torch.get_default_dtype()
         self.model, self.data, self.algorithm = model, data, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
@@ -84,15 +86,15 @@ class Trainer:
         self._blocks = blocks(theta.numel(), theta.device)
 
     @torch.no_grad()
-    def step(self, begin: Callable[[], None] = lambda: None) -> None:
+    def step(self) -> None:
         """Take one step of Algorithm 1. With an empty batch the step consists of noise only.
 
-        ``begin`` is called before records are used. Raises ModelError if the network is no longer
-        the one that was validated.
+        Raises ModelError if the network is no longer the one that was validated.
         """
         self.model.train()  # as validated; the caller may have left it in evaluation mode
         self._unchanged.check()
-        begin()
+        if self.training is not None:
+            self.training.begin()
         with full_float32(self._dtype):
             clipped = self._clip_and_sum(self._draw())
             noise = self._begin()
