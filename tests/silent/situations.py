@@ -924,7 +924,7 @@ SITUATIONS = (
         "a method of the class replaced",
         MixesByClass,
         around=setting(MixesByClass, "out", lambda net, h: net.second(centred(h))),
-        refused="class MixesByClass.out was added",
+        refused="class MixesByClass.out",
     ),
     S("the weights of two layers exchanged", Swapped, swap, refused="middle.weight was replaced"),
     S(
