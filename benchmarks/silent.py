@@ -47,7 +47,8 @@ class Opacus:
 
     def __init__(self, mode: str, situation: Situation) -> None:
         self.net: Any = situation.network()
-        self.criterion: Any = copy.deepcopy(situation.loss or nn.CrossEntropyLoss())
+        criterion: Any = situation.loss or nn.CrossEntropyLoss()
+        self.criterion = copy.deepcopy(criterion)
         reduction = self.criterion.reduction
         # With sums, Opacus does not divide by the size of the batch: a user divides the rate.
         rate = LR if reduction == "mean" else LR / RECORDS
@@ -108,8 +109,8 @@ TRAINERS: dict[str, tuple[Start, tuple[type[Exception], ...]]] = {
 def found(side: str, situation: Situation) -> dict[str, Any]:
     """Return what is kept of a verdict."""
     start, refusals = TRAINERS[side]
-    if situation.settings and side != "dpmac":
-        return {"outcome": "-"}  # a setting of dpmac
+    if (situation.settings or situation.isolate) and side != "dpmac":
+        return {"outcome": "-"}  # settings of dpmac
     verdict = judge(start, situation, refusals, messages=side == "dpmac")
     message = verdict.message.removeprefix("RefusedError: ")
     line = {"outcome": verdict.outcome, "message": message}

@@ -94,7 +94,7 @@ record is also left out in turn.
 `tests/test_silent.py` requires that dpmac is right or refuses in all of them, and that the judge
 finds trainers that are wrong or unprotected on purpose. Opacus is used as its guides describe, with
 per-sample gradients by hooks and with ghost clipping. Any exception of Opacus or torch counts as a
-refusal. Opacus has no isolation, so its results do not depend on "isolated".
+refusal. A dash is a setting that Opacus does not have.
 
 """
 #: Trainers of that page, by their keys in its data.
@@ -386,7 +386,7 @@ def outcome(line: Mapping[str, Any]) -> str:
     if kind not in MEASURED:
         return kind
     measure = line[MEASURED[kind]]
-    return f"**{kind}**, {'not finite' if measure is None else f'{measure:.3g}'}"
+    return f"**{kind}**, {'not finite' if measure is None else f'{measure:.4g}'}"
 
 
 def api() -> str:

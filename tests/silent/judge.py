@@ -47,6 +47,11 @@ class Run(Protocol):
         ...
 
 
+def itself(net: nn.Module) -> nn.Module:
+    """Return the network, without a wrapper."""
+    return net
+
+
 def unchanged(_: Run) -> None:
     """Do nothing between steps."""
 
@@ -74,7 +79,7 @@ class Situation:
     loss: Loss | None = None
     alone: Loss = cross_entropy
     around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
-    wrap: Callable[[nn.Module], nn.Module] = lambda net: net
+    wrap: Callable[[nn.Module], nn.Module] = itself
     isolate: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     long: bool = False

@@ -11,14 +11,15 @@ from torch import nn
 from dpmac_cli import ArrayData, make_private
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.errors import DpmacError
-from dpmac_cli.models.validation import Independence, independence
+from dpmac_cli.models.validation import Independence, check_model, independence
 from dpmac_cli.runs import setup
 from tests.helpers import Batches
 from tests.silent.judge import CLIP_NORM, LR, RECORDS, STEPS, Situation, Weights, records
 
 REFUSALS = (DpmacError,)
-#: By situation. A proof takes most of the time of a run, and sees no record.
-_proofs: dict[Situation, tuple[Independence, str]] = {}
+#: Validation takes most of the time of a run, and sees no record: results by network.
+_proofs: dict[tuple[Any, ...], tuple[Independence, str]] = {}
+_checked: set[Situation] = set()
 
 
 class Ours:
@@ -32,11 +33,17 @@ class Ours:
         data = ArrayData(x, y, x[:3], y[:3], low=-1, high=1, classes=["a", "b", "c"])
 
         def proven_once(*parts: Any) -> tuple[Independence, str]:
-            if situation not in _proofs:
-                _proofs[situation] = independence(*parts)
-            return _proofs[situation]
+            key = (situation.build, situation.wrap)
+            if key not in _proofs:
+                _proofs[key] = independence(*parts)
+            return _proofs[key]
 
-        with patch.object(setup, "independence", proven_once):
+        def checked_once(*parts: Any, **options: Any) -> None:
+            if situation not in _checked:
+                check_model(*parts, **options)
+                _checked.add(situation)
+
+        with patch.multiple(setup, independence=proven_once, check_model=checked_once):
             self.private = make_private(
                 situation.wrap(self.net),
                 data,
@@ -66,7 +73,7 @@ class Ours:
                 p.copy_(weights[name])
 
     def set_clip_norm(self, norm: float) -> None:
-        self.private.clip_norm = norm  # type: ignore[attr-defined]
+        self.private.clip_norm = norm
 
     def add(self, name: str, layer: nn.Module) -> None:
         self.net.add_module(name, layer)
