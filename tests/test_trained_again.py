@@ -115,7 +115,7 @@ def test_noise_is_calibrated_for_what_is_left() -> None:
     assert second.plan.sigma > fresh.plan.sigma
     list(second)
     assert second.epsilon == both(first, second) <= 1.0
-    with pytest.raises(BudgetError, match="Epsilon 0.01 is spent: earlier training costs"):
+    with pytest.raises(BudgetError, match=r"Epsilon 0\.01 is spent: earlier training costs"):
         make_private(net, "digits", epsilon=0.01, epochs=1)
 
 
@@ -177,7 +177,7 @@ def test_costs_of_other_units_are_not_added() -> None:
     single = ArrayData(x, y, classes=names)
     grouped = ArrayData(x, y, classes=names, unit=np.arange(600) // 3)
     net = network()
-    options = {"sigma": 6, "steps": 1, "batch_size": 32, "device": "cpu"}
+    options: dict[str, Any] = {"sigma": 6, "steps": 1, "batch_size": 32, "device": "cpu"}
     list(make_private(net, single, **options))
     with pytest.raises(ModelError, match="costs of different units cannot be added"):
         make_private(net, grouped, unit="unit", **options)

@@ -8,14 +8,12 @@ computed from. Anything unknown to either of them counts as not proven.
 
 import contextlib
 import io
-import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +25,7 @@ from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.precision import inherited_precision
+from dpmac_cli.models.hooks import UnprovenError, without_hooks
 from dpmac_cli.storage.files import catalogue
 from dpmac_cli.torch_errors import what_failed
 
@@ -36,10 +35,6 @@ SAMPLES = 4
 LARGEST_BATCH = 1 << 20
 #: Names of operations and inputs, grouped by how outputs depend on inputs.
 KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
-
-
-class UnprovenError(Exception):
-    """Independence across samples could not be proven. The message gives the reason."""
 
 
 class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -221,29 +216,14 @@ def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
     dependence.check_rows("the output", output)
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Reject hooks, which may run in backward passes, untraced. Raises UnprovenError."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
-        if any(getattr(part, kind, None) for kind in kinds):
-            raise UnprovenError(f"{name or 'It'} has hooks.")
-
-
 @contextlib.contextmanager
 def _following(x: Tensor) -> Iterator[Dependence]:
     """Track which values are computed from each row of x, and reject hooks."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise UnprovenError("It registers hooks on tensors.")
-
     dependence, fast = Dependence(), torch.backends.mha.get_fastpath_enabled()
     dependence.mark(x)
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # a single fused operation
-        without_hooks = patch.multiple(
-            Tensor, register_hook=refuse, register_post_accumulate_grad_hook=refuse
-        )
-        with without_hooks, sdpa_kernel(SDPBackend.MATH), dependence:
+        with without_hooks(), sdpa_kernel(SDPBackend.MATH), dependence:
             yield dependence
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -161,16 +161,17 @@ class Unchanged:
     Args:
         network: network whose trained parameters may change in place, and nothing else.
         trained: ids of these parameters.
+        loss: user-supplied loss, which must not change either.
     """
 
-    def __init__(self, network: nn.Module, trained: Collection[int]) -> None:
-        self._network, self._trained = network, trained
+    def __init__(self, network: nn.Module, trained: Collection[int], loss: Any = None) -> None:
+        self._network, self._trained, self._loss = network, trained, loss
         self._modules = list(network.modules())
-        self._described = dict(_described(network, trained))
+        self._described = dict(self._describe())
         self._remember()
         self._copies = {
             path: (part, part.detach().clone())
-            for path, part in _watched(network)
+            for path, part in _watched(network, loss)
             if isinstance(part, Tensor) and part.layout == torch.strided and id(part) not in trained
         }
 
@@ -178,7 +179,7 @@ class Unchanged:
         """Raise ModelError, which names what has changed, and the remedy."""
         if self._parts.same() and list(map(_version, self._fixed)) == self._versions:
             return
-        was, now = self._described, dict(_described(self._network, self._trained))
+        was, now = self._described, dict(self._describe())
         changed = [path for path in was | now if was.get(path) != now.get(path)]
         if changed:
             path = min(changed, key=lambda path: _rank(path, was.get(path), now.get(path)))
@@ -214,8 +215,11 @@ class Unchanged:
             for module, mode in modes:
                 module.training = mode
 
+    def _describe(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        return _described(_watched(self._network, self._loss), self._trained)
+
     def _remember(self) -> None:
-        self._parts = _Watched(part for _, part in _watched(self._network))
+        self._parts = _Watched(part for _, part in _watched(self._network, self._loss))
         self._fixed = [
             t for t in self._parts.tensors if id(t) not in self._trained and not t.is_inference()
         ]
@@ -272,9 +276,9 @@ def _inside_class(kind: type) -> Mapping[Any, Any]:
     return found
 
 
-def _watched(network: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield a network and everything in it by path, once."""
-    found: list[tuple[tuple[Any, ...], Any]] = [((), network)]
+def _watched(network: nn.Module, loss: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield a network, a loss, and everything in them by path, once."""
+    found: list[tuple[tuple[Any, ...], Any]] = [((), network), (("loss",), loss)]
     seen: set[int] = set()
     for path, part in found:  # grows
         if id(part) in seen and not isinstance(part, PLAIN):
@@ -285,11 +289,11 @@ def _watched(network: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def _described(
-    network: nn.Module, trained: Collection[int]
+    parts: Iterable[tuple[tuple[Any, ...], Any]], trained: Collection[int]
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield what must stay as it is, by path, in a form that is compared by ==."""
     orders: list[tuple[tuple[Any, ...], Any]] = []
-    for path, part in _watched(network):
+    for path, part in parts:
         if isinstance(part, Tensor):
             dense = part.layout == torch.strided
             where = (part.data_ptr(), part.stride()) if dense else ()
@@ -337,18 +341,20 @@ def _said(path: tuple[Any, ...], before: Any, after: Any, remedy: str) -> str:
     name = _name(path)
     hooks = next((n for n, key in enumerate(path) if "_hook" in str(key)), None)
     if hooks is not None:
-        return f"the hooks of {_name(path[:hooks])} changed. {remedy}"
-    if before is None or after is None:
-        return f"{name} was {'added' if before is None else 'removed'}. {remedy}"
-    if not (isinstance(before, _Form) and isinstance(after, _Form)):
-        return f"{name} changed. {remedy}"
-    if before.number != after.number:
-        return f"{name} was replaced with another tensor. {remedy}"
-    if before.requires_grad != after.requires_grad:
+        said = f"the hooks of {_name(path[:hooks])} changed."
+    elif before is None or after is None:
+        said = f"{name} was {'added' if before is None else 'removed'}."
+    elif not (isinstance(before, _Form) and isinstance(after, _Form)):
+        said = f"{name} changed."
+    elif before.number != after.number:
+        said = f"{name} was replaced with another tensor."
+    elif before.requires_grad != after.requires_grad:
         how = "unfrozen" if after.requires_grad else "frozen"
-        return f"{name} was {how} (requires_grad_({after.requires_grad})). {remedy}"
-    if before.hooks != after.hooks:
-        return f"the hooks of {name} changed. {remedy}"
-    if before.trained:
+        said = f"{name} was {how} (requires_grad_({after.requires_grad}))."
+    elif before.hooks != after.hooks:
+        said = f"the hooks of {name} changed."
+    elif before.trained:
         return f"{name} is in other memory than before, {IN_PLACE}"
-    return f"{name} is in other memory, or has another shape, than before. {remedy}"
+    else:
+        said = f"{name} is in other memory, or has another shape, than before."
+    return f"{said} {remedy}"

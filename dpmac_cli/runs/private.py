@@ -111,8 +111,8 @@ class PrivateTraining:
         if name not in (*self.__slots__, "lr"):
             raise InputError(
                 f"{name} cannot be set: the noise was calibrated for the settings as they were, "
-                "and only lr can change between steps. To train with other settings, pass them to a "
-                "new make_private(model, data, ...), which also counts the steps taken so far."
+                "and only lr can change between steps. To train with other settings, pass them to "
+                "a new make_private(model, data, ...), which also counts the steps taken so far."
             )
         object.__setattr__(self, name, value)
 

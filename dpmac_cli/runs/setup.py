@@ -124,15 +124,21 @@ def make_trainer(
         hooks=_canaries(plan, task, keys),
         ranks=ranks,
     )
-    trainer.training = Training(
+    trainer.training = _carried(plan, task)
+    return trainer
+
+
+def _carried(plan: TrainPlan, task: Task) -> Training:
+    """Return the training that a network carries from now on."""
+    training = Training(
         event=plan.event,
         unit=unit_of(plan),
         private=plan.private,
         seeded=plan.seed is not None,
         secure=plan.secure,
     )
-    attach(task.model, trainer.training)
-    return trainer
+    attach(task.model, training)
+    return training
 
 
 def unit_of(plan: TrainPlan) -> tuple[str, str]:

@@ -46,6 +46,7 @@ class Trainer:
         ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
     """
 
+    @full_float32()
     def __init__(
         self,
         *,
@@ -65,11 +66,10 @@ class Trainer:
         self.model, self.data, self.algorithm = model, data, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
         self.randomness, self._ranks = randomness, ranks or Ranks()
-        with full_float32():
-            self._sums = ChunkedSum(model, data, plan, mechanism.expected_batch, randomness.layers)
+        self._sums = ChunkedSum(model, data, plan, mechanism.expected_batch, randomness.layers)
         theta = self._sums.theta
         model.train()  # as validated
-        self._unchanged = Unchanged(model, self._sums.trained)
+        self._unchanged = Unchanged(model, self._sums.trained, plan.loss)
         _check_rounding(mechanism, theta.numel())
         region, spread, moments = algorithm.start(theta)
         self.state = TrainState(

@@ -97,7 +97,7 @@ def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
             f"in the same way in every step, such as x + self.{layer.name}."
         )
     return [
-        _Record(Call(), (), (), get_gradient_edge(started), pull_back)
+        _Record(Call(), (), (), _edge_of(started), pull_back)
         for started, pull_back in copies.by_parameter[parameter]
     ]
 
@@ -129,10 +129,16 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
         for number, start in enumerate(started):
             if start is not None and start.requires_grad:
                 call = Call(positional, named, number if several else None)
-                records.append(_Record(call, read, versions, get_gradient_edge(start)))
+                records.append(_Record(call, read, versions, _edge_of(start)))
         return tuple(started) if several else started[0]
 
     return record
+
+
+def _edge_of(output: Tensor) -> GradientEdge:
+    """Return the edge of an output, unseen by modes that watch what the network reads."""
+    with torch._C.DisableTorchFunction():
+        return get_gradient_edge(output)
 
 
 class _Started(torch.autograd.Function):
@@ -168,7 +174,8 @@ def _start(name: str, output: Any, several: bool, samples: int) -> Any:
         )
     if output.requires_grad:
         return output
-    return _Started.apply(output, output.new_zeros((), requires_grad=True))
+    with torch._C.DisableTorchFunction():  # it is no operation of the network
+        return _Started.apply(output, output.new_zeros((), requires_grad=True))
 
 
 def _checked_uses(
