@@ -94,7 +94,8 @@ record is also left out in turn.
 `tests/test_silent.py` requires that dpmac is right or refuses in all of them, and that the judge
 finds trainers that are wrong or unprotected on purpose. Opacus is used as its guides describe, with
 per-sample gradients by hooks and with ghost clipping. Any exception of Opacus or torch counts as a
-refusal. A dash is a setting that Opacus does not have.
+refusal. A dash is a setting that Opacus does not have. The situations were chosen to find faults of
+dpmac, and many are variants of each other: the counts do not say how often a user meets a fault.
 
 """
 #: Trainers of that page, by their keys in its data.

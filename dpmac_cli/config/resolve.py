@@ -31,7 +31,9 @@ AS_GIVEN = (
     *("metric", "json", "quiet"),
 )
 #: Fields of a :class:`Source` that are settings of the same name and need no conversion.
-HOW_TO_READ = ("test_fraction", "split_seed", "image_size", "standardise", "unit", "skip_bad")
+HOW_TO_READ = (
+    *("test_fraction", "split_seed", "image_size", "levels", "standardise", "unit", "skip_bad"),
+)
 #: Settings that config.yaml omits if they have their defaults.
 OMITTED = {*RECIPE_DEFAULTS, "isolate", "backbone_flips", "metric", "cover_scores"}
 
