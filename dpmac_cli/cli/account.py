@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dpmac_cli.accounting.accountants import ACCOUNTANTS
 from dpmac_cli.accounting.pricing import Row
-from dpmac_cli.accounting.risk import LEAST_DELTA, PRIORS, STATED, Risk, assess_risk, percent
+from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, with_options
@@ -55,7 +55,7 @@ def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given
                 if not rows:
                     raise
                 out_of_reach = failure
-        notes = [*question.notes(rows)]
+        notes = [*question.notes(rows, flags.get("accountant", question.DEFAULTS["accountant"]))]
         if risk:
             for number, row in enumerate(rows):
                 found = assess_risk(row.events, row.dataset_size or 1, row.unit)
@@ -116,7 +116,8 @@ def _print_risk(out: Console, risk: Risk) -> None:
         table.add_row(*map(percent, shares))
     out.print(table)
     out.print(Text(COLUMNS_OF_RISK))
-    out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {LEAST_DELTA:g}"))
+    least = format_epsilon(risk.least_delta)
+    out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {least}"))
     costs = (" at delta ".join(map(format_epsilon, reversed(pair))) for pair in risk.epsilons)
     out.print(Text(f"epsilon {', '.join(costs)} (1/n^1.1)"))
 

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
+from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS, flag_name
@@ -148,6 +149,7 @@ def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
         yield f"Grey images of {plan.dataset} are repeated to three channels for the backbone."
     if plan.private:
         yield from delta_note(plan.delta, plan.facts.train_size)
+        yield from accountant_note((plan.event,), plan.delta)
         rate = plan.event.sampling_rate
         if rate >= MOST and not plan.event.sampling.once_an_epoch:
             yield (
@@ -193,10 +195,12 @@ def _idle(plan: TrainPlan) -> dict[str, str]:
     if not plan.found.held_out:
         own_test = f"{data}, which has its own test set"
         idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
+    if not plan.data.path.is_dir():
+        idle["levels"] = f"{data}, which is not a folder of images"
     if plan.data.path.suffix not in TABLES:
         idle["schema"] = f"{data}, which is not a table"
     if not plan.facts.is_images:
-        of_images = ("channels", "image_size", "levels", "standardise")
+        of_images = ("channels", "image_size", "standardise")
         return idle | dict.fromkeys(of_images, f"{data}, which contains numbers")
     return idle | {"feature_range": f"{data}, which contains images"}
 

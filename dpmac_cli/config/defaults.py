@@ -6,10 +6,13 @@ from typing import Any
 from dpmac_cli.config.settings import DEFAULTS
 from dpmac_cli.data.registry import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import BACKBONES, MODELS, Trained
+from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Trained
 
 #: Samples to process at a time if only a head is trained.
 ROWS_AT_A_TIME = 1024
+#: Samples of at most 32 by 32 pixels to process at a time on a GPU: launching the operations of a
+#: chunk takes longer than the operations on fewer.
+ON_GPU = 512
 #: Default without --sigma or --epsilon, for your own data and with a backbone.
 EPSILON = 3.0
 #: The paper does not state gamma'; this value reproduces Table I.
@@ -26,7 +29,9 @@ def completed(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
     rule = _by_rule(given, facts) if own or given.get("backbone") is not None else {}
     if own:
         rule["delta"] = min(DEFAULTS["delta"], facts.train_size**-1.1)
-    return {**DEFAULTS, **_depending({**DEFAULTS, **rule, **given}, facts), **rule, **given}
+    values = {**DEFAULTS, **_depending({**DEFAULTS, **rule, **given}, facts), **rule, **given}
+    values["gpu_batch"] = given.get("physical_batch", values["gpu_batch"])
+    return values
 
 
 def _by_rule(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
@@ -81,6 +86,7 @@ def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
         found |= {"lora_rank": Trained.rank, "lora_alpha": Trained.alpha}
     model = values["model"] or found["model"]
     found["physical_batch"] = _samples_at_a_time(values, model, facts)
+    found["gpu_batch"] = max(found["physical_batch"], _samples_on_gpu(values, facts))
     if (canaries := values["canaries"]) is not None:
         found["guesses"] = max(canaries // 10, min(canaries, FEW_GUESSES))
     return found
@@ -97,3 +103,11 @@ def _samples_at_a_time(values: dict[str, Any], model: str, facts: Dataset) -> in
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))
     return max(1, most // (values["augmentations"] or 1))
+
+
+def _samples_on_gpu(values: dict[str, Any], facts: Dataset) -> int:
+    """Return how many samples a GPU should process at a time, as far as images have one size."""
+    if values["train"] == "head" or values["backbone"] is not None:
+        return 0
+    pixels = max(SMALL, facts.shape[1] * facts.shape[2])
+    return ON_GPU * SMALL // pixels // (values["augmentations"] or 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.calibration import calibrate_noise, check_within_reach
+from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
@@ -27,7 +27,7 @@ from dpmac_cli.training.schedules import LossKind, Recipe
 #: Fields of the plan that are settings of the same name and need no conversion.
 AS_GIVEN = (
     *("dataset", "fix_norm", "isolate", "delta", "secure", "optimizer", "batch_size"),
-    *("physical_batch", "device", "seed", "out", "force"),
+    *("physical_batch", "gpu_batch", "device", "seed", "out", "force"),
     *("metric", "json", "quiet"),
 )
 #: Fields of a :class:`Source` that are settings of the same name and need no conversion.
@@ -133,7 +133,8 @@ def _resolved(
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
-    return Resolved(_calibrated(plan, earlier), tuple(checks.notes(plan, on_command_line)))
+    plan = _calibrated(plan, earlier)
+    return Resolved(plan, tuple(checks.notes(plan, on_command_line)))
 
 
 def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
@@ -150,7 +151,6 @@ def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPla
     if plan.scores is None:
         return plan
     target = min(total_epsilon((plan.event,), plan.delta), plan.max_epsilon)
-    check_within_reach(target, plan.delta)
     scores = plan.scores.event(plan.steps, plan.steps)
     sigma = calibrate_noise(scores, plan.delta, target)
     return replace(plan, scores=replace(plan.scores, noise_multiplier=sigma))
@@ -267,4 +267,6 @@ def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:
     }
     if not isinstance(registry.parse_model(values["model"]), registry.UserModel):
         kept.pop("fix_norm")
+    if values["gpu_batch"] != values["physical_batch"]:  # not given: the device decides
+        kept.pop("physical_batch")
     return {flag_name(name): value for name, value in kept.items()}

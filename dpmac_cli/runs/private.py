@@ -174,7 +174,8 @@ class PrivateTraining:
         trainer = self._trainer
         if self._begun >= self._steps:
             raise BudgetError(
-                f"All {self._steps} steps have been taken, and epsilon is {self.epsilon:.4g}. To "
+                f"All {self._steps} steps have been taken, and epsilon is "
+                f"{format_epsilon(self.epsilon)}. To "
                 "train longer, start again with more epochs: make_private(..., epochs=N)."
             )
         began = time.perf_counter()
@@ -182,6 +183,7 @@ class PrivateTraining:
             trainer.step()
             if trainer.state.step % self.plan.steps_per_epoch == 0:
                 trainer.check_finite()
+                trainer.check_network()
         self._seconds += time.perf_counter() - began
         return trainer.state.step
 

@@ -26,8 +26,19 @@ NOT_IN_A_STUDY = (
 STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
 #: Settings that do not distinguish runs; "secure" is the same for a whole study.
 ASIDE = ("device", "secure", "metric")
+#: Settings with one value in a study, and why.
+_SPLIT = "some records would be trained on in one run and tested on, without noise, in another"
+_OTHER = "For another value, compare again with another --out"
+ONE_VALUE: Mapping[str, str] = {
+    "metric": "compare again to rank the same runs by another",
+    "dataset": f"the epsilon of a study is for runs on the same records. {_OTHER}",
+    "schema": f"another schema may split the records differently: {_SPLIT}. {_OTHER}",
+    "unit": f"epsilons of different units protect different things and do not add up. {_OTHER}",
+    "test_fraction": f"{_SPLIT}. {_OTHER}",
+    "split_seed": f"{_SPLIT}. {_OTHER}",
+}
 #: Settings whose value may contain a comma; several values must be a list in a file.
-WITH_COMMA = ("feature_range", "classes")
+WITH_COMMA = ("feature_range", "classes", "unit")
 MOST_SEEDS, MOST_RUNS = 1000, 10_000
 DEFAULT_SEEDS = "3"
 
@@ -106,13 +117,20 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
     replaced = {name for group in EXCLUSIVE if typed.keys() & group for name in group}
     given = {name: values for name, values in given.items() if name not in replaced} | typed
     one = given.pop("optimizer", ["all"])  # as in the file of a single run
-    if len(given.get("metric", ())) > 1:
-        errors.append("--metric: use one metric. Compare again to rank the same runs by another.")
+    errors += _faults_of_several(given)
     given["optimizer"] = _optimizers(given.pop("optimizers", one), errors)
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
     if errors:
         raise InputError([*errors, *_faults_of_values(given)])
     return _build(given, seeds, Path(root))
+
+
+def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield the faults of settings with several values that a study needs one of."""
+    for name, why in ONE_VALUE.items():
+        if len(given.get(name, ())) > 1:
+            both = ",".join(given[name])
+            yield f"--{flag_name(name)} {both}: a study has one value of it: {why}."
 
 
 def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
