@@ -69,6 +69,45 @@ Every key of `report.json` and `compare.json`. `python docs/generate.py` writes 
 the JSON Schemas [report.schema.json](report.schema.json) and
 [compare.schema.json](compare.schema.json).
 """
+SILENT = """\
+# Silent failures
+
+A library can train on after a change that it does not see: nothing is learned, a setting has no
+effect, or a record moves a step by more than the noise covers. This page has {count} situations of
+this kind, and the outcome of dpmac and of Opacus {opacus} in each of them. This command runs them,
+and `python docs/generate.py` writes the page from its result:
+
+    PYTHONPATH=. python benchmarks/silent.py dpmac hooks ghost docs/data/silent.json
+
+Each situation is a small network or loop of `tests/silent/situations.py` that takes two steps.
+Noise is off, and all six records are in every batch. Each step is compared with a float64 oracle,
+which computes and clips the gradient of each record on a network that sees no other record. Each
+record is also left out in turn.
+
+- *right*: the relative error of each step is below 2e-3, and leaving out any record moves a step
+  by at most lr C / B
+- *refused*: an exception. That of dpmac names the cause and a remedy, and depends on no record
+- **wrong**: no exception, and a step differs from the oracle's; followed by the relative error
+- **open**: one record moves a step by more than lr C / B, so the epsilon of the accountant is too
+  low; followed by the move, in units of that bound
+
+`tests/test_silent.py` requires that dpmac is right or refuses in all of them, and that the judge
+finds trainers that are wrong or unprotected on purpose. Opacus is used as its guides describe, with
+per-sample gradients by hooks and with ghost clipping. Any exception of Opacus or torch counts as a
+refusal. A dash is a setting that Opacus does not have. The situations were chosen to find faults of
+dpmac, and many are variants of each other: the counts do not say how often a user meets a fault.
+
+"""
+#: Trainers of that page, by their keys in its data.
+SIDES = {
+    "before": "dpmac 0.2",
+    "dpmac": "dpmac",
+    "hooks": "Opacus, hooks",
+    "ghost": "Opacus, ghost",
+}
+OUTCOMES = ("right", "refused", "wrong", "open")
+#: Outcomes that the table shows with their measure.
+MEASURED = {"wrong": "error", "open": "moved"}
 KEY = ("key", "type", "description")
 CHOICES = {
     "Data sets": {name: facts.about for name, facts in DATASETS.items()},
@@ -329,6 +368,29 @@ def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def silent() -> str:
+    """Return the page of situations in which a library can be silently wrong."""
+    found = json.loads((DOCS / "data" / "silent.json").read_text(encoding="utf-8"))
+    names = list(found["dpmac"])
+    rows = [(name, *(outcome(found[side][name]) for side in SIDES)) for name in names]
+    counts = []
+    for side, title in SIDES.items():
+        of_side = [line["outcome"] for line in found[side].values()]
+        counts.append((title, *(str(of_side.count(kind)) for kind in OUTCOMES)))
+    text = SILENT.format(count=len(names), opacus=found["versions"]["opacus"])
+    summary, every = table(("", *OUTCOMES), counts), table(("situation", *SIDES.values()), rows)
+    return f"{text}{summary}\n{every}"
+
+
+def outcome(line: Mapping[str, Any]) -> str:
+    """Return the cell of a situation."""
+    kind: str = line["outcome"]
+    if kind not in MEASURED:
+        return kind
+    measure = line[MEASURED[kind]]
+    return f"**{kind}**, {'not finite' if measure is None else f'{measure:.4g}'}"
+
+
 def api() -> str:
     """Return the page of the Python API, by the tables of the guide; mkdocstrings fills it."""
     _, _, text = (DOCS / "library.md").read_text(encoding="utf-8").partition("## Reference")
@@ -346,6 +408,7 @@ PAGES = {
     "commands.md": commands,
     "report.md": report,
     "api.md": api,
+    "silent-failures.md": silent,
 }
 
 if __name__ == "__main__":

@@ -342,3 +342,24 @@ def test_an_attribute_that_cannot_be_looked_at_is_not_trusted(counter: object) -
     kind, why = independence(model, SHAPE, CLASSES)
     assert kind == "isolated"
     assert "Its counter.inside.0 may store information" in why
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_refused_by_name(kind: str) -> None:
+    """It would never be called: no gradient of the batch is computed."""
+    model = made(Perceptron)
+    name, parameter = next(iter(model.named_parameters()))
+    getattr(parameter, kind)(lambda g: None)
+    for isolated in (False, True):
+        with pytest.raises(ModelError, match=rf"The parameter {name} has a hook"):
+            check_model(model, SHAPE, CLASSES, isolated=isolated)
+    parameter.requires_grad_(False)
+    check_model(model, SHAPE, CLASSES)  # which has no gradient to change
+
+
+def test_a_forward_hook_is_named_as_the_cause() -> None:
+    model = made(Perceptron)
+    layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    layer.register_forward_hook(lambda module, inputs, output: 3 * output)
+    with pytest.raises(ModelError, match="it has a forward hook"):
+        check_model(model, SHAPE, CLASSES)

@@ -56,7 +56,8 @@ def typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, Given]:
         elif isinstance(value, kinds):
             given[name] = Given(value, f"--{flag_name(name)}")
         else:
-            errors.append(f"{name} cannot be a {type(value).__name__}.{AS_DATASET}")
+            known = SETTINGS[name].choices and f" Known: {SETTINGS[name].known}."
+            errors.append(f"{name} cannot be a {type(value).__name__}.{known or AS_DATASET}")
     return given
 
 

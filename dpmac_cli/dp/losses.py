@@ -4,6 +4,7 @@ A loss that mixes samples would let one sample affect the gradients of others, s
 losses run on each sample separately.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, nll_loss
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -63,6 +64,40 @@ def build_loss(
     return loss
 
 
+class _WithoutMeans(TorchFunctionMode):
+    """Reject means that differ between a sample alone and a batch.
+
+    torch divides the mean by the weights of the labels, and leaves out labels that are ignored.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (cross_entropy, nll_loss):
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            _check_mean(func.__name__, **bound.arguments)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_mean(
+    name: str, target: Tensor, weight: Any, reduction: str, ignore_index: int, **_: Any
+) -> None:
+    """Raise ModelError if the mean over one sample is not its loss."""
+    if reduction != "mean":
+        return
+    if weight is not None:
+        raise ModelError(
+            f"The loss calls {name} with class weights and reduction='mean', which divides by the "
+            "weights. As it runs on each sample separately, they would have no effect. Use "
+            "reduction='sum', or leave out loss= and set class_weights='1,2' (a number per class)."
+        )
+    if bool((target == ignore_index).any()):
+        raise ModelError(
+            f"The loss calls {name} with ignore_index={ignore_index} and reduction='mean', which "
+            "is NaN for a sample whose label is ignored, as it runs on each sample separately. Use "
+            "reduction='sum', with which such a sample adds nothing."
+        )
+
+
 class _Closed(TorchFunctionMode):
     """Context manager in which trained parameters can be read only as constants.
 
@@ -109,7 +144,7 @@ def alone(
         return torch.stack([single(*pair) for pair in zip(outputs, labels, strict=True)])
 
     try:
-        with _Closed(parameters), torch.enable_grad():
+        with _WithoutMeans(), _Closed(parameters), torch.enable_grad():
             found, again = looped(outputs, labels), looped(outputs, labels)
     except ModelError:
         raise

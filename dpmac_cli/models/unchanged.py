@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from itertools import chain
+from itertools import chain, starmap
 from operator import attrgetter, is_, methodcaller
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.nn.modules import module as of_modules
 
 from dpmac_cli.dp.clipping.parts import content_of, parts_of, slots_of
 from dpmac_cli.errors import ModelError
+from dpmac_cli.models.globals_read import called, globals_read
 from dpmac_cli.storage.digest import identical
 
 #: Remedy for changes between steps.
@@ -82,6 +83,7 @@ class _Watched:
         self._sets: list[Any] = []
         self._cells, self._functions, self._kinds = list[Any](), list[Any](), list[Any]()
         self._slotted, self._arrays, self._objects = list[Any](), list[Any](), list[Any]()
+        self._globals = list[tuple[dict[str, Any], str]]()
         self.tensors = list[Tensor]()
         for part in parts:
             if isinstance(part, Tensor):
@@ -106,6 +108,7 @@ class _Watched:
                 if isinstance(part, FunctionType):
                     self._functions.append(part)
                     self._cells += part.__closure__ or ()
+                    self._globals += [(part.__globals__, name) for name in globals_read(part)]
                 elif slots_of(part):
                     self._slotted.append(part)
         self._empty = [held for held in (*maps, *rows) if not held]
@@ -138,6 +141,7 @@ class _Watched:
             from_all(map(_calls, self._kinds)),
             from_all(map(_code, self._functions)),
             map(content_of, self._cells),
+            starmap(dict.get, self._globals),
             from_all(map(_values, map(slots_of, self._slotted))),
         )
 
@@ -242,17 +246,24 @@ def _inside(part: Any) -> Mapping[Any, Any]:
     """Return the parts to watch of an object: none of those that torch or C code maintains."""
     kind = type(part)
     if isinstance(part, nn.Module):
-        return {**parts_of(part), f"class {kind.__name__}": kind}
+        return {**parts_of(part), f"class {kind.__name__}": kind, **_code_of(kind)}
     if isinstance(part, type):
         return {} if _is_of_torch(part) else _inside_class(part)
     if isinstance(part, (dict, list, tuple, deque, FunctionType)):
-        return parts_of(part)
+        read = globals_read(part) if isinstance(part, FunctionType) else {}
+        return {**parts_of(part), **{f"global {name}": value for name, value in read.items()}}
     of = kind.__module__.partition(".")[0]
     if isinstance(part, (*PLAIN, Tensor, ModuleType)) or of == "torch":
         return {}
     if of in sys.stdlib_module_names:  # others, such as loggers, change without an effect
         return parts_of(part) if of in ("builtins", "functools", "types") else {}
     return {**parts_of(part), f"class {kind.__name__}": kind}
+
+
+def _code_of(kind: type) -> Mapping[Any, Any]:
+    """Return the methods that a module's forward may call, which may read globals."""
+    methods = {} if _is_of_torch(kind) else called(kind)
+    return {f"class {kind.__name__}.{name}": method for name, method in methods.items()}
 
 
 def _inside_class(kind: type) -> Mapping[Any, Any]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.direct import tensors_in
-from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.layers import Layer, find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models import tracing
@@ -179,10 +179,22 @@ def _check_parts(model: nn.Module, frozen: bool) -> None:
                 f"The parameter {name} is {value.dtype}. {ROUNDING} Add this line "
                 "to the network's factory, or before make_private: network.float()"
             )
+        if value.requires_grad and _hooks_of(value):
+            raise ModelError(
+                f"The parameter {name} has a hook, which would have no effect: gradients of a "
+                "batch are never computed. Remove it. To train a part of a tensor, split it into "
+                "two parameters, and freeze one with requires_grad_(False)."
+            )
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             raise ModelError(f"{name} is a sparse, quantized or meta tensor. Use a dense tensor.")
         if value.is_floating_point() and not bool(value.double().isfinite().all()):
             raise ModelError(f"{name} contains NaN or infinity. Initialise it with finite numbers.")
+
+
+def _hooks_of(parameter: Tensor) -> bool:
+    """Return whether a parameter has hooks on its gradient."""
+    hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return any(hooks)
 
 
 def _check_output(model: nn.Module, x: Tensor, classes: int, *, scored: bool = False) -> None:
@@ -289,9 +301,21 @@ def _check_backward(model: nn.Module, shape: tuple[int, ...], classes: int) -> N
         if off > 1e-6:
             raise ModelError(
                 f"The gradient of layer {layer.name} from its calls is {off:.0%} off its complete "
-                "gradient: its parameters are also used without calling it (for example "
-                f"F.linear(x, self.{layer.name}.weight)). Call the layer instead."
+                f"gradient: {_why_incomplete(layer)}"
             )
+
+
+def _why_incomplete(layer: Layer) -> str:
+    """Return why the calls of a layer do not account for its gradient, and what to do."""
+    if layer.module._forward_hooks:
+        return (
+            "it has a forward hook, which changes its output after it was recorded. Put what the "
+            "hook does into the network's forward."
+        )
+    return (
+        "its parameters are also used without calling it (for example "
+        f"F.linear(x, self.{layer.name}.weight)). Call the layer instead."
+    )
 
 
 class _FullPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types

@@ -180,7 +180,7 @@ class PrivateTraining:
                 "train longer, start again with more epochs: make_private(..., epochs=N)."
             )
         began = time.perf_counter()
-        with explained():
+        with explained(), torch.inference_mode(False):
             trainer.step()
             if trainer.state.step % self.plan.steps_per_epoch == 0:
                 trainer.check_finite()

@@ -141,3 +141,36 @@ def test_losses_that_are_none_are_refused() -> None:
             alone(bad, output, y)
     with pytest.raises(ModelError, match=r"The loss failed on one sample.*\(1, 3\).*reduction"):
         alone(lambda o, y: o, output, y)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(torch.tensor(WEIGHTS)),
+        nn.NLLLoss(torch.tensor(WEIGHTS)),
+        lambda output, target: cross_entropy(output, target, torch.tensor(WEIGHTS)),
+        lambda output, target: 2 * nll_loss(log_softmax(output, 1), target, torch.tensor(WEIGHTS)),
+    ],
+)
+def test_class_weights_that_would_cancel_are_refused(loss: Loss) -> None:
+    """The mean over one sample is divided by its own weight."""
+    outputs, labels = torch.randn(6, CLASSES), torch.arange(6) % CLASSES
+    with pytest.raises(ModelError, match=r"class weights.*Use reduction='sum'.*class_weights="):
+        alone(loss, outputs, labels)
+
+
+def test_the_remedies_for_means_work() -> None:
+    outputs, labels = torch.randn(6, CLASSES), torch.arange(6) % CLASSES
+    weights = torch.tensor(WEIGHTS)
+    plain = cross_entropy(outputs, labels, reduction="none")
+    summed = alone(nn.CrossEntropyLoss(weights, reduction="sum"), outputs, labels)
+    torch.testing.assert_close(summed(outputs, labels), plain * weights[labels])
+    with pytest.raises(ModelError, match=r"ignore_index=1 .*NaN.*Use reduction='sum'"):
+        alone(nn.CrossEntropyLoss(ignore_index=1), outputs, labels)
+    ignoring = alone(nn.CrossEntropyLoss(ignore_index=1, reduction="sum"), outputs, labels)
+    torch.testing.assert_close(ignoring(outputs, labels), plain * (labels != 1))
+    one = nn.CrossEntropyLoss(label_smoothing=0.1)
+    torch.testing.assert_close(
+        alone(one, outputs, labels)(outputs, labels),
+        cross_entropy(outputs, labels, label_smoothing=0.1, reduction="none"),
+    )
