@@ -11,10 +11,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from dpmac_cli.config.fields import Option, flag_name, options
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import Resolved, change, resolve
-from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -23,6 +24,7 @@ from dpmac_cli.studies.grid import plan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import limits_of
 
+SETTINGS: Mapping[str, Option] = options(Settings)
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
 
 #: A value for each setting that is not its default.

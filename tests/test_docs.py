@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpmac_cli.cli.options import COMMANDS
+from dpmac_cli.cli.app import app
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -143,8 +143,8 @@ def test_the_generated_pages_are_up_to_date() -> None:
         assert texts[name] == page(), f"{name}: run python docs/generate.py"
     for name in SETTINGS:
         assert f"| `--{name.replace('_', '-')}` |" in texts["configuration.md"]
-    for name in COMMANDS:
-        assert f"\n## dpmac {name}\n" in texts["commands.md"]
+    for command in app.registered_commands:
+        assert f"\n## dpmac {command.name}\n" in texts["commands.md"]
     keys = set(re.findall(r"^\| `([^`]+)`", texts["report.md"], re.MULTILINE))
     assert keys >= {"privacy.epsilon", "privacy.events[].steps", "rows[].epsilon"}
 

@@ -93,7 +93,7 @@ def test_settings_are_given_by_name_in_their_own_types() -> None:
 
 def test_every_fault_is_told_at_once() -> None:
     with pytest.raises(InputError) as failure:
-        resolve(dataset="digits", sigm=2, lr=-1, beta1="x")
+        resolve(dataset="digits", sigm=2, lr=-1, beta1="x")  # type: ignore[call-arg, arg-type]
     assert "There is no setting 'sigm'. Did you mean sigma?" in failure.value.errors
     assert len(failure.value.errors) == 3
 
@@ -235,7 +235,7 @@ def test_the_page_names_what_there_is() -> None:
         lambda: load_model("nowhere"),
         lambda: finish(resume("nowhere")),
         lambda: plan({}, "nowhere.yaml", "study"),
-        lambda: resolve(dataset="digits", batch_size=12.5),
+        lambda: resolve(dataset="digits", batch_size=12.5),  # type: ignore[arg-type]
     ],
     ids=["score", "load_model", "resume", "plan", "resolve"],
 )

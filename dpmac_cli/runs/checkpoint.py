@@ -15,7 +15,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from dpmac_cli.config.settings import flag_name
+from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import UserModel, parse_model
@@ -184,15 +185,15 @@ def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
 def check_given(
     run: Path,
     recorded: Mapping[str, Any],
-    given: Mapping[str, Any],
+    given: Mapping[SettingName, Any],
     flag: str,
-    fixed: Iterable[str],
+    fixed: Iterable[SettingName],
 ) -> None:
     """Reject changes of ``fixed`` settings; only paths of your own data and model may change.
 
     ``recorded`` has the settings of the run and ``given`` those typed together with ``flag``.
     """
-    moved = set()
+    moved: set[SettingName] = set()
     source, dataset, model = recorded["dataset"], given.get("dataset"), given.get("model")
     if source not in DATASETS:
         if dataset is None and not Path(source).exists():
