@@ -61,11 +61,8 @@ def resolve(
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
-    named: dict[Any, Any] = {
-        **(settings.given if isinstance(settings, Settings) else settings or {}),
-        **keywords,
-    }
-    on_command_line = from_flags(named, errors)
+    named = settings.given if isinstance(settings, Settings) else settings or {}
+    on_command_line = from_flags({**named, **keywords}, errors)
     given = {} if file is None else read_settings(file, errors)
     if "model" in given and "model" not in on_command_line:
         errors += faults_of_model([str(given["model"].value)], given["model"].origin)
