@@ -24,6 +24,7 @@ from dpmac_cli.dp.clipping.clipped_sum import clip_weights
 from dpmac_cli.dp.clipping.norms import SquaredNorms
 from dpmac_cli.dp.mechanism import GaussianMechanism
 from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.audit import read_audit
 from dpmac_cli.runs.session import Finished
@@ -36,7 +37,7 @@ MANY = {"canaries": 100_000, "guesses": 2000, "batch_size": 450, "steps": 1175}
 DIGITS = {"dataset": "digits", "sigma": 1.0, "batch_size": 10, "steps": 1200}
 
 
-class Halved:
+class Halved(SeededNormals):
     """Half of the noise that it is handed on as."""
 
     def __init__(self, noise: Any) -> None:

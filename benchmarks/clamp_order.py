@@ -47,6 +47,7 @@ class ClampBefore(MacAdam):
     ) -> Tensor:
         """Clamp, then average, then correct."""
         assert spread is not None
+        assert spread.kappa is not None
         m_hat = region.centre.copy_(moments.m_hat())
         variance = private.without_noise((private.value - m_hat).square_())
         spread.s.lerp_(variance.clamp_(self.h1, self.h2), 1 - self.beta1)

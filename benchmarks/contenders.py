@@ -203,9 +203,13 @@ def of_torchvision(model: str, classes: int) -> nn.Module:
     if model == "vit-torchvision":
         drop = {"dropout": 0.1, "attention_dropout": 0.1}
         size = {"num_layers": 4, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
-        return vision_transformer.VisionTransformer(32, 4, **size, **drop, num_classes=classes)
+        vit: nn.Module = vision_transformer.VisionTransformer(
+            32, 4, **size, **drop, num_classes=classes
+        )
+        return vit
     stages = [CNBlockConfig(48, 96, 3), CNBlockConfig(96, 192, 3), CNBlockConfig(192, None, 3)]
-    return ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=classes)
+    convnext: nn.Module = ConvNeXt(stages, stochastic_depth_prob=0.1, num_classes=classes)
+    return convnext
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ class Size:
         if self.model.endswith("torchvision"):
             return of_torchvision(self.model, len(facts.classes))
         if self.width is None:
-            return build_network(self.model, facts)
+            return build_network(self.model, facts.signature)
         pixels = int(np.prod(facts.shape))
         return nn.Sequential(
             nn.Flatten(),

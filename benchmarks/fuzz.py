@@ -10,6 +10,7 @@ where it was not asked to. See ``tests/fuzzing.py``.
 """
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hypothesis
 import torch
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    sys.stdout.reconfigure(errors="surrogateescape")
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(errors="surrogateescape")
     torch.set_num_threads(1)
     keep = options.keep.absolute()
     results = {}

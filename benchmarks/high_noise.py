@@ -4,7 +4,7 @@ Trains every setting of one of the grids below, follows the post-noise shares of
 and h2, and appends a line of JSON each. Settings already in the file are left out, so a study may
 take several sittings.
 
-    python benchmarks/high_noise.py sigma docs/data/high_noise.jsonl
+    python benchmarks/high_noise.py sigma docs/data/high_noise.jsonl.xz
 """
 
 import itertools

@@ -10,7 +10,7 @@ table has medians over the rounds.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.data.dataset import Data, Split
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.dp.algorithm import build_algorithm
 from dpmac_cli.dp.clipping.isolation import WRITTEN_OUT, Isolated
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -39,9 +39,11 @@ Step = Callable[[], None]
 class ViT(nn.Module):
     """A small vision transformer: class token, position embedding, torch's own blocks."""
 
-    def __init__(self, dataset: Dataset, width: int = 64, depth: int = 4, patch: int = 4) -> None:
+    def __init__(
+        self, signature: Signature, width: int = 64, depth: int = 4, patch: int = 4
+    ) -> None:
         super().__init__()
-        channels, height, width_of_image = dataset.shape
+        channels, height, width_of_image = signature.shape
         tokens = (height // patch) * (width_of_image // patch)
         self.patches = nn.Conv2d(channels, width, patch, stride=patch)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -51,7 +53,7 @@ class ViT(nn.Module):
         )
         self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, len(dataset.classes))
+        self.head = nn.Linear(width, signature.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images."""
@@ -68,12 +70,12 @@ class Task:
     name: str
     dataset: str
     batch: int
-    network: Callable[[Dataset], nn.Module]
+    network: Callable[[Signature], nn.Module]
 
     def build(self) -> nn.Module:
         """The network, always with the same weights."""
         torch.manual_seed(0)
-        return self.network(DATASETS[self.dataset])
+        return self.network(DATASETS[self.dataset].signature)
 
     def data(self, device: torch.device) -> Data:
         """Noise in the shape of the images."""
@@ -139,7 +141,7 @@ def ours(task: Task, data: Data, batch: int, *, isolated: bool, loop: bool = Fal
     return trainer.step
 
 
-CONTENDERS = {
+CONTENDERS: Mapping[str, Callable[[Task, Data, int], Step]] = {
     "plain torch": plain,
     "ours": partial(ours, isolated=False),
     "isolated (vmap)": partial(ours, isolated=True),

@@ -25,7 +25,7 @@ def shares(sigma: float, kappa: Kappa) -> list[tuple[float, float]]:
     theta = torch.zeros(PARAMETERS)
     geometry = MacAdam(0.9, H1, H2, kappa)
     region, spread = geometry.start(theta)
-    moments = Moments(0.9, 0.999, torch.zeros_like(theta), torch.zeros_like(theta), None)
+    moments = Moments(0.9, 0.999, torch.zeros_like(theta), torch.zeros_like(theta), False)
     mechanism = GaussianMechanism(sigma, BATCH)
     noise = Noise(make_keys(0).noise)
     seen = []

@@ -87,7 +87,8 @@ def compare(root: Path, model: str) -> None:
     from dpmac_cli import make_trainer, resolve  # noqa: PLC0415  (of a child alone)
     from dpmac_cli.data import dataset  # noqa: PLC0415  (of a child alone)
 
-    trainers, times = [], ([], [])
+    trainers = []
+    times: tuple[list[float], list[float]] = ([], [])
     for most in (0, 1e12):
         dataset.IN_MEMORY = most
         trainers.append(make_trainer(resolve(settings(root, model)).plan))

@@ -1,6 +1,6 @@
 """Draw what high_noise.py measured: the share of coordinates on h1 and on h2, step by step.
 
-python benchmarks/plot_high_noise.py docs/data/high_noise.jsonl docs/high-noise.png
+python benchmarks/plot_high_noise.py docs/data/high_noise.jsonl.xz docs/high-noise.png
 """
 
 import argparse

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from contenders import Size, ours, random_images
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from dpmac_cli.training.distributed import Ranks
 

@@ -2,10 +2,11 @@
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import lines
 
 Setting = dict[str, Any]
 
@@ -25,13 +26,10 @@ def carry_on(
         part: "I/N" takes every N-th setting from the I-th, for N processes side by side.
     """
     first, step = map(int, part.split("/"))
-    file.parent.mkdir(parents=True, exist_ok=True)
     for setting in itertools.islice(settings, first, None, step):
-        if any(line["setting"] == setting for line in _lines(file)):
+        if any(line["setting"] == setting for line in lines.read(file)):
             continue
-        line = {"setting": setting, "result": measure(setting)}
-        with file.open("a") as lines:
-            lines.write(json.dumps(line) + "\n")
+        lines.append(file, {"setting": setting, "result": measure(setting)})
         print(setting, flush=True)
 
 
@@ -51,11 +49,7 @@ def main(
 
 def results(file: Path) -> list[dict[str, Any]]:
     """Return the contents of a file, each setting merged with its results."""
-    return [{**line["setting"], **line["result"]} for line in _lines(file)]
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{**line["setting"], **line["result"]} for line in lines.read(file)]
 
 
 def product(**axes: Iterable[Any]) -> list[Setting]:

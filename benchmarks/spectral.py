@@ -112,7 +112,8 @@ class Run:
 
     def accuracy(self, x: Tensor, y: Tensor) -> float:
         """Return the test accuracy in percent."""
-        return 100 * (self.net(x).argmax(1) == y).float().mean().item()
+        right = (self.net(x).argmax(1) == y).float().mean()
+        return 100 * float(right)
 
     @torch.no_grad()
     def result(self, x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor) -> float:

@@ -3,15 +3,16 @@
 A line of the file is a finished run: the name of its folder, and its small public files. Weights
 and checkpoints are left behind.
 
-    python benchmarks/study.py pack runs/table1 docs/data/table1.jsonl
-    python benchmarks/study.py unpack docs/data/table1.jsonl runs/table1
+    python benchmarks/study.py pack runs/table1 docs/data/table1.jsonl.xz
+    python benchmarks/study.py unpack docs/data/table1.jsonl.xz runs/table1
     dpmac compare --config sample_configs/table1-mnist.yaml --out runs/table1
 """
 
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+
+import lines
 
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
@@ -23,14 +24,13 @@ LEFT_BEHIND = (folder.MODEL, folder.LOCK)
 
 def pack(study: Path, file: Path) -> int:
     """Add a study's finished runs to a file; how many it then holds."""
-    kept = {line["run"]: line for line in _lines(file)}
+    kept = {line["run"]: line for line in lines.read(file)}
     for run in sorted((study / RUNS).iterdir()):
         if _is_finished(run):
             found = (f for f in run.iterdir() if f.is_file() and f.name not in LEFT_BEHIND)
             texts = {f.name: f.read_text(encoding="utf-8") for f in sorted(found)}
             kept[run.name] = {"run": run.name, "files": texts}
-    lines = (json.dumps(kept[name]) + "\n" for name in sorted(kept))
-    files.write_atomically(file, "".join(lines).encode())
+    lines.write(file, (kept[name] for name in sorted(kept)))
     return len(kept)
 
 
@@ -42,18 +42,14 @@ def _is_finished(run: Path) -> bool:
 
 def unpack(file: Path, study: Path) -> int:
     """Lay out the runs of a file, where they are not there yet; how many it holds."""
-    lines = _lines(file)
-    for line in lines:
+    packed = lines.read(file)
+    for line in packed:
         run = study / RUNS / line["run"]
         if not run.exists():
             run.mkdir(parents=True)
             for name, text in line["files"].items():
                 files.write_atomically(run / name, text.encode())
-    return len(lines)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return len(packed)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ ROWS = (("image", 0, 2048, 8), ("patient, K = 1", 1, 256, 20), ("patient, K = 8"
 def write(folder: Path) -> tuple[Path, Path]:
     """Write MNIST with and without patients."""
     data = load_data("mnist", data_folder(None), torch.device("cpu"))
-    arrays = {
+    arrays: dict[str, Any] = {
         "x": data.train.images[:, 0].numpy(),
         "y": data.train.labels.numpy(),
         "x_test": data.test.images[:, 0].numpy(),
@@ -51,7 +52,7 @@ def write(folder: Path) -> tuple[Path, Path]:
 
 def run(
     file: Path, records: int, batch: int, epochs: int, epsilon: float, seed: int, out: Path
-) -> dict:
+) -> dict[str, Any]:
     """Train once and return what a line of results holds."""
     plan = resolve(
         dataset=str(file),
@@ -64,7 +65,7 @@ def run(
         seed=seed,
         out=str(out),
         quiet=True,
-        **({"records_per_unit": records} if records else {}),
+        records_per_unit=records or None,
     ).plan
     report = finish(train(plan)).report
     return {

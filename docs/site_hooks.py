@@ -22,17 +22,11 @@ FLAG = re.compile(r"<code>(--[\w-]+)</code>")
 LANGUAGES = {".cff": "yaml", ".py": "python", ".toml": "toml", ".yaml": "yaml"}
 #: A page that is not worth searching.
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
-#: The folder of measurements, as pages link to it.
-DATA = "docs/data"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each file of the repository that some page links to, and one for the data."""
+    """Add a page for each file of the repository that some page links to."""
     pages = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
-    names = sorted(file.src_uri for file in files if file.src_uri.startswith("data/"))
-    listed = "".join(f"- [{Path(name).name}]({Path(name).name})\n" for name in names)
-    measurements = f"# Measurements\n\nThe other pages quote these files.\n\n{listed}"
-    files.append(File.generated(config, place(DATA), content=UNSEARCHED + measurements))
     while pages:
         path, text = pages.popitem()
         for target in (repository_path(match[2], path) for match in LINK.finditer(text)):
@@ -81,8 +75,6 @@ def repository_path(target: str, path: str) -> str:
 
 def place(path: str) -> str:
     """Return where a file of the repository is on the site."""
-    if path == DATA:
-        return "data/index.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"source/{path.removesuffix('.md')}.md"

@@ -1,5 +1,6 @@
 """What a run must keep to itself, recorded as it trains, and a search of what it publishes."""
 
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,8 @@ PAIRS = (8, 16)
 NUMBER = re.compile(rb"(?<![\w.])-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?(?!\w|\.[0-9])")
 #: Things that one would recognise: no file holds them by accident.
 PERSON, HOST, PROCESS = "a.person.of.note", "a-machine-of-note", 918_273_647
+#: Makes the keys of runs without a seed.
+UNSEEDED = 604_661_760_377
 
 
 @dataclass
@@ -128,19 +131,22 @@ def published(where: Path) -> Iterator[Path]:
             yield path
 
 
-def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int | None) -> Secrets:
+def record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int | None, instead: int = 0
+) -> Secrets:
     """Have everything that training keeps to itself recorded, from now on.
 
     Args:
         monkeypatch: undoes it.
         tmp_path: the test's folder: no file may name it.
         seed: that a person chose, if any.
+        instead: gives the keys of runs without a seed, so that no test ends by chance.
     """
     secrets = Secrets()
     if seed is not None:
         secrets.word(seed, "the seed")
     _record_surroundings(secrets, monkeypatch, tmp_path)
-    _record_generators(secrets, monkeypatch)
+    _record_generators(secrets, monkeypatch, instead)
     _record_values(secrets, monkeypatch)
     return secrets
 
@@ -164,9 +170,11 @@ def _record_surroundings(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, tmp_
         secrets.text(str(path), "an absolute path")
 
 
-def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch) -> None:
-    def recorded(*args: Any, **base: int) -> Keys:
-        keys = make_keys(*args, **base)
+def _record_generators(secrets: Secrets, monkeypatch: pytest.MonkeyPatch, instead: int) -> None:
+    unseeded = itertools.count(UNSEEDED + 1000 * instead)
+
+    def recorded(seed: int | None, base: int = 0) -> Keys:
+        keys = make_keys(next(unseeded) if seed is None else seed, base)
         for name in STREAMS:
             key, what = getattr(keys, name), f"the {name} key"
             secrets.word(int.from_bytes(key, "little"), what)

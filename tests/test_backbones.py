@@ -44,7 +44,7 @@ def a_generator(seed: int) -> torch.Generator:
 
 def public(kind: str = LITE0, size: int = 32, facts: Any = CIFAR) -> PublicBackbone:
     """A backbone with its public weights."""
-    backbone = PublicBackbone(Backbone(kind, size), facts)
+    backbone = PublicBackbone(Backbone(kind, size), facts.signature)
     weights = public_weights(kind)
     assert weights.sha256 == BACKBONES[kind].sha256
     assert list(weights.adopted_by(backbone.network, "_fc")) == []
@@ -204,7 +204,7 @@ def test_what_does_not_go_with_a_backbone_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_network_with_a_backbone_needs_no_weights_to_be_built() -> None:
-    network = build_model(BuiltIn("linear"), CIFAR, seed=0, features=Backbone(LITE0, 32))
+    network = build_model(BuiltIn("linear"), CIFAR.signature, seed=0, features=Backbone(LITE0, 32))
     assert isinstance(network, nn.Module)
     assert network(torch.randn(2, *CIFAR.shape)).shape == (2, 10)
 
@@ -316,7 +316,7 @@ def test_a_network_of_one_size_says_so() -> None:
 
 def test_features_with_flips_are_those_of_both_images() -> None:
     plain = public()
-    both = PublicBackbone(Backbone(LITE0, 32, flips=True), CIFAR)
+    both = PublicBackbone(Backbone(LITE0, 32, flips=True), CIFAR.signature)
     both.network = plain.network
     x = torch.randn(2, *CIFAR.shape, generator=a_generator(5))
     with torch.no_grad():
@@ -357,7 +357,7 @@ def test_nothing_in_a_backbone_that_is_trained_is_drawn_or_mixed(name: str) -> N
     size = 64 if row.any_size else row.size
     torch.manual_seed(0)
     features, head = Backbone(name, size), nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
-    network = WithHead(PublicBackbone(features, CIFAR), head)
+    network = WithHead(PublicBackbone(features, CIFAR.signature), head)
     x = torch.randn(2, *CIFAR.shape, generator=a_generator(6))
     with torch.no_grad():
         expected = network(x)

@@ -89,7 +89,7 @@ def test_the_code_block_of_every_network_computes_what_the_network_does(
     config = resolve({"dataset": dataset, "model": model}).plan
     torch.manual_seed(0)
     data = load_data("digits", tmp_path, CPU)
-    network = build_model(BuiltIn(model), config.facts, seed=1).eval()
+    network = build_model(BuiltIn(model), config.facts.signature, seed=1).eval()
     task = Task(model=network, trained=network, data=data, independence="built in")
     facts = public_facts(config, spent(steps=1), task, trained=0)
     pixels = torch.randint(0, 256, (20, *config.facts.shape), dtype=torch.uint8)
@@ -240,7 +240,9 @@ def test_a_run_that_ended_early_says_so() -> None:
 def test_a_data_set_without_a_checksum_has_none(finished: Finished) -> None:
     report = json.loads(json.dumps(finished.report))
     report["dataset"]["sha256"] = None
-    text = model_card(report, build_model(BuiltIn("mlp-small"), DATASETS["digits"], seed=0))
+    text = model_card(
+        report, build_model(BuiltIn("mlp-small"), DATASETS["digits"].signature, seed=0)
+    )
     assert cells(text)["its checksum"] == "not recorded for this dataset"
 
 

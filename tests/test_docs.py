@@ -172,6 +172,13 @@ def test_the_index_has_every_page() -> None:
     assert "docs/README.md" in {target for _, target in links(ROOT / "README.md")}
 
 
+def test_every_measurement_has_a_line() -> None:
+    data = ROOT / "docs" / "data"
+    listed = [target for _, target in links(data / "README.md")]
+    there = {file.name for file in data.iterdir()} - {"README.md"}
+    assert there == {target for target in listed if not target.startswith("../")}
+
+
 def test_the_readme_counts_injected_bugs_as_their_page_does() -> None:
     pages = (ROOT / "README.md", ROOT / "docs" / "mutants.md")
     counts = [

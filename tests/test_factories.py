@@ -62,7 +62,7 @@ def own(tmp_path: Path) -> Path:
 
 def failure(spec: str) -> tuple[type[Exception], str]:
     with pytest.raises(DpmacError) as raised:
-        build_model(parse_model(spec), DIGITS, seed=0)
+        build_model(parse_model(spec), DIGITS.signature, seed=0)
     return raised.type, str(raised.value)
 
 
@@ -70,8 +70,10 @@ def test_a_factory_without_arguments_and_one_with_shape_and_classes(own: Path) -
     assert parse_model(f"{own}:plain") == UserModel(str(own), "plain")
     assert parse_model("mlp") == BuiltIn("mlp")
     x = torch.zeros(2, *DIGITS.shape)
-    assert build_model(UserModel(str(own), "plain"), DIGITS, seed=0)(x).shape == (2, 10)
-    assert build_model(UserModel(str(own), "Net"), DIGITS, seed=0, fix_norm=True)(x).shape == (
+    assert build_model(UserModel(str(own), "plain"), DIGITS.signature, seed=0)(x).shape == (2, 10)
+    assert build_model(UserModel(str(own), "Net"), DIGITS.signature, seed=0, fix_norm=True)(
+        x
+    ).shape == (
         2,
         10,
     )
@@ -79,8 +81,8 @@ def test_a_factory_without_arguments_and_one_with_shape_and_classes(own: Path) -
 
 def test_a_factory_in_a_module(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(own.parent))
-    model = build_model(UserModel("own_net", "plain"), DIGITS, seed=0)
-    again = build_model(UserModel(str(own), "plain"), DIGITS, seed=0)
+    model = build_model(UserModel("own_net", "plain"), DIGITS.signature, seed=0)
+    again = build_model(UserModel(str(own), "plain"), DIGITS.signature, seed=0)
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
     del sys.modules["own_net"]
 

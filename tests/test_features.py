@@ -89,7 +89,9 @@ def public(net: str, tmp_path: Path) -> Path:
 
 
 def public_weights(net: str) -> dict[str, Tensor]:
-    tensors = build_model(parse_model(net), DIGITS, seed=5, trained=Trained("head")).state_dict()
+    tensors = build_model(
+        parse_model(net), DIGITS.signature, seed=5, trained=Trained("head")
+    ).state_dict()
     generator = torch.Generator().manual_seed(0)
     tensors["1.running_mean"] = torch.randn(8, generator=generator)
     tensors["5.weight"], tensors["5.bias"] = torch.zeros(7, 128), torch.zeros(7)
@@ -146,7 +148,7 @@ def test_the_catalogue_says_what_scattering_gives() -> None:
 @pytest.mark.parametrize("model", ["linear", "mlp-small", "cnn"])
 def test_networks_take_features_of_images(model: str) -> None:
     facts = DATASETS["mnist"]
-    network = build_model(BuiltIn(model), facts, seed=0, features=Scattered("scatter"))
+    network = build_model(BuiltIn(model), facts.signature, seed=0, features=Scattered("scatter"))
     x = torch.randn(3, *facts.shape)
     assert network(x).shape == (3, 10)
     assert isinstance(network, FrozenFeatures)
@@ -176,7 +178,8 @@ def test_the_features_of_a_record_depend_on_that_record_alone(net: str) -> None:
     data = load_data("digits", Path(), CPU)
     x = data.standardised(data.train.images[:20])
     tuned_part = cut_before_head(
-        build_model(parse_model(net), DIGITS, seed=0, trained=Trained("head")), DIGITS.shape
+        build_model(parse_model(net), DIGITS.signature, seed=0, trained=Trained("head")),
+        DIGITS.shape,
     )
     scattered = [with_features(nn.Identity(), DIGITS.shape, kind) for kind in FEATURES]
     for parts in (*scattered, tuned_part):
@@ -265,7 +268,7 @@ def test_the_price_is_that_of_any_other_run(what: str, net: str, public: Path) -
     flags: dict[str, Any] = SCATTER if what == "scatter" else tuned(net, public, train=what)
     if what == "all":
         flags["fix_norm"] = True
-        fixed = build_model(parse_model(net), DIGITS, seed=1, fix_norm=True)
+        fixed = build_model(parse_model(net), DIGITS.signature, seed=1, fix_norm=True)
         save(public, fixed.state_dict())
     priced = train_digits(**flags).report["privacy"]
     plain = train_digits().report["privacy"]
@@ -378,7 +381,7 @@ def test_a_model_of_dpmacs_serves_as_public_weights(tmp_path: Path) -> None:
 
 
 def test_all_of_a_network_starts_from_the_weights_in_the_file(tmp_path: Path) -> None:
-    start = build_model(BuiltIn("mlp-small"), DIGITS, seed=9).state_dict()
+    start = build_model(BuiltIn("mlp-small"), DIGITS.signature, seed=9).state_dict()
     file = save(tmp_path / "start.safetensors", {k: t.half() for k, t in start.items()})
     config = digits_config(model="mlp-small", pretrained=str(file))
     assert config.trained.part == "all"
@@ -659,7 +662,9 @@ def test_a_network_without_a_head_of_its_own_is_refused(network: nn.Module) -> N
 
 
 def test_looking_for_the_head_leaves_no_trace(net: str) -> None:
-    network = build_model(parse_model(net), DIGITS, seed=0, trained=Trained("head")).train()
+    network = build_model(
+        parse_model(net), DIGITS.signature, seed=0, trained=Trained("head")
+    ).train()
     before = {k: t.clone() for k, t in network.state_dict().items()}
     assert head_of(network, DIGITS.shape) == "5"
     assert network.training

@@ -206,6 +206,8 @@ def test_the_examples_of_the_page_run_in_order(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder, without a database
     blocks = BLOCK.findall(PAGE.read_text())
     assert len(blocks) > 6
     names: dict[str, object] = {"__name__": "notebook"}
@@ -220,6 +222,8 @@ def test_the_examples_of_the_page_run_in_order(
     assert len(shown) == 5
     assert set(shown) <= set(printed)
     assert Path("training.png").stat().st_size > 10_000
+    [logged] = Path("mlruns").glob("*/*/metrics/accuracy")
+    assert len(logged.read_text().splitlines()) == 15
 
 
 def test_the_page_names_what_there_is() -> None:

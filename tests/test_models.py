@@ -58,7 +58,7 @@ def test_the_catalog_names_what_can_be_built_and_loaded() -> None:
     ("model", "dataset", "count"), [("mlp", "mnist", 795_010), ("cnn", "cifar10", 582_346)]
 )
 def test_parameter_counts_of_the_paper(model: str, dataset: str, count: int) -> None:
-    built = build_model(BuiltIn(model), DATASETS[dataset], seed=0)
+    built = build_model(BuiltIn(model), DATASETS[dataset].signature, seed=0)
     assert sum(p.numel() for p in built.parameters() if p.requires_grad) == count
 
 
@@ -69,13 +69,13 @@ def test_parameter_counts_of_the_paper(model: str, dataset: str, count: int) -> 
 )
 def test_models_fit_the_smallest_images_and_their_own_data_set(name: str, dataset: str) -> None:
     facts = DATASETS[dataset]
-    logits = build_model(BuiltIn(name), facts, seed=0)(torch.randn(2, *facts.shape))
+    logits = build_model(BuiltIn(name), facts.signature, seed=0)(torch.randn(2, *facts.shape))
     assert logits.shape == (2, len(facts.classes))
 
 
 def test_the_seed_decides_the_weights() -> None:
     def weights(seed: int) -> Tensor:
-        model = build_model(BuiltIn("mlp-small"), DATASETS["digits"], seed)
+        model = build_model(BuiltIn("mlp-small"), DATASETS["digits"].signature, seed)
         return nn.utils.parameters_to_vector(model.parameters())
 
     first = weights(1)
@@ -86,7 +86,7 @@ def test_the_seed_decides_the_weights() -> None:
 
 def test_building_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
-    build_model(BuiltIn("cnn"), DATASETS["digits"], seed=3)
+    build_model(BuiltIn("cnn"), DATASETS["digits"].signature, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
 
 

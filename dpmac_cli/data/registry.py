@@ -29,6 +29,16 @@ class Defaults:
 
 
 @dataclass(frozen=True)
+class Signature:
+    """What a network maps: inputs of a shape, standardised by public constants, to outputs."""
+
+    shape: tuple[int, int, int]  # (channels, height, width) of an input
+    outputs: int  # logits per input
+    mean: tuple[float, ...]  # per channel, as in :class:`Dataset`
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Dataset:
     """Public facts of a dataset."""
 
@@ -46,6 +56,11 @@ class Dataset:
     multilabel: bool = False  # records have any number of labels, named in ``classes``
     torchvision: str = ""  # class of torchvision.datasets that reads it; "" for other sources
     files: tuple[str, ...] = ()  # files that it reads, relative to the folder of datasets
+
+    @property
+    def signature(self) -> Signature:
+        """Signature of a network on these records."""
+        return Signature(self.shape, len(self.classes), self.mean, self.std)
 
     @property
     def is_images(self) -> bool:

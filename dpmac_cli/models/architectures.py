@@ -7,28 +7,28 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.registry import Signature
 from dpmac_cli.dp.clipping.modules import StandardisedConv2d
 from dpmac_cli.errors import ModelError
 
 GROUPS = 16
 
 
-def perceptron(dataset: Dataset, *hidden: int) -> nn.Module:
+def perceptron(signature: Signature, *hidden: int) -> nn.Module:
     """Return linear layers with ReLU between them, of ``hidden`` units each."""
     layers: list[nn.Module] = [nn.Flatten()]
-    for inputs, outputs in pairwise((math.prod(dataset.shape), *hidden, len(dataset.classes))):
+    for inputs, outputs in pairwise((math.prod(signature.shape), *hidden, signature.outputs)):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def cnn(dataset: Dataset) -> nn.Module:
+def cnn(signature: Signature) -> nn.Module:
     """Return the paper's CIFAR-10 network. Raises ModelError for images below 4 by 4 pixels."""
-    channels, height, width = dataset.shape
+    channels, height, width = signature.shape
     if min(height, width) < 4:
         raise ModelError(
             f"The network cnn needs images of at least 4 by 4 pixels, but the shape of these is "
-            f"{dataset.shape}. Use --model mlp."
+            f"{signature.shape}. Use --model mlp."
         )
 
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:
@@ -43,7 +43,7 @@ def cnn(dataset: Dataset) -> nn.Module:
         nn.Flatten(),
         nn.Linear(64 * (height // 4) * (width // 4), 128),
         nn.ReLU(),
-        nn.Linear(128, len(dataset.classes)),
+        nn.Linear(128, signature.outputs),
     )
 
 
@@ -66,12 +66,12 @@ class _Block(nn.Module):
         return out
 
 
-def wide_resnet(dataset: Dataset, depth: int, width: int) -> nn.Module:
+def wide_resnet(signature: Signature, depth: int, width: int) -> nn.Module:
     """Return WRN-depth-width (Zagoruyko and Komodakis 2016) as in De et al. 2022, arXiv 2204.13650.
 
     Each of three stages has (depth - 4) / 6 blocks, of 16, 32 and 64 times ``width`` channels.
     """
-    layers: list[nn.Module] = [StandardisedConv2d(dataset.shape[0], 16, 3, padding=1)]
+    layers: list[nn.Module] = [StandardisedConv2d(signature.shape[0], 16, 3, padding=1)]
     channels = 16
     for stage, outputs in enumerate((16 * width, 32 * width, 64 * width)):
         for block in range((depth - 4) // 6):
@@ -83,16 +83,16 @@ def wide_resnet(dataset: Dataset, depth: int, width: int) -> nn.Module:
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(channels, len(dataset.classes)),
+        nn.Linear(channels, signature.outputs),
     )
 
 
-def resnet18(dataset: Dataset) -> nn.Module:
+def resnet18(signature: Signature) -> nn.Module:
     """Return torchvision's ResNet-18 with group norm instead of batch norm."""
     from torchvision import models  # noqa: PLC0415  (seconds to import)
 
     norm = partial(nn.GroupNorm, 32)
-    network: nn.Module = models.resnet18(num_classes=len(dataset.classes), norm_layer=norm)
-    if dataset.shape[0] != 3:
-        network.conv1 = nn.Conv2d(dataset.shape[0], 64, 7, stride=2, padding=3, bias=False)
+    network: nn.Module = models.resnet18(num_classes=signature.outputs, norm_layer=norm)
+    if signature.shape[0] != 3:
+        network.conv1 = nn.Conv2d(signature.shape[0], 64, 7, stride=2, padding=3, bias=False)
     return network

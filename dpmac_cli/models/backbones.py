@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.hub import download_url_to_file, get_dir
 from torch.nn.functional import interpolate, layer_norm
 
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError
 from dpmac_cli.models.efficientnet import EfficientNetLite
 from dpmac_cli.models.registry import BACKBONES, TORCHVISION_WEIGHTS, Backbone
@@ -25,11 +25,11 @@ class PublicBackbone(nn.Module):
 
     Each image is resized and standardised as during the network's training, and its features are
     normalised by their own mean and deviation. The result depends on that image alone: the network
-    is always in evaluation mode, batch norms are constants, and nothing is random. ``dataset``
+    is always in evaluation mode, batch norms are constants, and nothing is random. ``signature``
     gives the shape of images and the constants that they were standardised with.
     """
 
-    def __init__(self, backbone: Backbone, dataset: Dataset) -> None:
+    def __init__(self, backbone: Backbone, signature: Signature) -> None:
         super().__init__()
         kind = BACKBONES[backbone.kind]
         self.network = (
@@ -37,12 +37,12 @@ class PublicBackbone(nn.Module):
             if isinstance(kind.network, str)
             else EfficientNetLite(*kind.network)
         )
-        constants = (dataset.mean, dataset.std, kind.mean, kind.std)
+        constants = (signature.mean, signature.std, kind.mean, kind.std)
         mean, std, its_mean, its_std = (torch.tensor(each).view(-1, 1, 1) for each in constants)
         self.register_buffer("gain", std / its_std, persistent=False)
         self.register_buffer("offset", (mean - its_mean) / its_std, persistent=False)
         self._size = (backbone.size, backbone.size)
-        self._resizes, self._flips = dataset.shape[1:] != self._size, backbone.flips
+        self._resizes, self._flips = signature.shape[1:] != self._size, backbone.flips
         self.requires_grad_(False).train(False)
 
     def train(self, mode: bool = True) -> "PublicBackbone":

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpmac_cli.data.registry import Dataset
+from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import architectures
 from dpmac_cli.models.backbones import PublicBackbone, at_a_time
@@ -27,7 +27,7 @@ from dpmac_cli.torch_errors import what_failed
 
 def build_model(
     model: BuiltIn | UserModel,
-    dataset: Dataset,
+    signature: Signature,
     seed: int,
     *,
     fix_norm: bool = False,
@@ -39,7 +39,7 @@ def build_model(
 
     Args:
         model: result of :func:`~dpmac_cli.models.registry.parse_model`.
-        dataset: gives the input shape and the number of classes.
+        signature: shape of an image, its standardisation, and the number of outputs.
         seed: seed of the initial weights; global generators are not changed.
         fix_norm: replace batch norm with group norm.
         features: fixed features that are the network's inputs.
@@ -51,35 +51,35 @@ def build_model(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        seen = seen_by_network(dataset, features)
+        seen = seen_by_network(signature, features)
         if isinstance(model, UserModel):
             network = _call_factory(model, seen)
         else:
             network = build_network(model.name, seen)
         if fix_norm:
             network = without_batch_norm(network)
-        check = partial(check_model, classes=len(dataset.classes), isolated=isolated)
+        check = partial(check_model, classes=signature.outputs, isolated=isolated)
         own = isinstance(model, BuiltIn)
         if features is not None:
             check(network, seen.shape, built_in=own)
-            network = _behind(network, features, dataset, trained)
+            network = _behind(network, features, signature, trained)
         if trained is not None and trained.part != "head":
-            freeze(network, trained, dataset.shape)
+            freeze(network, trained, signature.shape)
         if not isinstance(network, FrozenFeatures):
             head_only = trained is not None and trained.part == "head"
-            check(network, dataset.shape, frozen=head_only, built_in=own or features is not None)
+            check(network, signature.shape, frozen=head_only, built_in=own or features is not None)
     return network
 
 
 def _behind(
-    head: nn.Module, features: Features, dataset: Dataset, trained: Trained | None
+    head: nn.Module, features: Features, signature: Signature, trained: Trained | None
 ) -> nn.Module:
     """Apply a network to features of images. Raises ModelError if the images do not fit."""
-    if (fault := features.fault(dataset.shape)) is not None:
+    if (fault := features.fault(signature.shape)) is not None:
         raise ModelError(f"The images {fault}")
     if not isinstance(features, Backbone):
-        return with_features(head, dataset.shape, features.kind)
-    backbone = PublicBackbone(features, dataset)
+        return with_features(head, signature.shape, features.kind)
+    backbone = PublicBackbone(features, signature)
     network = (
         FrozenFeatures(backbone, head, torch.float16)
         if trained is None or trained.part == "head"
@@ -89,23 +89,23 @@ def _behind(
     return network
 
 
-def build_network(name: str, dataset: Dataset) -> nn.Module:
+def build_network(name: str, signature: Signature) -> nn.Module:
     """Return a built-in network, not validated, initialised with torch's global generator."""
     kind = MODELS[name]
-    network: nn.Module = getattr(architectures, kind.builder)(dataset, *kind.arguments)
+    network: nn.Module = getattr(architectures, kind.builder)(signature, *kind.arguments)
     return network
 
 
-def seen_by_network(dataset: Dataset, features: Features | None) -> Dataset:
-    """Return a dataset with the shape of the network's inputs: images or features."""
-    shape = features.shape_of(dataset.shape) if features else dataset.shape
-    return replace(dataset, shape=shape)
+def seen_by_network(signature: Signature, features: Features | None) -> Signature:
+    """Return the signature of a network behind features: theirs is the shape of its inputs."""
+    shape = features.shape_of(signature.shape) if features else signature.shape
+    return replace(signature, shape=shape)
 
 
-def _call_factory(model: UserModel, dataset: Dataset) -> nn.Module:
+def _call_factory(model: UserModel, signature: Signature) -> nn.Module:
     """Call a factory with (shape, classes), or without arguments if it does not take two."""
     factory = _find(model)
-    arguments = _arguments(factory, dataset)
+    arguments = _arguments(factory, signature)
     try:
         network = factory(*arguments)
     except (Exception, SystemExit) as failure:
@@ -121,10 +121,10 @@ def _call_factory(model: UserModel, dataset: Dataset) -> nn.Module:
     )
 
 
-def built_by(model: UserModel, dataset: Dataset) -> str:
+def built_by(model: UserModel, signature: Signature) -> str:
     """Return the call of a factory as code: "net.py:Net((1, 28, 28), 10)"."""
     factory = getattr(sys.modules[_module_name(model.place)], model.factory)
-    arguments = ", ".join(map(repr, _arguments(factory, dataset)))
+    arguments = ", ".join(map(repr, _arguments(factory, signature)))
     return f"{Path(model.place).name}:{model.factory}({arguments})"
 
 
@@ -134,12 +134,12 @@ def source_sum(model: UserModel) -> str:
     return hashlib.sha256(Path(file).read_bytes() + f"\n{model.factory}".encode()).hexdigest()
 
 
-def _arguments(factory: Callable[..., Any], dataset: Dataset) -> tuple[Any, ...]:
+def _arguments(factory: Callable[..., Any], signature: Signature) -> tuple[Any, ...]:
     try:
         inspect.signature(factory).bind(None, None)
     except (TypeError, ValueError):
         return ()
-    return dataset.shape, len(dataset.classes)
+    return signature.shape, signature.outputs
 
 
 def _find(model: UserModel) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shlex
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
 CARD = "model-card.md"
 AUDIT = "audit.json"
+#: Scores for TensorBoard, which reads every file with "tfevents" in its name.
+TENSORBOARD = "events.out.tfevents.dpmac"
 CHECKPOINTS = "checkpoint"
 LOCK = ".lock"
 #: File in the folder of checkpoints with the steps that may have begun.
@@ -35,6 +38,9 @@ PUBLISHED = (MODEL, CARD, REPORT, METRICS, CONFIG)
 SEALED = (*PUBLISHED, AUDIT)
 #: Checksums of the public files, in the format of sha256sum.
 SUMS = "SHA256SUMS"
+
+#: How often a lock is tried again while :func:`in_use` may hold it, and the seconds between.
+LOOKS, A_LOOK = 5, 0.05
 
 #: Exceptions raised by reading a missing or damaged JSON or YAML file.
 BROKEN = (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError)
@@ -132,6 +138,16 @@ def new_folder(root: Path, stem: str) -> Path:
     return root / f"{stem}-{number}"
 
 
+def _lock(handle: int) -> None:
+    """Lock a file, after any :func:`in_use` that is just looking. Raises BlockingIOError."""
+    for _ in range(LOOKS):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(A_LOOK)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
     """Lock a run's folder, at most until the process ends, and remove partial files.
@@ -143,7 +159,7 @@ def locked(run: Path) -> Iterator[None]:
         handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
         except BlockingIOError as failure:
             raise InputError(
                 f"The run folder {run} is in use by another dpmac process. Wait until it ends, or "
@@ -157,9 +173,25 @@ def locked(run: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def in_use(run: Path) -> bool:
+    """Return whether a process holds a run's folder; False if that is unknown."""
+    try:
+        handle = os.open(run / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # Shared, so that several lists can look at once. A run that starts meanwhile tries again.
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 def clear(run: Path) -> None:
     """Remove a run's files except checkpoints and ledger, and no other files. Raises OSError."""
-    for name in (*SEALED, SUMS, ATTEMPTS):
+    for name in (*SEALED, SUMS, ATTEMPTS, TENSORBOARD):
         (run / name).unlink(missing_ok=True)
 
 

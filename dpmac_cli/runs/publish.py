@@ -6,7 +6,7 @@ and facts.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from dpmac_cli.data.registry import DATASETS, Dataset
+from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import registry, weights
 from dpmac_cli.models.build import build_model, build_network, seen_by_network
@@ -68,16 +68,16 @@ def load_model(
     dataset: str | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008  (never changes)
     *,
-    own: Dataset | None = None,
+    signature: Signature | None = None,
     factory: str | None = None,
 ) -> Released:
     """Load a published model for a dataset.
 
     Args:
         path: a run folder or a model file.
-        dataset: dataset to score on; None for the one it was trained on.
+        dataset: name of the dataset to score on; None for the one it was trained on.
         device: device of the loaded model.
-        own: facts of ``dataset`` if that is your own data.
+        signature: of ``dataset``; None if that is registered, or the one it was trained on.
         factory: ``FILE.py:FACTORY`` of a user-supplied model. The name in the file is not imported.
 
     Raises:
@@ -87,16 +87,15 @@ def load_model(
     """
     file, tensors, kept, facts = _read(Path(path))
     name = dataset or facts.dataset
-    described = own or (_described(facts) if dataset is None and facts.own else DATASETS.get(name))
-    if described is None:
-        raise ModelError(f"{file} was trained on {name}, which this version does not support.")
+    if signature is None:
+        signature = facts.signature if dataset is None else DATASETS[dataset].signature
     reference, features = _network(file, facts, factory), _features(file, facts)
     misfit = f"{file} ({facts.model}, trained on {facts.dataset}) does not fit {name}"
-    wanted = {"an image": f"{described.shape}"}
+    wanted = {"an image": f"{signature.shape}"}
     held = {"an image": f"{facts.shape}", **_forms(tensors)}
     if isinstance(reference, registry.BuiltIn):
         with torch.device("meta"):  # only shapes: the file's model may exceed memory
-            network = build_network(reference.name, seen_by_network(described, features))
+            network = build_network(reference.name, seen_by_network(signature, features))
         prefix = "" if features is None else "head."
         of_network = {name: held[name] for name in held if name.startswith((prefix, "an image"))}
         forms = _forms(weights.published(network))
@@ -105,7 +104,7 @@ def load_model(
     part = "head" if facts.trained_part == "head" else "all"  # LoRA updates were merged
     model = build_model(
         reference,
-        described,
+        signature,
         seed=0,
         fix_norm=facts.fix_norm,
         features=features,
@@ -150,13 +149,6 @@ def _features(file: Path, facts: Facts) -> registry.Features | None:
     if named in registry.FEATURES:
         return registry.Scattered(named)
     raise ModelError(f"{file} needs features '{named}', which this version does not support.")
-
-
-def _described(facts: Facts) -> Dataset:
-    """Return the facts of a model's training data that the network depends on."""
-    names = ("shape", "classes", "levels", "mean", "std")
-    given = {name: getattr(facts, name) for name in names}
-    return replace(DATASETS["mnist"], **given, sha256=None)
 
 
 def _read(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any], Facts]:

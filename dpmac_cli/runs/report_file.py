@@ -28,6 +28,7 @@ from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import question
 from dpmac_cli.config.settings import DELTA
+from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder, ledger
 
@@ -74,13 +75,19 @@ class Event(BaseModel):
 class Report(BaseModel):
     """Keys of report.json that dpmac reads.
 
-    ``epsilon`` is None if it is infinite; ``delta`` is None if no noise was added.
+    ``epsilon`` is None if it is infinite; ``delta`` is None if no noise was added. ``audit`` is
+    None if there are no canaries.
     """
 
     model_config = STRICT
 
+    state: Name | None = None
+    optimizer: Name | None = None
     dataset: Name = _at("dataset", "name")
     train_size: Count = _at("dataset", "train_size")
+    accuracy: float | None = _at("test", "accuracy", default=None)
+    seeded: bool | None = _at("privacy", "seed_policy", "given", default=None)
+    audit: dict[str, Any] | None = None
     private: bool = _at("privacy", "private")
     unit: Name = _at("privacy", "unit", "name", default=RECORD)
     epsilon: float | None = _at("privacy", "epsilon", ge=0)
@@ -127,6 +134,11 @@ class Facts(BaseModel):
     levels: Count = _at("input", "levels")
     mean: tuple[float, ...] = _at("input", "mean")
     std: tuple[Annotated[float, Field(gt=0)], ...] = _at("input", "std")
+
+    @property
+    def signature(self) -> Signature:
+        """Signature of the network."""
+        return Signature(self.shape, len(self.classes), self.mean, self.std)
 
     @model_validator(mode="after")
     def _check_channels(self) -> "Facts":

@@ -61,7 +61,9 @@ def score(
     file, facts = read_facts(Path(path))
     plan = _chosen(file, facts, dataset)
     own = plan.facts if isinstance(plan.data, Source) else None
-    released = load_model(file, plan.found.name, where, own=own, factory=factory)
+    released = load_model(
+        file, plan.found.name, where, signature=plan.facts.signature, factory=factory
+    )
     folder = data_folder(Path(data_dir) if data_dir else None)
     data = load_data(plan.data, folder, where, facts=plan.facts)
     if own is not None and own.classes != facts.classes:

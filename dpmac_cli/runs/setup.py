@@ -148,7 +148,7 @@ def make_task(
     :func:`make_trainer`.
     """
     shape, at_hand = plan.facts.shape, model is not None
-    seen = build.seen_by_network(plan.facts, plan.features)
+    seen = build.seen_by_network(plan.facts.signature, plan.features)
     own = at_hand or isinstance(plan.model, UserModel)
     notes: tuple[str, ...] = ()
     if model is None:
@@ -211,7 +211,7 @@ def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str,
 def _build(plan: TrainPlan, keys: Keys) -> nn.Module:
     model = build.build_model(
         plan.model,
-        plan.facts,
+        plan.facts.signature,
         int.from_bytes(keys.init[:4], "little"),
         fix_norm=plan.fix_norm,
         features=plan.features,

@@ -121,7 +121,7 @@ def files(tmp_path: Path) -> Path:
     }
     save_model(
         tmp_path / "model.safetensors",
-        build_model(BuiltIn("mlp-small"), DATASETS["digits"], seed=0),
+        build_model(BuiltIn("mlp-small"), DATASETS["digits"].signature, seed=0),
         facts,
     )
     model = (tmp_path / "model.safetensors").read_bytes()

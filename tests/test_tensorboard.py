@@ -1,0 +1,75 @@
+"""Scores for TensorBoard: what it reads back is what metrics.jsonl says."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+from dpmac_cli.runs import folder
+from dpmac_cli.runs.session import RunEvent, Started
+from dpmac_cli.runs.tensorboard import NOT_CURVES, TensorBoard
+from dpmac_cli.runs.train import resume, train
+from dpmac_cli.storage import files
+from tests.digits_runs import SEED, after, digits_config
+
+
+def written(events: Iterable[RunEvent]) -> Path:
+    """The folder of a run whose events a writer saw."""
+    writer = TensorBoard()
+    for event in events:
+        writer.show(event)
+    assert writer._run is not None
+    return writer._run
+
+
+def read_back(run: Path) -> list[dict[str, Any]]:
+    """The scores as TensorBoard reads them, a dictionary per step."""
+    events = LegacyEventFileLoader(str(run / folder.TENSORBOARD)).Load()
+    return [
+        {"step": event.step} | {value.tag: value.simple_value for value in event.summary.value}
+        for event in events
+        if event.HasField("summary")
+    ]
+
+
+def curves(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what is no curve."""
+    lines = files.read_lines(run / folder.METRICS)
+    kept = {*lines[0]} - {*NOT_CURVES} | {"step"}
+    return [{name: line[name] for name in kept if line[name] is not None} for line in lines]
+
+
+def test_tensorboard_reads_what_the_metrics_say() -> None:
+    run = written(train(digits_config(steps=36, out="run")))
+    found, expected = read_back(run), curves(run)
+    assert len(found) == len(expected) == 3
+    for line, other in zip(found, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-6)
+        assert line.keys() >= {"step", "epsilon", "test_accuracy"}
+
+
+@pytest.mark.privacy
+def test_epsilon_is_never_understated() -> None:
+    run = written(train(digits_config(steps=36, out="run")))
+    pairs = zip(read_back(run), files.read_lines(run / folder.METRICS), strict=True)
+    assert all(shown["epsilon"] >= line["epsilon"] for shown, line in pairs)
+
+
+def test_a_resumed_run_has_every_score_once() -> None:
+    config = digits_config(steps=36, out="run", seed=SEED)
+    written(train(config, after(20)))
+    run = written(resume("run"))
+    assert [line["step"] for line in read_back(run)] == [line["step"] for line in curves(run)]
+    assert read_back(run)[-1]["step"] == 36
+
+
+def test_the_file_depends_on_the_metrics_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list(train(digits_config(steps=13, out="run")))
+    run = written(events)
+    before = (run / folder.TENSORBOARD).read_bytes()
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    started = next(event for event in events if isinstance(event, Started))
+    TensorBoard().show(started)  # as if the run were resumed at its end
+    assert (run / folder.TENSORBOARD).read_bytes() == before
