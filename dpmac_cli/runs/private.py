@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.config.given import parse
+from dpmac_cli.config.keywords import Keywords, TrainingKeywords
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
@@ -41,12 +43,13 @@ class PrivateTraining:
         model: maps (samples, channels, height, width) to logits (samples, classes). It is trained
             in place: its parameters become views of one vector.
         data: name or path of a dataset, or records in memory.
+        settings: settings as a model; ``model``, ``data`` and ``loss`` replace its own.
         loss: name of a loss, or a function ``loss(output, target)`` of tensors of one sample, shape
             (1, classes) and (1,), that returns its loss. It runs on each sample separately, and
             must not store or print its inputs, which are private.
         rule: update rule that replaces the optimizer's; see
             :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
-        settings: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
+        keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
             optimizer="dp-macadam"``.
 
     Attributes:
@@ -64,14 +67,19 @@ class PrivateTraining:
         self,
         model: nn.Module,
         data: str | Path | AtHand,
+        settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,
         rule: Rule | None = None,
-        **settings: Any,
+        **keywords: Unpack[TrainingKeywords],
     ) -> None:
         named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
-        resolved = resolve({**settings, "loss": named}, dataset=data, model=name)
+        chosen: Keywords = {"dataset": data, "model": name}
+        if loss is not None:
+            chosen["loss"] = named
+        given = {} if settings is None else settings.given
+        resolved = resolve({**given, **keywords, **chosen})
         device = choose_device(resolved.plan.device)
         plan = replace(resolved.plan, device=str(device))
         if plan.scores is not None:
