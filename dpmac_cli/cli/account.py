@@ -74,7 +74,7 @@ def account(run: Path | None, **given: Any) -> None:
     shown = take(Shown, given)
     risk, plot, json = shown.risk, shown.plot, shown.json
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
-    by_rdp = flags.get("accountant") in ("rdp", "all")
+    by_rdp = question.by_name(flags, []).get("accountant") in ("rdp", "all")
     faults = {
         "--plot draws the trade-off curve of --risk: add --risk.": plot and not risk,
         "--risk needs privacy loss distributions: add --accountant pld.": risk and by_rdp,

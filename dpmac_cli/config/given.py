@@ -8,6 +8,7 @@ from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.flags import unknown, valid_part
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.settings import OWN_MODEL, SETTINGS, Settings
+from dpmac_cli.errors import InputError
 
 #: Mutually exclusive settings for the same thing. A flag replaces a file's setting.
 EXCLUSIVE: tuple[tuple[SettingName, ...], ...] = (
@@ -35,6 +36,26 @@ class Given:
 def is_setting(name: str) -> TypeGuard[SettingName]:
     """Return whether there is a setting of this name."""
     return name in SETTINGS
+
+
+def by_setting(recorded: Mapping[str, Any]) -> dict[SettingName, Any]:
+    """Return recorded settings by the names of settings instead of those of flags.
+
+    Raises:
+        InputError: a setting of another version is not known.
+    """
+    names = {name: name.replace("-", "_") for name in recorded}
+    gone = [
+        f"{flag} in the checkpoint"
+        for flag, name in names.items()
+        if not is_setting(name) and recorded[flag] is not False
+    ]
+    if gone:
+        raise InputError(
+            f"{' and '.join(gone)}: this version of dpmac has no such setting. Resume with the "
+            "version that started the run, or start a new run."
+        )
+    return {name: recorded[flag] for flag, name in names.items() if is_setting(name)}
 
 
 def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[SettingName, Given]:
@@ -70,11 +91,12 @@ def combined(
 
 def validated(
     given: Mapping[SettingName, Given], errors: list[str]
-) -> tuple[Settings, frozenset[str]]:
+) -> tuple[Settings, frozenset[SettingName]]:
     """Return the valid settings, and the names of the others; add their faults to ``errors``."""
     values = {name: entry.value for name, entry in given.items()}
     origins = {name: entry.origin for name, entry in given.items()}
-    return valid_part(Settings, values, errors, origins)
+    settings, invalid = valid_part(Settings, values, errors, origins)
+    return settings, frozenset(name for name in given if name in invalid)
 
 
 def parse(flags: Settings | Mapping[Any, Any]) -> dict[SettingName, Any]:

@@ -15,10 +15,10 @@ from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.given import (
     Given,
     Values,
+    by_setting,
     combined,
     faults_of_model,
     from_flags,
-    is_setting,
     validated,
 )
 from dpmac_cli.config.keywords import Keywords, SettingName
@@ -75,19 +75,11 @@ def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Res
     Raises:
         InputError: lists every fault found.
     """
-    given: dict[SettingName, Given] = {}
-    gone: list[str] = []
-    for flag, value in recorded.items():
-        name, origin = flag.replace("-", "_"), f"{flag} in the checkpoint"
-        if value is not False and is_setting(name):
-            given[name] = Given(value, origin)
-        elif value is not False:
-            gone.append(origin)
-    if gone:
-        raise InputError(
-            f"{' and '.join(gone)}: this version of dpmac has no such setting. Resume with the "
-            "version that started the run, or start a new run."
-        )
+    given = {
+        name: Given(value, f"{flag_name(name)} in the checkpoint")
+        for name, value in by_setting(recorded).items()
+        if value is not False
+    }
     errors: list[str] = []
     return _resolved(from_flags(flags, errors), given, errors)
 
@@ -140,9 +132,10 @@ def _calibrated(plan: TrainPlan) -> TrainPlan:
     """
     if plan.private and math.isfinite(plan.target_epsilon):
         sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
-        recorded = {**plan.recorded, "sigma": sigma}
-        recorded.pop("epsilon")
-        plan = replace(plan, event=replace(plan.event, noise_multiplier=sigma), recorded=recorded)
+        settings = plan.settings.replace(sigma=sigma, epsilon=None)
+        recorded = _recorded(settings, plan.data)
+        event = replace(plan.event, noise_multiplier=sigma)
+        plan = replace(plan, event=event, settings=settings, recorded=recorded)
     if plan.scores is None:
         return plan
     target = min(total_epsilon((plan.event,), plan.delta), plan.max_epsilon)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dpmac_cli import __version__
-from dpmac_cli.config.given import parse
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
 
@@ -38,7 +38,7 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
     Raises:
         InputError: there is no such device.
     """
-    parse({"device": name})
+    Settings(device=name)  # raises InputError
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
-from dpmac_cli.config.given import parse
 from dpmac_cli.config.keywords import Keywords, TrainingKeywords
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
@@ -146,8 +145,8 @@ class PrivateTraining:
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        # Validated, and recorded for the report, like any setting.
-        hyper = replace(self.plan.hyper, **parse({"lr": rate}))
+        Settings(lr=rate)  # raises InputError
+        hyper = replace(self.plan.hyper, lr=float(rate))
         recorded = {**self.plan.recorded, "lr": hyper.lr}
         self.plan = replace(self.plan, hyper=hyper, recorded=recorded)
         self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)

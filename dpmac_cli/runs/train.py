@@ -8,7 +8,7 @@ from typing import Any
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.config.fields import flag_name
-from dpmac_cli.config.given import parse
+from dpmac_cli.config.given import by_setting, parse
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
@@ -248,11 +248,11 @@ def _check_unchanged(
     placed: tuple[SettingName, ...] = ("out", "force")
     here: tuple[SettingName, ...] = ("seed", *placed)
     changes: dict[SettingName, str] = {name: f"--{name}" for name in here if name in given}
-    for name, option in SETTINGS.items():
-        flag = flag_name(name)
-        value = plan.recorded.get(flag)
+    before = by_setting(recorded)
+    for name, value in by_setting(plan.recorded).items():
         # A dataset or model at another path is compared by its fingerprint.
-        if flag in plan.recorded and recorded.get(flag) != value and not option.flag.local:
+        if before.get(name) != value and not SETTINGS[name].flag.local:
+            flag = flag_name(name)
             changes[name] = f"--{flag}" if value is True else f"--{flag} {value}"
     if not changes:
         return
