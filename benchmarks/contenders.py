@@ -38,7 +38,7 @@ from dpmac_cli.runs.memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, keep_freed
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
-from dpmac_cli.training.trainer import Trainer, forbid_tf32
+from dpmac_cli.training.trainer import Trainer
 
 SIGMA, LR = 1.0, 1e-3
 #: A set whose images an architecture is timed on.
@@ -66,10 +66,11 @@ Step = Callable[[], None]
 def settings_of(name: str) -> None:
     """Set what a contender runs with.
 
-    Ours has TF32 off everywhere, and ``dpmac train`` keeps freed memory; the others have torch's
+    TF32 is off for all, and ``dpmac train`` keeps freed memory; the others have torch's
     defaults, and glibc's (what it comes to in a program that frees large blocks).
     """
-    forbid_tf32()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     if name.partition(" ")[0] in OPTIMIZERS or name == KEEPING:
         keep_freed_memory()
     else:

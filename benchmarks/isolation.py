@@ -30,7 +30,7 @@ from dpmac_cli.randomness.noise import Noise
 from dpmac_cli.randomness.sampling import KeyedSampler
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
-from dpmac_cli.training.trainer import Trainer, forbid_tf32
+from dpmac_cli.training.trainer import Trainer
 
 RECORDS = 10_000
 Step = Callable[[], None]
@@ -172,7 +172,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contender (15)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    forbid_tf32()
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     print(f"| ms per step | {' | '.join(CONTENDERS)} |")
     print("|---" * (len(CONTENDERS) + 1) + "|")
     for task in TASKS:

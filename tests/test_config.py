@@ -45,6 +45,7 @@ VALUES: Mapping[str, Any] = {
     "split_seed": 4,
     "channels": "3",
     "image_size": 40,
+    "levels": 4095,
     "classes": "cat,dog",
     "standardise": "imagenet",
     "feature_range": "-1,2.5",
@@ -102,7 +103,7 @@ PICTURES, ROWS, TABLE = "pictures", "rows.npz", "table.csv"
 #: Settings that some need beside them.
 BESIDE: Mapping[str, Mapping[str, Any]] = {
     **{name: {"dataset": PICTURES} for name in ("test_fraction", "split_seed", "channels")},
-    **{name: {"dataset": PICTURES} for name in ("image_size", "classes", "skip_bad")},
+    **{name: {"dataset": PICTURES} for name in ("image_size", "levels", "classes", "skip_bad")},
     "standardise": {"dataset": PICTURES, "channels": "3"},
     "feature_range": {"dataset": ROWS},
     "unit": {"dataset": PICTURES},
@@ -126,6 +127,7 @@ _FIELDS = {
     "test_fraction": "data.test_fraction",
     "split_seed": "data.split_seed",
     "image_size": "data.image_size",
+    "levels": "data.levels",
     "standardise": "data.standardise",
     "unit": "data.unit",
     "records_per_unit": "recipe.records",
@@ -454,6 +456,7 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
     "test_fraction": ("0", "1", "-0.5"),
     "split_seed": ("-1", "4294967296"),
     "image_size": ("0", "1025"),
+    "levels": ("0", "65536"),
     "records_per_unit": ("0", "1025"),
     "warmup_steps": ("-1", "10000001"),
     "weight_decay": ("-0.1", "1001"),

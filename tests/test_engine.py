@@ -231,19 +231,6 @@ def test_without_privacy_there_is_no_noise() -> None:
     assert trainer.public_values() == {"noise_norm": 0.0}
 
 
-@pytest.mark.privacy
-def test_tf32_is_off() -> None:
-    """It would void every bound on rounding; for cudnn it is on by default."""
-    backends: Any = torch.backends
-    places = [backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.mkldnn.matmul]
-    for place in places:
-        place.fp32_precision = "tf32"
-    torch.set_float32_matmul_precision("medium")
-    make_trainer("dp-sgd")
-    assert [place.fp32_precision for place in places] == ["ieee"] * len(places)
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 # Blocks.
 
 

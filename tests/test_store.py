@@ -61,9 +61,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The rows that this process decodes."""
     seen: list[int] = []
 
-    def watched(file: RowFile, row: int, image: decoding.ImageFile) -> str | None:
+    def watched(
+        file: RowFile, row: int, image: decoding.ImageFile, levels: int | None
+    ) -> str | None:
         seen.append(row)
-        return plain(file, row, image)
+        return plain(file, row, image, levels)
 
     plain = decoding.decode_into
     monkeypatch.setattr(decoding, "decode_into", watched)

@@ -16,7 +16,6 @@ from dpmac_cli.models.tracing import (
     check_uniform,
 )
 from dpmac_cli.models.validation import independence
-from dpmac_cli.training.trainer import forbid_tf32
 
 SHAPE, CLASSES = (4, 6, 6), 3
 PIXELS = 4 * 6 * 6
@@ -290,11 +289,17 @@ def test_frozen_networks_are_proven_with_batch_norm_in_evaluation_mode() -> None
                                             nn.Flatten(1, 2), layer), SHAPE)  # fmt: skip
 
 
-def test_proofs_are_found_after_training_has_set_the_precision_of_products() -> None:
-    """torch.export reads settings of before, which contradict those of now unless told."""
-    forbid_tf32()
-    forbid_tf32()
-    check_uniform(through(torch.relu), SHAPE)
+@pytest.mark.parametrize("precision", ["none", "ieee", "tf32"])
+def test_proofs_are_found_whatever_precision_a_program_has_set(precision: str) -> None:
+    """torch.export reads older settings, which contradict those of whole backends."""
+    backends: Any = torch.backends
+    before = backends.fp32_precision
+    try:
+        backends.fp32_precision = precision
+        check_uniform(through(torch.relu), SHAPE)
+        assert backends.fp32_precision == precision
+    finally:
+        backends.fp32_precision = before
 
 
 @pytest.mark.privacy

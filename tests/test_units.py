@@ -340,7 +340,7 @@ def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
     assert train.units is not None
     one, other = np.unique(train.units)[:2]
     unit = patients()[2]
-    swapped = [np.flatnonzero(unit == which)[0] for which in (one, other)]
+    swapped = [np.flatnonzero(unit.astype(str) == which)[0] for which in (one, other)]
     unit[swapped] = other, one  # as many units, and the same records to train on
     write_npz(unit=unit)
     with pytest.raises(InputError, match="The units that the records belong to are not those"):

@@ -28,11 +28,16 @@ Cost = Callable[[int], float]
 
 @functools.lru_cache
 def calibrate_noise(
-    event: TrainingEvent, delta: float, target: float, accountant: str = DEFAULT_ACCOUNTANT
+    event: TrainingEvent,
+    delta: float,
+    target: float,
+    accountant: str = DEFAULT_ACCOUNTANT,
+    earlier: tuple[TrainingEvent, ...] = (),
 ) -> float:
     """Return the smallest noise multiplier, on a grid of 1e-5, that costs at most ``target``.
 
-    The event's noise multiplier is ignored. ``target`` is an epsilon > 0; for other arguments see
+    The event's noise multiplier is ignored. ``target`` is an epsilon > 0, which also covers
+    ``earlier`` events on the same records; for other arguments see
     :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
 
     Raises:
@@ -41,12 +46,18 @@ def calibrate_noise(
 
     def cost(ticks: int, widest: float = accountants.FINE) -> float:
         noisy = replace(event, noise_multiplier=ticks / SIGMA_TICKS)
-        return total_epsilon((noisy,), delta, accountant, widest)
+        return total_epsilon((*earlier, noisy), delta, accountant, widest)
 
     if event.steps == 0:
         return SIGMA_MIN
     least = cost(MOST_TICKS)
     check_within_reach(least, delta)
+    before = total_epsilon(earlier, delta, accountant)
+    if before >= target:
+        raise BudgetError(
+            f"Epsilon {target:g} is spent: earlier training costs {format_epsilon(before)} at "
+            f"delta {delta:g} already. Use a larger epsilon."
+        )
     if least > target:
         raise BudgetError(
             f"No sigma up to {SIGMA_MAX:g} brings training ({event.steps} steps at sampling "

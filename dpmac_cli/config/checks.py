@@ -126,12 +126,20 @@ def notes(plan: TrainPlan, flags: Mapping[SettingName, Given]) -> Iterator[str]:
             "records and are treated as public. Declare them to avoid that: "
             f"{_declaration(found)}"
         )
-    if found.repeated and plan.private:
+    if found.signs.repeated and plan.private:
         yield (
-            f"Names such as {found.repeated} suggest several images per person, but epsilon "
+            f"Names such as {found.signs.repeated} suggest several images per person, but epsilon "
             "protects single images. To protect all images of a person, add a pattern for the "
             "common part of their names: --unit 'patient([0-9]+)'."
         )
+    if found.signs.copies and plan.private:
+        yield (
+            f"{found.signs.copies} records of {plan.dataset} are exact copies of others. If they "
+            "come from one person, epsilon protects each copy, but not the person: leave them out, "
+            f"or name the unit of each record: {_unit_remedy(plan)}."
+        )
+    if found.signs.dim:
+        yield f"{plan.dataset}: {found.signs.dim}."
     if found.untested and plan.scores is None:
         some, more = found.untested[:NAMED], len(found.untested) - NAMED
         yield (
@@ -149,6 +157,16 @@ def notes(plan: TrainPlan, flags: Mapping[SettingName, Given]) -> Iterator[str]:
                 "steps, so random sampling saves little or no privacy cost. Unless you want "
                 "only a few such steps, use a smaller --batch-size."
             )
+
+
+def _unit_remedy(plan: TrainPlan) -> str:
+    """Return how to name the unit of each record of a dataset."""
+    if not isinstance(plan.data, Source) or plan.data.at_hand is not None:
+        return "unit= with one item per record"
+    path = plan.data.path
+    if path.is_dir():
+        return "--unit 'patient([0-9]+)'"
+    return "--unit COLUMN" if path.suffix in TABLES else "an array unit"
 
 
 def _declaration(found: Found) -> str:
@@ -185,7 +203,7 @@ def _idle(plan: TrainPlan) -> dict[SettingName, str]:
 
 _LORA: tuple[SettingName, ...] = ("lora_rank", "lora_alpha")
 _OF_SPLIT: tuple[SettingName, ...] = ("test_fraction", "split_seed")
-_OF_IMAGES: tuple[SettingName, ...] = ("channels", "image_size", "standardise")
+_OF_IMAGES: tuple[SettingName, ...] = ("channels", "image_size", "levels", "standardise")
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:

@@ -27,6 +27,7 @@ SettingName = Literal[
     "split_seed",
     "channels",
     "image_size",
+    "levels",
     "classes",
     "standardise",
     "feature_range",
@@ -113,6 +114,7 @@ class TrainingKeywords(TypedDict, total=False):
     split_seed: int | None
     channels: int | str | None
     image_size: int | None
+    levels: int | None
     classes: str | None
     standardise: str | None
     feature_range: str | None

@@ -46,6 +46,8 @@ class Resolved:
 def resolve(
     settings: Settings | Values | None = None,
     file: Path | None = None,
+    *,
+    earlier: tuple[TrainingEvent, ...] = (),
     **keywords: Unpack[Keywords],
 ) -> Resolved:
     """Resolve settings and a YAML file into a validated plan. Settings take precedence.
@@ -54,6 +56,7 @@ def resolve(
         settings: a model, or values by name, as text or of their types; None and False if not
             given.
         file: YAML file with flag names as keys.
+        earlier: events on the same records, which a target epsilon must cover too.
         keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
@@ -66,7 +69,7 @@ def resolve(
     given = {} if file is None else read_settings(file, errors)
     if "model" in given and "model" not in on_command_line:
         errors += faults_of_model([str(given["model"].value)], given["model"].origin)
-    return _resolved(on_command_line, given, errors)
+    return _resolved(on_command_line, given, errors, earlier)
 
 
 def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Resolved:
@@ -105,7 +108,10 @@ def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
 
 
 def _resolved(
-    flags: Mapping[SettingName, Given], file: Mapping[SettingName, Given], errors: list[str]
+    flags: Mapping[SettingName, Given],
+    file: Mapping[SettingName, Given],
+    errors: list[str],
+    earlier: tuple[TrainingEvent, ...] = (),
 ) -> Resolved:
     """Return a validated plan; ``errors`` were found before."""
     given = combined(file, flags, errors)
@@ -122,19 +128,20 @@ def _resolved(
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
-    return Resolved(_calibrated(plan), tuple(checks.notes(plan, flags)))
+    return Resolved(_calibrated(plan, earlier), tuple(checks.notes(plan, flags)))
 
 
-def _calibrated(plan: TrainPlan) -> TrainPlan:
+def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
     """Return a plan with the least noise for which the whole run costs at most the target epsilon.
 
-    Covered test scores cost at most as much as training.
+    It also covers ``earlier`` events. Covered test scores cost at most as much as training.
     """
     if plan.private and math.isfinite(plan.target_epsilon):
-        sigma = calibrate_noise(plan.event, plan.delta, plan.target_epsilon)
+        target, event = plan.target_epsilon, plan.event
+        sigma = calibrate_noise(event, plan.delta, target, earlier=earlier)
         settings = plan.settings.replace(sigma=sigma, epsilon=None)
         recorded = _recorded(settings, plan.data)
-        event = replace(plan.event, noise_multiplier=sigma)
+        event = replace(event, noise_multiplier=sigma)
         plan = replace(plan, event=event, settings=settings, recorded=recorded)
     if plan.scores is None:
         return plan
@@ -247,6 +254,7 @@ def _data(settings: Settings) -> tuple[str | Source, Found]:
         split_seed=settings.split_seed,
         channels=None if settings.channels is None else int(settings.channels),
         image_size=settings.image_size,
+        levels=settings.levels,
         classes=_names(settings.classes),
         standardise=settings.standardise,
         feature_range=_ends(settings.feature_range),

@@ -241,6 +241,18 @@ class Settings(Flags, frozen=True):
         Field(ge=1, le=1_024, description="Resize your images to N by N."),
         Flag(DATA, otherwise="as found", fixed=True),
     ] = None
+    levels: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=65_535,
+            description=(
+                "Value of white in your grey images with 16 bits per pixel, such as 4095 for scans"
+                " of 12 bits."
+            ),
+        ),
+        Flag(DATA, otherwise="the largest that the format can hold", fixed=True),
+    ] = None
     classes: Annotated[
         str | None,
         Pattern(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog"),

@@ -4,7 +4,7 @@ import hashlib
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from dpmac_cli.data.decoding import decode
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.canonical import Faults, units_in
+from dpmac_cli.data.decoding import DIM, decode
+from dpmac_cli.data.schema import Signs, Source
 from dpmac_cli.data.splits import NAMED, Records, check_classes, found, split
+from dpmac_cli.data.stacking import key_of, labels_in, masks, stacked
 from dpmac_cli.errors import InputError, raise_errors
 
 #: Largest absolute value of a range's limits, and smallest distance between them.
@@ -28,19 +30,22 @@ Arrays = dict[str, NDArray[Any]]
 class ArrayFile:
     """Dataset from the arrays of an .npz or a table, which are named as in :data:`ARRAYS`.
 
-    ``skipped`` lists records that were left out when they were read.
+    ``skipped`` lists records that were left out when they were read, and ``unusable`` says which
+    rows of an array could not be.
     """
 
-    def __init__(self, source: Source, arrays: Arrays, skipped: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        source: Source,
+        arrays: Arrays,
+        skipped: tuple[str, ...] = (),
+        unusable: Mapping[str, Faults] | None = None,
+    ) -> None:
         if source.classes is not None:
             arrays["classes"] = np.array(source.classes)
         if source.feature_range is not None:
             arrays["low"], arrays["high"] = map(np.array, source.feature_range)
-        for name in {"y", "y_test"} & arrays.keys() if "classes" in arrays else ():
-            if arrays[name].dtype.kind == "U":  # names of classes; -1 for those not declared
-                same = arrays[name][..., None] == arrays["classes"].astype(str).ravel()
-                arrays[name] = np.where(same.any(-1), same.argmax(-1), -1)
-        skipped += _leave_out_bad(arrays, source)
+        skipped += _leave_out_bad(arrays, source, _made_canonical(arrays, unusable or {}))
         self._sides = [
             Records(arrays[f"x{side}"], arrays[f"y{side}"], arrays.get(f"unit{side}"))
             for side in SIDES
@@ -52,8 +57,9 @@ class ArrayFile:
         count = 1 + int(y.max()) if y.ndim == 1 else y.shape[1]
         classes = list(map(str, range(count) if names is None else names))
         check_classes(classes, source)
+        contents = _contents(x, y) if units is None else []
         if held_out:
-            keys = _keys(x, y) if units is None else (str(u).encode() for u in units.tolist())
+            keys = _keys(contents) if units is None else (u.encode() for u in units.tolist())
             self._sides = split(self._sides[0], keys, classes if inferred else None, source)
         channels, *side = channels_first(x[:1]).shape[1:]
         self._ends, self._size = _ends(arrays) if _is_numbers(x) else None, source.image_size
@@ -73,6 +79,7 @@ class ArrayFile:
             held_out=held_out,
             inferred=("classes",) * inferred,  # an array's type declares its shape
             skipped=skipped,
+            signs=Signs(copies=len(contents) - len(set(contents)), dim=_dim(x)),
         )
 
     def load(self) -> list[Records]:
@@ -127,33 +134,63 @@ def read_npz(path: Path, needed: Sequence[str] = ("x", "y")) -> Arrays:
         ) from failure
 
 
-def _leave_out_bad(arrays: Arrays, source: Source) -> tuple[str, ...]:
+def _made_canonical(arrays: Arrays, unusable: Mapping[str, Faults]) -> dict[str, Faults]:
+    """Convert records, labels and units in place, each by itself, and return faults by side."""
+    classes = arrays.get("classes")
+    names = None if classes is None or classes.ndim != 1 else classes.tolist()
+    ranged, faults = bool({"low", "high"} & arrays.keys()), dict[str, Faults]()
+    for side in SIDES:
+        found = faults[side] = dict(unusable.get(side, {}))
+        x, y, units = (arrays.get(f"{name}{side}") for name in ("x", "y", "unit"))
+        # Text is declared as such by the array of a file, and numbers need a range.
+        if x is not None and x.ndim and (x.dtype.kind == "O" or (x.dtype.kind in "US" and ranged)):
+            arrays[f"x{side}"], more = stacked(x, ranged or None, found)
+            found |= more
+        if y is not None:
+            arrays[f"y{side}"], more = labels_in(y, names, known=found)
+            found |= more
+        if units is not None and units.ndim == 1:
+            arrays[f"unit{side}"], more = units_in(units)
+            found |= more
+    return faults
+
+
+def _leave_out_bad(
+    arrays: Arrays, source: Source, unusable: Mapping[str, Faults]
+) -> tuple[str, ...]:
     """With --skip-bad, remove unusable records in place and return a description of each.
 
-    Raises InputError with every reason why the arrays cannot be used as a dataset.
+    ``unusable`` says, for each side, which records cannot be used and why. Raises InputError with
+    every reason why the arrays cannot be used as a dataset.
     """
     faults, skipped = list[str](), list[str]()
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise InputError(f"{source.path}: x_test and y_test must both be given; one is missing.")
     sides = [side for side in SIDES if f"x{side}" in arrays]
-    for side in sides:
-        if wrong := list(_faults_of_pair(arrays, side)):
+    strange = list(_faults_of_units(arrays, source))
+    for side in reversed(sides):  # test records first: which units they have decides about others
+        if (wrong := list(_faults_of_pair(arrays, side))) or strange:
             faults += wrong
             continue
-        reasons = _bad_records(arrays, side)
+        reasons = _bad_records(arrays, side, unusable[side])
+        if source.skip_bad and not side and "unit_test" in arrays and "unit" in arrays:
+            # Then neither of the records of such a unit can make the run fail.
+            tested = set(arrays["unit_test"].tolist())
+            twice = [unit in tested for unit in arrays["unit"].tolist()]
+            reasons["unit contains a unit that has test records"] = np.array(twice, np.bool_)
         bad = np.logical_or.reduce([*reasons.values()])
         if source.skip_bad:
             skipped += [f"row {row} of x{side}" for row in np.flatnonzero(bad)]
-            together = {f"x{side}", f"y{side}", f"unit{side}"} & arrays.keys()
+            together = [f"{name}{side}" for name in ("x", "y", "unit") if f"{name}{side}" in arrays]
             arrays |= {name: arrays[name][~bad] for name in together}
         else:
             faults += [
-                f"{what} in {at.sum()} of {len(at)} rows. Add --skip-bad to leave them out"
+                f"{what} in {at.sum()} of {len(at)} rows, such as row {at.argmax()}. Add "
+                "--skip-bad to leave them out"
                 for what, at in reasons.items()
                 if at.any()
             ]
-    faults += [f"x{side} is empty" for side in sides if not arrays[f"x{side}"].size]
-    faults += _faults_of_units(arrays, source)
+    faults += strange + [f"x{side} is empty" for side in sides if not arrays[f"x{side}"].size]
     if not faults and "classes" not in arrays and arrays["y"].ndim == 1:
         faults += _faults_of_classes(arrays)
     if _is_numbers(arrays["x"]):
@@ -162,9 +199,10 @@ def _leave_out_bad(arrays: Arrays, source: Source) -> tuple[str, ...]:
     return tuple(skipped)
 
 
-def _bad_records(arrays: Arrays, side: str) -> dict[str, NDArray[np.bool_]]:
+def _bad_records(arrays: Arrays, side: str, unusable: Faults) -> dict[str, NDArray[np.bool_]]:
     """Return a mask of unusable records for each reason, shape (records,)."""
-    x, y, bad = arrays[f"x{side}"], arrays[f"y{side}"], {}
+    x, y, bad = arrays[f"x{side}"], arrays[f"y{side}"], dict[str, NDArray[np.bool_]]()
+    bad |= {f"a record of x{side} {why}": at for why, at in masks(unusable, len(x))}
     if y.ndim == 2:
         bad[f"y{side} contains labels that are neither 0 nor 1"] = ((y != 0) & (y != 1)).any(1)
     else:
@@ -176,7 +214,7 @@ def _bad_records(arrays: Arrays, side: str) -> dict[str, NDArray[np.bool_]]:
             bad[f"y{side} contains the label {y.max(initial=0)} ({why})"] = y >= classes
     if x.dtype.kind == "f":
         finite = np.isfinite(x).all(tuple(range(1, x.ndim)))
-        bad[f"x{side} contains NaN or infinity"] = ~finite
+        bad[f"x{side} contains NaN or infinity"] = np.asarray(~finite)
     return bad
 
 
@@ -265,15 +303,30 @@ def _faults_of_pair(arrays: Arrays, side: str) -> Iterator[str]:
         yield f"y{side} has {y.shape[1]} labels per record, but classes has {len(classes)} names"
 
 
-def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[bytes]:
+def _contents(x: NDArray[Any], y: NDArray[Any]) -> list[bytes]:
+    """Return a hash of the values of each record and its label."""
+    numbers = _is_numbers(x)
+    return [
+        hashlib.blake2b(key_of(row, label, numbers), digest_size=16).digest()
+        for row, label in zip(x, y, strict=True)
+    ]
+
+
+def _keys(contents: Iterable[bytes]) -> Iterator[bytes]:
     """Yield a key per record: a hash of its contents, and the number of equal records before it,
     which keeps equal records from all ending up on one side. Row numbers would shift on removal.
     """
     seen: Counter[bytes] = Counter()
-    for row, label in zip(x, y, strict=True):
-        content = hashlib.blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
+    for content in contents:
         yield content + seen[content].to_bytes(8, "big")
         seen[content] += 1
+
+
+def _dim(x: NDArray[Any]) -> str:
+    """Return a note if images use a small part of the range of uint8; "" if they do not."""
+    if _is_numbers(x) or not x.size or (most := int(x.max())) > DIM:
+        return ""
+    return f"The brightest pixel of all images is {most} of 255. Scale them by a public constant"
 
 
 def _is_numbers(x: NDArray[Any]) -> bool:

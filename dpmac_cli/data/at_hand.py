@@ -1,13 +1,16 @@
 """In-memory datasets: arrays, torch datasets and data frames, used instead of a dataset's name."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dpmac_cli.data.canonical import Faults
 from dpmac_cli.data.schema import AtHand
+from dpmac_cli.data.stacking import Stack, labels_in, one_by_one
 from dpmac_cli.data.table_schema import TableSchema, read_schema, schema_of
 from dpmac_cli.errors import InputError
 
@@ -31,6 +34,10 @@ class ArrayData(AtHand):
         unit, unit_test: number or name of the unit of privacy that each record belongs to, such as
             a person, shape (records,); by default each record is one.
         name: the dataset's name in reports.
+        unusable: why rows of ``x`` (key "") and ``x_test`` (key "_test") cannot be used.
+
+    The items of a list are converted one by one, so none decides how another is stored. An array
+    declares one type and shape for all records.
 
     Raises:
         InputError: the name is that of a registered dataset or of a file.
@@ -49,13 +56,15 @@ class ArrayData(AtHand):
         unit: ArrayLike | None = None,
         unit_test: ArrayLike | None = None,
         name: str = "arrays",
+        unusable: Mapping[str, Mapping[int, str]] | None = None,
     ) -> None:
-        names = None if classes is None else list(classes)
-        given = {"x": x, "y": y, "x_test": x_test, "y_test": y_test, "low": low, "high": high}
-        given |= {"unit": unit, "unit_test": unit_test, "classes": names}
-        arrays = {name: np.asarray(array) for name, array in given.items() if array is not None}
+        facts = {"low": low, "high": high, "classes": None if classes is None else list(classes)}
+        records = {"x": x, "y": y, "x_test": x_test, "y_test": y_test}
+        records |= {"unit": unit, "unit_test": unit_test}
+        arrays = {name: np.asarray(array) for name, array in facts.items() if array is not None}
+        arrays |= {name: one_by_one(part) for name, part in records.items() if part is not None}
         arrays |= {name: arrays[name].copy() for name in ("y", "y_test") if name in arrays}
-        super().__init__(_place(name), arrays)
+        super().__init__(_place(name), arrays, unusable=unusable)
 
 
 def from_dataframe(
@@ -76,39 +85,110 @@ def from_dataframe(
     return AtHand(_place(name), frame=frame, schema=schema_of(schema, "schema"))
 
 
-def from_torch(train: Any, test: Any = None, **facts: Any) -> ArrayData:
+def from_torch(
+    train: Any,
+    test: Any = None,
+    *,
+    shape: Sequence[int] | None = None,
+    label_shape: Sequence[int] | None = None,
+    **facts: Any,
+) -> ArrayData:
     """Return the records of map-style torch datasets, each read once.
 
     Transforms run once per record, so a random transform is frozen; use the setting
     ``augmentations`` instead. Values in [0, 1], as from ``ToTensor()``, need ``low=0, high=1``.
+    With ``low`` and ``high``, records are stored as float32, and otherwise images as uint8.
 
     Args:
         train: a dataset with a length that returns (image or tensor, label) pairs by index.
         test: the same for records to test on; see :class:`ArrayData`.
-        facts: ``classes``, ``low``, ``high`` and ``name``, as in :class:`ArrayData`.
+        shape: public shape of every record, such as (3, 32, 32). By default all must have that of
+            the first one. If it is declared, other records are unusable (see ``skip_bad``), and
+            images must be uint8 unless ``low`` and ``high`` are given.
+        label_shape: public shape of every label: () for one class, (K,) for K labels. By default
+            all must have that of the first one.
+        facts: ``classes``, ``low``, ``high``, ``unit``, ``unit_test`` and ``name``, as in
+            :class:`ArrayData`.
 
     Raises:
-        InputError: a dataset returns something else.
+        InputError: a dataset returns something else, records differ in what is not declared, or
+            the training set has one record several times, as a sampler's ``Subset`` may.
     """
-    tested = (None, None) if test is None else _stacked(test)
-    return ArrayData(*_stacked(train), *tested, **facts)
+    if facts.get("unit") is None:
+        _check_distinct(train)
+    declared = _Declared(
+        None if shape is None else tuple(shape),
+        None if label_shape is None else tuple(label_shape),
+        {"low", "high"} <= facts.keys() or (None if shape is None or len(shape) < 2 else False),
+    )
+    (x, y, faults), unusable = _read(train, declared), dict[str, Faults]()
+    if test is not None:
+        facts["x_test"], facts["y_test"], unusable["_test"] = _read(test, declared)
+    return ArrayData(x, y, **facts, unusable={"": faults, **unusable})
 
 
-def _stacked(dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    x, y = None, []
-    try:
-        for row in range(len(dataset)):
-            record, label = dataset[row]
-            values = np.asarray(record)
-            x = np.empty((len(dataset), *values.shape), values.dtype) if x is None else x
-            x[row] = values
-            y.append(np.asarray(label))
-    except (TypeError, ValueError, KeyError) as failure:
+class _Declared(NamedTuple):
+    shape: tuple[int, ...] | None
+    label_shape: tuple[int, ...] | None
+    numbers: bool | None
+
+
+def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any], Faults]:
+    """Return records, labels, and why records cannot be used. Raises InputError."""
+    kind, failure = type(dataset).__name__, None
+    remedy = "Pass a map-style torch.utils.data.Dataset that does."
+    if not hasattr(dataset, "__len__"):
+        raise InputError(f"{kind} has no length, so records cannot be read by index. {remedy}")
+    count = len(dataset)
+    stack, labels = Stack(count, declared.shape, declared.numbers, np.float32), [0] * count
+    for row in range(count):
+        try:
+            record, labels[row] = dataset[row]
+        except MemoryError:
+            raise
+        except Exception as raised:  # noqa: BLE001  (a dataset raises whatever a file leads to)
+            failure = raised
+            stack.faults[row] = f"cannot be read ({type(raised).__name__}: {raised})"
+        else:
+            stack.add(row, record)
+    if count and len(stack.faults) == count:
+        why = failure or stack.faults[0]
         raise InputError(
-            f"{type(dataset).__name__} does not return (record, label) pairs of equal shapes by "
-            f"index ({failure}). Pass a map-style torch.utils.data.Dataset that does."
+            f"{kind} does not return (record, label) pairs of numbers by index ({why}). {remedy}"
         ) from failure
-    return np.empty((0, 1)) if x is None else x, np.array(y)
+    y, faults = one_by_one(labels), stack.faults
+    names = any(isinstance(label, str) for label in labels)
+    if not names:
+        y, more = labels_in(y, None, declared.label_shape, known=faults)
+        faults |= more
+    return stack.array(), y, faults
+
+
+def _check_distinct(dataset: Any) -> None:
+    """Reject a training set that has a record of another dataset several times."""
+    seen = Counter(_identities(dataset))
+    copies = sum(seen.values()) - len(seen)
+    if copies:
+        raise InputError(
+            f"The training set has {len(seen)} different records, and {copies} copies of them: "
+            "its indices repeat. Epsilon would protect each copy, but not a record with all of "
+            "its copies. Leave out the copies (class weights can replace oversampling), or "
+            "protect each record with its copies: from_torch(..., unit=subset.indices)."
+        )
+
+
+def _identities(dataset: Any) -> Iterator[tuple[int, int]]:
+    """Yield which record of which dataset each record is, by identity and index."""
+    parts, indices = getattr(dataset, "datasets", None), getattr(dataset, "indices", None)
+    inner = getattr(dataset, "dataset", None)
+    if isinstance(parts, list | tuple):  # ConcatDataset
+        for part in parts:
+            yield from _identities(part)
+    elif indices is not None and inner is not None:  # Subset
+        known = list(_identities(inner))
+        yield from (known[int(index)] for index in indices)
+    elif hasattr(dataset, "__len__"):
+        yield from ((id(dataset), row) for row in range(len(dataset)))
 
 
 def _place(name: str) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,14 @@ Seen = TypeVar("Seen")
 
 #: Formats whose 16-bit images Pillow opens as 32 bits per pixel.
 DEEP = ("PNG", "PPM")
+#: Formats in which further pictures belong to the first one, such as its depth.
+COMPANIONS = ("MPO",)
+#: EXIF's tag of the orientation, and the turns of its values as numbers of Image.Transpose. Pillow
+#: turns TIFF itself.
+ORIENTATION, TURNS = 0x0112, {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+BITS_PER_SAMPLE, WHITE = 258, 65535
+#: Images whose brightest pixel is at most this are remarked on.
+DIM = 31
 CHANGED = "changed while the run began"
 #: Largest number of images that are decoded without worker processes.
 FEW = 128
@@ -43,15 +51,21 @@ class ImageFile(NamedTuple):
     label: int
     size: int  # bytes
     changed: int  # nanoseconds, of the last change to contents or name
+    inode: int  # tells files of other folders that take the place of this one
 
     @classmethod
     def found(cls, path: str, label: int, facts: os.stat_result) -> "ImageFile":
         """Describe a file. Writing to it always changes ``st_ctime``."""
-        return cls(path, label, facts.st_size, facts.st_ctime_ns)
+        return cls(path, label, facts.st_size, facts.st_ctime_ns, facts.st_ino)
 
 
-def decoded(rows: RowFile, images: Sequence[ImageFile]) -> Generator[Computing, None, list[str]]:
+def decoded(
+    rows: RowFile, images: Sequence[ImageFile], levels: int | None = None
+) -> Generator[Computing, None, list[str]]:
     """Decode the images that are missing from a file with one row per image.
+
+    Args:
+        levels: see :func:`decode`.
 
     Returns:
         One message for each image that could not be decoded.
@@ -61,11 +75,11 @@ def decoded(rows: RowFile, images: Sequence[ImageFile]) -> Generator[Computing, 
     """
     yield _progress(rows)
     if len(rows.missing()) > FEW:
-        yield from _by_processes(rows, images)
+        yield from _by_processes(rows, images, levels)
     faults, progress = list[str](), _progress(rows)
     for row in rows.missing().tolist():  # few images, or damaged ones, to report why
         yield progress  # a listener may stop here
-        if fault := decode_into(rows, row, images[row]):
+        if fault := decode_into(rows, row, images[row], levels):
             faults.append(f"{images[row].path} {fault}")
     changed = [fault for fault in faults if fault.endswith(CHANGED)]
     refuse(changed, " Run the command again once nothing writes to these files.")
@@ -78,14 +92,16 @@ def _progress(rows: RowFile) -> Computing:
     return Computing(done, len(rows), rows.path.parent, what="images", nbytes=rows.nbytes)
 
 
-def _by_processes(rows: RowFile, images: Sequence[ImageFile]) -> Iterator[Computing]:
+def _by_processes(
+    rows: RowFile, images: Sequence[ImageFile], levels: int | None
+) -> Iterator[Computing]:
     """Decode images with one process per core, and skip damaged ones."""
     job, count = [(row, images[row]) for row in rows.missing().tolist()], usable_cores()
     with ExitStack() as stack:
         workers = []
         for number in range(count):
             given = stack.enter_context(TemporaryFile("w+"))
-            json.dump(job[number::count], given)
+            json.dump([levels, job[number::count]], given)
             given.seek(0)
             worker = subprocess.Popen(  # noqa: S603  (this very module)
                 [sys.executable, "-m", __name__, str(rows.path)],
@@ -113,41 +129,97 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def decode_into(rows: RowFile, row: int, image: ImageFile) -> str | None:
+def decode_into(rows: RowFile, row: int, image: ImageFile, levels: int | None = None) -> str | None:
     """Decode an image into its row, or return why it cannot be decoded. Raises OSError."""
-    found = looked_at(image.path, lambda opened: decode(opened, rows.shape))
+    found = looked_at(image.path, lambda opened: decode(opened, rows.shape, levels), image)
     if isinstance(found, str):
         return found
-    if ImageFile.found(image.path, image.label, os.stat(image.path)) != image:
-        return CHANGED
     rows.write(row, found)
     return None
 
 
-def decode(opened: "Image", shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Return an image as (channels, height, width), resized if its size differs."""
+def decode(opened: "Image", shape: tuple[int, ...], levels: int | None = None) -> NDArray[np.uint8]:
+    """Return an image upright as (channels, height, width), resized if its size differs.
+
+    Args:
+        levels: value of white in grey images with 16 bits per pixel; None for the largest one that
+            the file's format can hold.
+
+    Raises:
+        ValueError: ``levels`` cannot be applied to a colour image with 16 bits per channel.
+    """
     from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
-    channels, height, width = shape
-    if opened.mode.startswith("I"):  # 16 bits: map 65535 to 255; Pillow would clip at 255
-        opened = Image.fromarray(np.rint(np.asarray(opened) / 257).astype(np.uint8))
+    (channels, height, width), turn = shape, turn_of(opened)
+    if opened.mode.startswith("I"):  # 16 bits: map white to 255; Pillow would clip at 255
+        pixels = np.rint(np.asarray(opened) / ((levels or _white(opened)) / 255))
+        opened = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+    elif levels is not None and any("16" in str(tile[3]) for tile in getattr(opened, "tile", ())):
+        raise ValueError("--levels is for grey images; save colours with 8 bits per channel")
     mode = "L" if channels == 1 else "RGB"
     image = opened if opened.mode == mode else opened.convert(mode)
+    if turn is not None:
+        image = image.transpose(Image.Transpose(turn))
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
-    pixels: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
-    return pixels.transpose(2, 0, 1)
+    result: NDArray[np.uint8] = np.asarray(image, np.uint8).reshape(height, width, channels)
+    return result.transpose(2, 0, 1)
 
 
-def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
-    """Open an image and return the result of ``look``, or why it cannot be read."""
+def _white(opened: "Image") -> int:
+    """Return the largest value of a grey image: TIFF also stores 12 bits per pixel."""
+    bits = getattr(opened, "tag_v2", {}).get(BITS_PER_SAMPLE, (16,))
+    return min(WHITE, (1 << int(max(bits))) - 1)
+
+
+def turn_of(opened: "Image") -> int | None:
+    """Return how to turn an image upright, as its EXIF says; None if it is upright."""
+    from PIL import Image  # noqa: PLC0415  (only pictures need it)
+
+    if opened.format == "TIFF":
+        return None
+    try:  # not opened.getexif(), which decodes a PNG to look for EXIF behind its pixels
+        return TURNS.get(Image.Image.getexif(opened).get(ORIENTATION, 1))
+    except Exception:  # noqa: BLE001  (malformed EXIF says nothing)
+        return None
+
+
+def size_of(opened: "Image") -> tuple[int, int]:
+    """Return the width and height of an image once it is upright."""
+    width, height = opened.size
+    return (height, width) if turn_of(opened) in (2, 4, 5, 6) else (width, height)
+
+
+def looked_at(
+    path: str, look: "Callable[[Image], Seen]", image: ImageFile | None = None
+) -> "Seen | str":
+    """Open an image and return the result of ``look``, or why it cannot be read.
+
+    ``image`` says what the file was. It is compared with the file that is open, because another one
+    may take its place for a while.
+    """
+    try:
+        with open(path, "rb") as file:
+            result = _looked(file, look)
+            if image is not None and image != ImageFile.found(
+                path, image.label, os.fstat(file.fileno())
+            ):
+                return CHANGED
+            return result
+    except OSError as failure:
+        return f"cannot be read as an image ({failure.strerror})"
+
+
+def _looked(file: IO[bytes], look: "Callable[[Image], Seen]") -> "Seen | str":
     from PIL import Image  # noqa: PLC0415  (only pictures need it)
 
     try:
-        with Image.open(path) as image:
+        with Image.open(file) as image:
             if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
                 fault = "has 32 bits per pixel, for which there is no public range"
                 return f"{fault} (save it with 8 or 16 bits)"
+            if getattr(image, "is_animated", False) and image.format not in COMPANIONS:
+                return "has several frames or pages (save each as a file of its own)"
             return look(image)
     except Exception as failure:  # noqa: BLE001  (Pillow raises whatever a damaged file leads to)
         return f"cannot be read as an image ({failure})"
@@ -156,10 +228,11 @@ def looked_at(path: str, look: "Callable[[Image], Seen]") -> "Seen | str":
 def main() -> None:
     """Decode the images listed on standard input, and skip damaged ones."""
     rows, parent = RowFile(Path(sys.argv[1]), writable=True), os.getppid()
-    for row, image in json.load(sys.stdin):
+    levels, job = json.load(sys.stdin)
+    for row, image in job:
         if os.getppid() != parent:  # the parent was killed
             return
-        decode_into(rows, row, ImageFile(*image))
+        decode_into(rows, row, ImageFile(*image), levels)
 
 
 if __name__ == "__main__":

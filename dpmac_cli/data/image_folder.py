@@ -12,8 +12,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dpmac_cli.data.decoding import ImageFile, decoded, looked_at, usable_cores
-from dpmac_cli.data.schema import Source
+from dpmac_cli.data.decoding import (
+    DIM,
+    ImageFile,
+    decode,
+    decoded,
+    looked_at,
+    size_of,
+    usable_cores,
+)
+from dpmac_cli.data.schema import Signs, Source
 from dpmac_cli.data.splits import Records, check_classes, complaints, found, refuse, split
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.storage.cache import WHOLE, kept_file, whole
@@ -26,10 +34,14 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 GREY = ("1", "L", "LA", "I", "F")
 TRAIN, TESTS = "train", ("test", "validation", "val")
 NO_CLASS = -1
+#: Files that file managers write into folders of images, besides those that begin with a dot.
+HIDDEN = ("thumbs.db", "ehthumbs.db", "desktop.ini")
 #: Number of headers between reports of progress.
 SOME = 1000
+#: Number of images whose pixels are looked at when a run is configured.
+SAMPLE = 8
 #: Version of the decoding, which is part of the cached file's name.
-VERSION = 2
+VERSION = 3
 #: File names with two numbers, such as patient17_3.png: one of a person and one of an image.
 SERIES = re.compile(r"([^/]*\d[^/]*)[-_. ]\d+\.\w+$")
 REMEDY = " Remove them, or add --skip-bad to leave them out."
@@ -57,15 +69,16 @@ class ImageFolder:
         if not source.skip_bad:
             self._faults += complaints(self._skipped, REMEDY)
         # The name of the decoded file depends on everything that determines its contents.
-        key = [VERSION, str(root.resolve()), source.channels, source.image_size, self._images]
+        read = [source.channels, source.image_size, source.levels]
+        key = [VERSION, str(root.resolve()), *read, self._images]
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         self._path = cache_folder() / f"{name}{WHOLE}"
         file = whole(self._path)
         self._shape: tuple[int, int, int] = self._survey() if file is None else file.shape
-        rows = self._used()
         names = [image.path.removeprefix(f"{root}{os.sep}") for image in self._images]
         labels = np.array([image.label for image in self._images], np.int64)
         units = None if source.unit is None else self._units(names, source.unit)
+        rows = self._used(units, len(listed[0]))
         used = Records(rows, labels[rows], None if units is None else units[rows])
         trained = rows < len(listed[0])
         self._sides = [used.at(trained), used.at(~trained)] if len(parts) > 1 else [used]
@@ -84,9 +97,13 @@ class ImageFolder:
             self._shape,
             self._classes,
             held_out=held_out,
-            repeated="" if source.unit else _repeated(names),
             inferred=tuple(name for name, value in schema.items() if value is None),
             skipped=tuple(self._skipped),
+            signs=Signs(
+                "" if source.unit else _repeated(names),
+                0 if source.unit else self._copies(rows),
+                self._dim(rows),
+            ),
         )
 
     def _listed(self, part: Path) -> list[ImageFile]:
@@ -98,7 +115,10 @@ class ImageFolder:
                 candidates += [(entry, NO_CLASS)] * _is_image(entry.name)
             elif entry.name in labels or self._source.classes is not None:
                 label = labels.get(entry.name, NO_CLASS)
-                candidates += [(inner, label) for inner in _visible(entry)]
+                try:
+                    candidates += [(inner, label) for inner in _visible(entry)]
+                except OSError as failure:
+                    self._skipped.append(f"{entry.path} cannot be read ({failure.strerror})")
         for entry, label in candidates:
             image = _image(entry, label)
             if isinstance(image, str):
@@ -107,15 +127,50 @@ class ImageFolder:
                 images.append(image)
         return sorted(images, key=lambda image: image.label)
 
-    def _used(self) -> NDArray[np.int64]:
-        """Return the rows of images that are used, and record why others are skipped."""
+    def _used(self, units: NDArray[np.str_] | None, trained: int) -> NDArray[np.int64]:
+        """Return the rows of images that are used, and record why others are skipped.
+
+        Units that have one of the first ``trained`` images and also a later one keep the later.
+        """
         rows = np.arange(len(self._images))
         if not self._source.skip_bad or not len(rows):
             return rows
         raise_errors(self._faults)
         file = outcome(self._decoded())  # check contents, not only headers
         self._skipped += file.notes()
-        return np.setdiff1d(rows, file.missing())
+        used: NDArray[np.int64] = np.setdiff1d(rows, file.missing())
+        if units is None:
+            return used
+        used = used[units[used] != ""]
+        twice = (used < trained) & np.isin(units[used], units[used[used >= trained]])
+        self._skipped += [
+            f"{self._images[row].path} is of a unit that has test images" for row in used[twice]
+        ]
+        kept: NDArray[np.int64] = used[~twice]
+        return kept
+
+    def _copies(self, rows: NDArray[np.int64]) -> int:
+        """Return the number of copies: of equal pixels if they are decoded, else links of files."""
+        file = whole(self._path)
+        if file is None:
+            return len(rows) - len({self._images[row].inode for row in rows})
+        return len(rows) - len({(file.checksums[r].tobytes(), self._images[r].label) for r in rows})
+
+    def _dim(self, rows: NDArray[np.int64]) -> str:
+        """Return a note if a few images use a small part of the range of 8 bits; or ""."""
+        source, most = self._source, 0
+        sample = rows[:: max(1, len(rows) // SAMPLE)][:SAMPLE]
+        for row in sample:
+            seen = looked_at(
+                self._images[row].path, lambda image: decode(image, self._shape, source.levels)
+            )
+            most = max(most, 0 if isinstance(seen, str) else int(seen.max()))
+            if most > DIM:
+                return ""
+        return (
+            f"The brightest pixel of {len(sample)} images is {most} of 255. If they have 16 bits "
+            "per pixel, of which 12 are used, add --levels 4095; or scale them by a public constant"
+        )
 
     def _units(self, names: list[str], pattern: str) -> NDArray[np.str_]:
         """Return the unit of each file: the text that the pattern, or its first group, matches."""
@@ -129,9 +184,12 @@ class ImageFolder:
         found = [compiled.search(name) for name in names]
         units = [(match and match[min(compiled.groups, 1)]) or "" for match in found]
         strange = [name for name, unit in zip(names, units, strict=True) if not unit]
+        said = [f"{name} does not match --unit {pattern}" for name in strange]
+        if self._source.skip_bad and len(strange) < len(names):
+            self._skipped += said
+            return np.array(units, np.str_)
         self._faults += complaints(
-            [f"{name} does not match --unit {pattern}" for name in strange],
-            " Rename these files, or use a pattern that matches all paths below the folder.",
+            said, " Rename these files, or use a pattern that matches all paths below the folder."
         )
         return np.array(units, np.str_)
 
@@ -154,7 +212,7 @@ class ImageFolder:
             return channels, size, size
 
         def header(image: ImageFile) -> tuple[str, int, int] | str:
-            return looked_at(image.path, lambda opened: (opened.mode, opened.height, opened.width))
+            return looked_at(image.path, lambda opened: (opened.mode, *size_of(opened)), image)
 
         headers, faults, count = dict[str, tuple[str, int, int]](), [], len(self._images)
         with ThreadPoolExecutor(usable_cores()) as pool:
@@ -172,7 +230,7 @@ class ImageFolder:
         channels = channels or (3 if colour else 1)
         if size is not None:
             return channels, size, size
-        sizes = {(h, w): path for path, (_, h, w) in reversed(headers.items())}
+        sizes = {(h, w): path for path, (_, w, h) in reversed(headers.items())}
         if len(sizes) > 1:
             some = [f"{h}x{w} ({path})" for (h, w), path in sorted(sizes.items())[:2]]
             self._faults.append(
@@ -189,7 +247,7 @@ class ImageFolder:
             len(self._images),
             self._shape,
             np.dtype(np.uint8),
-            lambda file: decoded(file, self._images),
+            lambda file: decoded(file, self._images, self._source.levels),
             what="images",
         )
 
@@ -249,9 +307,14 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether a file of this name is not meant to be seen among images."""
+    return name.startswith(".") or name.lower() in HIDDEN
+
+
 def _visible(folder: "str | Path | os.DirEntry[str]") -> "list[os.DirEntry[str]]":
     with os.scandir(folder) as entries:
-        return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
+        return sorted((e for e in entries if not is_hidden(e.name)), key=lambda e: e.name)
 
 
 def _class_names(part: Path) -> list[str]:

@@ -52,7 +52,8 @@ def _reader_of(source: Source) -> ImageFolder | ArrayFile:
 def _reader(source: Source, _path: Path, _changed: int) -> ImageFolder | ArrayFile:
     at_hand = source.at_hand
     if at_hand is not None and at_hand.arrays is not None:
-        return ArrayFile(source, dict(at_hand.arrays))
+        unusable = {side: dict(rows) for side, rows in (at_hand.unusable or {}).items()}
+        return ArrayFile(source, dict(at_hand.arrays), unusable=unusable)
     if at_hand is not None or (source.path.is_file() and source.path.suffix in TABLES):
         from dpmac_cli.data.table_file import read_table  # noqa: PLC0415  (loads an extra)
 

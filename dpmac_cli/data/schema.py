@@ -28,6 +28,8 @@ class AtHand:
     arrays: Mapping[str, Any] | None = None  # like those of an .npz
     frame: Any = None
     schema: "TableSchema | None" = None
+    # Why rows of x ("") and x_test ("_test") cannot be used, by their number.
+    unusable: Mapping[str, Mapping[int, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Source:
     split_seed: int = 0  # seed of that split, which depends on each record alone
     channels: int | None = None  # channels that images are converted to
     image_size: int | None = None  # height and width that images are resized to
+    levels: int | None = None  # value of white in grey images with 16 bits per pixel
     classes: tuple[str, ...] | None = None  # names, in the order of the labels
     standardise: str = "half"  # a key of STANDARDS
     feature_range: tuple[float, float] | None = None  # range that all columns are clipped to
@@ -53,12 +56,21 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Signs:
+    """Signs that records are not what they seem, for the person who types the command."""
+
+    repeated: str = ""  # file whose name suggests several images of one person
+    copies: int = 0  # training records, before any split, that are exact copies of others
+    dim: str = ""  # what is said of images whose pixels use a small part of their range
+
+
+@dataclass(frozen=True)
 class Found:
     """Facts of a dataset, read once, when a run is configured.
 
     ``inferred`` lists which of "channels", "image size" and "classes" were read from the records.
     One record can change those, so they are public only by decision. ``skipped``, ``untested`` and
-    ``repeated`` are never published, because one record can change them.
+    ``signs`` are never published, because one record can change them.
     """
 
     facts: Dataset
@@ -68,7 +80,7 @@ class Found:
     inferred: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()  # records left out
     untested: tuple[str, ...] = ()  # classes without a test record
-    repeated: str = ""  # file whose name suggests several images of one person
+    signs: Signs = Signs()
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -32,8 +32,14 @@ class Records(NamedTuple):
         return Records(self.x[rows], self.y[rows], None if self.units is None else self.units[rows])
 
 
+def shown(text: str) -> str:
+    """Return text with escapes for characters that a terminal may take for commands."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def complaints(faults: Sequence[str], remedy: str = "") -> list[str]:
     """Return a message that lists some faults of one kind and counts the rest; [] for none."""
+    faults = [shown(fault) for fault in faults]
     more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
     return [f"{'; '.join(faults[:NAMED])}{more}.{remedy}"] if faults else []
 
@@ -95,6 +101,7 @@ def found(
     shape: tuple[int, int, int],
     classes: Sequence[str],
     ends: NDArray[np.float64] | None = None,
+    skipped: Iterable[str] = (),
     **rest: Any,
 ) -> Found:
     """Return facts like those of the registry, with conservative defaults.
@@ -102,6 +109,7 @@ def found(
     Args:
         sides: training and test records. shape, classes: shape and classes of all of them.
         ends: limits of the range of numbers, shape (2, columns); None for images.
+        skipped: descriptions of records that are left out.
         rest: see :class:`Found`.
 
     Raises:
@@ -135,7 +143,8 @@ def found(
     unit = "" if sides[0].units is None else source.unit or "unit"
     untested = tuple(name for label, name in enumerate(names) if label not in tested)
     name = source.path.resolve().stem.strip("<>")
-    return Found(facts, name, unit=unit, untested=untested, **rest)
+    skipped = tuple(map(shown, skipped))
+    return Found(facts, name, unit=unit, untested=untested, skipped=skipped, **rest)
 
 
 def _constants(source: Source, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,6 +1,8 @@
 """Read tables in CSV or Parquet files according to their schema."""
 
+import codecs
 import csv
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.canonical import MISSING, UNUSABLE, text_of, unit_name, units_in
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import refuse
+from dpmac_cli.data.stacking import masks
 from dpmac_cli.data.table_schema import Column
 from dpmac_cli.errors import InputError
 
@@ -23,11 +27,15 @@ except ModuleNotFoundError as missing_extra:
         "Tables require pyarrow, which is not installed: pip install 'dpmac[tables]'"
     ) from missing_extra
 
-#: Stands for bytes that are not UTF-8 in decoded text.
-NOT_TEXT = "\ufffd"
-#: Text that stands for a missing value, unless it is a declared category.
-MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
+#: Zeros at the end of the digits behind a point, which the type of a column adds.
+TRAILING = r"(?:(\.\d*[1-9])0+|\.0+)(Z?)$"
+NO_UNIT = "no whole number that its type stores exactly (write units as text or integers)"
 NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+#: Types of columns that are neither numbers nor text.
+NO_CELLS = (
+    *(pa.types.is_nested, pa.types.is_binary, pa.types.is_large_binary),
+    pa.types.is_fixed_size_binary,
+)
 Cells = dict[str, pa.Array]
 Mask = NDArray[np.bool_]
 #: Values of inputs, (records, inputs), and the lowest and highest value of each.
@@ -36,7 +44,7 @@ Inputs = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
     """Return arrays like those of an .npz, and the records left out. Raises InputError."""
-    table = None if source.at_hand is None else _table_of(source.at_hand.frame)
+    table = None if source.at_hand is None else _table_of(source.at_hand.frame, source.unit)
     path, schema = source.path, source.schema
     if schema is None:
         raise InputError(
@@ -59,10 +67,10 @@ def read_table(source: Source) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]
     bad = {f"no class of the schema in {target}": labels < 0}
     of_records: dict[str, NDArray[Any]] = {"y": labels}
     if source.unit is not None:
-        names = _text(cells[source.unit]).cast(pa.binary()).fill_null(b"").to_pylist()
-        units = np.asarray([name.decode(errors="replace") for name in names], np.str_)
-        bad[f"no value in {source.unit}"] = (units == "") | (np.char.find(units, NOT_TEXT) >= 0)
-        of_records["unit"] = units
+        of_records["unit"], unusable = units_in(_unit_values(cells[source.unit]))
+        for why, records in masks(unusable, len(labels)):
+            said = NO_UNIT if why == UNUSABLE else "no value"
+            bad[f"{said} in {source.unit}"] = records
     of_records["x"], low, high = _inputs(schema.columns, cells, bad, strict)
     if strict:
         remedy = f" Correct {path} or its schema, or add --skip-bad to leave these records out."
@@ -135,16 +143,28 @@ def _delimiter(path: Path) -> str:
         return max(",;\t", key=file.readline().count)
 
 
-def _table_of(frame: Any) -> pa.Table:
+def _table_of(frame: Any, unit: str | None) -> pa.Table:
     """Convert a pandas or polars data frame to a table. Raises InputError."""
     try:
         if isinstance(frame, pa.Table):
             return frame
-        if hasattr(frame, "to_arrow"):
-            return frame.to_arrow()
-        return pa.Table.from_pandas(frame, preserve_index=False)
+        names = list(map(str, frame.columns))
+        if len(set(names)) < len(names):
+            raise ValueError("several columns have one name; rename them")
+        cells = [_column_of(frame[key], str(key) == unit) for key in frame.columns]
+        return pa.table(dict(zip(names, cells, strict=True)))
     except (AttributeError, TypeError, ValueError, pa.ArrowException) as failure:
         raise _unreadable(type(frame).__name__, failure) from failure
+
+
+def _column_of(column: Any, unit: bool) -> Any:
+    """Return a column of a data frame; objects become text one by one, as in a CSV."""
+    if str(column.dtype).lower() == "object":
+        write = unit_name if unit else text_of
+        missing = column.isna() if hasattr(column, "isna") else column.is_null()
+        texts = [None if m else write(value) for value, m in zip(column, missing, strict=True)]
+        return pa.array(texts, pa.string())
+    return column.to_arrow() if hasattr(column, "to_arrow") else pa.Array.from_pandas(column)
 
 
 def _cells(
@@ -161,6 +181,8 @@ def _cells(
     try:
         if table is None and path.suffix == ".parquet":
             table = parquet.read_table(path, columns=list(names))
+        elif table is None and not strict:
+            table, ragged = _lines(path)
         elif table is None:
             table = arrow_csv.read_csv(
                 path,
@@ -168,19 +190,43 @@ def _cells(
                 arrow_csv.ParseOptions(
                     delimiter=_delimiter(path), newlines_in_values=True, invalid_row_handler=note
                 ),
-                arrow_csv.ConvertOptions(
-                    check_utf8=strict, column_types=dict.fromkeys(names, pa.string())
-                ),
+                arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string())),
             )
-    except (OSError, ValueError, pa.ArrowException) as failure:
+        table = table.select(names)  # a file may have been replaced since its header was read
+    except (OSError, ValueError, KeyError, pa.ArrowException) as failure:
         raise _unreadable(path, failure) from failure
     kinds = {name: table[name].type for name in names}
-    strange = [n for n, k in kinds.items() if pa.types.is_nested(k) or pa.types.is_binary(k)]
+    strange = [n for n, k in kinds.items() if any(test(k) for test in NO_CELLS)]
     refuse(
         [f"The column {name} contains {kinds[name]}, not numbers or text" for name in strange],
         f" Write plain columns to {path}, or list these under drop in the schema.",
     )
     return {name: _plain(table[name].combine_chunks()) for name in names}, ragged
+
+
+def _lines(path: Path) -> tuple[pa.Table, list[str]]:
+    """Return a CSV as text, each line by itself, and a message for each that cannot be read.
+
+    No quotation mark can join a line to the next one.
+    """
+    delimiter, ragged, cells = _delimiter(path), list[str](), list[list[str]]()
+    lines = re.split(rb"\r\n|\n|\r", path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    header = next(csv.reader([lines[0].decode()], delimiter=delimiter))
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            text = line.decode(errors="replace")
+            found = next(csv.reader([text], delimiter=delimiter, strict=True), [])
+        except csv.Error as failure:
+            ragged.append(f"Line {number} cannot be read ({failure})")
+            continue
+        if not found:  # an empty line
+            continue
+        if len(found) == len(header):
+            cells.append(found)
+        else:
+            ragged.append(f"Line {number} has {len(found)} values for {len(header)} columns")
+    columns = zip(*cells, strict=True) if cells else [()] * len(header)
+    return pa.table([pa.array(column, pa.string()) for column in columns], header), ragged
 
 
 def _unreadable(path: Path | str, failure: Exception) -> InputError:
@@ -191,11 +237,30 @@ def _unreadable(path: Path | str, failure: Exception) -> InputError:
 
 
 def _plain(cells: pa.Array) -> pa.Array:
-    return cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
+    cells = cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
+    return cells.cast(pa.float32()) if pa.types.is_float16(cells.type) else cells
 
 
 def _text(cells: pa.Array) -> pa.Array:
-    return compute.ascii_trim_whitespace(cells.cast(pa.string()))
+    """Return cells as text that does not depend on the type that the column needs for others."""
+    text = cells.cast(pa.string())
+    if pa.types.is_floating(cells.type):  # integers where a value is missing
+        whole = compute.equal(compute.floor(cells), cells)
+        exact = compute.and_(whole, compute.less(compute.abs(cells), 2.0**53))
+        numbers = compute.if_else(exact, cells, None).cast(pa.int64())
+        text = compute.if_else(exact.fill_null(False), numbers.cast(pa.string()), text)
+    elif pa.types.is_decimal(cells.type) or pa.types.is_temporal(cells.type):
+        text = compute.replace_substring_regex(text, TRAILING, r"\1\2")
+    return compute.ascii_trim_whitespace(text)
+
+
+def _unit_values(cells: pa.Array) -> Iterator[Any]:
+    """Return the cells of a column of units, floats with the precision of their type."""
+    if pa.types.is_floating(cells.type):
+        yield from cells.to_numpy(zero_copy_only=False)
+        return
+    raw = _text(cells).cast(pa.binary()).to_pylist()
+    yield from (None if value is None else value.decode(errors="replace") for value in raw)
 
 
 def _indices(cells: pa.Array, values: tuple[str, ...]) -> NDArray[np.int64]:

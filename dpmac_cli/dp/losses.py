@@ -4,13 +4,17 @@ A loss that mixes samples would let one sample affect the gradients of others, s
 losses run on each sample separately.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import what_failed
@@ -18,6 +22,10 @@ from dpmac_cli.torch_errors import what_failed
 #: Takes outputs, shape (samples, classes), and labels, shape (samples,) or, with several labels
 #: per sample, (samples, labels). Returns shape (samples,).
 Loss = Callable[[Tensor, Tensor], Tensor]
+#: Functions whose result has no gradient with respect to their argument. ``data`` is a property,
+#: which torch's stubs declare as a Tensor.
+DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+NO_PARAMETERS: Mapping[int, str] = MappingProxyType({})
 #: Exponent of the focal loss, as in its paper.
 FOCUS = 2.0
 
@@ -55,13 +63,43 @@ def build_loss(
     return loss
 
 
-def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
+class _Closed(TorchFunctionMode):
+    """Context manager in which trained parameters can be read only as constants.
+
+    Raises ModelError otherwise: gradients through a loss that uses the network itself do not belong
+    to single calls of its layers.
+    """
+
+    def __init__(self, parameters: Mapping[int, str]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled() or func in DETACHING:
+            return result
+        used = [x for x in tree_leaves((args, kwargs)) if id(x) in self._parameters]
+        if used and any(isinstance(x, Tensor) for x in tree_leaves(result)):
+            raise ModelError(
+                f"The loss uses {self._parameters[id(used[0])]} of the network, so its gradient "
+                "would be incomplete: per-sample gradients follow only from the calls that the "
+                "network makes for its own output. Compute constants under torch.no_grad(). For a "
+                "penalty on the weights use weight_decay; for other terms, return them from the "
+                "network."
+            )
+        return result
+
+
+def alone(
+    loss: Loss, outputs: Tensor, labels: Tensor, parameters: Mapping[int, str] = NO_PARAMETERS
+) -> Loss:
     """Return a user-supplied loss that runs on each sample separately, by vmap or in a loop.
 
     State that it stores in globals or closures cannot be isolated. It is called with one output,
-    shape (1, classes), and its label. ``outputs`` and ``labels`` are examples, not private. Raises
-    ModelError if it fails on them, does not return one finite number per sample, or returns
-    different values for the same sample.
+    shape (1, classes), and its label. ``outputs`` and ``labels`` are examples, not private;
+    ``parameters`` are the names of the network's parameters by id. Raises ModelError if it fails
+    on the examples, does not return one finite number per sample, returns different values for the
+    same sample, or uses parameters other than as constants.
     """
 
     def single(output: Tensor, label: Tensor) -> Tensor:
@@ -71,7 +109,10 @@ def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
         return torch.stack([single(*pair) for pair in zip(outputs, labels, strict=True)])
 
     try:
-        found, again = looped(outputs, labels), looped(outputs, labels)
+        with _Closed(parameters), torch.enable_grad():
+            found, again = looped(outputs, labels), looped(outputs, labels)
+    except ModelError:
+        raise
     except Exception as failure:
         raise ModelError(
             f"The loss failed on one sample, an output of shape {(1, *outputs.shape[1:])} and a "
@@ -85,6 +126,12 @@ def alone(loss: Loss, outputs: Tensor, labels: Tensor) -> Loss:
         )
     mapped = vmap(single)
     try:
-        return mapped if torch.allclose(mapped(outputs, labels), found) else looped
+        vmapped = torch.allclose(mapped(outputs, labels), found)
     except (RuntimeError, TypeError, ValueError):  # vmap has no rule for some operations
-        return looped
+        vmapped = False
+
+    def closed(outputs: Tensor, labels: Tensor) -> Tensor:
+        with _Closed(parameters):
+            return mapped(outputs, labels) if vmapped else looped(outputs, labels)
+
+    return closed

@@ -1,14 +1,19 @@
 """Compare the state of a network with an earlier copy, part by part."""
 
+import warnings
 from collections import deque
 from enum import Enum
+from functools import partial
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.dp.clipping.parts import every_part
 from dpmac_cli.storage.digest import identical
 
 #: Types compared by their representation, in which NaN equals NaN.
@@ -17,12 +22,16 @@ _PLAIN = _NUMBERS | str | bytes | set | frozenset | PurePath  # type: ignore[typ
 #: Types whose whole state is compared.
 _HELD = (list, tuple, dict, deque, type(None))
 _COMPARED = (_PLAIN, *_HELD, Tensor, np.ndarray, torch.Generator, Enum)
-_OF_TORCH = vars(nn.Module()).keys()
+#: Types whose parts are compared, or that have none.
+_CALLED = (
+    *(FunctionType, MethodType, BuiltinFunctionType, MethodDescriptorType, partial, type),
+    *(attrgetter, itemgetter, methodcaller, nn.Module),
+)
 
 
 def first_change(before: Any, after: Any) -> str | None:
     """Return the name of the first part that differs between an object and an earlier copy."""
-    was, found = _state(before), _state(after)
+    was, found = dict(every_part(before)), dict(every_part(after))
     for path in was | found:
         if not (path in was and path in found and _equal(was[path], found[path])):
             return ".".join(map(str, path))
@@ -31,37 +40,25 @@ def first_change(before: Any, after: Any) -> str | None:
 
 def first_opaque(value: Any) -> str | None:
     """Return the name of the first part whose state cannot be compared, such as an iterator."""
-    for path, part in _state(value).items():
-        known = isinstance(part, _COMPARED) or callable(part) or hasattr(part, "__dict__")
-        if not known:
+    for path, part in every_part(value):
+        if not (isinstance(part, (*_COMPARED, *_CALLED)) or _is_transparent(part)):
             return ".".join(map(str, path))
     return None
 
 
-def _state(value: Any) -> dict[tuple[Any, ...], Any]:
-    """Return an object and all its parts by path; parts of shared objects appear once."""
-    found: list[tuple[tuple[Any, ...], Any]] = [((), value)]
-    seen: set[int] = set()
-    for path, part in found:  # grows
-        if id(part) not in seen:
-            seen.add(id(part))
-            found += [((*path, key), inner) for key, inner in _parts(part).items()]
-    return dict(found)
-
-
-def _parts(value: Any) -> dict[Any, Any]:
-    """Return the parts of an object; an empty result if it is compared as a whole."""
-    if isinstance(value, nn.Module):
-        own = {key: part for key, part in vars(value).items() if key not in _OF_TORCH}
-        if type(value).get_extra_state is not nn.Module.get_extra_state:
-            own["get_extra_state()"] = value.get_extra_state()
-        return {**value._parameters, **value._buffers, **value._modules, **own}
-    if isinstance(value, dict):
-        return value
-    if isinstance(value, (list, tuple, deque)):
-        return dict(enumerate(value))
-    whole = isinstance(value, (Tensor, np.ndarray, torch.Generator, type)) or callable(value)
-    return {} if whole else getattr(value, "__dict__", {})
+def _is_transparent(value: Any) -> bool:
+    """Return whether an object keeps everything in attributes, and nothing in C code."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] == "torch":
+        return hasattr(value, "__dict__")
+    if (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__):
+        return False  # it has something else to save than its attributes
+    try:
+        with warnings.catch_warnings(action="error"):
+            value.__reduce_ex__(2)  # fails for types with fields that Python does not know
+    except Exception:  # noqa: BLE001  (user code may raise anything)
+        return False
+    return True
 
 
 def _equal(before: Any, after: Any) -> bool:

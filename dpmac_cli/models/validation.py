@@ -7,7 +7,6 @@ tries to prove independence (:mod:`dpmac_cli.models.tracing`); if it fails, samp
 """
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
 from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models import tracing
 from dpmac_cli.models.state import first_change, first_opaque
@@ -71,7 +71,7 @@ def check_model(
     """
     _check_parts(model, frozen)
     try:
-        probe = copy.deepcopy(model)
+        probe = duplicate(model)
     except (Exception, SystemExit) as failure:
         raise ModelError(
             f"The model cannot be copied: {what_failed(failure)} Validation works on a copy. "
@@ -107,7 +107,7 @@ def independence(
     its frozen part, if only its last layer is trained. Returns "traced" if proven, or "isolated"
     and the reason as a sentence.
     """
-    probe = _prepared(copy.deepcopy(frozen or model), frozen is not None)
+    probe = _prepared(duplicate(frozen or model), frozen is not None)
     try:
         if (opaque := first_opaque(frozen or model)) is not None:
             raise UnprovenError(f"Its {opaque} may store information that cannot be inspected.")
@@ -166,6 +166,11 @@ def _check_parts(model: nn.Module, frozen: bool) -> None:
             raise ModelError(
                 f"The shape of {name} is unknown until the network is used. Specify the layer's "
                 "sizes, or call the network once on zeros in its factory."
+            )
+        if value.is_inference():
+            raise ModelError(
+                f"{name} was created in torch.inference_mode, so it cannot be trained. Create the "
+                "network outside of it."
             )
         exact = value.is_floating_point() and value.itemsize >= 4
         if value.requires_grad and not exact and not frozen:
@@ -236,7 +241,7 @@ def _check_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
 
     The model is in float64 and :func:`_prepared`. Raises ModelError.
     """
-    before, x = copy.deepcopy(model), _made_up(FEW, shape)
+    before, x = duplicate(model), _made_up(FEW, shape)
     outputs: list[Tensor] = []
     for _ in range(2):
         with _same_draws():
@@ -307,7 +312,7 @@ def check_precision(model: nn.Module, shape: tuple[int, ...]) -> None:
     """Reject a network that computes in fewer than 32 bits on its device. Raises ModelError."""
     x = _made_up(1, shape).float()
     x = x.to(next(model.parameters(), x).device)
-    network = copy.deepcopy(model).train()
+    network = duplicate(model).train()
     trained = [p for p in network.parameters() if p.requires_grad]
     with torch.random.fork_rng(), _FullPrecision():  # type: ignore[no-untyped-call]
         loss = cross_entropy(network(x), torch.zeros(1, dtype=torch.long, device=x.device))

@@ -49,11 +49,14 @@ class Keys:
 STREAMS = tuple(field.name for field in fields(Keys) if field.name != "base")
 
 
-def make_keys(seed: int | None, base: int = 0) -> Keys:
-    """Return new keys: from the seed or, for None, from the operating system's random bits."""
+def make_keys(seed: int | None, base: int = 0, part: int = 0) -> Keys:
+    """Return new keys: from the seed or, for None, from the operating system's random bits.
+
+    Keys of different parts have nothing in common, even for one seed.
+    """
     if seed is None:
         return Keys(base=base, **{name: secrets.token_bytes(KEY_BYTES) for name in STREAMS})
-    sequences = (np.random.SeedSequence(seed, spawn_key=(i, 0)) for i in range(len(STREAMS)))
+    sequences = (np.random.SeedSequence(seed, spawn_key=(i, part)) for i in range(len(STREAMS)))
     words = [each.generate_state(4, np.uint64).astype("<u8") for each in sequences]
     return Keys(base=base, **{n: w.tobytes() for n, w in zip(STREAMS, words, strict=True)})
 

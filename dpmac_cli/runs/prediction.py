@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dpmac_cli.data.array_file import channels_first, inputs_of, read_npz
 from dpmac_cli.data.dataset import standardisation
-from dpmac_cli.data.decoding import decode, looked_at, usable_cores
-from dpmac_cli.data.image_folder import GREY, SUFFIXES
+from dpmac_cli.data.decoding import decode, looked_at, size_of, usable_cores
+from dpmac_cli.data.image_folder import GREY, SUFFIXES, is_hidden
 from dpmac_cli.data.schema import TABLES
 from dpmac_cli.data.splits import refuse
 from dpmac_cli.data.table_schema import TableSchema
@@ -169,19 +169,20 @@ def _records(
 
 def _images(root: Path, facts: Facts, settings: Mapping[str, Any], faults: list[str]) -> _Records:
     below = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
-    names = sorted(str(name) for name in below if not any(p[0] == "." for p in name.parts))
+    names = sorted(str(name) for name in below if not any(map(is_hidden, name.parts)))
     strange = [name for name in names if not name.lower().endswith(SUFFIXES)]
     refuse([f"{root / name} is not an image" for name in strange], " Remove such files.")
     channels, height, width = facts.shape
 
     def look(opened: "Image") -> NDArray[np.uint8] | str:
-        if "image-size" not in settings and opened.size != (width, height):
-            found = f"{opened.height}x{opened.width}"
+        wide, high = size_of(opened)
+        if "image-size" not in settings and (wide, high) != (width, height):
+            found = f"{high}x{wide}"
             return f"has {found} pixels, but the model needs {height}x{width}"
         grey = opened.mode.partition(";")[0] in GREY
         if channels == 1 and not grey and "channels" not in settings:
             return "has colours, but the model needs grey images"
-        return decode(opened, facts.shape)
+        return decode(opened, facts.shape, settings.get("levels"))
 
     def at(some: slice) -> NDArray[np.uint8]:
         with ThreadPoolExecutor(usable_cores()) as pool:

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.config.keywords import Keywords, TrainingKeywords
+from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import AtHand
@@ -24,10 +27,11 @@ from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.report import metrics_line
 from dpmac_cli.runs.session import Finished, Session
-from dpmac_cli.runs.setup import make_task, make_trainer
+from dpmac_cli.runs.setup import make_task, make_trainer, unit_of
 from dpmac_cli.storage.progress import outcome
 from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.lineage import carried_by, check_composable
 from dpmac_cli.training.loop import Evaluated
 from dpmac_cli.training.schedules import LossKind
 
@@ -51,16 +55,17 @@ class PrivateTraining:
         keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
             optimizer="dp-macadam"``.
 
-    Attributes:
-        model: the network. Every step sets it to training mode.
-        plan: the plan of the training, with ``sigma`` and ``delta``.
-        notes: notes on probable mistakes in valid settings.
+    A network that was trained privately before, or a part of it, carries what was done: epsilon,
+    its target and ``max_epsilon`` then cover the earlier steps too.
 
     Raises:
         InputError: settings, data or device cannot be used; lists every fault found.
         BudgetError: no noise meets the target epsilon, or ``max_epsilon`` allows no step.
-        ModelError: the network mixes samples, or cannot be clipped.
+        ModelError: the network mixes samples, or cannot be clipped; or its earlier training cannot
+            be added.
     """
+
+    __slots__ = ("_earlier", "_notes", "_plan", "_seconds", "_steps", "_task", "_trainer")
 
     def __init__(
         self,
@@ -74,11 +79,13 @@ class PrivateTraining:
     ) -> None:
         named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
+        self._earlier = carried_by(model) if isinstance(model, nn.Module) else ()
+        counted = tuple(training.done for training in self._earlier if training.private)
         chosen: Keywords = {"dataset": data, "model": name}
         if loss is not None:
             chosen["loss"] = named
         given = {} if settings is None else settings.given
-        resolved = resolve({**given, **keywords, **chosen})
+        resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.device)
         plan = replace(resolved.plan, device=str(device))
         if plan.scores is not None:
@@ -88,15 +95,68 @@ class PrivateTraining:
             recorded = {**plan.recorded, "loss": called}
             recipe = replace(plan.recipe, loss=LossKind(called))
             plan = replace(plan, recipe=recipe, recorded=recorded)
-        self.plan = plan
-        steps = affordable_steps(plan.event, plan.delta, plan.max_epsilon)
-        keys = make_keys(plan.seed)
+        if plan.private:
+            check_composable(self._earlier, unit_of(plan))
+        if self._earlier and plan.canaries:
+            raise InputError(
+                "canaries: the network was trained before, and an audit tests one guarantee. Use "
+                "a new network."
+            )
+        self._plan = plan
+        budget = (plan.delta, plan.max_epsilon, self._earlier_events)
+        steps = affordable_steps(plan.event, *budget)
+        keys = make_keys(plan.seed, part=len(self._earlier))
         self._task = outcome(make_task(plan, device, keys, model=model))
         self._trainer = make_trainer(
             plan, steps=steps, device=device, keys=keys, task=self._task, loss=own, rule=rule
         )
-        self._begun, self._steps, self._seconds = 0, steps, 0.0
-        self.model, self.notes = model, (*resolved.notes, *self._task.notes)
+        self._steps, self._seconds = steps, 0.0
+        self._notes = (*resolved.notes, *self._notes_on_earlier(), *self._task.notes)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in (*self.__slots__, "lr"):
+            raise InputError(
+                f"{name} cannot be set: the noise was calibrated for the settings as they were, "
+                "and only lr can change between steps. To train with other settings, pass them to a "
+                "new make_private(model, data, ...), which also counts the steps taken so far."
+            )
+        object.__setattr__(self, name, value)
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the network. Every step sets it to training mode."""
+        return self._task.model
+
+    @property
+    def plan(self) -> TrainPlan:
+        """Return the plan of the training, with ``sigma`` and ``delta``."""
+        return self._plan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on probable mistakes in valid settings, and on earlier training."""
+        return self._notes
+
+    @property
+    def _begun(self) -> int:
+        """Return the number of steps that may have used records."""
+        assert self._trainer.training is not None  # noqa: S101
+        return self._trainer.training.begun
+
+    @property
+    def _earlier_events(self) -> tuple[TrainingEvent, ...]:
+        return tuple(training.done for training in self._earlier)
+
+    def _notes_on_earlier(self) -> tuple[str, ...]:
+        if not self._earlier:
+            return ()
+        events = self._earlier_events
+        cost = format_epsilon(total_epsilon(events, self._plan.delta))
+        steps = sum(event.steps for event in events)
+        return (
+            f"The network was trained privately before: epsilon counts those {steps} steps too, "
+            f"which cost {cost} alone. To leave them out, start from a new network.",
+        )
 
     def __len__(self) -> int:
         """Return the total number of steps."""
@@ -113,7 +173,8 @@ class PrivateTraining:
         Raises:
             BudgetError: all steps that the privacy budget covers have begun.
             DivergedError: a weight is no longer finite; checked once per epoch.
-            ModelError: the network changed a buffer, or cannot be clipped on these records.
+            ModelError: the network is no longer the one that was validated, or cannot be clipped
+                on these records.
             RunError: memory ran out with a single sample, or the device failed.
         """
         trainer = self._trainer
@@ -122,7 +183,7 @@ class PrivateTraining:
                 f"All {self._steps} steps have been taken, and epsilon is {self.epsilon:.4g}. To "
                 "train longer, start again with more epochs: make_private(..., epochs=N)."
             )
-        self._begun, began = self._begun + 1, time.perf_counter()
+        began = time.perf_counter()
         with explained():
             trainer.step()
             if trainer.state.step % self.plan.steps_per_epoch == 0:
@@ -132,8 +193,9 @@ class PrivateTraining:
 
     @property
     def epsilon(self) -> float:
-        """Privacy cost of all steps that have begun, at the plan's delta."""
-        return total_epsilon((self.plan.event_of(self._begun),), self.plan.delta)
+        """Privacy cost of all steps that have begun, and of earlier training, at plan.delta."""
+        events = (*self._earlier_events, self.plan.event_of(self._begun))
+        return total_epsilon(events, self.plan.delta)
 
     @property
     def lr(self) -> float:
@@ -148,7 +210,7 @@ class PrivateTraining:
         Settings(lr=rate)  # raises InputError
         hyper = replace(self.plan.hyper, lr=float(rate))
         recorded = {**self.plan.recorded, "lr": hyper.lr}
-        self.plan = replace(self.plan, hyper=hyper, recorded=recorded)
+        self._plan = replace(self.plan, hyper=hyper, recorded=recorded)
         self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)
 
     def standardise(self, x: Tensor) -> Tensor:
@@ -168,15 +230,15 @@ class PrivateTraining:
         Raises:
             DivergedError: a weight is no longer finite.
             InputError: the folder cannot be used.
-            ModelError: the network has changed a buffer or a frozen weight.
+            ModelError: the network is no longer the one that was validated.
         """
         trainer, where, plan = self._trainer, Path(out), self.plan
         folder.check_chosen_folder(where, force)
         trainer.check_finite()
-        trainer.check_untrained()
-        seeded, step = plan.seed is not None, trainer.state.step
-        spent = Spent((), plan.event_of(self._steps), 0, self._begun, seeded, plan.secure)
+        trainer.check_network()
+        spent, step = self._spent(), trainer.state.step
         epoch, result = step / plan.steps_per_epoch, self.evaluate()
+        trainer.check_network()  # it also runs while it is scored
         scored = Evaluated(
             step, epoch, self._seconds, result, last=True, public=trainer.public_values()
         )
@@ -194,6 +256,18 @@ class PrivateTraining:
             folder.clear(where)
             session.begin_files()
             return session.publish(self._seconds)
+
+    def _spent(self) -> Spent:
+        """Return what was done to the records, as of a fork of earlier training."""
+        plan, earlier = self._plan, self._earlier
+        return Spent(
+            earlier=self._earlier_events,
+            event=plan.event_of(self._steps),
+            base=0,
+            begun=self._begun,
+            seeded=plan.seed is not None or any(training.seeded for training in earlier),
+            secure=plan.secure and all(training.secure for training in earlier),
+        )
 
 
 #: Opacus also uses this name.

@@ -5,7 +5,7 @@ and facts.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.accounting.statements import RECORD, short
 from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import registry, weights
@@ -23,6 +25,7 @@ from dpmac_cli.runs import folder
 from dpmac_cli.runs.report_file import Facts, parse
 from dpmac_cli.storage import files
 from dpmac_cli.storage.digest import digest
+from dpmac_cli.training.lineage import Training, attach
 
 #: Key of the checksum in the facts. safetensors does not preserve the order of header keys.
 CHECKSUM = "checksum"
@@ -113,7 +116,26 @@ def load_model(
     )
     _check_fit(misfit, held, wanted | _forms(weights.published(model)))
     weights.adopt(model, tensors)
+    for training in _trainings(kept):
+        attach(model, training)
     return Released(model.to(device).eval(), kept, file)
+
+
+def _trainings(facts: Mapping[str, Any]) -> Iterator[Training]:
+    """Yield the private trainings that a model file tells of; training it further adds to them."""
+    privacy = facts["privacy"]
+    unit = privacy.get("unit", {"name": RECORD, "told_by": None})
+    for number, event in enumerate(privacy["events"]):
+        done = TrainingEvent(**event)
+        yield Training(
+            event=done,
+            unit=(short(unit["name"]), unit["told_by"] or ""),
+            private=privacy["private"],
+            seeded=bool(privacy.get("seed_policy", {}).get("given")),
+            secure=bool(privacy.get("randomness", {}).get("secure")),
+            begun=done.steps,
+            number=f"{digest({}, facts)} {number}",
+        )
 
 
 def read_facts(path: Path) -> tuple[Path, Facts]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dpmac_cli.accounting.statements import short
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.data.dataset import Data, fingerprint
 from dpmac_cli.data.loaders import loading
@@ -33,6 +34,7 @@ from dpmac_cli.storage.paths import cache_folder
 from dpmac_cli.storage.progress import Computing, outcome
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.distributed import Ranks
+from dpmac_cli.training.lineage import Training, attach
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
@@ -103,7 +105,7 @@ def make_trainer(
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
     isolated = task.independence == "isolated" and not plan.head_only
-    return Trainer(
+    trainer = Trainer(
         model=task.trained,
         data=task.data,
         algorithm=build_algorithm(plan.method, plan.hyper, private=plan.private, rule=rule),
@@ -114,7 +116,7 @@ def make_trainer(
             physical_batch=plan.physical_batch,
             private=plan.private,
             recipe=plan.recipe,
-            loss=None if loss is None else _checked(loss, plan, device),
+            loss=None if loss is None else _checked(loss, plan, task.trained, device),
             scores=plan.scores,
             isolated=isolated,
         ),
@@ -122,16 +124,31 @@ def make_trainer(
         hooks=_canaries(plan, task, keys),
         ranks=ranks,
     )
+    trainer.training = Training(
+        event=plan.event,
+        unit=unit_of(plan),
+        private=plan.private,
+        seeded=plan.seed is not None,
+        secure=plan.secure,
+    )
+    attach(task.model, trainer.training)
+    return trainer
 
 
-def _checked(loss: Loss, plan: TrainPlan, device: torch.device) -> Loss:
+def unit_of(plan: TrainPlan) -> tuple[str, str]:
+    """Return the unit of privacy, and what tells the units of records apart."""
+    return short(plan.unit), plan.found.unit
+
+
+def _checked(loss: Loss, plan: TrainPlan, model: nn.Module, device: torch.device) -> Loss:
     """Return a user-supplied loss, validated on random outputs and labels."""
     classes = len(plan.facts.classes)
     outputs = torch.randn(2 * classes, classes, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(2 * classes) % classes
     if plan.facts.multilabel:
         labels = torch.eye(classes, dtype=torch.uint8).repeat(2, 1)
-    return alone(loss, outputs.to(device), labels.to(device))
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    return alone(loss, outputs.to(device), labels.to(device), names)
 
 
 def make_task(

@@ -11,7 +11,13 @@ from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.dp.clipping.clipped_sum import LEAST_ROWS, ClippedSum, fill_rows
 from dpmac_cli.dp.clipping.isolation import Isolated
-from dpmac_cli.dp.clipping.layers import blocks, find_layers, flatten_parameters, split_by_module
+from dpmac_cli.dp.clipping.layers import (
+    blocks,
+    find_layers,
+    flatten_parameters,
+    split_by_module,
+    without_gradients,
+)
 from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import ModelError, RunError
@@ -50,7 +56,8 @@ class ChunkedSum:
             self.chunk = min(self.chunk, isolated.most)
         else:
             found = find_layers(model, data.gain.new_zeros(2, *shape))
-        self.trained = {id(p) for layer in found for p in layer.parameters.values()}
+        self._parameters = [p for layer in found for p in layer.parameters.values()]
+        self.trained = set(map(id, self._parameters))
         self.theta = flatten_parameters(found)
         if plan.isolated and self.theta.dtype != data.gain.dtype:
             raise ModelError(
@@ -58,6 +65,8 @@ class ChunkedSum:
                 f"alone needs the dtype of its input, {data.gain.dtype}. Add this line to the "
                 "network's factory, or before make_private: network.float()"
             )
+        for p in self._parameters:
+            p.requires_grad_(True)
         self.clipped_sum = ClippedSum(model, found, self.chunk, inputs, batch, isolated, loss)
         self._sum = torch.empty_like(self.theta)
 
@@ -114,7 +123,8 @@ class ChunkedSum:
         if recipe.inputs > 1:
             inputs, labels = (t.view(len(drawn), -1, *t.shape[1:]) for t in (inputs, labels))
         inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
-        self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
+        with without_gradients(self._parameters):
+            self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 
     def _rows(self, drawn: Batch, step: int) -> Batch:
         """Return the records of the drawn units, shape (units * K,)."""

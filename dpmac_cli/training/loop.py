@@ -68,7 +68,7 @@ def fit(
             trainer.check_finite()
             seconds += time.perf_counter() - mark
             result = trainer.score()
-            trainer.check_untrained()
+            trainer.check_network()
             epoch = state.step / plan.steps_per_epoch
             yield Evaluated(state.step, epoch, seconds, result, last, trainer.public_values())
             mark = time.perf_counter()

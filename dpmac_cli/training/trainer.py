@@ -1,10 +1,8 @@
 """Training step: Algorithm 1 on one state. Prints nothing."""
 
-import copy
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +12,20 @@ from dpmac_cli.dp.algorithm import Algorithm
 from dpmac_cli.dp.clipping.clipped_sum import clip_limit
 from dpmac_cli.dp.clipping.layers import blocks
 from dpmac_cli.dp.clipping.norms import Metric
+from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.geometry import part_of, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
+from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import DivergedError, ModelError
+from dpmac_cli.models.unchanged import DURING, Unchanged
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import Batch
-from dpmac_cli.storage.digest import identical
 from dpmac_cli.training.canaries import Canaries
 from dpmac_cli.training.chunks import ChunkedSum
 from dpmac_cli.training.covered import CoveredScore, release
 from dpmac_cli.training.distributed import Ranks
 from dpmac_cli.training.evaluation import Evaluation, evaluate
+from dpmac_cli.training.lineage import Training
 from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness, TrainState
 
@@ -45,6 +46,7 @@ class Trainer:
         ModelError: layers cannot be clipped, or there are too many parameters for the mechanism.
     """
 
+    @full_float32()
     def __init__(
         self,
         *,
@@ -59,13 +61,15 @@ class Trainer:
     ) -> None:
         if not plan.private and mechanism.noise_multiplier > 0:
             raise ValueError("noise needs clipping, which is turned off without privacy")
-        forbid_tf32()
+        self.training: Training | None = None  # counts the steps that use records
+        self._dtype = torch.get_default_dtype()
         self.model, self.data, self.algorithm = model, data, algorithm
         self.mechanism, self.plan, self.hooks = mechanism, plan, hooks
         self.randomness, self._ranks = randomness, ranks or Ranks()
         self._sums = ChunkedSum(model, data, plan, mechanism.expected_batch, randomness.layers)
         theta = self._sums.theta
-        self._untrained = {n: t.clone() for n, t in _untrained(model, self._sums.trained)}
+        model.train()  # as validated
+        self._unchanged = Unchanged(model, self._sums.trained, plan.loss)
         _check_rounding(mechanism, theta.numel())
         region, spread, moments = algorithm.start(theta)
         self.state = TrainState(
@@ -81,15 +85,25 @@ class Trainer:
         self._metric = Metric(region)
         self._blocks = blocks(theta.numel(), theta.device)
 
+    @torch.no_grad()
     def step(self) -> None:
-        """Take one step of Algorithm 1. With an empty batch the step consists of noise only."""
+        """Take one step of Algorithm 1. With an empty batch the step consists of noise only.
+
+        Raises ModelError if the network is no longer the one that was validated.
+        """
         self.model.train()  # as validated; the caller may have left it in evaluation mode
-        batch = self._draw()
-        clipped = self._clip_and_sum(batch)
-        noise = self._begin()
-        self._end(
-            [self._update(self._release(clipped, block, noise), block) for block in self._blocks]
-        )
+        self._unchanged.check()
+        if self.training is not None:
+            self.training.begin()
+        with full_float32(self._dtype):
+            clipped = self._clip_and_sum(self._draw())
+            noise = self._begin()
+            self._end(
+                [
+                    self._update(self._release(clipped, block, noise), block)
+                    for block in self._blocks
+                ]
+            )
 
     def _draw(self) -> Batch:
         """Draw this rank's share of the batch: line 3."""
@@ -106,6 +120,7 @@ class Trainer:
         self._metric.refresh()
         with nullcontext() if layers is None else layers.of(step):
             part, chunk = self._sums.of(batch, step, self._metric, state.chunk)
+        self._unchanged.check(DURING)
         # Equal on all ranks, so differences in rounding between runs depend on public numbers.
         state.chunk = self._ranks.least(chunk)
         clipped = self._ranks.reduce(part)
@@ -173,9 +188,9 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Score the published model on every test record."""
-        with self.published() as model:
+        with self.published() as model, full_float32(self._dtype):
             # An isolated network may store information about inputs, but not about test records.
-            scored = copy.deepcopy(model) if self.plan.isolated else model
+            scored = duplicate(model) if self.plan.isolated else model
             return evaluate(scored, self.data, self.data.test)
 
     def score(self) -> Evaluation | CoveredScore:
@@ -197,18 +212,14 @@ class Trainer:
         if not bool(torch.isfinite(self.state.theta).all()):
             raise DivergedError(self.state.step)
 
-    def check_untrained(self) -> None:
-        """Raise ModelError if training has changed a buffer or a frozen parameter.
+    def check_network(self) -> None:
+        """Raise ModelError if the network is no longer the one that was validated.
 
-        They are published without noise.
+        That includes buffers and frozen parameters, which are published without noise.
         """
-        for name, value in _untrained(self.model, self._sums.trained):
-            before = self._untrained.get(name)
-            if before is None or not identical(value, before):
-                raise ModelError(
-                    f"The network changed its {name} during training: statistics of private data "
-                    "would be published without noise, so nothing is. Keep no statistics in it."
-                )
+        with self._unchanged.training():
+            self._unchanged.check()
+        self._unchanged.check_values()
 
     def public_values(self) -> dict[str, float]:
         """Return post-noise quantities for logs. Synchronises with the device.
@@ -237,20 +248,3 @@ def _check_rounding(mechanism: GaussianMechanism, size: int) -> None:
             f"add {added:.1g} to the sensitivity, but clipping leaves a margin of only "
             f"{margin:.1g} for all rounding. Use a smaller model, or leave out --secure."
         )
-
-
-def forbid_tf32() -> None:
-    """Compute products in full float32, because TF32 and bf16 void the rounding bounds."""
-    torch.set_float32_matmul_precision("highest")
-    backends: Any = torch.backends
-    cudnn, mkldnn = backends.cudnn, backends.mkldnn
-    of_cpu = (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-    for setting in (backends, backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, *of_cpu):
-        setting.fp32_precision = "ieee"
-    cudnn.allow_tf32 = False  # torch.export reads this older name, which must agree
-
-
-def _untrained(model: nn.Module, trained: Container[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of each tensor that no optimizer changes."""
-    yield from model.named_buffers()
-    yield from ((name, p) for name, p in model.named_parameters() if id(p) not in trained)

@@ -53,10 +53,10 @@ def test_products_are_full_float32_whatever_the_environment_says() -> None:
     code = """
         import torch
         from dpmac_cli.dp.clipping.outer_products import matmul
-        from dpmac_cli.training.trainer import forbid_tf32
-        forbid_tf32()
+        from dpmac_cli.dp.precision import full_float32
         a, b = torch.randn(200, 300), torch.randn(300, 100)
-        off = (matmul(a, b) - a.double() @ b.double()).abs().max()
+        with full_float32():
+            off = (matmul(a, b) - a.double() @ b.double()).abs().max()
         assert off < 1e-4, off
     """
     loose = {"ONEDNN_DEFAULT_FPMATH_MODE": "ANY", "DNNL_DEFAULT_FPMATH_MODE": "ANY"}

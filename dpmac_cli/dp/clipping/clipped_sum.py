@@ -64,7 +64,15 @@ class ClippedSum:
         loss: Loss = plain,
     ) -> None:
         self._per_sample = per_sample or self._recorded
-        self._record = partial(record_uses, model, layers, views=views, loss=loss)
+        linear = [layer.module for layer in layers]
+        self._record = partial(
+            record_uses,
+            model,
+            layers,
+            views=views,
+            loss=loss,
+            running=lambda: products_by_onednn(linear),
+        )
         self.layers, self.views = layers, views
         self._capacity, self._batch = capacity, batch
         self._limit = clip_limit(max(capacity, batch or 0))
@@ -124,8 +132,7 @@ class ClippedSum:
         return [(layer, choose_form(layer, uses, self.views, ball=ball)) for layer, uses in pairs]
 
     def _recorded(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use]]]:
-        with products_by_onednn(layer.module for layer in self.layers):
-            return self._record(x, y)
+        return self._record(x, y)
 
     def weights(self, squares: Tensor) -> Tensor:
         """Return c_i for squared norms without rounding, float64, shape (samples,)."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dpmac_cli.dp.losses import DETACHING
+
 #: Functions of two tensors that broadcast both of them.
 ELEMENTWISE = frozenset(
     getattr(owner, form.format(name))
@@ -23,9 +25,6 @@ ELEMENTWISE = frozenset(
 )
 #: Functions that repeat a tensor along dimensions.
 EXPANDING = frozenset({Tensor.expand, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat})
-#: Functions whose result has no gradient with respect to the parameter. ``data`` is a property,
-#: which torch's stubs declare as a Tensor.
-DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 
 #: Maps gradients w.r.t. copies of the value that was read to those w.r.t. the parameter, per row.
 PullBack: TypeAlias = Callable[[Tensor], Tensor]

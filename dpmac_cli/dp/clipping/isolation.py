@@ -5,7 +5,6 @@ the module tree, so nothing is carried over in parameters, buffers or other attr
 globals, class attributes or closures is not copied and cannot be isolated.
 """
 
-import copy
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
@@ -18,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpmac_cli.dp.clipping.layer_rules import RULES, Use, instantiate
 from dpmac_cli.dp.clipping.layers import Layer, split_by_module
+from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
@@ -70,7 +70,7 @@ class Isolated:
             several = [views] * (views > 1)
             y = label.to(x.device).expand(2, *several, *label.shape)
             with code_of_network(x):
-                probe = copy.deepcopy(model).double()
+                probe = duplicate(model).double()
                 for p in probe.parameters():  # zeros would hide uses of other weights
                     p.add_(torch.randn_like(p), alpha=0.1)
                 self._looped(probe, x, y)
@@ -102,7 +102,7 @@ class Isolated:
         with torch.random.fork_rng(), torch.enable_grad():
             for x_i, y_i, row, seed in zip(x, y, rows, seeds, strict=True):
                 torch.manual_seed(seed)
-                alone = copy.deepcopy(model).requires_grad_(False)
+                alone = duplicate(model).requires_grad_(False)
                 named = dict(alone.named_parameters())
                 trained = [named[n].requires_grad_() for n in chain(*self._names.values())]
                 loss = self._loss(alone, x_i.clone(), y_i)
@@ -120,7 +120,7 @@ class Isolated:
 
         The gradient w.r.t. a layer's output is the one w.r.t. a tap, a zero that is added to it.
         """
-        alone = copy.deepcopy(model).requires_grad_(False)
+        alone = duplicate(model).requires_grad_(False)
         taps = [x.new_zeros(out) for name, _, out in self._calls if name in self.recorded]
         calls: list[tuple[str, torch.Size, torch.Size]] = []
         inputs: list[Tensor] = []
@@ -182,7 +182,7 @@ class Isolated:
                 used = uses.get(layer.name)
                 if used and not _alike(instantiate(layer, used, self._views), written[layer.name]):
                     self.recorded.remove(layer.name)
-            still = copy.deepcopy(probe).eval()  # dropout differs from run to run
+            still = duplicate(probe).eval()  # dropout differs from run to run
             losses, _, written = self._vmapped(still, x, y, self._names)
             expected, g = self._looped(still, x, y)
             return _alike(torch.cat([*written.values()], 1), g) and _alike(losses, expected)

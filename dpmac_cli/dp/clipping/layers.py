@@ -1,6 +1,7 @@
 """Layers of a model, and their slices of theta, the flat vector of all parameters."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -131,3 +132,19 @@ def flatten_parameters(layers: list[Layer]) -> Tensor:
     for p in parameters:
         p.requires_grad_(False)
     return theta
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Turn off ``requires_grad`` of trained parameters, and on again at the end.
+
+    Their gradients are computed per sample. Outside, a program sees what it trains, and can freeze
+    it.
+    """
+    try:
+        for p in parameters:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(True)

@@ -1,7 +1,7 @@
 """Record the inputs and output gradients of layers in a batch, with hooks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,13 @@ class _Record:
 
 
 def record_uses(
-    model: nn.Module, layers: list[Layer], x: Tensor, y: Tensor, views: int = 1, loss: Loss = plain
+    model: nn.Module,
+    layers: list[Layer],
+    x: Tensor,
+    y: Tensor,
+    views: int = 1,
+    loss: Loss = plain,
+    running: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[Tensor, list[list[Use]]]:
     """Run a model on a chunk; return losses, shape (samples,), and the uses of each layer.
 
@@ -40,7 +46,9 @@ def record_uses(
         y: one label per input, shape (samples, ...), or (samples, views, ...) like ``x``.
         views: number of inputs per sample, such as augmented views; public. The loss of a sample is
             the mean over them.
-        loss: one loss per sample, independent across samples.
+        loss: one loss per sample, independent across samples. Calls of layers in it are not
+            recorded.
+        running: context in which the model's forward and backward passes run.
 
     Raises ModelError if a layer was not used, or not row by row, or its input was changed in place.
     """
@@ -53,21 +61,24 @@ def record_uses(
     ]
     direct = [next(iter(layer.parameters.values())) for layer in layers if layer.direct]
     copies = Copies(iter(direct), len(rows))
-    calls = ((layer.name, layer.module, layer.attention) for layer in layers)
+    calls = [(layer.name, layer.module, layer.attention) for layer in layers]
     try:
-        with torch.enable_grad(), calling_projections(calls), copies if direct else nullcontext():
-            by_view = loss(model(rows), labels)
-            losses = by_view.view(-1, views).mean(1)
-            total = losses.sum()
-            # Ignore layers that torch.utils.checkpoint runs again in the backward pass.
+        with torch.enable_grad():
+            with calling_projections(calls), running(), copies if direct else nullcontext():
+                outputs = model(rows)
+            # Ignore layers that the loss calls, or torch.utils.checkpoint in the backward pass.
             recorded = [
                 _of_copies(layer, copies) if layer.direct else list(records)
                 for layer, records in zip(layers, hooked, strict=True)
             ]
+            by_view = loss(outputs, labels)
+            losses = by_view.view(-1, views).mean(1)
+            total = losses.sum()
             edges = [record.edge for records in recorded for record in records]
             found: Sequence[Tensor | None] = [None] * len(edges)
             if edges and total.requires_grad:
-                found = torch.autograd.grad(total, edges, allow_unused=True)
+                with calling_projections(calls), running():
+                    found = torch.autograd.grad(total, edges, allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
@@ -86,7 +97,7 @@ def _of_copies(layer: Layer, copies: Copies) -> list[_Record]:
             f"in the same way in every step, such as x + self.{layer.name}."
         )
     return [
-        _Record(Call(), (), (), get_gradient_edge(started), pull_back)
+        _Record(Call(), (), (), _edge_of(started), pull_back)
         for started, pull_back in copies.by_parameter[parameter]
     ]
 
@@ -118,10 +129,16 @@ def _recording(name: str, records: list[_Record]) -> Callable[..., Any]:
         for number, start in enumerate(started):
             if start is not None and start.requires_grad:
                 call = Call(positional, named, number if several else None)
-                records.append(_Record(call, read, versions, get_gradient_edge(start)))
+                records.append(_Record(call, read, versions, _edge_of(start)))
         return tuple(started) if several else started[0]
 
     return record
+
+
+def _edge_of(output: Tensor) -> GradientEdge:
+    """Return the edge of an output, unseen by modes that watch what the network reads."""
+    with torch._C.DisableTorchFunction():
+        return get_gradient_edge(output)
 
 
 class _Started(torch.autograd.Function):
@@ -157,7 +174,8 @@ def _start(name: str, output: Any, several: bool, samples: int) -> Any:
         )
     if output.requires_grad:
         return output
-    return _Started.apply(output, output.new_zeros((), requires_grad=True))
+    with torch._C.DisableTorchFunction():  # it is no operation of the network
+        return _Started.apply(output, output.new_zeros((), requires_grad=True))
 
 
 def _checked_uses(

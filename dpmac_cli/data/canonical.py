@@ -1,0 +1,99 @@
+"""Canonical text of single values, such as names of units.
+
+A type that is chosen for all records together, such as the dtype of a list or the width of a
+column, lets one record change how every other one is read. Here the text of a value depends on that
+value alone.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from datetime import date
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Stands for bytes that are not UTF-8 in decoded text.
+NOT_TEXT = "\ufffd"
+#: Text that stands for a missing value, unless it is a declared category.
+MISSING = ("", "NA", "N/A", "#N/A", "NaN", "nan", "null", "NULL", "None")
+#: A whole number as a column of floats is printed, such as 17.0.
+_PRINTED = re.compile(r"([-+]?\d+)\.0*")
+#: Said of units that are no exact whole number or text.
+UNUSABLE = "has a unit that is neither text nor a whole number that its type stores exactly"
+#: Why records cannot be used, by their number.
+Faults = dict[int, str]
+
+
+def units_in(values: Iterable[Any]) -> tuple[NDArray[np.str_], Faults]:
+    """Return the names of units, and faults; the name is empty where a unit cannot be used."""
+    names, faults = list[str](), Faults()
+    for row, value in enumerate(values):
+        name = unit_name(value)
+        if not name or NOT_TEXT in name:
+            faults[row] = UNUSABLE if name else "has no unit"
+            name = ""
+        names.append(name)
+    return np.array(names, np.str_), faults
+
+
+def unit_name(value: Any) -> str:
+    """Return the name of a unit; "" if it is missing, and :data:`NOT_TEXT` if it is not exact.
+
+    Floats are accepted if they are whole numbers that the type stores exactly, because a column of
+    integers becomes one of floats where a value is missing.
+    """
+    if isinstance(value, Decimal | float | np.floating) and not _is_exact(value):
+        return "" if value != value else NOT_TEXT  # noqa: PLR0124  (NaN)
+    name = (text_of(value) or "").strip()
+    if printed := _PRINTED.fullmatch(name):
+        return str(int(printed[1])) if _is_exact(float(printed[1])) else NOT_TEXT
+    return "" if name in MISSING else name
+
+
+def _is_exact(value: Any) -> bool:
+    if isinstance(value, Decimal):
+        return value.is_finite()
+    most = 2.0 ** (np.finfo(type(value)).nmant + 1)
+    return bool(abs(value) < most and value == np.floor(value))
+
+
+def text_of(value: Any) -> str | None:
+    """Return a value as text; None if it is missing, and :data:`NOT_TEXT` if it has no text."""
+    for kinds, write in _TEXTS:
+        if isinstance(value, kinds):
+            return write(value)
+    return None if value is None else NOT_TEXT
+
+
+def _of_float(value: Any) -> str | None:
+    if value != value:  # noqa: PLR0124  (NaN)
+        return None
+    return str(int(value)) if _is_exact(value) else str(value)
+
+
+def _of_text(value: str) -> str:
+    return (
+        value if value.isascii() or value.encode(errors="replace").decode() == value else NOT_TEXT
+    )
+
+
+def _of_decimal(value: Decimal) -> str | None:
+    if not value.is_finite():
+        return None if value.is_nan() else NOT_TEXT
+    whole, point, digits = f"{value:f}".partition(".")
+    digits = digits.rstrip("0")
+    return f"{whole}{point}{digits}" if digits else whole
+
+
+#: How values of each type are written, the first that fits.
+_TEXTS: tuple[tuple[tuple[type[Any], ...], Callable[[Any], str | None]], ...] = (
+    ((bool, np.bool_), lambda value: str(bool(value)).lower()),
+    ((int, np.integer), lambda value: str(int(value))),
+    ((float, np.floating), _of_float),
+    ((Decimal,), _of_decimal),
+    ((str,), _of_text),
+    ((bytes,), lambda value: value.decode(errors="replace")),
+    ((date,), lambda value: None if value != value else str(value)),  # noqa: PLR0124  (NaT)
+)

@@ -1,0 +1,89 @@
+"""Private training that a network has gone through, which it carries along.
+
+Training a network again with the same records composes with what was done before. So every module
+and parameter of a network in private training refers to a :class:`Training`, also in a deep copy
+and as a part of another network. A state dict does not hold it.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from dpmac_cli.accounting.events import TrainingEvent
+from dpmac_cli.dp.clipping.parts import LINEAGE
+from dpmac_cli.errors import ModelError
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """One training of a network.
+
+    Attributes:
+        event: its accounting event, with any number of steps.
+        unit: unit of privacy, in words, and what tells the units of records apart.
+        private: whether it was private at all. seeded: whether a seed was chosen.
+        secure: whether all random numbers came from a cipher.
+        begun: number of steps that may have used records.
+        number: random number, the same in copies of the network.
+    """
+
+    event: TrainingEvent
+    unit: tuple[str, str]
+    private: bool
+    seeded: bool
+    secure: bool
+    begun: int = 0
+    number: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def begin(self) -> None:
+        """Count a step that is about to use records."""
+        self.begun += 1
+
+    @property
+    def done(self) -> TrainingEvent:
+        """Return the event of the steps that have begun."""
+        return replace(self.event, steps=self.begun)
+
+
+def attach(network: nn.Module, training: Training) -> None:
+    """Make a network, and every part of it, carry a training."""
+    for part in _parts(network):
+        part[LINEAGE] = (*part.get(LINEAGE, ()), training)
+
+
+def carried_by(network: nn.Module) -> tuple[Training, ...]:
+    """Return the trainings with steps that any part of a network carries.
+
+    Copies of a network that was trained further since have begun fewer steps; the most count.
+    """
+    found: dict[str, Training] = {}
+    for training in chain.from_iterable(part.get(LINEAGE, ()) for part in _parts(network)):
+        if training.begun > 0:
+            known = found.setdefault(training.number, training)
+            found[training.number] = max(known, training, key=lambda each: each.begun)
+    return tuple(found.values())
+
+
+def check_composable(earlier: Sequence[Training], unit: tuple[str, str]) -> None:
+    """Raise ModelError if the cost of earlier trainings cannot be added to that of a new one."""
+    if any(not training.private for training in earlier):
+        raise ModelError(
+            "The network was trained without privacy before (no_dp), so no noise covers what its "
+            "weights reveal of those records. Start from weights that are public, or that were "
+            "trained privately."
+        )
+    others = sorted({training.unit[0] for training in earlier if training.unit != unit})
+    if others:
+        raise ModelError(
+            f"The network was trained privately before, and one {others[0]} was protected. Now it "
+            f"is one {unit[0]}, and costs of different units cannot be added. Use the same unit, "
+            "or start from a network that was not trained on these records."
+        )
+
+
+def _parts(network: nn.Module) -> Iterator[dict[str, Any]]:
+    return map(vars, chain(network.modules(), network.parameters()))

@@ -1,0 +1,208 @@
+"""Arithmetic of a step does not depend on the settings of the program around it."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpmac_cli.dp.precision import PLACES, full_float32, inherited_precision
+from dpmac_cli.errors import ModelError
+from dpmac_cli.models.validation import check_model
+from dpmac_cli.training.evaluation import Evaluation
+from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data
+
+_OF_TORCH: Any = torch._C
+read, write = _OF_TORCH._get_fp32_precision_getter, _OF_TORCH._set_fp32_precision_setter
+
+
+def precisions() -> list[str]:
+    return [read(*place) for place in PLACES]
+
+
+def inner() -> list[Any]:
+    """All that can be found out about the settings, also by changing them for a moment."""
+    found: list[Any] = [precisions()]
+    before = read("generic", "all")
+    for precision in ("none", "ieee", "tf32"):
+        write("generic", "all", precision)
+        found.append(precisions())
+    write("generic", "all", before)
+    for old in (torch.get_float32_matmul_precision, torch._C._get_cudnn_allow_tf32):
+        try:
+            found.append(old())
+        except RuntimeError:  # it contradicts the newer settings
+            found.append(None)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = precisions()
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    for place, precision in zip(PLACES, before, strict=True):
+        if read(*place) != precision:
+            write(*place, precision)
+
+
+def choices() -> list[Callable[[], None]]:
+    """What a program may set."""
+    found: list[Callable[[], None]] = []
+    for place in PLACES:
+        found += [lambda p=place, v=v: write(*p, v) for v in ("none", "ieee", "tf32")]
+    for name in ("highest", "high", "medium"):
+        found.append(lambda name=name: torch.set_float32_matmul_precision(name))
+    for allowed in (True, False):
+        found.append(lambda allowed=allowed: _OF_TORCH._set_cudnn_allow_tf32(allowed))
+    return found
+
+
+@pytest.mark.privacy
+def test_precision_is_full_inside_and_the_programs_outside() -> None:
+    generator = random.Random(0)
+    for _ in range(500):
+        generator.choice(choices())()
+        before = inner()
+        with full_float32():
+            assert set(precisions()) == {"ieee"}
+        assert inner() == before
+        with inherited_precision():
+            pass
+        assert inner() == before
+        with contextlib.suppress(ZeroDivisionError), full_float32():
+            1 / 0  # noqa: B018
+        assert inner() == before
+
+
+class Noticing(nn.Module):
+    """Notes the settings in which it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIDE**2, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(
+            {
+                "precision": set(precisions()),
+                "autocast": torch.is_autocast_enabled("cpu"),
+                "inference": torch.is_inference_mode_enabled(),
+                "dtype": torch.get_default_dtype(),
+            }
+        )
+        logits: Tensor = self.layer(x.flatten(1))
+        return logits
+
+
+SEEN: list[dict[str, Any]] = []
+OURS = {
+    "precision": {"ieee"},
+    "autocast": False,
+    "inference": False,
+    "dtype": torch.float32,
+}
+
+
+def made() -> Noticing:
+    torch.manual_seed(0)
+    return Noticing()
+
+
+def trainer_of(isolated: bool, net: nn.Module | None = None) -> Any:
+    data, plan = tiny_data(torch.float32), replace(PLAN, isolated=isolated)
+    net = net or made()
+    return make_trainer("dp-macadam", model=net, data=data, plan=plan, dtype=torch.float32)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps(isolated: bool) -> None:
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    before = inner()
+    trainer = trainer_of(isolated)
+    assert inner() == before  # nothing stays switched off
+    SEEN.clear()
+    trainer.step()
+    assert isinstance(trainer.evaluate(), Evaluation)
+    assert inner() == before
+    torch.backends.mkldnn.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    later = inner()
+    trainer.step()
+    assert inner() == later != before
+    assert all(seen == OURS for seen in SEEN)
+    assert len(SEEN) >= 3
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "float16": lambda: default_dtype(torch.float16),
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("name", AROUND)
+def test_contexts_around_the_loop_change_no_step(name: str, isolated: bool) -> None:
+    thetas, losses = [], []
+    for around in (contextlib.nullcontext, AROUND[name]):
+        trainer = trainer_of(isolated)
+        SEEN.clear()
+        with around():
+            for _ in range(3):
+                trainer.step()
+            losses.append(trainer.evaluate().loss)
+            trainer.check_network()
+        assert all(seen == OURS for seen in SEEN)
+        thetas.append(trainer.state.theta.clone())
+    assert torch.equal(*thetas)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("name", ["inference_mode", "no_grad", "autocast"])
+def test_trainers_may_be_made_inside_of_them(name: str, isolated: bool) -> None:
+    expected, net = trainer_of(isolated), made()
+    expected.step()
+    with AROUND[name]():
+        found = trainer_of(isolated, net)
+        found.step()
+    found.step()
+    expected.step()
+    assert torch.equal(found.state.theta, expected.state.theta)
+
+
+def test_a_network_of_inference_tensors_is_refused_by_name() -> None:
+    with torch.inference_mode():
+        net = made()
+    with pytest.raises(ModelError, match=r"layer\.weight was created in torch\.inference_mode"):
+        check_model(net, (1, SIDE, SIDE), CLASSES)

@@ -1,0 +1,806 @@
+"""Whatever one record is, it changes no other one, for every reader of your own data."""
+
+import datetime
+import io
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from dpmac_cli import ArrayData, from_dataframe, from_torch, resolve
+from dpmac_cli.data import decoding, own
+from dpmac_cli.data.own import inspect
+from dpmac_cli.data.schema import Found, Source
+from dpmac_cli.data.table_schema import schema_of
+from dpmac_cli.errors import InputError
+from dpmac_cli.storage.progress import outcome
+from dpmac_cli.storage.rows import Rows
+from tests.helpers import load
+
+COUNT, CLASSES = 60, ("a", "b")
+SCHEMA = schema_of(
+    {
+        "label": {"column": "y", "classes": [*CLASSES]},
+        "columns": {
+            "age": {"range": [0, 100], "missing": "input"},
+            "kind": {"categories": ["0", "1", "2"], "missing": "input"},
+        },
+        "drop": ["note"],
+    },
+    "schema",
+)
+#: Ways in which each reader is told all that is public.
+Made = Callable[[Path, "Any"], Source]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record of a table."""
+
+    unit: Any
+    age: Any
+    kind: Any
+    y: Any
+    note: Any = "x"
+
+
+def rows() -> list[Row]:
+    rng = np.random.default_rng(0)
+    return [
+        Row(10**10 + n // 3, int(rng.integers(0, 101)), int(rng.integers(0, 3)), CLASSES[n % 2])
+        for n in range(COUNT)
+    ]
+
+
+def values(x: Any) -> Any:
+    return x.read() if isinstance(x, Rows) else x
+
+
+def owners(side: Any) -> Any:
+    return [""] * len(side.y) if side.units is None else side.units
+
+
+def seen(source: Source) -> tuple[Found, list[set[tuple[bytes, int, str]]]]:
+    """Facts, and the records of each side, each as the network sees it, with label and unit."""
+    sides = [
+        {
+            (np.asarray(x).tobytes(), int(y), str(u))
+            for x, y, u in zip(values(side.x), side.y, owners(side), strict=True)
+        }
+        for side in parts(source)
+    ]
+    return inspect(source), sides
+
+
+def parts(source: Source) -> Any:
+    return outcome(own.load(source, None))
+
+
+def columns(found: list[Row]) -> dict[str, list[Any]]:
+    return {name: [getattr(row, name) for row in found] for name in Row.__annotations__}
+
+
+# Tables
+
+
+def written(where: Path, lines: list[bytes]) -> Path:
+    where.mkdir(exist_ok=True)
+    (where / "t.csv").write_bytes(b"\n".join([b"unit,age,kind,y,note", *lines, b""]))
+    return where / "t.csv"
+
+
+def as_lines(found: list[Row]) -> list[bytes]:
+    return [f"{r.unit},{r.age},{r.kind},{r.y},{r.note}".encode() for r in found]
+
+
+#: A line more of a CSV, which cannot be used.
+LINES = {
+    "quote": b'"x,1,1,a,x',
+    "quote at the end": b'1,1,1,a,"x',
+    "quote in the middle": b'1"2,1,"1,a,x',
+    "not text": b"\xff,1,1,a,\xff",
+    "too few": b"1,2",
+    "too many": b"1,2,3,4,5,6,7",
+    "nul": b"\x00,\x00,1,\x00,1",
+    "no unit": b",1,1,a,x",
+    "NA": b"NA,1,1,a,x",
+    "inexact": b"90071992547409930.0,1,1,a,x",
+    "no class": b"7,1,1,c,x",
+    "no number": b"7,old,1,a,x",
+    "infinity": b"7,inf,1,a,x",
+    "beyond floats": b"7,1e999,1,a,x",
+    "long": b"7,1,1,a," + b"x" * 2_000_000,
+    "return": b"7,1\r,1,a",
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("place", [0, 30, COUNT])
+@pytest.mark.parametrize("bad", LINES)
+def test_no_line_of_a_csv_changes_another(tmp_path: Path, bad: str, place: int) -> None:
+    lines, found = as_lines(rows()), []
+    for name, more in (("without", []), ("with", [LINES[bad]])):
+        path = written(tmp_path / name, [*lines[:place], *more, *lines[place:]])
+        found.append(seen(Source(path, schema=SCHEMA, unit="unit", skip_bad=True)))
+    (before, sides), (after, same) = found
+    assert before.facts == after.facts
+    assert sides == same
+    assert before.skipped == ()
+    # A carriage return ends a line, so it makes two of one.
+    assert len(after.skipped) == (2 if bad == "return" else 1)
+
+
+#: A record more of a data frame, each of which would give a column another type.
+ROWS = {
+    "no unit": Row(None, 1, 1, "a"),
+    "NaN unit": Row(float("nan"), 1, 1, "a"),
+    "text unit": Row("p17", 1, 1, "a"),
+    "fraction": Row(1.5, 1, 1, "a"),
+    "large float": Row(1e300, 1, 1, "a"),
+    "list": Row([1], [2], [3], [4]),
+    "bytes": Row(b"\xff", b"\xff", b"\xff", b"\xff"),
+    "bytes as text": Row(b"p18", b"5", b"1", b"a"),
+    "surrogate": Row("\ud800", 1, 1, "a"),
+    "surrogates": Row("p19", "\ud800", "\ud800", "\ud800", "\ud800"),
+    "text age": Row(1, "old", 1, "a"),
+    "text kind": Row(1, 1, "1", "a"),
+    "missing kind": Row(1, 1, None, "a"),
+    "missing age": Row(1, None, 1, "a"),
+    "float kind": Row(1, 1, 1.5, "a"),
+    "number as label": Row(1, 1, 1, 3),
+    "bool": Row(True, True, True, True),
+    "date": Row(datetime.date(2020, 1, 1), 1, datetime.datetime(2020, 1, 1), "a"),
+    "decimal": Row(Decimal("17.50"), Decimal("17.50"), Decimal("1.0"), "a"),
+    "large": Row(2**70, 2**70, 2**70, "a"),
+    "object": Row(object(), object(), object(), object()),
+    "dictionary": Row({}, {}, {}, {}),
+    "NaT": Row(pd.NaT, pd.NaT, pd.NaT, pd.NaT),
+    "NA": Row(pd.NA, pd.NA, pd.NA, pd.NA),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("place", [0, COUNT])
+@pytest.mark.parametrize("bad", ROWS)
+def test_no_row_of_a_data_frame_changes_another(bad: str, place: int) -> None:
+    found = []
+    for more in ([], [ROWS[bad]]):
+        kept = rows()
+        kept[place:place] = more
+        kind = object if bad == "surrogates" else None  # pandas refuses them as text
+        frame = pd.DataFrame({n: pd.Series(v, dtype=kind) for n, v in columns(kept).items()})
+        at_hand = from_dataframe(frame, SCHEMA)
+        source = Source(
+            at_hand.path, schema=SCHEMA, at_hand=at_hand, unit="unit", skip_bad=True
+        )  # fmt: skip
+        found.append(seen(source))
+    (before, sides), (after, same) = found
+    one, other = ((f.shape, f.classes, f.mean, f.std) for f in (before.facts, after.facts))
+    assert one == other
+    added = set().union(*same) - set().union(*sides)
+    assert all(one <= other for one, other in zip(sides, same, strict=True))
+    assert len(added) + len(after.skipped) == 1
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["int64", "int64 with null", "double", "text", "decimal"])
+def test_units_of_parquet_do_not_depend_on_the_type_of_their_column(
+    tmp_path: Path, kind: str
+) -> None:
+    """A missing id turns integers into floats, which print as 1.2e+10."""
+    table = pa.table(columns(rows()))
+    unit = table["unit"].combine_chunks()
+    expected = set(map(str, unit.to_pylist()))
+    cast = {"double": pa.float64(), "text": pa.string(), "decimal": pa.decimal128(24, 2)}
+    if kind in cast:
+        unit = unit.cast(cast[kind])
+    if kind != "int64":
+        added = table.slice(0, 1).set_column(0, "unit", pa.array([None], unit.type))
+        table = pa.concat_tables([table.set_column(0, "unit", unit), added])
+    parquet.write_table(table, tmp_path / "t.parquet")
+    source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
+    train, test = parts(source)
+    assert {*train.units.tolist(), *test.units.tolist()} == expected
+    parquet.write_table(pa.table(columns(rows())), tmp_path / "int.parquet")
+    _, plain = parts(Source(tmp_path / "int.parquet", schema=SCHEMA, unit="unit"))
+    assert test.units.tolist() == plain.units.tolist()
+
+
+@pytest.mark.privacy
+def test_units_that_floats_merged_are_refused(tmp_path: Path) -> None:
+    """200 persons whose 64-bit ids were stored as doubles would be 156 units."""
+    kept = [Row(2**60 + 200 * n, n % 100, n % 3, CLASSES[n % 2]) for n in range(200)]
+    table = pa.table(columns(kept))
+    merged = table.set_column(0, "unit", table["unit"].cast(pa.float64(), safe=False))
+    assert len(set(merged["unit"].to_pylist())) == 156
+    parquet.write_table(merged, tmp_path / "t.parquet")
+    with pytest.raises(InputError, match=r"no whole number that its type stores exactly.*as text"):
+        inspect(Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit"))
+    parquet.write_table(table, tmp_path / "i.parquet")
+    facts = inspect(Source(tmp_path / "i.parquet", schema=SCHEMA, unit="unit")).facts
+    assert facts.train_size + facts.test_size == 200
+    halves = [Row(n + 0.5, 1, 1, CLASSES[n % 2]) for n in range(20)]
+    parquet.write_table(pa.table(columns(halves)), tmp_path / "h.parquet")
+    with pytest.raises(InputError, match="no whole number"):
+        inspect(Source(tmp_path / "h.parquet", schema=SCHEMA, unit="unit"))
+
+
+@pytest.mark.privacy
+def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
+    """Integers become floats, of which 0 may print as -0 and others with exponents."""
+    schema = schema_of(
+        {
+            "label": {"column": "y", "classes": ["10000000000", "20000000000"]},
+            "columns": {"k": {"categories": ["30000000000", "0"], "missing": "input"}},
+        },
+        "schema",
+    )
+    frame = pd.DataFrame({"k": [3 * 10**10, 0] * 20, "y": [10**10, 2 * 10**10] * 20})
+    found = []
+    for more in (frame, pd.concat([frame, pd.DataFrame({"k": [None], "y": [None]})])):
+        at_hand = from_dataframe(more, schema)
+        source = Source(at_hand.path, schema=schema, at_hand=at_hand, skip_bad=True)
+        found.append(seen(source))
+    assert found[0][1] == found[1][1]
+    assert len(found[1][0].skipped) == 1
+
+
+def test_polars_frames_are_read_like_those_of_pandas() -> None:
+    found = []
+    for frame in (pd.DataFrame(columns(rows())), pl.DataFrame(columns(rows()))):
+        at_hand = from_dataframe(frame, SCHEMA)
+        found.append(seen(Source(at_hand.path, schema=SCHEMA, at_hand=at_hand, unit="unit"))[1])
+    assert found[0] == found[1]
+
+
+# Arrays
+
+
+def numbers(count: int = COUNT) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 10, (count, 3))
+    return x, np.arange(count) % 2, np.arange(count) // 2 + 10**10
+
+
+def arrays(x: Any, y: Any, unit: Any = None, **more: Any) -> Source:
+    at_hand = ArrayData(x, y, unit=unit, classes=CLASSES, low=0, high=9)
+    return Source(at_hand.path, at_hand=at_hand, **more)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("by_unit", [True, False])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("f8", "i8", "i8"), ("f4", "i4", "f8"), (">f8", ">i8", ">i8"), ("i4", "u1", "U30"),
+        ("u1", "f8", "U11"), ("O", "O", "O"), ("f2", "f4", "S20"), ("U9", "i8", "i8"),
+    ],
+)  # fmt: skip
+def test_the_split_does_not_depend_on_the_types_of_arrays(
+    kinds: tuple[str, str, str], by_unit: bool
+) -> None:
+    x, y, unit = numbers()
+    units = (unit, unit.astype(kinds[2])) if by_unit else (None, None)
+    plain = seen(arrays(x, y, units[0]))
+    other = seen(arrays(x.astype(kinds[0]), y.astype(kinds[1]), units[1]))
+    assert plain[1] == other[1]
+    assert plain[0].facts == other[0].facts
+
+
+#: A record more, a label and a unit, of which each gives the whole another type.
+ITEMS: dict[str, tuple[Any, Any, Any]] = {
+    "NaN": ([1.0, np.nan, 2.0], 0, 1),
+    "None": ([1, None, 2], 0, 1),
+    "ragged": ([1, [2, 3], 4], 0, 1),
+    "text": (["a", "b", "c"], 0, 1),
+    "complex": ([1j, 2, 3], 0, 1),
+    "an object": ([object(), 2, 3], 0, 1),
+    "a large integer": ([10**400, 2, 3], 0, 1),
+    "no label": ([1, 2, 3], None, 1),
+    "NaN label": ([1, 2, 3], float("nan"), 1),
+    "half a label": ([1, 2, 3], 0.5, 1),
+    "an undeclared name": ([1, 2, 3], "c", 1),
+    "a large label": ([1, 2, 3], 2**70, 1),
+    "a negative label": ([1, 2, 3], -1, 1),
+    "no unit": ([1, 2, 3], 0, None),
+    "NaN unit": ([1, 2, 3], 0, float("nan")),
+    "half a unit": ([1, 2, 3], 0, 1.5),
+    "a unit of no text": ([1, 2, 3], 0, "\ud800"),
+    "a list as unit": ([1, 2, 3], 0, [1]),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("place", [0, COUNT])
+@pytest.mark.parametrize("bad", ITEMS)
+def test_no_item_changes_another(bad: str, place: int) -> None:
+    """An array of objects declares the shape of its rows, and lists convert each item."""
+    _, y, unit = (part.tolist() for part in numbers())
+    plain = seen(arrays(numbers()[0], y, unit, skip_bad=True))
+    record, label, owner = ITEMS[bad]
+    more = np.empty((COUNT + 1, 3), object)
+    more[np.arange(COUNT + 1) != place] = numbers()[0]
+    for column, value in enumerate(record):
+        more[place, column] = value
+    y[place:place], unit[place:place] = [label], [owner]
+    worse = seen(arrays(more, y, unit, skip_bad=True))
+    assert worse[1] == plain[1]
+    assert worse[0].facts == plain[0].facts
+    assert len(worse[0].skipped) == 1
+    with pytest.raises(InputError, match=f"such as row {place}"):
+        inspect(arrays(more, y, unit))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("record", [[1, 2], [[1, 2, 3]], None])
+def test_items_of_another_shape_than_is_declared_by_none_are_named(record: Any) -> None:
+    x, y, _ = (part.tolist() for part in numbers())
+    with pytest.raises(InputError, match=f"Record {COUNT} has the shape"):
+        inspect(arrays([*x, record], [*y, 0]))
+
+
+@pytest.mark.privacy
+def test_a_record_with_a_missing_number_moves_no_integers() -> None:
+    """As with an array of integers that becomes one of floats."""
+    x, y, _ = numbers()
+    plain = seen(arrays(x, y))
+    worse = seen(arrays(np.vstack([x, [[np.nan] * 3]]), [*y, 0], skip_bad=True))
+    assert worse[1] == plain[1]
+
+
+@pytest.mark.privacy
+def test_negative_zero_is_zero_for_the_split() -> None:
+    x, y, _ = numbers()
+    assert seen(arrays(x, y))[0].facts == seen(arrays(np.where(x == 0, -0.0, x), y))[0].facts
+
+
+# Torch datasets
+
+
+class Listed(Dataset[Any]):
+    """Records of a list; exceptions among them are raised."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.items[index], BaseException):
+            raise self.items[index]
+        return self.items[index]
+
+
+def floats() -> list[Any]:
+    draws = torch.Generator().manual_seed(0)
+    return [(torch.rand(3, generator=draws), n % 2) for n in range(COUNT)]
+
+
+def pixels() -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [
+        (Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)), torch.tensor(n % 2))
+        for n in range(COUNT)
+    ]
+
+
+#: A record more of a dataset, which cannot be used where its shape is declared.
+SAMPLES: dict[str, Any] = {
+    "raises": OSError("damaged"),
+    "raises another": RuntimeError("of another library"),
+    "no pair": 7,
+    "three": (1, 2, 3),
+    "another shape": (torch.zeros(4), 0),
+    "none": (None, 0),
+    "text": ("abc", 0),
+    "no label": (torch.zeros(3), None),
+    "a list as label": (torch.zeros(3), [0, 1]),
+    "half a label": (torch.zeros(3), 0.5),
+    "a label too many": (torch.zeros(3), 7),
+    "NaN": (torch.full((3,), float("nan")), 0),
+    "needs a gradient": (torch.zeros(3, requires_grad=True), 0),
+}
+
+
+def from_items(items: list[Any], images: bool = False, **more: Any) -> Source:
+    known: dict[str, Any] = {"shape": (8, 8)} if images else {"shape": (3,), "low": 0, "high": 1}
+    at_hand = from_torch(Listed(items), classes=CLASSES, label_shape=(), **known)
+    return Source(at_hand.path, at_hand=at_hand, **more)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("place", [0, COUNT])
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("bad", SAMPLES)
+def test_no_sample_of_a_torch_dataset_changes_another(bad: str, images: bool, place: int) -> None:
+    items = pixels() if images else floats()
+    plain = seen(from_items(items, images, skip_bad=True))
+    more = [*items[:place], SAMPLES[bad], *items[place:]]
+    worse = seen(from_items(more, images, skip_bad=True))
+    assert worse[1] == plain[1]
+    assert worse[0].facts == plain[0].facts
+    assert len(worse[0].skipped) == 1
+    with pytest.raises(InputError, match=f"such as row {place}"):
+        inspect(from_items(more, images))
+
+
+@pytest.mark.privacy
+def test_a_first_record_of_integers_truncates_no_other() -> None:
+    added = (torch.tensor([0, 1, 1]), 0)
+    plain = seen(from_items(floats()))[1]
+    worse = seen(from_items([added, *floats()]))[1]
+    assert all(one <= other for one, other in zip(plain, worse, strict=True))
+    undeclared = from_torch(Listed([added, *floats()]), low=0, high=1).arrays
+    assert undeclared is not None
+    assert undeclared["x"].dtype == np.float32
+    assert np.allclose(undeclared["x"][1], floats()[0][0])
+
+
+@pytest.mark.privacy
+def test_kinds_and_shapes_that_differ_undeclared_are_named() -> None:
+    image, number = np.zeros((8, 8), np.uint8), np.zeros((8, 8), np.float32)
+    with pytest.raises(InputError, match="Record 1 is a uint8 image, but record 0 is numbers"):
+        from_torch(Listed([(number, 0), (image, 1)]))
+    with pytest.raises(InputError, match=r"Record 1 has the shape \(8, 7\)"):
+        from_torch(Listed([(image, 0), (image[:, 1:], 1)]))
+    with pytest.raises(InputError, match=r"label of record 1 has the shape \(2,\)"):
+        from_torch(Listed([(image, 0), (image, [1, 0])]))
+
+
+# Copies
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(nested: bool) -> None:
+    whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
+    repeated: Any = Subset(whole, list(range(40)) * 3)
+    unit = list(range(40)) * 3
+    if nested:
+        repeated, unit = ConcatDataset([Subset(whole, range(30)), whole]), [*range(30), *range(40)]
+    known: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
+    copies = len(unit) - 40
+    with pytest.raises(InputError, match=f"40 different records, and {copies} copies.*unit="):
+        from_torch(repeated, **known)
+    plan = resolve(dataset=from_torch(repeated, unit=unit, **known), sigma=4).plan
+    assert plan.facts.train_size + len(set(plan_units(plan))) == 40
+    assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).notes
+                if "copies" in note]  # fmt: skip
+
+
+def plan_units(plan: Any) -> list[str]:
+    return list(parts(plan.data)[1].units.tolist())
+
+
+@pytest.mark.privacy
+def test_copies_are_remarked_on_and_not_published() -> None:
+    x, y, _ = numbers()
+    x = np.random.default_rng(0).random((20, 3))
+    drawn = [n % 20 for n in range(60)]
+    source: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
+    given = resolve(dataset=ArrayData(x[drawn], y[drawn], **source), sigma=4)
+    assert given.plan.found.signs.copies == 40
+    (note,) = [note for note in given.notes if "copies" in note]
+    assert "40 records of <arrays> are exact copies" in note
+    assert "unit=" in note
+    named = ArrayData(x[drawn], y[drawn], unit=drawn, **source)
+    assert not [note for note in resolve(dataset=named, sigma=4).notes if "copies" in note]
+
+
+# Folders
+
+
+def photo(path: Path, value: int, **how: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (8, 6), value).save(path, **how)
+
+
+def album(root: Path) -> Path:
+    for number in range(20):
+        photo(root / CLASSES[number % 2] / f"p{number // 2}_{number}.png", 10 * number + 50)
+    return root
+
+
+def animation(path: Path) -> None:
+    frames = [Image.new("L", (8, 6), value) for value in (1, 200)]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "no unit": lambda root: photo(root / "a" / "nobody.png", 3),
+    "no text": lambda root: (root / "a" / os.fsdecode(b"p1_\xff.txt")).write_text("x"),
+    "escape": lambda root: (root / "a" / "p1_[red]\x1b[31m\n.txt").write_text("x"),
+    "empty": lambda root: (root / "a" / "p1_0.png").write_bytes(b""),
+    "gif": lambda root: animation(root / "a" / "p1_0.gif"),
+    "tiff": lambda root: animation(root / "a" / "p1_0.tif"),
+    "apng": lambda root: animation(root / "a" / "p1_x.png"),
+    "webp": lambda root: animation(root / "a" / "p1_x.webp"),
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("bad", FILES)
+def test_no_file_of_a_folder_changes_another(tmp_path: Path, bad: str) -> None:
+    declared: dict[str, Any] = {"channels": 1, "image_size": 8, "classes": CLASSES}
+    source = Source(album(tmp_path), unit="p([0-9]+)_", skip_bad=True, **declared)
+    before = seen(source)
+    FILES[bad](tmp_path)
+    after = seen(source)
+    assert before[1] == after[1]
+    assert before[0].facts == after[0].facts
+    (said,) = after[0].skipped
+    assert said.isprintable()  # a terminal may take other characters for commands
+    resolved = resolve(
+        dataset=str(tmp_path), unit="p([0-9]+)_", channels="1", image_size=8, classes="a,b",
+        skip_bad=True, sigma=4, batch_size=2,
+    )  # fmt: skip
+    assert any("1 records of" in note for note in resolved.notes)
+
+
+def test_a_pattern_that_no_path_matches_is_refused_with_skip_bad_too(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not match --unit q"):
+        inspect(Source(album(tmp_path), unit="q([0-9]+)_", skip_bad=True))
+
+
+@pytest.mark.parametrize("name", ["Thumbs.db", "desktop.ini", ".DS_Store"])
+def test_files_of_file_managers_are_ignored(tmp_path: Path, name: str) -> None:
+    source = Source(album(tmp_path))
+    before = seen(source)
+    for place in (tmp_path, tmp_path / "a"):
+        (place / name).write_bytes(b"x")
+    assert seen(source)[1] == before[1]
+
+
+def test_links_to_one_file_are_copies(tmp_path: Path) -> None:
+    album(tmp_path)
+    os.link(tmp_path / "a" / "p0_0.png", tmp_path / "a" / "again.png")
+    assert inspect(Source(tmp_path)).signs.copies == 1
+    (tmp_path / "a" / "more.png").write_bytes((tmp_path / "a" / "p0_0.png").read_bytes())
+    assert inspect(Source(tmp_path, skip_bad=True)).signs.copies == 2
+
+
+# What an image is
+
+
+CORNERS = np.array([[[10, 20], [30, 40], [50, 60]]], np.uint8)[0]
+
+
+def turned(orientation: int, form: str) -> bytes:
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    Image.fromarray(CORNERS).save(
+        buffer, form, exif=exif, **({"lossless": True} if form == "WEBP" else {})
+    )
+    return buffer.getvalue()
+
+
+#: What EXIF says of each value: the picture as it is to be seen.
+UPRIGHT = {
+    1: CORNERS, 2: CORNERS[:, ::-1], 3: CORNERS[::-1, ::-1], 4: CORNERS[::-1],
+    5: CORNERS.T, 6: CORNERS[::-1].T, 7: CORNERS[::-1, ::-1].T, 8: CORNERS[:, ::-1].T,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_images_are_upright_as_their_exif_says(tmp_path: Path, form: str, orientation: int) -> None:
+    for number in range(40):
+        place = tmp_path / CLASSES[number % 2] / f"{number}.{form.lower()}"
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(turned(orientation, form))
+    expected = UPRIGHT[orientation]
+    for source in (Source(tmp_path), Source(tmp_path, skip_bad=True)):
+        assert inspect(source).facts.shape == (1, *expected.shape)
+        (x, _), _ = load(source)
+        assert (x[:, 0] == expected).all()
+
+
+def deep(path: Path, top: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ramp = np.linspace(0, top, 48).reshape(6, 8).astype(np.uint16)
+    Image.fromarray(ramp).save(path)
+
+
+def test_scans_of_twelve_bits_are_remarked_on_and_scaled_on_request(tmp_path: Path) -> None:
+    for number in range(10):
+        deep(tmp_path / CLASSES[number % 2] / f"{number}.png", 4095)
+    settings: dict[str, Any] = {"dataset": str(tmp_path), "sigma": 4, "batch_size": 2}
+    (note,) = [note for note in resolve(settings).notes if "brightest" in note]
+    assert "is 16 of 255" in note
+    assert "--levels 4095" in note
+    (x, _), _ = load(Source(tmp_path))
+    assert x.max() == 16
+    scaled = resolve({**settings, "levels": 4095})
+    assert not [note for note in scaled.notes if "brightest" in note]
+    source = Source(tmp_path, levels=4095)
+    assert scaled.plan.data == source
+    (x, _), _ = load(source)
+    assert x.max() == 255
+    assert x[0, 0, 3, 0] == round(255 * int(4095 * 24 / 47) / 4095)
+    deep(tmp_path / "a" / "brighter.png", 65535)  # clipped to the public range
+    (x, _), (more, _) = load(source)
+    assert max(x.max(), more.max()) == 255
+
+
+def test_levels_of_colours_are_refused(tmp_path: Path) -> None:
+    album(tmp_path)
+    deep_colour = np.zeros((6, 8, 3), ">u2")
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    lines = b"".join(b"\0" + line.tobytes() for line in deep_colour)
+    (tmp_path / "a" / "c.png").write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 6, 16, 2, 0, 0, 0))
+        + chunk(b"IDAT", zlib.compress(lines))
+        + chunk(b"IEND", b"")
+    )
+    assert inspect(Source(tmp_path, channels=1, skip_bad=True)).skipped == ()
+    (said,) = inspect(Source(tmp_path, channels=1, levels=4095, skip_bad=True)).skipped
+    assert "--levels is for grey images" in said
+
+
+def test_arrays_of_dim_images_are_remarked_on() -> None:
+    x = np.random.default_rng(0).integers(0, 17, (40, 8, 8)).astype(np.uint8)
+    notes = resolve(dataset=ArrayData(x, np.arange(40) % 2), sigma=4).notes
+    assert any("brightest pixel of all images is 16 of 255" in note for note in notes)
+
+
+# Files that change
+
+
+@pytest.mark.privacy
+def test_a_folder_that_takes_the_place_of_another_while_it_is_decoded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that is there before and after is not the one that was decoded."""
+    photos, evil, aside = album(tmp_path / "photos"), tmp_path / "evil", tmp_path / "aside"
+    for file in (photos / "a").iterdir():
+        photo(evil / file.name, 255)
+    source = Source(photos, channels=1, image_size=8, classes=CLASSES)
+    facts = inspect(source).facts
+
+    def swapping(path: str, mode: str = "r") -> Any:
+        (photos / "a").rename(aside)
+        evil.rename(photos / "a")
+        handle = open(path, mode)  # noqa: SIM115
+        (photos / "a").rename(evil)
+        aside.rename(photos / "a")
+        return handle
+
+    monkeypatch.setattr(decoding, "open", swapping, raising=False)
+    with pytest.raises(InputError, match="changed while the run began"):
+        load(source, facts)
+
+
+# Units with test records
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("place", ["", "_test"])
+def test_a_unit_on_both_sides_keeps_its_test_records(place: str) -> None:
+    x, y, unit = numbers()
+    sides: dict[str, Any] = {"x": x[:40], "y": y[:40], "unit": unit[:40]}
+    sides |= {"x_test": x[40:], "y_test": y[40:], "unit_test": unit[40:]}
+
+    def source(**more: Any) -> Source:
+        at_hand = ArrayData(**{**sides, **more}, classes=CLASSES, low=0, high=9)
+        return Source(at_hand.path, at_hand=at_hand, skip_bad=True)
+
+    before = seen(source())
+    other = unit[40] if place == "" else unit[0]
+    added = {"x": [[1, 2, 3]], "y": [0], "unit": [other]}
+    more = {f"{n}{place}": np.concatenate([sides[f"{n}{place}"], v]) for n, v in added.items()}
+    after = seen(source(**more))
+    own_records = {record for side in (*before[1], *after[1]) for record in side}
+    own_records = {record for record in own_records if record[2] == str(other)}
+    for one, two in zip(before[1], after[1], strict=True):
+        assert one - own_records == two - own_records
+    owned = [{record[2] for record in side} for side in after[1]]
+    assert not owned[0] & owned[1]
+    assert str(other) in owned[1]
+
+
+@pytest.mark.privacy
+def test_a_person_among_training_and_test_images_keeps_the_test_images(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for number in range(20):
+            person = f"{part}{number // 2}"
+            photo(tmp_path / part / CLASSES[number % 2] / f"{person}-{number}.png", 9 * number + 50)
+    declared: dict[str, Any] = {"channels": 1, "image_size": 8, "classes": CLASSES}
+    source = Source(tmp_path, unit="([a-z]+[0-9]+)-", skip_bad=True, **declared)
+    before = seen(source)
+    photo(tmp_path / "train" / "a" / "test0-9.png", 7)
+    after = seen(source)
+    assert before[1] == after[1]
+    assert "is of a unit that has test images" in after[0].skipped[0]
+    photo(tmp_path / "test" / "a" / "train0-9.png", 7)
+    assert {*after[1][0]} - {*seen(source)[1][0]} == {r for r in after[1][0] if r[2] == "train0"}
+
+
+@pytest.mark.privacy
+def test_text_of_parquet_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
+    plain = pa.table({n: pa.array(list(map(str, c))) for n, c in columns(rows()).items()})
+    found = []
+    for bad in (b"", b"\xff"):
+        raw = pa.array([bad]).cast(pa.binary())
+        cell = pa.Array.from_buffers(pa.string(), 1, raw.buffers())
+        added = pa.table(dict.fromkeys(plain.column_names, cell))
+        parquet.write_table(pa.concat_tables([plain, added]), tmp_path / "t.parquet")
+        source = Source(tmp_path / "t.parquet", schema=SCHEMA, unit="unit", skip_bad=True)
+        found.append(seen(source))
+        own._reader.cache_clear()
+    assert found[0][1] == found[1][1]
+    assert [len(facts.skipped) for facts, _ in found] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.large_string()])
+def test_other_types_of_columns_are_read(tmp_path: Path, kind: Any) -> None:
+    table = pa.table(columns(rows()))
+    text = pa.array(list(map(str, table["age"].to_pylist())))
+    age = text.cast(kind) if kind == pa.large_string() else pa.array(
+        np.asarray(table["age"]).astype(kind.to_pandas_dtype())
+    )  # fmt: skip
+    parquet.write_table(table.set_column(1, "age", age), tmp_path / "t.parquet")
+    parquet.write_table(table, tmp_path / "plain.parquet")
+    one, other = (
+        seen(Source(tmp_path / f"{name}.parquet", schema=SCHEMA, unit="unit"))
+        for name in ("t", "plain")
+    )
+    assert one[1] == other[1]
+
+
+def test_objects_of_polars_are_text_one_by_one() -> None:
+    frame = pl.DataFrame(columns(rows()))
+    objects = pl.DataFrame(
+        {**columns(rows()), "age": pl.Series(columns(rows())["age"], dtype=pl.Object)}
+    )
+    found = []
+    for each in (frame, objects):
+        at_hand = from_dataframe(each, SCHEMA)
+        found.append(seen(Source(at_hand.path, schema=SCHEMA, at_hand=at_hand, unit="unit"))[1])
+    assert found[0] == found[1]
+
+
+def test_a_folder_that_cannot_be_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    album(tmp_path)
+    photo(tmp_path / "closed" / "p1_1.png", 3)
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    declared: dict[str, Any] = {"channels": 1, "image_size": 8, "classes": CLASSES}
+    (said,) = inspect(Source(tmp_path, skip_bad=True, **declared)).skipped
+    assert "closed cannot be read (Permission denied)" in said
+
+
+def test_the_pictures_that_a_camera_adds_to_a_photograph_are_not_frames(tmp_path: Path) -> None:
+    album(tmp_path)
+    first, depth = Image.new("L", (8, 6), 200), Image.new("L", (4, 3), 9)
+    first.save(tmp_path / "a" / "p.jpg", "MPO", save_all=True, append_images=[depth])
+    found = inspect(Source(tmp_path, channels=1, image_size=8, skip_bad=True))
+    assert found.skipped == ()

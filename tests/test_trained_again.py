@@ -1,0 +1,245 @@
+"""A network carries its private training along: training it again adds up."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpmac_cli import (
+    ArrayData,
+    BudgetError,
+    InputError,
+    ModelError,
+    load_model,
+    make_private,
+    make_trainer,
+    resolve,
+    total_epsilon,
+)
+from dpmac_cli.runs import setup
+from dpmac_cli.training.lineage import carried_by
+
+SETTINGS: dict[str, Any] = {"sigma": 6, "steps": 4, "batch_size": 128, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the validation of networks, which takes seconds and is tested elsewhere."""
+    monkeypatch.setattr(setup, "independence", lambda *_: ("traced", ""))
+    monkeypatch.setattr(setup, "check_model", lambda *_, **__: None)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10))
+
+
+def trained(net: nn.Module, **settings: Any) -> Any:
+    private = make_private(net, "digits", **{**SETTINGS, **settings})
+    list(private)
+    return private
+
+
+def both(*privates: Any) -> float:
+    events = tuple(p.plan.event_of(p._trainer.state.step) for p in privates)
+    return total_epsilon(events, privates[0].plan.delta)
+
+
+@pytest.mark.privacy
+def test_a_cell_that_is_run_again_pays_for_both(tmp_path: Path) -> None:
+    net = network()
+    first = trained(net)
+    second = trained(net, sigma=4)
+    assert second.epsilon == both(first, second) > first.epsilon
+    [note] = [note for note in second.notes if "trained privately before" in note]
+    assert "those 4 steps" in note
+    report = second.publish(tmp_path / "out").report
+    assert report["privacy"]["epsilon"] == pytest.approx(second.epsilon, rel=1e-3)
+    assert [e["noise_multiplier"] for e in report["privacy"]["events"]] == [6, 4]
+    assert "noise multiplier 6" in (tmp_path / "out/model-card.md").read_text()
+
+
+@pytest.mark.privacy
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        copy.deepcopy,
+        lambda net: nn.Sequential(*net[:3], nn.Linear(8, 10)),
+        lambda net: nn.Sequential(copy.deepcopy(net), nn.Identity()),
+        lambda net: nn.Sequential(nn.Flatten(), net[1].requires_grad_(False), nn.Linear(8, 10)),
+        lambda net: torch.compile(net, backend="eager"),
+    ],
+    ids=["copy", "part", "part of a copy", "frozen part", "compiled"],
+)
+def test_copies_and_parts_carry_it_along(wrapped: Any) -> None:
+    net = network()
+    first = trained(net)
+    second = make_private(wrapped(net), "digits", **SETTINGS)
+    assert second.epsilon == first.epsilon
+    second.step()
+    assert second.epsilon == both(first, second)
+
+
+@pytest.mark.privacy
+def test_shared_parameters_carry_it_along() -> None:
+    net = network()
+    trained(net)
+    other = network()
+    other[1].weight = net[1].weight
+    assert len(carried_by(other)) == 1
+
+
+@pytest.mark.privacy
+def test_a_copy_made_in_the_middle_and_its_network_count_once() -> None:
+    net = network()
+    private = make_private(net, "digits", **SETTINGS)
+    private.step()
+    early = copy.deepcopy(net)
+    private.step()
+    assert [t.begun for t in carried_by(early)] == [1]
+    assert [t.begun for t in carried_by(nn.ModuleList([early, net]))] == [2]
+
+
+@pytest.mark.privacy
+def test_noise_is_calibrated_for_what_is_left() -> None:
+    net = network()
+    first = trained(net)
+    fresh = make_private(network(), "digits", epsilon=1.0, epochs=1, batch_size=128)
+    second = make_private(net, "digits", epsilon=1.0, epochs=1, batch_size=128)
+    assert second.plan.sigma > fresh.plan.sigma
+    list(second)
+    assert second.epsilon == both(first, second) <= 1.0
+    with pytest.raises(BudgetError, match="Epsilon 0.01 is spent: earlier training costs"):
+        make_private(net, "digits", epsilon=0.01, epochs=1)
+
+
+@pytest.mark.privacy
+def test_max_epsilon_counts_earlier_steps() -> None:
+    net = network()
+    trained(net, sigma=2)
+    settings = {**SETTINGS, "steps": 400, "max_epsilon": 1.0}
+    fresh, second = (make_private(n, "digits", **settings) for n in (network(), net))
+    assert 0 < len(second) < len(fresh)
+    cost = total_epsilon((*second._earlier_events, second.plan.event_of(len(second))), 1e-5)
+    assert cost <= 1.0
+
+
+@pytest.mark.privacy
+def test_a_seed_gives_the_second_training_other_noise() -> None:
+    net = network()
+    first = make_private(net, "digits", seed=1, **SETTINGS)
+    first.step()
+    second = make_private(net, "digits", seed=1, **SETTINGS)
+    assert first._trainer.randomness.keys != second._trainer.randomness.keys
+    assert first._trainer.randomness.keys == make_private(
+        network(), "digits", seed=1, **SETTINGS
+    )._trainer.randomness.keys
+    unseeded = make_private(net, "digits", **SETTINGS)
+    assert unseeded._spent().seeded
+    assert not make_private(network(), "digits", **SETTINGS)._spent().seeded
+
+
+@pytest.mark.privacy
+def test_secure_means_all_of_it() -> None:
+    net = network()
+    trained(net)
+    assert not make_private(net, "digits", secure=True, **SETTINGS)._spent().secure
+    assert make_private(network(), "digits", secure=True, **SETTINGS)._spent().secure
+
+
+@pytest.mark.privacy
+def test_what_cannot_be_added_is_refused() -> None:
+    net = network()
+    trained(net, no_dp=True, sigma=None)
+    with pytest.raises(ModelError, match="trained without privacy before"):
+        make_private(net, "digits", **SETTINGS)
+    with pytest.raises(ModelError, match="trained without privacy before"):
+        make_private(net, "digits", epsilon=3, epochs=1)
+    trained(net, no_dp=True, sigma=None)  # promises nothing
+    net = network()
+    trained(net)
+    with pytest.raises(InputError, match="an audit tests one guarantee"):
+        make_private(net, "digits", canaries=10, **SETTINGS)
+
+
+@pytest.mark.privacy
+def test_costs_of_other_units_are_not_added() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (600, 8, 8), dtype=np.uint8), np.arange(600) % 10
+    names = [str(n) for n in range(10)]
+    single = ArrayData(x, y, classes=names)
+    grouped = ArrayData(x, y, classes=names, unit=np.arange(600) // 3)
+    net = network()
+    options: dict[str, Any] = {"sigma": 6, "steps": 1, "batch_size": 32, "device": "cpu"}
+    list(make_private(net, single, **options))
+    with pytest.raises(ModelError, match="costs of different units cannot be added"):
+        make_private(net, grouped, unit="unit", **options)
+
+
+@pytest.mark.privacy
+def test_a_training_whose_network_was_taken_is_over() -> None:
+    net = network()
+    first = make_private(net, "digits", **SETTINGS)
+    first.step()
+    second = make_private(net, "digits", **SETTINGS)
+    spent = first.epsilon
+    with pytest.raises(ModelError, match="is in other memory than before"):
+        first.step()
+    assert first.epsilon == spent
+    second.step()
+
+
+@pytest.mark.privacy
+def test_a_published_model_carries_its_training(tmp_path: Path) -> None:
+    private = trained(network(), optimizer="dp-macadam")
+    private.publish(tmp_path / "out")
+    facts = json.loads((tmp_path / "out/report.json").read_text())
+    assert facts["privacy"]["events"]
+    config = resolve(SETTINGS, dataset="digits", model="linear").plan
+    from dpmac_cli import finish, train  # noqa: PLC0415
+
+    finish(train(resolve(SETTINGS, dataset="digits", out=str(tmp_path / "run")).plan))
+    loaded = load_model(tmp_path / "run").model
+    again = make_private(loaded, "digits", **SETTINGS)
+    assert again.epsilon == total_epsilon((config.event,), config.delta)
+
+
+@pytest.mark.privacy
+def test_trainers_of_ones_own_count_too() -> None:
+    net = network()
+    trainer = make_trainer(resolve(SETTINGS, dataset="digits").plan, model=net)
+    trainer.step()
+    private = make_private(net, "digits", **SETTINGS)
+    assert private.epsilon == total_epsilon((private.plan.event_of(1),), private.plan.delta)
+
+
+def test_a_state_dict_and_a_network_that_never_stepped_carry_nothing() -> None:
+    net = network()
+    make_private(net, "digits", **SETTINGS)
+    assert carried_by(net) == ()
+    trained(net)
+    other = network()
+    other.load_state_dict(net.state_dict())
+    assert carried_by(other) == ()
+
+
+# Settings that cannot change.
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "name",
+    ["clip_norm", "sigma", "delta", "learning_rate", "epsilon", "model", "plan", "notes", "epochs"],
+)
+def test_what_has_no_effect_cannot_be_set(name: str) -> None:
+    private = make_private(network(), "digits", **SETTINGS)
+    with pytest.raises(InputError, match=rf"^{name} cannot be set: .*pass them to a new make_pri"):
+        setattr(private, name, 1)
+    private.lr = 0.5
+    assert private.lr == 0.5
