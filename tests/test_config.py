@@ -4,18 +4,21 @@ import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from pydantic import Field
 
-from dpmac_cli.config.fields import Option, flag_name, options
+from dpmac_cli.cli.options import parameter
+from dpmac_cli.config.fields import Flag, Option, flag_name, options
+from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import Resolved, change, resolve
-from dpmac_cli.config.settings import Settings
+from dpmac_cli.config.settings import RECIPE, Count, Settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -205,6 +208,29 @@ def the_error(flags: Mapping[str, Any], file: Path | None = None) -> str:
     errors = errors_of(flags, file)
     assert len(errors) == 1, errors
     return errors[0]
+
+
+def test_a_field_is_all_that_a_flag_needs() -> None:
+    class More(Settings, frozen=True):
+        patience: Annotated[
+            Count | None,
+            Field(description="Stop early."),
+            Flag(RECIPE, also=("early-stop",), otherwise="never"),
+        ] = None
+
+    option = options(More)["patience"]
+    assert (option.help, option.kind, option.default) == ("Stop early.", int, None)
+    shown = parameter("patience", option)
+    ((_, info),) = (get_args(shown.annotation),)
+    assert (info.help, info.metavar) == ("Stop early. [default: never]", "INT")
+    assert info.rich_help_panel == RECIPE
+    assert near_setting("early_stop", options(More)) == " In dpmac it is called patience."
+    assert More.model_validate({"patience": "7"}).patience == 7
+    with pytest.raises(
+        InputError, match=r"--patience must be at least 1 and .*, not 0\."
+    ) as caught:
+        More.model_validate({"patience": "0", "lr": "x"})
+    assert len(caught.value.errors) == 2
 
 
 # Where values come from
