@@ -228,9 +228,9 @@ def test_a_field_is_all_that_a_flag_needs() -> None:
     assert More.model_validate({"patience": "7"}).patience == 7
     with pytest.raises(
         InputError, match=r"--patience must be at least 1 and .*, not 0\."
-    ) as caught:
+    ) as found:
         More.model_validate({"patience": "0", "lr": "x"})
-    assert len(caught.value.errors) == 2
+    assert len(found.value.errors) == 2
 
 
 # Where values come from
@@ -561,9 +561,9 @@ def test_a_few_flags_are_parsed_for_themselves() -> None:
         "data_dir": Path("here"),
         "sigma": 2.0,
     }
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as found:
         parse({"dataset": "mnits", "device": "tpu"})
-    assert len(caught.value.errors) == 2
+    assert len(found.value.errors) == 2
 
 
 @pytest.mark.parametrize("value", ["no", 1, "true"], ids=repr)
