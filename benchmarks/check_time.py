@@ -38,7 +38,7 @@ class ViT(nn.Module):
 
 
 def trainer_of(name: str, batch: int) -> Trainer:
-    """Return a trainer of the MLP or the ViT on images of MNIST's shape, or on digits without it."""
+    """Return a trainer of the MLP, or of the ViT on enlarged images of digits."""
     plan = resolve({**COMMON, "batch_size": batch}, dataset="digits").plan
     if name == "mlp":
         return make_trainer(plan)

@@ -57,6 +57,8 @@ DEEP = tuple(IMAGES)[2:]
 PLAIN = "plain-adam"
 #: Plain torch in a process that keeps freed memory, as ``dpmac train`` does.
 KEEPING = "plain-adam, memory kept"
+#: Plain torch on a GPU whose convolutions are in full float32, as ours are.
+NO_TF32 = "plain-adam, no TF32"
 #: Parameters of a network that only three are timed on.
 LARGE = 10**7
 
@@ -78,7 +80,7 @@ def settings_of(name: str) -> None:
             libc = ctypes.CDLL("libc.so.6")
             libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)
             libc.mallopt(M_TRIM_THRESHOLD, 1 << 26)
-    if name.partition(" ")[0] not in OPTIMIZERS:
+    if name.partition(" ")[0] not in OPTIMIZERS and name != NO_TF32:
         cudnn: Any = torch.backends.cudnn  # its stub has no conv
         cudnn.conv.fp32_precision = "tf32"  # torch's default
 
@@ -393,7 +395,7 @@ def ours(
         plan=Plan(
             steps=10**6,
             steps_per_epoch=100,
-            physical_batch=config.physical_batch,
+            physical_batch=config.gpu_batch if data.gain.is_cuda else config.physical_batch,
         ),
         randomness=Randomness(keys=keys, sampler=sampler, noise=noise),
         ranks=ranks,
@@ -404,15 +406,20 @@ def ours(
 Build = Callable[[Data], Step]
 
 
-def contenders(size: Size, *, peers: bool, largest_gib: float) -> Mapping[str, Build]:
+def contenders(
+    size: Size, *, peers: bool, largest_gib: float, on_gpu: bool = False
+) -> Mapping[str, Build]:
     """Everybody who is timed at a size, by name.
 
     Args:
         size: the network and its batch.
         peers: whether to time Opacus too.
         largest_gib: per-sample gradients that take more than this are left out.
+        on_gpu: whether they run on a GPU.
     """
-    made: dict[str, Build] = dict.fromkeys((PLAIN, KEEPING), partial(plain, size, fused=False))
+    made: dict[str, Build] = dict.fromkeys(
+        (PLAIN, NO_TF32 if on_gpu else KEEPING), partial(plain, size, fused=False)
+    )
     modes = ["ghost", "hooks", "functorch"]
     names: tuple[str, ...]
     if size.model in DEEP:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure on a GPU what docs/performance.md leaves open, in about ten minutes.
+# Measure on a GPU what docs/performance.md leaves open, in about fifteen minutes.
 #
 #     benchmarks/gpu.sh OUT              # writes JSON files and logs to the folder OUT
 #     benchmarks/gpu.sh --dry-run OUT    # the same commands on the CPU, as short as they can be
@@ -29,18 +29,19 @@ if [ -n "$dry" ]; then
     step=(--quick --rounds 2 --no-peers --batch 4 --only dp-adam,dp-macadam)
     deep=(wrn-16-4) recipe=(--quick --physical-batch 1) run=(--steps 2)
 else
-    step=(--quick --rounds 5)
-    deep=(wrn-16-4 resnet18 vit-tiny vit-timm convnext-torchvision) recipe=(--physical-batch 64 128 256) run=()
+    step=(--quick --rounds 5 --warm 0.5)
+    deep=(wrn-16-4 resnet18 vit-tiny vit-timm vit-torchvision convnext-torchvision) recipe=(--physical-batch 64 128 256) run=()
     nvidia-smi > "$out/nvidia-smi.txt"
 fi
 
 part step_time 120 python benchmarks/step_time.py --device $device --model mlp cnn "${step[@]}" --json "$out/step_time.json"
-part deep 180 python benchmarks/step_time.py --device $device --model "${deep[@]}" "${step[@]}" --json "$out/deep.json"
+part deep 300 python benchmarks/step_time.py --device $device --model "${deep[@]}" "${step[@]}" --json "$out/deep.json"
+[ -n "$dry" ] || part profile 90 python benchmarks/profile_step.py --model mlp resnet18 --json "$out/profile.json"
 part recipe 120 python benchmarks/recipe_time.py sample_configs/cifar10-de2022.yaml --device $device "${recipe[@]}"
 part mnist 60 dpmac train --dataset mnist --device $device --seed 0 --out "$out/mnist" --force "${run[@]}"
 part secure 60 dpmac train --dataset mnist --device $device --secure --out "$out/secure" --force "${run[@]}"
 part cifar10 120 dpmac train --dataset cifar10 --device $device --seed 0 --out "$out/cifar10" --force "${run[@]}"
-part tests 300 python -m pytest -q tests/dp/test_algorithm1.py tests/test_synchronisation.py
+part tests 300 python -m pytest -q tests/test_cuda.py tests/dp/test_algorithm1.py tests/test_synchronisation.py
 if [ -z "$dry" ] && [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
     part two_gpus 120 torchrun --nproc-per-node 2 -m dpmac_cli train --dataset cifar10 --device cuda --out "$out/two" --force
 fi

@@ -56,7 +56,7 @@ DEEP_SIZES = (
     *(Size(f"vit-{kind}", 64) for kind in ("tiny", "timm", "torchvision")),
     Size("convnext-torchvision", 64),
 )
-#: Seconds that a contender's turn should take at least.
+#: Seconds that a contender's turn should take at least, one step if a step takes longer.
 TURN = 0.25
 #: Seconds that it runs before: oneDNN compiles its kernels again for each size of a batch.
 WARM = 3.0
@@ -112,7 +112,9 @@ def peak_memory(build: Build, data: Data) -> float:
         torch.cuda.reset_peak_memory_stats()
         _run(build(data), 3, data)
         return (torch.cuda.max_memory_allocated() - before) / MIB
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         _run(build(data), 3, data)
     held = most = 0
     for event in profiled.profiler.kineto_results.events():
@@ -133,6 +135,11 @@ def _run(step: Step, times: int, data: Data) -> Taken:
     return Taken(*(n / times for n in (*spent, _page_faults() - faults)))
 
 
+def _steps_in(seconds: float, wall: float) -> int:
+    """The steps of ``wall`` milliseconds that fill a time, at least one."""
+    return max(1, round(1e3 * seconds / wall))
+
+
 def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -143,20 +150,24 @@ def _left_out(name: str, failure: Exception) -> None:
     sys.stderr.write(f"left out: {name} ({said})\n")
 
 
-def measure(size: Size, data: Data, rounds: int, names: str | None, peers: bool) -> list[Row]:
+def measure(
+    size: Size, data: Data, rounds: int, names: str | None, peers: bool, warm: float
+) -> list[Row]:
     """Time everybody at one size, in turn."""
     peaks: dict[str, float] = {}
     steps: dict[str, Step] = {}
     turns: dict[str, int] = {}
-    for name, build in contenders(size, peers=peers, largest_gib=8).items():
+    on_gpu = data.gain.is_cuda
+    everybody = contenders(size, peers=peers, largest_gib=24 if on_gpu else 8, on_gpu=on_gpu)
+    for name, build in everybody.items():
         if names is not None and name != PLAIN and name not in names.split(","):
             continue
         settings_of(name)
         try:
             peaks[name], step = peak_memory(build, data), build(data)
             wall = _run(step, 3, data).wall
-            _run(step, round(1e3 * WARM / wall), data)
-            turns[name] = max(1, round(1e3 * TURN / wall))
+            wall = _run(step, _steps_in(warm, wall), data).wall
+            turns[name] = _steps_in(TURN, wall)
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as failure:
             # Opacus refuses networks by any of these; from ours each is a bug.
             if not name.startswith("opacus"):
@@ -246,6 +257,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="turns of everybody (7)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    parser.add_argument("--warm", type=float, default=WARM, metavar="SECONDS", help="of each (3)")
     options = parser.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
     warnings.filterwarnings("ignore", module="opacus")
@@ -260,11 +272,12 @@ def main() -> None:
         data = random_images(model, device)
         for size in (size for size in sizes if size.model == model):
             sys.stderr.write(f"{size} ...\n")
-            rows += measure(size, data, options.rounds, options.only, not options.no_peers)
+            peers = not options.no_peers
+            rows += measure(size, data, options.rounds, options.only, peers, options.warm)
+            if options.json:  # as it goes
+                found = {"machine": machine(device), "rows": [asdict(r) for r in rows]}
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.write(table(rows) + "\n")
-    if options.json:
-        text = json.dumps({"machine": machine(device), "rows": [asdict(r) for r in rows]}, indent=1)
-        options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

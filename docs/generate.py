@@ -279,7 +279,8 @@ def samples_at_a_time() -> str:
     more = [f"`{n}` {kind.physical_batch:,}" for n, kind in MODELS.items() if kind.physical_batch]
     return (
         f"A physical batch of that or, where it is more: {', '.join(more)}; in proportion fewer of "
-        "images above 32 by 32 pixels. K augmented views of an image count as K.\n"
+        "images above 32 by 32 pixels. On a GPU at least 512 images of up to 32 by 32 pixels, "
+        "where the network is trained on them. K augmented views of an image count as K.\n"
     )
 
 

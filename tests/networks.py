@@ -4,6 +4,9 @@ The first kind does it in ways seen in real code; none is built to deceive. Each
 arguments, so that a test may also name it as ``networks.py:NAME``.
 """
 
+import random
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
@@ -636,3 +639,53 @@ INNOCENT: tuple[type[nn.Module], ...] = (
     *(StandardisedEach, LayerNormed, Embedded, SoftExperts, RescaledEach, Upsampled),
     *(InstanceNormed, Squeezed),
 )
+
+
+# Networks with random numbers of their own.
+
+
+class _Random(_Linear):
+    """Multiplies each sample by random numbers, after as many others as its content asks for."""
+
+    def prepare(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.abs().sum() * 7) % 5):
+            self.draw(x)
+        return x * self.draw(x)
+
+    def draw(self, x: Tensor) -> Tensor:
+        return torch.rand_like(x)
+
+
+class RandomByTorch(_Random):
+    """With torch's global generator."""
+
+
+class RandomByNumPy(_Random):
+    """With NumPy's global generator."""
+
+    def draw(self, x: Tensor) -> Tensor:
+        return x.new_tensor(np.random.rand(*x.shape))
+
+
+class RandomByPython(_Random):
+    """With Python's global generator."""
+
+    def draw(self, x: Tensor) -> Tensor:
+        return x.new_tensor([random.random() for _ in range(x.numel())]).view_as(x)
+
+
+class RandomByChance(_Random):
+    """With a new generator each time, seeded by the operating system."""
+
+    def draw(self, x: Tensor) -> Tensor:
+        return x.new_tensor(np.random.default_rng().random(x.shape))
+
+
+class RandomByAGlobal(_Random):
+    """With a generator of the module."""
+
+    def draw(self, x: Tensor) -> Tensor:
+        return x.new_tensor(GENERATOR.random(x.shape))
+
+
+GENERATOR = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation
+from dp_accounting import NeighboringRelation, NoOpDpEvent
 from dp_accounting.pld import pld_privacy_accountant
 from dp_accounting.rdp import rdp_privacy_accountant
 from hypothesis import given, settings
@@ -23,6 +23,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from dpmac_cli.accounting import accountants as accounting
+from dpmac_cli.accounting import pricing
 from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import EpsilonSchedule, epsilon_schedule
@@ -138,6 +139,49 @@ def gaussian_delta(sigma: float, epsilon: float) -> float:
     gain = norm.cdf(0.5 / sigma - epsilon * sigma)
     loss = math.exp(epsilon + norm.logcdf(-0.5 / sigma - epsilon * sigma))
     return float(gain - loss)
+
+
+@pytest.mark.parametrize("delta", [1e-9, 1e-11, 1e-12, 1e-13, 1e-14, 1e-15, 1e-20])
+@pytest.mark.parametrize("steps", [1, 10_000, 90_000])
+@pytest.mark.parametrize("mu", [0.3, 1.0])
+def test_rounding_never_makes_a_small_delta_look_cheaper(
+    mu: float, steps: int, delta: float
+) -> None:
+    """At 10,000 steps the Fourier transforms alone took more than a delta of 1e-13."""
+    event = TrainingEvent(1.0, math.sqrt(steps) / mu, steps)
+    for accountant in ACCOUNTANTS:
+        epsilon = total_epsilon((event,), delta, accountant)
+        assert gaussian_delta(1 / mu, epsilon) <= delta * (1 + 1e-6)
+        assert epsilon <= 1.3 * gaussian_epsilon(1 / mu, delta)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_delta_below_the_precision_of_loss_distributions_has_a_cost_by_rdp(sampler: str) -> None:
+    event = mnist(sampler, sigma=2.0)
+    assert accounting.loss_distribution((event,), accounting.FINE).epsilon(1e-16) == math.inf
+    by_rdp = total_epsilon((event,), 1e-16, "rdp")
+    assert total_epsilon((event,), 1e-16) == by_rdp < math.inf
+    for delta, used in ((1e-16, "rdp"), (DELTA, "pld")):
+        assert accounting.used_accountant((event,), delta) == used
+        assert pricing.price((event,), delta).accountant == used
+    # Just above the limit, the smaller of two upper bounds.
+    just = 1.01 * accounting.loss_distribution((event,), accounting.FINE).least_delta
+    assert total_epsilon((event,), just) <= total_epsilon((event,), just, "rdp")
+    assert math.isinf(total_epsilon((replace(event, noise_multiplier=0.0),), 1e-16))
+
+
+def test_rates_and_noise_at_their_limits_are_priced() -> None:
+    """On a grid of 1e-11, masses were rounding errors, and their sum grew beyond float64."""
+    event = TrainingEvent(1e-6, 1e4, 10_000_000)
+    mu = event.sampling_rate * math.sqrt(event.steps) / event.noise_multiplier
+    losses = accounting.loss_distribution((event,), accounting.FINE)
+    assert 0.99 * mu * norm.pdf(0) < losses.deltas(0.0) < 1e-5
+    assert 0 < total_epsilon((event,), 1e-9) < 0.02
+
+
+def test_a_divergence_that_rounds_to_nothing_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingEvent, "dp_event", lambda event: NoOpDpEvent())
+    assert total_epsilon((TrainingEvent(1e-6, 9e3, 10_000_000),), 1e-12, "rdp") > 0
 
 
 def gaussian_epsilon(sigma: float, delta: float) -> float:
@@ -439,7 +483,7 @@ def seconds_alone(price: Callable[[], object]) -> float:
         accounting._sampled_gaussian,
         accounting._part,
         accounting.loss_distribution,
-        total_epsilon,
+        accounting._priced,
     )
     for function in kept:
         function.cache_clear()

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from scipy import integrate, stats
 
 from dpmac_cli.accounting import allocation
-from dpmac_cli.accounting.allocation import LEAST_NOISE, allocated_gaussian, likelihood_ratios
+from dpmac_cli.accounting.allocation import allocated_gaussian, likelihood_ratios, small_sums
+from dpmac_cli.accounting.events import LEAST_NOISE
 
 Floats = NDArray[np.float64]
 
@@ -65,6 +66,59 @@ def test_delta_of_an_epoch_is_that_of_quadrature(steps: int, sigma: float, epsil
         assert add[0] == pytest.approx(other, rel=1e-3, abs=1e-7)
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("steps", "sigma", "epsilon"),
+    [*itertools.product([2], [0.4, 0.6, 1.0, 3.0], [0.0, 0.5, 1.5, 4.0])],
+)
+def test_small_sums_are_those_of_quadrature(steps: int, sigma: float, epsilon: float) -> None:
+    exact = shortfall(steps, steps * math.exp(-epsilon), sigma) * math.exp(epsilon) / steps
+    (bound,) = small_sums(steps, sigma, np.array([epsilon]))
+    assert exact <= bound + 1e-12
+    assert bound == pytest.approx(exact, rel=2e-3, abs=1e-9)
+
+
+def shortfall(steps: int, strike: float, sigma: float) -> float:
+    """E (strike - Z_1 - ... - Z_t)+ by quadrature over all but one of the steps."""
+    if strike <= 0:
+        return 0.0
+    if steps == 1:  # without the call's cancellation for small strikes
+        place = sigma * math.log(strike)
+        return float(
+            strike * stats.norm.cdf(place + 0.5 / sigma) - stats.norm.cdf(place - 0.5 / sigma)
+        )
+
+    def inner(normal: float) -> float:
+        rest = strike - float(lognormal(normal, sigma))
+        return float(stats.norm.pdf(normal)) * shortfall(steps - 1, rest, sigma)
+
+    end = sigma * math.log(strike) + 0.5 / sigma
+    found = integrate.quad(inner, min(-9.0, end - 5), min(end, 9.0), epsabs=0, epsrel=1e-8)
+    return float(found[0])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("sigma", [0.4, 0.6, 1.0])
+@pytest.mark.parametrize("steps", [2, 4, 20])
+def test_few_steps_are_amplified(steps: int, sigma: float) -> None:
+    """R is at least Z/t of the record's step, so epsilon is at least that of Z less log t."""
+    epoch = allocated_gaussian(steps, sigma, WIDTH)
+    epsilon, plain = (
+        pld.get_epsilon_for_delta(1e-5) for pld in (epoch, allocated_gaussian(1, sigma, WIDTH))
+    )
+    assert plain - math.log(steps) - 1e-6 < epsilon < plain - 0.7 * math.log(steps)
+
+
+@pytest.mark.privacy
+def test_below_epsilon_0_each_direction_follows_from_the_other() -> None:
+    epoch = allocated_gaussian(3, 0.7, WIDTH)
+    epsilons = WIDTH * np.array([100.0, 1000.0, 3000.0])
+    for one, other in (("_pmf_remove", "_pmf_add"), ("_pmf_add", "_pmf_remove")):
+        above = getattr(epoch, one).get_delta_for_epsilon(epsilons)
+        below = getattr(epoch, other).get_delta_for_epsilon(-epsilons[::-1])[::-1]
+        assert below == pytest.approx(-np.expm1(-epsilons) + np.exp(-epsilons) * above, abs=1e-7)
+
+
 def losses(steps: int, sigma: float, epochs: int, count: int, seed: int) -> Floats:
     """Simulated privacy losses of a run whose record is in one step of each epoch."""
     draws = np.random.default_rng(seed)
@@ -79,11 +133,14 @@ def losses(steps: int, sigma: float, epochs: int, count: int, seed: int) -> Floa
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(("steps", "sigma", "epochs"), [(20, 0.7, 1), (50, 1.0, 3), (7, 2.0, 5)])
+@pytest.mark.parametrize(
+    ("steps", "sigma", "epochs"),
+    [(20, 0.7, 1), (50, 1.0, 3), (7, 2.0, 5), (4, 0.6, 1), (2, 0.8, 3)],
+)
 def test_delta_of_a_run_is_that_of_a_simulation(steps: int, sigma: float, epochs: int) -> None:
     pld = allocated_gaussian(steps, sigma, WIDTH).self_compose(epochs)
     count = 200_000
-    for epsilon in (0.2, 0.6, 1.0):
+    for epsilon in (0.2, 0.6, 1.0, 3.0):
         sample = np.maximum(0, -np.expm1(epsilon - losses(steps, sigma, epochs, count, seed=1)))
         error = 5 * sample.std() / math.sqrt(count)
         bound = pld.get_delta_for_epsilon(epsilon)

@@ -23,6 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from dpmac_cli import ArrayData, from_dataframe, from_torch, resolve
 from dpmac_cli.data import decoding, own
+from dpmac_cli.data.canonical import units_in
 from dpmac_cli.data.own import inspect
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.data.table_schema import schema_of
@@ -251,7 +252,9 @@ def test_a_missing_value_does_not_change_the_categories_of_others() -> None:
     )
     frame = pd.DataFrame({"k": [3 * 10**10, 0] * 20, "y": [10**10, 2 * 10**10] * 20})
     found = []
-    for more in (frame, pd.concat([frame, pd.DataFrame({"k": [None], "y": [None]})])):
+    missing = pd.DataFrame({"k": [np.nan], "y": [np.nan]})
+    for more in (frame, pd.concat([frame, missing])):
+        assert more["k"].dtype == (float if len(more) > len(frame) else int)
         at_hand = from_dataframe(more, schema)
         source = Source(at_hand.path, schema=schema, at_hand=at_hand, skip_bad=True)
         found.append(seen(source))
@@ -366,6 +369,31 @@ def test_a_record_with_a_missing_number_moves_no_integers() -> None:
 def test_negative_zero_is_zero_for_the_split() -> None:
     x, y, _ = numbers()
     assert seen(arrays(x, y))[0].facts == seen(arrays(np.where(x == 0, -0.0, x), y))[0].facts
+
+
+@pytest.mark.privacy
+def test_names_of_units_do_not_depend_on_a_type_that_they_had_in_between() -> None:
+    """As in a CSV that was written from a column of floats."""
+    texts = [
+        "17",
+        "17.0",
+        "17.",
+        "-3.00",
+        "+4.0",
+        "017",
+        "1e5",
+        "1.50",
+        "a.0",
+        "9007199254740993.0",
+    ]
+    names = ["17", "17", "17", "-3", "4", "017", "1e5", "1.50", "a.0", ""]
+    found, faults = units_in(texts)
+    assert found.tolist() == names
+    assert list(faults) == [9]
+    values: list[Any] = [17, 17.0, np.float32(17), Decimal("17.00"), b"17", np.int8(17), " 17 "]
+    assert set(units_in(values)[0].tolist()) == {"17"}
+    unknown: list[Any] = [None, float("nan"), "NA", "", np.float32(2**24), 0.5, float("inf"), []]
+    assert len(units_in(unknown)[1]) == len(unknown)
 
 
 # Torch datasets

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.filesize import decimal
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.loaders import load_data
+from dpmac_cli.errors import InputError
 from dpmac_cli.models import feature_cache
-from dpmac_cli.models.feature_cache import featured
+from dpmac_cli.models.feature_cache import PROBED, featured
 from dpmac_cli.models.features import FrozenFeatures
 from dpmac_cli.storage.cache import BEGUN, WHOLE, kept_files, make_room
-from dpmac_cli.storage.rows import HEADER, RowFile
+from dpmac_cli.storage.rows import HEADER, DamagedError, RowFile, begin
 from tests.digits_runs import dpmac, of, train_digits
 
 RUN: Mapping[str, Any] = {"features": "scatter"}
@@ -90,6 +92,149 @@ def test_a_damaged_beginning_is_computed_again(harm: str, cache: Path) -> None:
     found = of(featured(parts, data, {}, cache))
     assert found[1] == expected[1]
     assert torch.equal(found[0].train.images, expected[0].train.images)
+
+
+# Files that somebody else has laid.
+
+
+def poisoned(path: Path, like: RowFile) -> None:
+    """Lay a complete file of other features, with checksums that match them."""
+    file = begin(path, len(like), like.shape, like.dtype)
+    for row in range(len(like)):
+        file.write(row, np.full(like.shape, 7, like.dtype))
+
+
+def features_of(cache: Path) -> tuple[int, Tensor]:
+    """How many images were looked at, and the features of the first."""
+    counted, parts, data = work()
+    found, _ = of(featured(parts, data, {}, cache))
+    return counted.seen - PROBED, found.train.images[0]
+
+
+@pytest.fixture
+def known(cache: Path) -> tuple[RowFile, Tensor]:
+    """The file and the first features of an honest cache."""
+    _, expected = features_of(cache)
+    [path] = kept_files(cache)
+    return RowFile(path), expected
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("suffix", [WHOLE, BEGUN])
+def test_a_file_that_others_may_write_to_is_computed_again(
+    suffix: str, known: tuple[RowFile, Tensor], cache: Path
+) -> None:
+    """Whoever wrote it chooses the records that are trained on."""
+    file, expected = known
+    path = file.path.with_suffix(suffix)
+    file.path.unlink()
+    poisoned(path, file)
+    path.chmod(0o622)
+    seen, found = features_of(cache)
+    assert seen >= len(file)
+    assert torch.equal(found, expected)
+    assert file.path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("suffix", [WHOLE, BEGUN])
+def test_links_are_not_followed(
+    suffix: str, known: tuple[RowFile, Tensor], cache: Path, tmp_path: Path
+) -> None:
+    """Neither to features of somebody's choice, nor to a file that would be overwritten."""
+    file, expected = known
+    file.path.unlink()
+    other = tmp_path / file.path.with_suffix(suffix).name
+    poisoned(other, file)
+    content = other.read_bytes()
+    file.path.with_suffix(suffix).symlink_to(other)
+    seen, found = features_of(cache)
+    assert seen >= len(file)
+    assert torch.equal(found, expected)
+    assert other.read_bytes() == content
+    assert not file.path.is_symlink()
+
+
+@pytest.mark.privacy
+def test_a_beginning_of_another_user_is_computed_again(
+    known: tuple[RowFile, Tensor], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, expected = known
+    file.path.unlink()
+    laid = file.path.with_suffix(BEGUN)
+    poisoned(laid, file)
+    os.link(laid, laid.with_name("kept"))  # or its number would be given to the next file
+    theirs, examine = laid.stat().st_ino, os.fstat
+
+    def fstat(handle: int) -> os.stat_result:
+        found = examine(handle)
+        if found.st_ino != theirs:
+            return found
+        fields = [*found[:4], found.st_uid + 1, *found[5:]]
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    seen, found = features_of(cache)
+    assert seen >= len(file)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("change", ["rows", "shape", "dtype"])
+def test_other_content_under_the_name_is_computed_again(
+    change: str, known: tuple[RowFile, Tensor], cache: Path
+) -> None:
+    file, expected = known
+    file.path.unlink()
+    rows, shape, dtype = len(file), file.shape, file.dtype
+    laid = begin(
+        file.path,
+        rows - 10 * (change == "rows"),
+        (shape[0], 1, 64) if change == "shape" else shape,
+        np.dtype(np.float64) if change == "dtype" else dtype,
+    )
+    for row in range(len(laid)):
+        laid.write(row, np.zeros(laid.shape, laid.dtype))
+    seen, found = features_of(cache)
+    assert seen >= rows
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.privacy
+def test_a_file_swapped_after_it_was_opened_is_not_read(known: tuple[RowFile, Tensor]) -> None:
+    """Neither another under its name, nor other content in it."""
+    file, expected = known
+    moved = file.path.with_name("away")
+    file.path.rename(moved)
+    poisoned(file.path, file)
+    assert torch.equal(torch.from_numpy(file.read(np.array([0]))[0]), expected)
+    with moved.open("r+b") as opened:
+        opened.seek(HEADER)
+        opened.write(bytes(8 * len(file)))
+    with pytest.raises(DamagedError):
+        file.read(np.arange(len(file)))
+
+
+@pytest.mark.privacy
+def test_a_folder_behind_a_link_of_another_user_is_not_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could lead to any folder of this user, which would be made private."""
+    (tmp_path / "home").mkdir(mode=0o755)
+    cache.parent.mkdir()
+    cache.symlink_to(tmp_path / "home")
+    examine = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        found = examine(path)
+        if path != cache:
+            return found
+        return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    with pytest.raises(InputError, match="the folder belongs to another user"):
+        features_of(cache)
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o755
 
 
 def rows_left(cache: Path) -> int:

@@ -24,7 +24,7 @@ from dpmac_cli.models.registry import MODELS, BuiltIn
 from dpmac_cli.runs import folder
 from dpmac_cli.runs import train as run
 from dpmac_cli.runs.publish import load_model, save_model
-from dpmac_cli.runs.report import model_card, public_facts, sampling_error
+from dpmac_cli.runs.report import model_card, public_facts
 from dpmac_cli.runs.session import Finished
 from dpmac_cli.runs.setup import Task
 from tests.digits_runs import SEED, digits_config, train_digits, train_events
@@ -207,12 +207,12 @@ def test_a_baseline_says_so_in_its_first_line() -> None:
 
 
 @pytest.mark.privacy
-def test_noise_without_a_finite_price_promises_nothing() -> None:
+def test_a_delta_too_small_for_loss_distributions_names_the_accountant() -> None:
     finished = train_digits(delta="1e-300")
-    title, _, lead, *_ = card(finished.folder).splitlines()
-    assert title.endswith("trained with noise for which no epsilon can be proven")
-    assert lead.startswith("No finite epsilon can be proven")
-    assert cells(card(finished.folder))["epsilon"] == "infinite"
+    epsilon = finished.report["privacy"]["epsilon"]
+    found = cells(card(finished.folder))
+    assert found["epsilon"] == format_epsilon(epsilon)
+    assert found["accountant"].startswith("rdp")
 
 
 @pytest.mark.privacy
@@ -246,7 +246,9 @@ def test_a_data_set_without_a_checksum_has_none(finished: Finished) -> None:
     assert cells(text)["its checksum"] == "not recorded for this dataset"
 
 
-@pytest.mark.parametrize(("right", "samples"), [(0, 5), (5, 5), (37, 360), (9_312, 10_000)])
-def test_the_interval_is_wilsons(right: int, samples: int) -> None:
-    wanted = binomtest(right, samples).proportion_ci(method="wilson")
-    assert sampling_error(right / samples, samples) == pytest.approx([wanted.low, wanted.high])
+def test_the_interval_is_clopper_and_pearsons(finished: Finished) -> None:
+    test = finished.report["test"]
+    wanted = binomtest(round(test["accuracy"] * 360), 360).proportion_ci()
+    assert test["accuracy_interval"] == pytest.approx([wanted.low, wanted.high])
+    shown = f"{wanted.low:.2%} to {wanted.high:.2%}"
+    assert shown in cells(card(finished.folder))["test accuracy"]

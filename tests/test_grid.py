@@ -212,3 +212,28 @@ def test_the_file_of_a_single_run_is_a_study(tmp_path: Path) -> None:
 def test_faults_of_names_seeds_and_values_come_together() -> None:
     found = faults(optimizers="dp-sdg", seeds="many", sigma="high")
     assert [fault.split(":")[0] for fault in found] == ["--optimizers", "--seeds", "--sigma"]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("unit", ["patient", "clinic"]),
+        ("schema", ["one.yaml", "other.yaml"]),
+        ("test_fraction", ["0.2", "0.3"]),
+        ("split_seed", ["0", "1"]),
+        ("dataset", ["digits", "mnist"]),
+    ],
+)
+def test_runs_whose_epsilons_do_not_add_up_are_no_study(
+    name: str, values: list[str], tmp_path: Path
+) -> None:
+    """A patient is protected once, and so is a clinic; nobody is in both totals."""
+    flag = name.replace("_", "-")
+    file = tmp_path / "study.yaml"
+    file.write_text(f"sigma: 1\nseeds: 1\n{flag}: [{', '.join(values)}]\n")
+    said = f"--{flag} {','.join(values)}: a study has one value of it"
+    with pytest.raises(InputError, match=said):
+        plan({"dataset": None if name == "dataset" else "digits"}, file, ROOT)
+    if name != "unit":  # a pattern may contain a comma
+        assert any(fault.startswith(said) for fault in faults(**{name: ",".join(values)}))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.errors import ModelError
 from dpmac_cli.runs.session import Finished, Started
 from dpmac_cli.runs.setup import make_trainer
 from dpmac_cli.runs.train import finish, resume, train
@@ -122,6 +123,55 @@ def test_an_isolated_run_with_dropout_resumes_exactly(images: Path) -> None:
     again = finish(resume(part.folder, {"model": chosen["model"]}))
     assert len(again.report["privacy"]["events"]) == 1
     assert same_weights(whole.folder, again.folder)
+
+
+RANDOM = pytest.mark.parametrize("model", ["RandomByTorch", "RandomByNumPy", "RandomByPython"])
+
+
+@pytest.mark.privacy
+@RANDOM
+@pytest.mark.parametrize("chunk", [4, 32])
+def test_the_draws_of_a_record_depend_on_no_other(images: Path, model: str, chunk: int) -> None:
+    """Neither on how many numbers others drew, nor on the place in the batch or in a chunk."""
+    more: dict[str, Any] = {"isolate": True, "optimizer": "dp-sgd", "physical_batch": chunk}
+    trainer = make_trainer(resolve(**settings(images, model, **more)).plan)
+    trainer.model.train()
+    rows = np.arange(17)
+    whole = trainer._clip_and_sum(rows).clone()
+    for left_out in (0, 7, 16):
+        part = trainer._clip_and_sum(np.delete(rows, left_out))
+        assert float((whole.double() - part.double()).norm()) <= 1
+
+
+@pytest.mark.privacy
+def test_the_draws_of_a_record_differ_from_step_to_step_and_run_to_run(images: Path) -> None:
+    chosen = settings(images, "RandomByNumPy", isolate=True, optimizer="dp-sgd", seed=None)
+    one, other = (make_trainer(resolve(**chosen).plan) for _ in range(2))
+    other.state.theta.copy_(one.state.theta)
+    rows = np.arange(9)
+    sums = [one._clip_and_sum(rows).clone(), other._clip_and_sum(rows).clone()]
+    one.state.step += 1
+    sums.append(one._clip_and_sum(rows).clone())
+    assert len({tuple(each.tolist()) for each in sums}) == 3
+
+
+@pytest.mark.privacy
+@RANDOM
+def test_a_resumed_run_repeats_the_draws_of_its_network(images: Path, model: str) -> None:
+    """Other draws would be other gradients, under the same noise."""
+    chosen = settings(images, model, steps=6, isolate=True)
+    whole = finish(train(resolve(**chosen, out=images.parent / "whole").plan))
+    part = finish(train(resolve(**chosen, out=images.parent / "part").plan, stop=after(3)))
+    again = finish(resume(part.folder, {"model": chosen["model"]}))
+    assert len(again.report["privacy"]["events"]) == 1
+    assert same_weights(whole.folder, again.folder)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("model", ["RandomByChance", "RandomByAGlobal"])
+def test_draws_that_no_seed_determines_are_refused(images: Path, model: str) -> None:
+    with pytest.raises(ModelError, match="Draw random numbers with the global generators"):
+        run_of(images, model, isolate=True)
 
 
 @pytest.mark.privacy

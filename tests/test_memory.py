@@ -58,7 +58,9 @@ def wide_model() -> nn.Sequential:
 def peak_bytes(work: Callable[[], None]) -> int:
     """The most bytes of tensors that some work holds at a time."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         work()
     assert profiled.profiler is not None
     held = most = 0

@@ -285,6 +285,24 @@ def test_parts_of_a_draw_have_key_streams_of_their_own(
 
 @pytest.mark.privacy
 @either_source
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [0, 1, 7, 2 * PAIRS, 6 * PAIRS + 5])
+def test_draws_on_a_device_are_those_of_the_cpu(
+    secure: bool, dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One draw after another, in groups of several parts; computed here, as on a GPU."""
+    monkeypatch.setattr(noise, "MANY_PARTS", 2)
+    like = torch.empty(count, 1, dtype=dtype)
+    here, there = (Noise(a_key(7), secure=secure).at(3) for _ in range(2))
+    for _ in range(2):
+        drawn = there.on_device(like)
+        assert (drawn.shape, drawn.dtype) == (like.shape, dtype)
+        atol = 4e-6 if dtype == torch.float32 else 1e-13
+        torch.testing.assert_close(drawn, here.standard_normal(like), atol=atol, rtol=0)
+
+
+@pytest.mark.privacy
+@either_source
 def test_the_noise_of_a_step_is_handed_out_once(secure: bool) -> None:
     """The same noise added to two sums is gone from their difference."""
     noise = Noise(a_key(1), secure=secure)

@@ -360,6 +360,7 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
         "split_seed": "1",
         "channels": "1",
         "image_size": "8",
+        "levels": "4095",
         "classes": names_of(10),
         "standardise": "half",
         "feature_range": "0,1",
@@ -374,8 +375,8 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
     idle = {
         "photos": {*split_off, "feature_range", *always},
         "album": {"feature_range", *always},
-        "wine.npz": {"channels", "image_size", "standardise", *always},
-        "images.npz": {*split_off, "feature_range", *always},
+        "wine.npz": {"channels", "image_size", "levels", "standardise", *always},
+        "images.npz": {*split_off, "feature_range", "levels", *always},
     }
     Path("schema.yaml").write_text(
         "label: {column: y, classes: [a, b]}\ncolumns: {x: {range: [0, 1]}}\n"

@@ -99,6 +99,22 @@ def test_a_step_that_fails_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private.epsilon > once
 
 
+@pytest.mark.privacy
+def test_a_rule_sees_no_sum_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next block of the sum has no noise yet, in the memory that the block is a part of."""
+    monkeypatch.setattr("dpmac_cli.dp.clipping.layers.BLOCK", 100)
+    seen = []
+
+    def rule(theta: Tensor, eta: float, private: Any, moments: Any) -> None:
+        seen.append((private.value.numel(), private.value.untyped_storage().nbytes()))
+        theta.sub_(private.value, alpha=eta)
+
+    private = make_private(network(), "digits", rule=rule, **SETTINGS)
+    private.step()
+    assert len(seen) > 5
+    assert all(size == 4 * count for count, size in seen)
+
+
 def test_the_budget_is_kept() -> None:
     private = make_private(network(), "digits", epsilon=1.0, epochs=2, batch_size=128, seed=1)
     assert len(list(private)) == 24

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from scipy.stats import kstest
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dpmac_cli.dp.mechanism import GaussianMechanism
@@ -32,7 +32,18 @@ from dpmac_cli.training.schedules import Recipe
 from dpmac_cli.training.trainer import Trainer
 from tests.conftest import every_optimizer
 from tests.digits_runs import digits_config, same_weights, weights
-from tests.helpers import DIMENSION, PLAN, Batches, Spy, a_key, in_chunks_of, make_trainer, walk
+from tests.helpers import (
+    DIMENSION,
+    PLAN,
+    Batches,
+    Spy,
+    a_key,
+    in_chunks_of,
+    make_trainer,
+    tiny_data,
+    tiny_model,
+    walk,
+)
 from tests.test_units import SIZES, in_units
 
 #: Odd shares, an empty share, an empty batch, a share of several chunks.
@@ -174,7 +185,57 @@ def test_shares_are_a_partition_of_one_draw() -> None:
 
     found = together(3, work)
     assert sorted(row for share in found for row in share) == drawn.tolist()
-    assert [len(share) for share in found] == [6, 6, 5]
+    assert [len(share) for share in found] == [5, 6, 6]
+
+
+class Told(Ranks):
+    """A rank among others that are not there, for what it is told alone."""
+
+    def _told(self, said: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert said is not None
+        return said.to(dtype)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_record_more_moves_no_other_to_another_rank(size: int) -> None:
+    """Ranks may round differently, and would flip all records at a kink together."""
+    ranks = [Told(rank, size) for rank in range(size)]
+    rng = np.random.default_rng(size)
+    for _ in range(40):
+        drawn = np.flatnonzero(rng.random(60) < rng.random())
+        whole = [set(each.share(drawn).tolist()) for each in ranks]
+        for left_out in drawn.tolist():
+            rest = [set(each.share(drawn[drawn != left_out]).tolist()) for each in ranks]
+            assert rest == [share - {left_out} for share in whole]
+
+
+@pytest.mark.privacy
+def test_a_record_more_moves_the_sum_by_at_most_one_where_a_rank_rounds_otherwise() -> None:
+    """All records are at a kink of ReLU, and rank 1 sees them on its other side."""
+
+    def whitened(records: list[int]) -> Callable[[Ranks], Tensor]:
+        def work(ranks: Ranks) -> Tensor:
+            data = tiny_data()
+            images = torch.full_like(data.train.images, 128)  # zero once they are standardised
+            offset = data.offset + (1e-9 if ranks.rank == 1 else 0.0)
+            data = replace(data, train=replace(data.train, images=images), offset=offset)
+            model = tiny_model(torch.float64)
+            with torch.no_grad():
+                for parameter in model[1].parameters():
+                    parameter.abs_().mul_(parameter.ndim > 1)  # no bias
+            model[2] = nn.ReLU()
+            spy = Spy(0.0, 8)
+            options: dict[str, Any] = {"data": data, "model": model, "ranks": ranks}
+            make_trainer("dp-sgd", spy, sampler=Batches(records), clip_norm=0.1, **options).step()
+            return spy.whitened_sum(0) if ranks.rank == 0 else torch.zeros(1)
+
+        return work
+
+    whole, *_ = together(2, whitened(list(range(30))))
+    for left_out in (0, 1, 15):
+        rest = [record for record in range(30) if record != left_out]
+        assert float((whole - together(2, whitened(rest))[0]).norm()) <= 1
 
 
 def test_every_rank_works_on_as_few_samples_at_a_time_as_the_shortest_of_memory() -> None:
@@ -319,10 +380,8 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int) -> None:
 
 
 @pytest.mark.privacy
-def test_another_machine_at_another_rank_draws_with_new_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its share of the sum may round otherwise, under the same noise."""
+def test_other_machines_at_all_ranks_draw_with_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their shares of the sum may round otherwise, under the same noise."""
 
     def begin(ranks: Ranks) -> Any:
         if not ranks.leads:
@@ -335,8 +394,8 @@ def test_another_machine_at_another_rank_draws_with_new_keys(
     together(2, begin)
 
     def go_on(ranks: Ranks) -> Any:
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "others")
         if not ranks.leads:
-            monkeypatch.setattr(assist, "environment", lambda *_: {"instructions": "others"})
             return assist.assist(ranks, {})
         started = next(iter(run.resume(Path("run"), {}, ranks=ranks)))
         return started.fresh_noise if isinstance(started, Started) else None
@@ -378,6 +437,51 @@ def test_ranks_with_other_records_do_not_begin(tmp_path: Path, what: str) -> Non
     for failure in together(2, work):
         assert isinstance(failure, InputError), failure
         assert f"do not have the same {what}" in str(failure)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("other", ["instructions", "variable", "threads"])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_ranks_that_compute_otherwise_do_not_begin(
+    other: str, resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(ranks: Ranks) -> Any:
+        if not ranks.leads and other == "instructions":
+            monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX-99")
+        elif not ranks.leads and other == "variable":
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+        elif not ranks.leads:
+            torch.set_num_threads(2)
+        if not ranks.leads:
+            return assist.assist(ranks, {})
+        if resumed:
+            return list(run.resume(Path("run"), {}, ranks=ranks))
+        return list(run.train(digits_config(steps=4, out="run"), ranks=ranks))
+
+    if resumed:
+        asked = iter(range(100))
+        list(run.train(digits_config(steps=4, out="run"), lambda: next(asked) >= 2))
+    before = sorted(map(str, Path().rglob("*")))
+    failure, others = together(3, work)[:2]
+    assert isinstance(failure, InputError), failure
+    names = {"variable": "ONEDNN_MAX_CPU_ISA", "threads": "parallel libraries and threads"}
+    named = names.get(other, other)
+    assert f"rank 1 differs from rank 0 in {named}; rank 2 differs" in str(failure)
+    assert others is None
+    assert sorted(map(str, Path().rglob("*"))) == before
+
+
+@pytest.mark.privacy
+def test_ranks_on_other_devices_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(ranks: Ranks) -> Any:
+        if not ranks.leads:
+            monkeypatch.setattr(assist, "device_name", lambda _: "another GPU")
+            return assist.assist(ranks, {})
+        return list(run.train(digits_config(steps=4, out="run"), ranks=ranks))
+
+    for failure in together(2, work):
+        assert isinstance(failure, InputError), failure
+        assert "do not have the same device" in str(failure)
 
 
 # Failure.

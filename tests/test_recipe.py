@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.resolve import change, resolve
 from dpmac_cli.config.settings import RECIPE_DEFAULTS
 from dpmac_cli.data.augmentation import views_of
 from dpmac_cli.dp.algorithm import NO_CLIPPING
@@ -376,6 +376,24 @@ def test_what_follows_no_recipe_is_recorded_as_before() -> None:
     assert address(plain, 0) != address(digits_config(warmup_steps=1), 0)
     kept = digits_config(**ALL).recorded
     assert (kept["augmentations"], kept["augment"], kept["ema"]) == (3, "crop", 0.9)
+
+
+def test_a_gpu_processes_more_samples_at_a_time_unless_told_otherwise() -> None:
+    """The settings of a run that left it open leave it open, too, on whatever device it goes on."""
+
+    def sizes(**flags: Any) -> tuple[int, int]:
+        plan = resolve({"dataset": "cifar10", **flags}).plan
+        again = change(plan.recorded, {}).plan
+        assert again.recorded == plan.recorded
+        assert (again.physical_batch, again.gpu_batch) == (plan.physical_batch, plan.gpu_batch)
+        assert ("physical-batch" in plan.recorded) == (plan.gpu_batch == plan.physical_batch)
+        return plan.physical_batch, plan.gpu_batch
+
+    assert sizes() == (32, 512)
+    assert sizes(augmentations=16) == (2, 32)
+    assert sizes(model="resnet18") == (128, 512)
+    assert sizes(physical_batch=32) == (32, 32)
+    assert sizes(dataset="mnist") == (1024, 1024)
 
 
 def test_views_take_their_share_of_the_physical_batch() -> None:

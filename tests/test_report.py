@@ -139,10 +139,10 @@ def test_a_given_seed_is_admitted_and_not_told() -> None:
 
 
 @pytest.mark.privacy
-def test_an_epsilon_without_bound_is_not_mistaken_for_training_without_noise() -> None:
-    # No grid resolves a delta this small: the price is infinite, but there was noise.
-    config = resolve({"dataset": "digits", "delta": "1e-300"}).plan
-    price = privacy(config, spent(steps=3))
-    json.dumps(price, allow_nan=False)
-    assert price["private"] is True
-    assert "no noise was added" not in price["statement"]
+def test_a_delta_too_small_for_loss_distributions_has_an_epsilon_by_rdp() -> None:
+    resolved = resolve({"dataset": "digits", "delta": "1e-300"})
+    assert any("RDP accountant" in note for note in resolved.notes)
+    price = privacy(resolved.plan, spent(steps=3))
+    event = price["events"][0]
+    assert price["accountant"].startswith("rdp")
+    assert price["epsilon"] == total_epsilon((TrainingEvent(**event),), 1e-300, "rdp")

@@ -159,7 +159,7 @@ def test_mu_covers_every_delta_down_to_the_least(
     mu = gaussian_mu((event,))
     risk._deltas.cache_clear()
     epsilons = np.linspace(0, total_epsilon((event,), 1e-10), 3001)
-    deltas = loss_distribution(merged((event,)), FINE).get_delta_for_epsilon(epsilons)
+    deltas = loss_distribution(merged((event,)), FINE).deltas(epsilons)
     slack = 1e-13  # of both computations
     assert (gaussian_deltas(1 / mu, epsilons) >= deltas - slack).all()
     if points == POINTS:

@@ -49,7 +49,7 @@ RUNS: Mapping[str, dict[str, Any]] = {
     "bins": {"sampler": "random-allocation"},
     "recipe": {"augmentations": 2, "ema": 0.9, "lr_schedule": "cosine", "warmup_steps": 1},
     "features": {"features": "scatter"},
-    "no price": {"delta": "1e-300", "steps": 1},
+    "tiny delta": {"delta": "1e-300", "steps": 1},
     **{name: {"optimizer": name, "steps": 1} for name in OPTIMIZERS},
 }
 
@@ -123,7 +123,7 @@ def test_every_kind_of_run_was_made(reports: dict[str, Any]) -> None:
     assert reports["own"]["dataset"]["held_out"]
     assert len(reports["fork"]["privacy"]["events"]) == 2
     assert reports["fork"]["privacy"]["noise_multiplier"] is None
-    assert reports["no price"]["privacy"]["epsilon"] is None
+    assert reports["tiny delta"]["privacy"]["accountant"].startswith("rdp")
     assert reports["features"]["model"]["public_part"]["features"] == "scatter"
     assert reports["pretrained"]["model"]["public_part"]["train"] == "head"
 

@@ -152,7 +152,9 @@ def _steps(optimizer: str, network: str, *, secure: bool = False, **recipe: Any)
     """Take two steps on fake tensors; return what the second did."""
     kind = SecureMechanism if secure else GaussianMechanism
     watch = Watch()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # Where there is a GPU, fake tensors would use it, which a fork cannot.
+    no_gpu = patch.object(torch.cuda, "is_available", return_value=False)
+    with no_gpu, FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device(CUDA):
             model = NETWORKS[network]()
         trainer: Trainer = make_trainer(

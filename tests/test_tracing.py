@@ -1,6 +1,7 @@
 """Proofs that samples are kept apart: what mixes them is never proven, what does not mostly is."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (its usual name)
 
 from dpmac_cli.models import tracing
+from dpmac_cli.models.hooks import UnprovenError
 from dpmac_cli.models.tracing import (
     SAMPLES,
-    UnprovenError,
     check_independent,
     check_independent_forward,
     check_uniform,

@@ -115,7 +115,7 @@ def test_noise_is_calibrated_for_what_is_left() -> None:
     assert second.plan.sigma > fresh.plan.sigma
     list(second)
     assert second.epsilon == both(first, second) <= 1.0
-    with pytest.raises(BudgetError, match="Epsilon 0.01 is spent: earlier training costs"):
+    with pytest.raises(BudgetError, match=r"Epsilon 0\.01 is spent: earlier training costs"):
         make_private(net, "digits", epsilon=0.01, epochs=1)
 
 
@@ -137,9 +137,10 @@ def test_a_seed_gives_the_second_training_other_noise() -> None:
     first.step()
     second = make_private(net, "digits", seed=1, **SETTINGS)
     assert first._trainer.randomness.keys != second._trainer.randomness.keys
-    assert first._trainer.randomness.keys == make_private(
-        network(), "digits", seed=1, **SETTINGS
-    )._trainer.randomness.keys
+    assert (
+        first._trainer.randomness.keys
+        == make_private(network(), "digits", seed=1, **SETTINGS)._trainer.randomness.keys
+    )
     unseeded = make_private(net, "digits", **SETTINGS)
     assert unseeded._spent().seeded
     assert not make_private(network(), "digits", **SETTINGS)._spent().seeded

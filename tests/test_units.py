@@ -350,6 +350,29 @@ def test_a_run_in_units_resumes_exactly_but_not_with_other_units() -> None:
     assert same_weights(Path("whole"), Path("stopped"))
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "continued",
+    [
+        lambda: run.resume("stopped", {}),
+        lambda: run.fork("stopped", {"out": "forked", "steps": "14"}),
+    ],
+)
+def test_covered_scores_do_not_go_on_with_other_units(continued: Any) -> None:
+    """The counts of all releases add up for a unit only if it is the same one in each of them."""
+    x, y, _ = patients()
+    tested = {"x_test": x[:40], "y_test": y[:40]}
+
+    def write(per_unit: int) -> str:
+        return str(write_npz(**tested, unit_test=1000 + np.arange(40) % (40 // per_unit)))
+
+    settings = {"dataset": write(2), "sigma": "2", "steps": "12", "cover_scores": True}
+    run.finish(run.train(resolve({**settings, "out": "stopped"}).plan, after(6)))
+    write_npz(**tested, unit_test=1000 + np.arange(40) // 2)  # as many, of as many records
+    with pytest.raises(InputError, match="The units that the test records belong to are not those"):
+        run.finish(continued())
+
+
 def test_the_commands_of_the_guide_work_as_they_stand() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "units.md").read_text()
     commands = re.findall(r"^dpmac train .*$", guide, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import random
 from collections.abc import Callable
 
 import pytest
@@ -305,6 +306,24 @@ class _Slotted:
         self.calls = 0
 
 
+class CountingInSlots(Perceptron):
+    """Counts its calls there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = _Slotted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.privacy
+def test_an_attribute_in_slots_that_a_forward_pass_changes_is_named() -> None:
+    with pytest.raises(ModelError, match=r"A forward pass changes counter\.calls"):
+        check_model(made(CountingInSlots), SHAPE, CLASSES)
+
+
 class Warming(Perceptron):
     """Would centre batches after a hundred calls, which it counts by ``counter``."""
 
@@ -314,7 +333,9 @@ class Warming(Perceptron):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("counter", [itertools.count(), _Slotted()], ids=["iterator", "slots"])
+@pytest.mark.parametrize(
+    "counter", [itertools.count(), random.Random(0)], ids=["iterator", "generator"]
+)
 def test_an_attribute_that_cannot_be_looked_at_is_not_trusted(counter: object) -> None:
     model = Warming({"inside": [counter]})
     check_model(model, SHAPE, CLASSES)

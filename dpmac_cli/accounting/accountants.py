@@ -2,14 +2,16 @@
 
 ``pld`` composes privacy loss distributions with the Connect-the-Dots discretisation (Doroshenko et
 al. 2022), ``rdp`` uses Renyi differential privacy (Mironov 2017). Both give rigorous upper bounds
-under add-or-remove-one adjacency. dp-accounting takes a second to import and is imported on first
-use.
+under add-or-remove-one adjacency. So at deltas that are too small for the float64 arithmetic of
+``pld``, the cost is the smaller of the two. dp-accounting takes a second to import and is imported
+on first use.
 """
 
 import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -29,12 +31,42 @@ SIGMA_MIN, SIGMA_MAX = 0.01, 1e4
 # loss and the grid grow like 1/sigma^2, so small sigma takes no more time.
 FINE = 1e-4
 COARSE = 1e-3  # a tenth of the time, with an error of at most 1%
+#: Masses on a narrower grid are differences of deltas that are equal in float64.
+NARROWEST = 1e-7
 FINE_FROM_SIGMA = 0.4
 POINTS = 400_000  # grid points of one composition: more take too much time and memory
 BLOCK = 300
+#: Bound on what rounding takes from delta, per composition, and from a Renyi divergence over its
+#: order. Closed forms show at most 4e-17 and 3e-17 (docs/accounting.md).
+ROUNDING = 1e-15
+#: Deltas below this many times the least one are also bounded by RDP, which can be tighter there.
+NEAR = 100
+ENDLESS = 1e9  # above every loss on a grid
 
 
-@functools.lru_cache(maxsize=64)
+@dataclass(frozen=True)
+class Losses:
+    """Pessimistic privacy loss distribution, with the rounding errors of its computation."""
+
+    computed: Any  # of dp-accounting
+    rounding: float  # bound on the error of every delta
+
+    @property
+    def least_delta(self) -> float:
+        """Return the lower limit of delta, what is lost to rounding and truncation."""
+        return float(self.deltas(ENDLESS))
+
+    def epsilon(self, delta: float) -> float:
+        """Return an upper bound of epsilon at a delta; infinite if delta is too small."""
+        if delta <= self.rounding:
+            return math.inf
+        return float(self.computed.get_epsilon_for_delta(delta - self.rounding))
+
+    def deltas(self, epsilons: Any) -> Any:
+        """Return upper bounds of delta at each epsilon, a float64 array."""
+        return self.computed.get_delta_for_epsilon(epsilons) + self.rounding
+
+
 def total_epsilon(
     events: tuple[TrainingEvent, ...],
     delta: float,
@@ -54,24 +86,48 @@ def total_epsilon(
     Raises:
         InputError: there is no such accountant, or a noise multiplier is not supported.
     """
+    return _priced(events, delta, accountant, widest)[0]
+
+
+def used_accountant(
+    events: tuple[TrainingEvent, ...], delta: float, accountant: str = DEFAULT_ACCOUNTANT
+) -> str:
+    """Return the accountant that :func:`total_epsilon` is from: RDP at very small deltas."""
+    return _priced(events, delta, accountant, FINE)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _priced(
+    events: tuple[TrainingEvent, ...], delta: float, accountant: str, widest: float
+) -> tuple[float, str]:
+    """Return the larger cost of the two splits, and its accountant."""
     if accountant not in ACCOUNTANTS:
         raise InputError(f"There is no accountant '{accountant}'. Known: {', '.join(ACCOUNTANTS)}.")
     splits = by_records(merged(events))
-    return max((_epsilon(parts, delta, accountant, widest) for parts in splits), default=0.0)
+    costs = [_cost(parts, delta, accountant, widest) for parts in splits]
+    return max(costs, key=lambda cost: cost[0], default=(0.0, accountant))
 
 
-def _epsilon(
+def _cost(
     parts: tuple[TrainingEvent, ...], delta: float, accountant: str, widest: float
-) -> float:
-    """Return epsilon of merged events on one split."""
+) -> tuple[float, str]:
+    """Return epsilon of merged events on one split, and the accountant that it is from."""
     if noiseless(parts):
-        return math.inf
+        return math.inf, accountant
     check_noise(parts)
-    if accountant == "pld":
-        import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
+    if accountant == "rdp":
+        return _by_rdp(parts, delta), "rdp"
+    import numpy as np  # noqa: PLC0415  (not needed to report mistakes)
 
-        with np.errstate(over="ignore"):  # for huge epsilon a ratio of masses may overflow to inf
-            return float(loss_distribution(parts, widest).get_epsilon_for_delta(delta))
+    with np.errstate(over="ignore"):  # for huge epsilon a ratio of masses may overflow to inf
+        losses = loss_distribution(parts, widest)
+        cost = losses.epsilon(delta), "pld"
+        near = delta < NEAR * losses.least_delta
+    return min(cost, (_by_rdp(parts, delta), "rdp")) if near else cost
+
+
+def _by_rdp(parts: Sequence[TrainingEvent], delta: float) -> float:
+    from dp_accounting import GaussianDpEvent  # noqa: PLC0415  (a second to load)
     from dp_accounting.rdp import rdp_privacy_accountant  # noqa: PLC0415  (a second to load)
 
     # It leaves out the orders at which a series does not converge, with a warning each time.
@@ -79,6 +135,10 @@ def _epsilon(
     by_rdp = rdp_privacy_accountant.RdpAccountant()
     for event in parts:
         by_rdp.compose(event.dp_event())
+    # One more Gaussian mechanism covers rounding: its divergence is ROUNDING per composition, times
+    # the order. Without it a divergence too small for float64 would cost nothing.
+    rounding = ROUNDING * sum(event.compositions for event in parts)
+    by_rdp.compose(GaussianDpEvent(math.sqrt(0.5 / rounding)))
     return float(by_rdp.get_epsilon(delta))
 
 
@@ -98,10 +158,11 @@ def noiseless(events: Sequence[TrainingEvent]) -> bool:
 
 
 @functools.lru_cache(maxsize=2)
-def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float) -> Any:
+def loss_distribution(parts: tuple[TrainingEvent, ...], widest: float) -> Losses:
     """Return the pessimistic privacy loss distribution of at least one merged, noisy event."""
     width = _width(parts, widest)
-    return functools.reduce(lambda a, b: a.compose(b), [_part(event, width) for event in parts])
+    computed = functools.reduce(lambda a, b: a.compose(b), [_part(e, width) for e in parts])
+    return Losses(computed, ROUNDING * sum(event.compositions for event in parts))
 
 
 @functools.lru_cache(maxsize=8)
@@ -127,7 +188,7 @@ def _width(parts: Sequence[TrainingEvent], widest: float) -> float:
     share = 0.1 * math.sqrt(widest / FINE)
     small = min(share * event.rate / event.noise_multiplier for event in parts)
     large = max(map(_largest_loss, parts))
-    return min(widest, max(large / POINTS, small))
+    return min(widest, max(large / POINTS, small, NARROWEST))
 
 
 def _largest_loss(event: TrainingEvent) -> float:

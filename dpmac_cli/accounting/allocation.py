@@ -9,7 +9,11 @@ Therefore
 
 Both are convex in every ``Z_i``, so spreading it without changing its mean gives an upper bound.
 Here each value is split between its two neighbours on an even grid, an error of second order in the
-grid's width. The sum's distribution is then one power of a Fourier transform.
+grid's width. The sum's distribution is then one power of a Fourier transform. The second expression
+depends on small sums only, which have a finer grid of their own. Below epsilon 0 each follows from
+the other, since R has mean 1:
+
+    E_Q (R - e^epsilon)+ = 1 - e^epsilon + e^epsilon E_Q (1 - e^-epsilon R)+.
 """
 
 import functools
@@ -20,15 +24,17 @@ from typing import Any
 import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from numpy.typing import NDArray
-from scipy import fft, stats
+from scipy import fft, signal, stats
+
+from dpmac_cli.accounting.events import LEAST_NOISE
 
 Floats = NDArray[np.float64]
 
 #: Largest number of grid points; grid width in standard deviations of Z, and its lower limit.
 POINTS = 2**22
 WIDTH, WIDEST = 0.005, 0.2
-#: At smaller sigma no such grid resolves the tail of Z, so no amplification is claimed.
-LEAST_NOISE = 0.4
+#: Number of grid points for sums up to t, and a bound on the rounding errors of their distribution.
+FEW, ROUNDING = 2**16, 1e-13
 #: Probability that Z, in the step with the record, exceeds the grid, where the loss is infinite.
 BEYOND = 1e-14
 
@@ -73,11 +79,39 @@ def allocated_gaussian(steps: int, noise_multiplier: float, width: float) -> Any
     most = math.ceil(largest / width)
     epsilons: Floats = width * np.arange(-most, most + 1, dtype=np.float64)
     plain = gaussian_deltas(noise_multiplier, epsilons)
+    remove, add = (np.minimum(plain, bound) for bound in ratios.deltas(epsilons))
+    add[most:] = np.minimum(add[most:], small_sums(steps, noise_multiplier, epsilons[most:]))
     connect_dots, parts = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap, []
-    for bound in ratios.deltas(epsilons):
-        deltas = _convex(np.exp(epsilons), np.minimum(plain, bound))
-        parts.append(connect_dots(width, -most, most, deltas))
+    for bound, other in ((remove, add), (add, remove)):
+        dual = np.exp(epsilons[:most]) * other[:most:-1] - np.expm1(epsilons[:most])
+        found = np.append(np.minimum(bound[:most], dual), bound[most:])
+        parts.append(connect_dots(width, -most, most, _convex(np.exp(epsilons), found)))
     return privacy_loss_distribution.PrivacyLossDistribution(*parts)
+
+
+def small_sums(steps: int, noise_multiplier: float, epsilons: Floats) -> Floats:
+    """Return upper bounds of E_Q (1 - e^epsilon R)+ for epsilons >= 0, see the module.
+
+    Sums above t contribute nothing, so each Z and each partial sum above t is left out.
+    """
+    width = steps / FEW
+    power, _, _ = _split_lognormal(noise_multiplier, width, FEW)
+    sums, left = np.ones(1), steps
+    while left:
+        if left % 2:
+            sums = _added(sums, power)
+        left //= 2
+        power = _added(power, power) if left else power
+    at = width * np.arange(sums.size)
+    factors = np.exp(epsilons) / steps
+    below = np.searchsorted(at, 1 / factors)
+    return _until(sums)[below] - factors * _until(sums * at)[below] + ROUNDING
+
+
+def _added(one: Floats, other: Floats) -> Floats:
+    """Return the distribution of the sum of independent variables on the first FEW + 1 points."""
+    total: Floats = np.maximum(0.0, signal.fftconvolve(one, other)[: FEW + 1])
+    return total
 
 
 @functools.lru_cache(maxsize=4)

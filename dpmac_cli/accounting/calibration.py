@@ -11,7 +11,7 @@ from dataclasses import replace
 from dpmac_cli.accounting import accountants
 from dpmac_cli.accounting.accountants import DEFAULT_ACCOUNTANT, SIGMA_MAX, SIGMA_MIN, total_epsilon
 from dpmac_cli.accounting.events import Scores, TrainingEvent
-from dpmac_cli.accounting.statements import PLD_ENDS, format_epsilon
+from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.errors import BudgetError
 
 #: Noise multipliers are multiples of 1 over this, so the printed value is the value used.
@@ -41,7 +41,7 @@ def calibrate_noise(
     :func:`~dpmac_cli.accounting.accountants.total_epsilon`.
 
     Raises:
-        BudgetError: no noise multiplier up to 10,000 meets the target or has a finite cost.
+        BudgetError: no noise multiplier up to 10,000 meets the target.
     """
 
     def cost(ticks: int, widest: float = accountants.FINE) -> float:
@@ -51,7 +51,6 @@ def calibrate_noise(
     if event.steps == 0:
         return SIGMA_MIN
     least = cost(MOST_TICKS)
-    check_within_reach(least, delta)
     before = total_epsilon(earlier, delta, accountant)
     if before >= target:
         raise BudgetError(
@@ -59,22 +58,18 @@ def calibrate_noise(
             f"delta {delta:g} already. Use a larger epsilon."
         )
     if least > target:
+        loudest = replace(event, noise_multiplier=SIGMA_MAX)
+        by = accountants.used_accountant((loudest,), delta, accountant)
         raise BudgetError(
             f"No sigma up to {SIGMA_MAX:g} brings training ({event.steps} steps at sampling "
             f"rate {event.sampling_rate:.3g}) down to epsilon {target:g} at delta {delta:g}: with "
-            f"{accountant}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger "
+            f"{by}, sigma {SIGMA_MAX:g} costs {format_epsilon(least)}. Use a larger "
             "epsilon or delta, fewer epochs or a smaller batch."
         )
     limits = range(LEAST_TICKS, MOST_TICKS + 1)
     coarse = functools.partial(cost, widest=accountants.COARSE)
     rough = _smallest(coarse, target, SIGMA_TICKS, 2, limits)
     return _smallest(cost, target, rough, 1.01, limits) / SIGMA_TICKS
-
-
-def check_within_reach(least: float, delta: float) -> None:
-    """Raise BudgetError if even the smallest cost is not finite at a delta."""
-    if math.isinf(least):
-        raise BudgetError(f"No finite epsilon can be proven at delta {delta:g}. {PLD_ENDS}")
 
 
 def affordable_steps(
@@ -99,7 +94,6 @@ def affordable_steps(
         return event.steps
     count = _last_within(cost, budget, 0, event.steps)
     if count == 0 < event.steps:
-        check_within_reach(cost(1), delta)
         raise BudgetError(
             f"--max-epsilon {budget:g} allows no further step: with the next one the run costs "
             f"{format_epsilon(cost(1))} at sigma {event.noise_multiplier:g}. Raise --sigma or "
@@ -120,7 +114,6 @@ def longest_run(
     def cost(steps: int, by: str = accountant) -> float:
         return total_epsilon((replace(event, steps=steps),), delta, by)
 
-    check_within_reach(cost(1), delta)
     if cost(1) > budget:
         raise BudgetError(
             f"Even one step at noise multiplier {event.noise_multiplier:g} and sampling rate "
@@ -174,8 +167,6 @@ def largest_batch(
     def fits(k: int) -> bool:
         return cost(smallest_batch(k)) <= budget
 
-    if math.isinf(cost(dataset_size)):
-        check_within_reach(cost(1), delta)
     limits = range(min(FEW, dataset_size), dataset_size + 1)
     k = next((k for k in range(1, limits[0]) if fits(k)), 0)
     if not k:

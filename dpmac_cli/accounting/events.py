@@ -9,6 +9,8 @@ from dpmac_cli.errors import InputError
 
 #: Smaller rates are rounded up to this one, because privacy loss arithmetic fails for them.
 LEAST_RATE = 1e-6
+#: At smaller noise multipliers no amplification by random allocation is claimed.
+LEAST_NOISE = 0.4
 #: Adjacency of every privacy cost: neighbours differ by one record.
 ADJACENCY = "add-or-remove-one"
 

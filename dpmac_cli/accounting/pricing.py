@@ -1,14 +1,22 @@
 """Privacy costs before rendering: rows with all their inputs, and schedules of epsilon."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from dpmac_cli.accounting.accountants import COARSE, DEFAULT_ACCOUNTANT, total_epsilon
+from dpmac_cli.accounting.accountants import (
+    COARSE,
+    DEFAULT_ACCOUNTANT,
+    total_epsilon,
+    used_accountant,
+)
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent
 from dpmac_cli.accounting.risk import Risk
-from dpmac_cli.accounting.statements import RECORD, common, statement
+from dpmac_cli.accounting.statements import BY_RDP, RECORD, common, format_epsilon, statement
+
+#: Largest delta at which the accountant may not be the default one.
+SMALL_DELTA = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +29,8 @@ class Row:
         noise_multiplier, sampling_rate, dataset_size, batch_size: sigma, q, n, B.
         compositions: number of mechanisms on all records.
         solved: setting that was solved for; None for epsilon.
+        accountant: accountant that epsilon is from, see
+            :func:`~dpmac_cli.accounting.accountants.used_accountant`.
         risk: bounds on attacks, if requested.
     """
 
@@ -69,10 +79,16 @@ def price(
         steps=steps,
         epochs=None if rate is None else steps / last.steps_per_epoch,
         sampler=last.sampler,
-        accountant=accountant,
+        accountant=used_accountant(events, delta, accountant),
         compositions=sum(event.compositions for event in trained),
         unit=unit,
     )
+
+
+def accountant_note(events: tuple[TrainingEvent, ...], delta: float) -> Iterator[str]:
+    """Yield a note if epsilon is from RDP because delta is too small for the default accountant."""
+    if delta < SMALL_DELTA and used_accountant(events, delta) != DEFAULT_ACCOUNTANT:
+        yield BY_RDP.format(format_epsilon(delta))
 
 
 @dataclass(frozen=True)

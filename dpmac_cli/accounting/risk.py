@@ -27,7 +27,8 @@ FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 STATED = 0.01
 #: Prior probabilities that the record was in the data.
 PRIORS = (0.01, 0.1, 0.5)
-#: mu of Gaussian DP holds for every delta down to this one.
+#: mu of Gaussian DP holds for every delta down to this one, or to twice the least delta that the
+#: computation supports if that is larger.
 LEAST_DELTA = 1e-10
 LARGEST_MU = 1e3
 #: Largest epsilon of the grid, and its number of points, which differ by 0.1%.
@@ -53,7 +54,8 @@ class Risk:
     Attributes:
         attacks: one for each of :data:`FALSE_POSITIVE_RATES`.
         mu: smallest mu, to 0.1%, such that beta is at least the trade-off curve of mu-Gaussian DP
-            minus :data:`LEAST_DELTA`; infinite if there is none.
+            minus ``least_delta``; infinite if there is none.
+        least_delta: the smallest delta for which mu holds.
         epsilons: pairs of delta and epsilon, at 1e-5, 1e-6 and 1/n^1.1.
         noiseless: whether any part was trained without noise.
         unit: unit of privacy, in words.
@@ -61,6 +63,7 @@ class Risk:
 
     attacks: tuple[Attack, ...]
     mu: float
+    least_delta: float
     epsilons: tuple[tuple[float, float], ...]
     noiseless: bool
     unit: str
@@ -88,7 +91,7 @@ class Risk:
             "priors": list(PRIORS),
             "attacks": [{**vars(a), "posteriors": list(a.posteriors)} for a in self.attacks],
             "gaussian_mu": shown(self.mu),
-            "gaussian_mu_down_to_delta": LEAST_DELTA,
+            "gaussian_mu_down_to_delta": self.least_delta,
             "epsilons": [{"delta": d, "epsilon": shown(epsilon)} for d, epsilon in self.epsilons],
         }
 
@@ -108,7 +111,8 @@ def assess_risk(events: tuple[TrainingEvent, ...], dataset_size: int, unit: str 
     deltas = (1e-5, 1e-6, dataset_size**-1.1)
     epsilons = tuple((delta, accountants.total_epsilon(events, delta)) for delta in deltas)
     attacks = tuple(map(_attack, FALSE_POSITIVE_RATES, trade_off(events, FALSE_POSITIVE_RATES)))
-    return Risk(attacks, gaussian_mu(events), epsilons, accountants.noiseless(merged(events)), unit)
+    noiseless, mu = accountants.noiseless(merged(events)), gaussian_mu(events)
+    return Risk(attacks, mu, least_delta(events), epsilons, noiseless, unit)
 
 
 def trade_off(events: Sequence[TrainingEvent], alphas: Iterable[float]) -> Any:
@@ -144,7 +148,7 @@ def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
     from dpmac_cli.accounting.allocation import gaussian_deltas  # noqa: PLC0415  (numpy)
 
     epsilons, deltas = _deltas(merged(events))
-    count = int((deltas >= LEAST_DELTA).sum())
+    count = int((deltas >= least_delta(events)).sum())
     if count in (0, len(deltas)):
         return math.inf if count else 0.0
     most, ends = deltas[:count], epsilons[1 : count + 1]
@@ -154,6 +158,13 @@ def gaussian_mu(events: Sequence[TrainingEvent]) -> float:
         holds = (gaussian_deltas(1 / middle, ends) >= most).all()
         low, high = (low, middle) if holds else (middle, high)
     return high if high < LARGEST_MU else math.inf
+
+
+def least_delta(events: Sequence[TrainingEvent]) -> float:
+    """Return the smallest delta for which :func:`gaussian_mu` holds."""
+    _, deltas = _deltas(merged(events))
+    beyond = float(deltas[-1])  # at an epsilon that no loss reaches, or the loss of no noise
+    return max(LEAST_DELTA, 2 * beyond if beyond < 0.5 else 0.0)
 
 
 @functools.lru_cache(maxsize=4)
@@ -169,8 +180,8 @@ def _deltas(parts: tuple[TrainingEvent, ...]) -> tuple[Any, Any]:
     with np.errstate(over="ignore"):
         for split in by_records(parts):
             losses = accountants.loss_distribution(split, accountants.FINE)
-            deltas = np.maximum(deltas, losses.get_delta_for_epsilon(epsilons))
-    falling = np.maximum.accumulate(deltas[::-1])[::-1]  # rounding errors are about 1e-14
+            deltas = np.maximum(deltas, losses.deltas(epsilons))
+    falling = np.maximum.accumulate(deltas[::-1])[::-1]
     return epsilons, np.clip(falling, 0.0, 1.0)
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from dpmac_cli.accounting.events import ADJACENCY, TrainingEvent, merged
 
-PLD_ENDS = (
-    "Privacy loss distributions are limited to delta above about 1e-14. Use a larger delta, or "
-    "RDP, which supports smaller ones (dpmac account --accountant rdp)."
+BY_RDP = (
+    "delta {} is too small for privacy loss distributions in float64 arithmetic, so epsilon is an "
+    "upper bound from the RDP accountant, which is less tight. A larger --delta may cost less."
 )
 #: Unit of privacy: the difference of neighbouring datasets; ``COVERED_`` if scores are covered.
 RECORD, COVERED_RECORD = "training record", "training or test record"
@@ -37,11 +37,6 @@ def statement(
     """Return the meaning of a guarantee, and its limits."""
     if any(event.noise_multiplier == 0 for event in events):
         return NO_PRIVACY
-    if not math.isfinite(epsilon):
-        return (
-            f"No finite epsilon can be proven at delta {delta:g}: gradients were clipped and "
-            f"noise was added, but there is no guarantee. {PLD_ENDS}"
-        )
     promise = meaning(format_epsilon(epsilon), format_epsilon(delta), unit)
     done = " and ".join(_done(each, short(unit)) for each in merged(events, "steps")) or "no step"
     tested = "Test records are not protected"

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli.accounting.accountants import ACCOUNTANTS
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT
 from dpmac_cli.accounting.pricing import Row
-from dpmac_cli.accounting.risk import LEAST_DELTA, PRIORS, STATED, Risk, assess_risk, percent
+from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
 from dpmac_cli.cli.options import argument, take, with_options
@@ -74,7 +74,8 @@ def account(run: Path | None, **given: Any) -> None:
     shown = take(Shown, given)
     risk, plot, json = shown.risk, shown.plot, shown.json
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
-    by_rdp = question.by_name(flags, []).get("accountant") in ("rdp", "all")
+    accountant = question.by_name(flags, []).get("accountant", DEFAULT_ACCOUNTANT)
+    by_rdp = accountant in ("rdp", "all")
     faults = {
         "--plot draws the trade-off curve of --risk: add --risk.": plot and not risk,
         "--risk needs privacy loss distributions: add --accountant pld.": risk and by_rdp,
@@ -92,7 +93,7 @@ def account(run: Path | None, **given: Any) -> None:
                 if not rows:
                     raise
                 out_of_reach = failure
-        notes = [*question.notes(rows)]
+        notes = [*question.notes(rows, accountant)]
         if risk:
             for number, row in enumerate(rows):
                 found = assess_risk(row.events, row.dataset_size or 1, row.unit)
@@ -153,7 +154,8 @@ def _print_risk(out: Console, risk: Risk) -> None:
         table.add_row(*map(percent, shares))
     out.print(table)
     out.print(Text(COLUMNS_OF_RISK))
-    out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {LEAST_DELTA:g}"))
+    least = format_epsilon(risk.least_delta)
+    out.print(Text(f"Gaussian DP: mu {format_epsilon(risk.mu)}, for delta down to {least}"))
     costs = (" at delta ".join(map(format_epsilon, reversed(pair))) for pair in risk.epsilons)
     out.print(Text(f"epsilon {', '.join(costs)} (1/n^1.1)"))
 

@@ -27,7 +27,7 @@ from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
 from dpmac_cli.studies.choice import EXECUTORS, Choice, opened
 from dpmac_cli.studies.executor import Ended, Moved, RunEvent, carry_out
-from dpmac_cli.studies.grid import STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
+from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 
 #: Folders of a study: its runs; and inputs and output of cluster jobs, only for its owner.
@@ -89,7 +89,7 @@ class ConfigFlag(Flags, frozen=True):
     options(ConfigFlag),
     options(StudyFlags),
     options(CompareFlags),
-    {name: replace(option, several=name != "metric") for name, option in STUDIED.items()},
+    {name: replace(option, several=name not in ONE_VALUE) for name, option in STUDIED.items()},
 )
 def compare(**given: Any) -> None:
     """Compare optimizers, noise levels or any other setting, over several seeds.
@@ -147,10 +147,11 @@ def _carry_out(
     """Train unfinished runs; return reasons of failures by number, and whether interrupted."""
     plans = [run.plan for run in grid.runs]
     with console.waiting(screen.quiet, "data"):
-        from dpmac_cli.studies.local import share_data  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.studies import local  # noqa: PLC0415  (loads torch)
 
         # Nothing is written if the data or the cluster is not available.
-        data = share_data([plans[number] for number in _missing(grid)])
+        data = local.share_data([plans[number] for number in _missing(grid)])
+        raise_errors(local.other_records(plans, data))
     failures: dict[int, str] = {}
     with contextlib.ExitStack() as held:
         asked = held.enter_context(stop_request())
@@ -172,6 +173,7 @@ def _carry_out(
             display.show(event)
             if isinstance(event, Ended) and event.failure and not event.again:
                 failures[event.number] = event.failure
+        raise_errors(local.other_records(plans, data))  # other machines load their own
         return failures, asked()
 
 
@@ -186,7 +188,8 @@ def _write_results(grid: Grid, out: Path, failures: Mapping[int, str]) -> tuple[
     document, text = files.to_json(tables.as_values(comparison)), tables.as_markdown(comparison)
     csv = tables.as_csv(comparison)
     texts = {"compare.json": document, "compare.csv": csv, "compare.md": text}
-    (out / folder.SUMS).unlink(missing_ok=True)
+    for name in (folder.SUMS, *texts):  # a kill must not leave files of two tables
+        (out / name).unlink(missing_ok=True)
     for name, content in texts.items():
         files.write_atomically(out / name, content.encode())
     folder.seal(out, texts)

@@ -185,8 +185,10 @@ def _summary(event: Finished, metric: str) -> Iterator[Text]:
         counted = "units" if scores and privacy["unit"]["told_by"] else "samples"
         yield Text.assemble(f"test {METRICS[metric]} ", shown, f" on {test['samples']:,} {counted}")
     if scores and value is not None:
-        low, high = map(percent, test["interval"])
-        yield Text(f"test records are covered: without the noise, accuracy {low} to {high} (95%)")
+        low, high = map(percent, test["interval" if metric == "accuracy" else "balanced_interval"])
+        yield Text(
+            f"test records are covered: without the noise, {METRICS[metric]} {low} to {high} (95%)"
+        )
     if privacy["private"]:
         spent = math.inf if privacy["epsilon"] is None else privacy["epsilon"]
         yield Text.assemble(

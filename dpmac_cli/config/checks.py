@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
+from dpmac_cli.accounting.pricing import accountant_note
 from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.given import Given
 from dpmac_cli.config.keywords import SettingName
@@ -150,6 +151,7 @@ def notes(plan: TrainPlan, flags: Mapping[SettingName, Given]) -> Iterator[str]:
         yield f"Grey images of {plan.dataset} are repeated to three channels for the backbone."
     if plan.private:
         yield from delta_note(plan.delta, plan.facts.train_size)
+        yield from accountant_note((plan.event,), plan.delta)
         rate = plan.event.sampling_rate
         if rate >= MOST and not plan.event.sampling.once_an_epoch:
             yield (
@@ -194,6 +196,8 @@ def _idle(plan: TrainPlan) -> dict[SettingName, str]:
     idle |= {"data_dir": f"{data}, which is a path"}
     if not plan.found.held_out:
         idle |= dict.fromkeys(_OF_SPLIT, f"{data}, which has its own test set")
+    if not plan.data.path.is_dir():
+        idle |= {"levels": f"{data}, which is not a folder of images"}
     if plan.data.path.suffix not in TABLES:
         idle |= {"schema": f"{data}, which is not a table"}
     if not plan.facts.is_images:
@@ -203,7 +207,7 @@ def _idle(plan: TrainPlan) -> dict[SettingName, str]:
 
 _LORA: tuple[SettingName, ...] = ("lora_rank", "lora_alpha")
 _OF_SPLIT: tuple[SettingName, ...] = ("test_fraction", "split_seed")
-_OF_IMAGES: tuple[SettingName, ...] = ("channels", "image_size", "levels", "standardise")
+_OF_IMAGES: tuple[SettingName, ...] = ("channels", "image_size", "standardise")
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:

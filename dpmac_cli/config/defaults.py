@@ -6,10 +6,13 @@ from dpmac_cli.config.keywords import Keywords
 from dpmac_cli.config.settings import DELTA, SETTINGS, Complete, Settings
 from dpmac_cli.data.registry import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
-from dpmac_cli.models.registry import BACKBONES, MODELS, Trained
+from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Trained
 
 #: Samples to process at a time if only a head is trained.
 ROWS_AT_A_TIME = 1024
+#: Samples of at most 32 by 32 pixels to process at a time on a GPU: launching the operations of a
+#: chunk takes longer than the operations on fewer.
+ON_GPU = 512
 #: Default without --sigma or --epsilon, for your own data and with a backbone.
 EPSILON = 3.0
 #: The paper does not state gamma'; this value reproduces Table I.
@@ -28,8 +31,11 @@ def completed(given: Settings, facts: Dataset) -> Complete:
     if own:
         given = given.filled({"delta": min(DELTA, facts.train_size**-1.1)})
     found = given.filled(_depending(given, facts))
-    found = found.filled({"physical_batch": _samples_at_a_time(found, facts)})
-    return Complete.model_validate({name: getattr(found, name) for name in SETTINGS})
+    batch = _samples_at_a_time(found, facts)
+    gpu_batch = given.physical_batch or max(batch, _samples_on_gpu(found, facts))
+    found = found.filled({"physical_batch": batch})
+    values = {name: getattr(found, name) for name in SETTINGS}
+    return Complete.model_validate({**values, "gpu_batch": gpu_batch})
 
 
 def _by_rule(given: Settings, facts: Dataset) -> Settings:
@@ -104,3 +110,11 @@ def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))
     return max(1, most // (found.augmentations or 1))
+
+
+def _samples_on_gpu(found: Settings, facts: Dataset) -> int:
+    """Return how many samples a GPU should process at a time, as far as images have one size."""
+    if found.train == "head" or found.backbone is not None:
+        return 0
+    pixels = max(SMALL, facts.shape[1] * facts.shape[2])
+    return ON_GPU * SMALL // pixels // (found.augmentations or 1)

@@ -34,6 +34,7 @@ class TrainPlan:
         optimizer: a key of :data:`~dpmac_cli.dp.optimizers.OPTIMIZERS`. hyper: hyperparameters.
         recipe: training settings besides the optimizer.
         batch_size: expected batch size B. physical_batch: samples to process at a time.
+        gpu_batch: the same on a GPU; it differs only if no physical batch was given.
         canaries: canaries of an audit; 0 without one. guesses: number of guesses of the attack.
         checkpoint_steps, checkpoint_seconds: between checkpoints; 0 and infinite for no limit.
         seed: seed of all random numbers; None for secret keys from the operating system.
@@ -64,6 +65,7 @@ class TrainPlan:
     recipe: Recipe
     batch_size: int
     physical_batch: int
+    gpu_batch: int
     canaries: int
     guesses: int
     device: str

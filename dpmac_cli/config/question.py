@@ -9,10 +9,15 @@ from typing import Annotated
 from pydantic import Field
 
 from dpmac_cli.accounting import calibration
-from dpmac_cli.accounting.accountants import ACCOUNTANTS, SIGMA_MAX, SIGMA_MIN
+from dpmac_cli.accounting.accountants import (
+    ACCOUNTANTS,
+    DEFAULT_ACCOUNTANT,
+    SIGMA_MAX,
+    SIGMA_MIN,
+)
 from dpmac_cli.accounting.calibration import MOST_STEPS
-from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
-from dpmac_cli.accounting.pricing import Row, price
+from dpmac_cli.accounting.events import ALIASES, LEAST_NOISE, SAMPLERS, TrainingEvent
+from dpmac_cli.accounting.pricing import Row, accountant_note, price
 from dpmac_cli.config.checks import delta_note, misfits
 from dpmac_cli.config.fields import Choice, Flag, Option, Several, flag_name, options
 from dpmac_cli.config.flags import Flags, unknown, valid_part
@@ -179,6 +184,8 @@ def _faults_of_solving(given: Mapping[AccountName, str], solve: str | None) -> I
             yield (f"--{flag_name(one)} and --{flag_name(other)} contradict each other: give one.")
     if solve not in (None, *SOLVABLE):
         return
+    if solve and "0" in given.get("sigma", "").split(","):
+        yield "--sigma 0 adds no noise, so its epsilon is infinite: nothing can be solved for."
     for name in SOLVABLE[solve] if solve else ():
         if name in given and "solve" in given:
             yield (
@@ -264,10 +271,20 @@ def _solved(
     return replace(row, dataset_size=size, batch_size=batch, solved=question.solve)
 
 
-def notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what is legal, but probably not what was meant."""
+def notes(rows: Sequence[Row], accountant: str = DEFAULT_ACCOUNTANT) -> Iterator[str]:
+    """Yield what is legal, but probably not what was meant; ``accountant`` was asked for."""
+    events = [event for row in rows for event in row.events]
     for delta, size in dict.fromkeys((row.delta, row.dataset_size) for row in rows):
         if size is not None:
             yield from delta_note(delta, size)
+    if DEFAULT_ACCOUNTANT in USED[accountant]:
+        by_rdp = (accountant_note(row.events, row.delta) for row in rows)
+        yield from dict.fromkeys(itertools.chain.from_iterable(by_rdp))
+    if any(e.sampling.once_an_epoch and 0 < e.noise_multiplier < LEAST_NOISE for e in events):
+        yield (
+            f"Below noise multiplier {LEAST_NOISE:g} random allocation is accounted without "
+            "amplification: an epoch costs as much as a step on all records. Poisson sampling may "
+            "cost less (--sampler poisson)."
+        )
     if any(row.solved == "steps" and row.steps == MOST_STEPS for row in rows):
         yield f"{MOST_STEPS:,} steps is the maximum of a run; the budget would allow more."

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from dpmac_cli.accounting.accountants import total_epsilon
-from dpmac_cli.accounting.calibration import calibrate_noise, check_within_reach
+from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
@@ -128,7 +128,8 @@ def _resolved(
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
-    return Resolved(_calibrated(plan, earlier), tuple(checks.notes(plan, flags)))
+    plan = _calibrated(plan, earlier)
+    return Resolved(plan, tuple(checks.notes(plan, flags)))
 
 
 def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
@@ -146,7 +147,6 @@ def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPla
     if plan.scores is None:
         return plan
     target = min(total_epsilon((plan.event,), plan.delta), plan.max_epsilon)
-    check_within_reach(target, plan.delta)
     scores = plan.scores.event(plan.steps, plan.steps)
     sigma = calibrate_noise(scores, plan.delta, target)
     return replace(plan, scores=replace(plan.scores, noise_multiplier=sigma))
@@ -179,6 +179,7 @@ def make_plan(settings: Complete, data: str | Source, found: Found) -> TrainPlan
         recipe=_recipe(settings, found),
         batch_size=settings.batch_size,
         physical_batch=settings.physical_batch,
+        gpu_batch=settings.gpu_batch,
         canaries=settings.canaries or 0,
         guesses=settings.guesses or 0,
         device=settings.device,
@@ -295,4 +296,6 @@ def _recorded(settings: Complete, data: str | Source) -> dict[str, Any]:
     }
     if not isinstance(registry.parse_model(settings.model), registry.UserModel):
         kept.pop("fix_norm")
+    if settings.gpu_batch != settings.physical_batch:  # not given: the device decides
+        kept.pop("physical_batch")
     return {flag_name(name): value for name, value in kept.items()}

@@ -292,7 +292,7 @@ class Settings(Flags, frozen=True):
                 " such as a patient. Epsilon protects a unit with all of its records."
             )
         ),
-        Flag(DATA, otherwise="each record is a unit, unless an .npz has an array unit"),
+        Flag(DATA, comma=True, otherwise="each record is a unit, unless an .npz has an array unit"),
     ] = None
     records_per_unit: Annotated[
         int,
@@ -533,7 +533,11 @@ class Settings(Flags, frozen=True):
     physical_batch: Annotated[
         Count | None,
         Field(description="Physical batch size: samples to process at a time."),
-        Flag(RUN, also=("max-physical-batch-size",), otherwise="depends on network and dataset"),
+        Flag(
+            RUN,
+            also=("max-physical-batch-size",),
+            otherwise="depends on network, dataset and device",
+        ),
     ] = None
     device: Device = "auto"
     seed: Annotated[
@@ -630,6 +634,7 @@ class Complete(Settings, frozen=True):
     h1: float
     h2: float
     physical_batch: int
+    gpu_batch: int  # physical batch on a GPU; it differs only if none was given
 
 
 SETTINGS: Mapping[SettingName, Option] = options(Settings)

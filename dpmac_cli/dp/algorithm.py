@@ -1,13 +1,13 @@
 """Algorithm of a run: geometry, rule and hyperparameters, looked up by their names in the table."""
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpmac_cli.dp.geometry import GEOMETRIES, Ball, Geometry, Spread
-from dpmac_cli.dp.mechanism import Ellipsoid
+from dpmac_cli.dp.mechanism import Ellipsoid, PrivateMean
 from dpmac_cli.dp.optimizers import RULE_SETTINGS, Hyperparameters, Optimizer
 from dpmac_cli.dp.rules import RULES, Moments, Rule
 
@@ -51,11 +51,24 @@ def build_algorithm(
         geometry=_with_settings(GEOMETRIES[optimizer.geometry], hyper)
         if private
         else Ball(NO_CLIPPING),
-        rule=rule or _with_settings(RULES[optimizer.rule], hyper),
+        rule=_with_settings(RULES[optimizer.rule], hyper) if rule is None else _Apart(rule),
         hyper=hyper,
         keeps_moments="beta1" in RULE_SETTINGS[optimizer.rule],
         tracks_noise="phi" in optimizer.extra and hyper.phi == "tracked",
     )
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """A user-supplied rule, which is given a private mean in memory of its own.
+
+    The memory of a block is part of that of the whole sum, whose later blocks have no noise yet.
+    """
+
+    rule: Rule
+
+    def __call__(self, theta: Tensor, eta: float, private: PrivateMean, moments: Moments) -> None:
+        self.rule(theta, eta, replace(private, value=private.value.clone()), moments)
 
 
 def _with_settings(made: Any, hyper: Hyperparameters) -> Any:

@@ -51,7 +51,8 @@ def _is_transparent(value: Any) -> bool:
     kind = type(value)
     if kind.__module__.partition(".")[0] == "torch":
         return hasattr(value, "__dict__")
-    if (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__):
+    own: Any = (kind.__reduce__, kind.__reduce_ex__)
+    if own != (object.__reduce__, object.__reduce_ex__):
         return False  # it has something else to save than its attributes
     try:
         with warnings.catch_warnings(action="error"):

@@ -8,20 +8,16 @@ computed from. Anything unknown to either of them counts as not proven.
 
 import contextlib
 import io
-import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules import module as of_modules
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -29,6 +25,7 @@ from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.precision import inherited_precision
+from dpmac_cli.models.hooks import UnprovenError, without_hooks
 from dpmac_cli.storage.files import catalogue
 from dpmac_cli.torch_errors import what_failed
 
@@ -37,17 +34,7 @@ SAMPLES = 4
 #: Largest batch size for which the operations must be the same.
 LARGEST_BATCH = 1 << 20
 #: Names of operations and inputs, grouped by how outputs depend on inputs.
-#: Ways from a tensor to the nodes of its autograd graph, and to its hooks.
-_OF_GRAPH: Any = torch._C.TensorBase
-GRAPH = frozenset(
-    {_OF_GRAPH.grad_fn.__get__, _OF_GRAPH._grad_fn.__get__, _OF_GRAPH._backward_hooks.__set__}
-)
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 KNOWN = catalogue(frozenset[str], Path(__file__).with_name("operations.toml"))
-
-
-class UnprovenError(Exception):
-    """Independence across samples could not be proven. The message gives the reason."""
 
 
 class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
@@ -229,69 +216,17 @@ def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
     dependence.check_rows("the output", output)
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Reject hooks, which may run in backward passes, untraced. Raises UnprovenError."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    kinds += ("_post_accumulate_grad_hooks",)
-    for name, part in itertools.chain(model.named_modules(), model.named_parameters()):
-        if any(getattr(part, kind, None) for kind in kinds):
-            raise UnprovenError(f"{name or 'It'} has hooks.")
-    if any(held for name, held in vars(of_modules).items() if name.startswith("_global_")):
-        raise UnprovenError("There are hooks of all modules (torch.nn.modules.module.register_...).")
-
-
-class _GraphReads(TorchFunctionMode):
-    """Context manager that notices whether a network reads its autograd graph.
-
-    Hooks of the graph's nodes run in backward passes and may act only for other batches than the
-    traced one. It does not raise errors, because C code may run the function.
-    """
-
-    found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or func in GRAPH
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def _following(x: Tensor) -> Iterator[Dependence]:
     """Track which values are computed from each row of x, and reject hooks."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise UnprovenError("It registers hooks on tensors.")
-
-    dependence, reads = Dependence(), _GraphReads()
-    fast = torch.backends.mha.get_fastpath_enabled()
+    dependence, fast = Dependence(), torch.backends.mha.get_fastpath_enabled()
     dependence.mark(x)
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # a single fused operation
-        without_hooks = patch.multiple(
-            Tensor, register_hook=refuse, register_post_accumulate_grad_hook=refuse
-        )
-        without_saving = patch.object(
-            torch._C._autograd, "_push_saved_tensors_default_hooks", _only_of_torch
-        )
-        without_nodes = patch.object(  # torch 2.14
-            torch._C._autograd, "_push_node_creation_hook", refuse, create=True
-        )
-        hooked = (without_hooks, without_saving, without_nodes)
-        with contextlib.ExitStack() as around:
-            for context in (*hooked, sdpa_kernel(SDPBackend.MATH), reads, dependence):
-                around.enter_context(context)
+        with without_hooks(), sdpa_kernel(SDPBackend.MATH), dependence:
             yield dependence
-        if reads.found:
-            raise UnprovenError("It reads its autograd graph (grad_fn), whose nodes have hooks.")
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def _only_of_torch(pack: Any, unpack: Any) -> None:
-    """Reject hooks on saved tensors, except for those of torch, as of checkpointing."""
-    for hook in (pack, unpack):
-        if getattr(hook, "__globals__", {}).get("__name__", "").partition(".")[0] != "torch":
-            raise UnprovenError("It registers hooks on saved tensors.")
-    _push_hooks(pack, unpack)
 
 
 def _check_backward(losses: Tensor) -> None:

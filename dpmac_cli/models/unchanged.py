@@ -330,18 +330,20 @@ def _said(path: tuple[Any, ...], before: Any, after: Any, remedy: str) -> str:
     name = _name(path)
     hooks = next((n for n, key in enumerate(path) if "_hook" in str(key)), None)
     if hooks is not None:
-        return f"the hooks of {_name(path[:hooks])} changed. {remedy}"
-    if before is None or after is None:
-        return f"{name} was {'added' if before is None else 'removed'}. {remedy}"
-    if not (isinstance(before, _Form) and isinstance(after, _Form)):
-        return f"{name} changed. {remedy}"
-    if before.number != after.number:
-        return f"{name} was replaced with another tensor. {remedy}"
-    if before.requires_grad != after.requires_grad:
+        said = f"the hooks of {_name(path[:hooks])} changed."
+    elif before is None or after is None:
+        said = f"{name} was {'added' if before is None else 'removed'}."
+    elif not (isinstance(before, _Form) and isinstance(after, _Form)):
+        said = f"{name} changed."
+    elif before.number != after.number:
+        said = f"{name} was replaced with another tensor."
+    elif before.requires_grad != after.requires_grad:
         how = "unfrozen" if after.requires_grad else "frozen"
-        return f"{name} was {how} (requires_grad_({after.requires_grad})). {remedy}"
-    if before.hooks != after.hooks:
-        return f"the hooks of {name} changed. {remedy}"
-    if before.trained:
+        said = f"{name} was {how} (requires_grad_({after.requires_grad}))."
+    elif before.hooks != after.hooks:
+        said = f"the hooks of {name} changed."
+    elif before.trained:
         return f"{name} is in other memory than before, {IN_PLACE}"
-    return f"{name} is in other memory, or has another shape, than before. {remedy}"
+    else:
+        said = f"{name} is in other memory, or has another shape, than before."
+    return f"{said} {remedy}"

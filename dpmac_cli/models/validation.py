@@ -23,8 +23,8 @@ from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
 from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.errors import DpmacError, ModelError
 from dpmac_cli.models import tracing
+from dpmac_cli.models.hooks import UnprovenError, check_hooks
 from dpmac_cli.models.state import first_change, first_opaque
-from dpmac_cli.models.tracing import UnprovenError
 from dpmac_cli.torch_errors import what_failed
 
 #: Reason why a network is independent across samples.
@@ -112,7 +112,7 @@ def independence(
         if (opaque := first_opaque(frozen or model)) is not None:
             raise UnprovenError(f"Its {opaque} may store information that cannot be inspected.")
         if frozen is None:
-            tracing.check_hooks(model)  # copies may lack hooks
+            check_hooks(model)  # copies may lack hooks
             for layer in find_layers(probe, torch.zeros(2, *shape)):
                 # Its random draws could not be repeated.
                 inside = [] if layer.direct else list(layer.module.modules())[1:]
@@ -120,6 +120,7 @@ def independence(
                     name = layer.name or "The model"
                     raise UnprovenError(f"{name} has both its own parameters and dropout layers.")
             tracing.check_independent(probe, shape, classes)
+            check_hooks(probe)  # a forward pass may have put some in
         else:
             tracing.check_independent_forward(probe, shape)
     except UnprovenError as failure:

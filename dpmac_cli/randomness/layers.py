@@ -1,5 +1,6 @@
 """Randomness of a forward pass: augmented views, and layers such as dropout."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,25 @@ from dpmac_cli.randomness.keystream import KeyStream
 MT_WORDS, MT_BEGIN = 624, 24
 
 
+@contextmanager
+def forked() -> Iterator[None]:
+    """Restore the global generators of torch, NumPy and Python afterwards."""
+    numpy, python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        np.random.set_state(numpy)
+        random.setstate(python)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch, NumPy and Python with 64 bits."""
+    torch.manual_seed(seed)
+    np.random.seed([seed % 2**32, seed >> 32])
+    random.seed(seed)
+
+
 class LayerDraws:
     """Random draws of every forward pass, each a function of the secret key and the step.
 
@@ -25,24 +45,37 @@ class LayerDraws:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Seed torch's global generators for a step, and restore them afterwards.
+        """Seed the global generators for a step, and restore them afterwards.
 
         Layers draw in batch order: one record changes the draws of those after it. So the draws
         must be secret. A seed has only 32 bits on the CPU, so the whole state of the generator
-        comes from the key; on GPUs a seed has 64.
+        comes from the key; on GPUs a seed has 64. NumPy's and Python's generators are seeded, too,
+        because a resumed step must repeat all draws of a network.
         """
         stretch = self._keys.at(step, 1 + self._rank)
-        with torch.random.fork_rng():
+        with forked():
             torch.manual_seed(int(stretch.generate_state(1, np.uint64)[0]))
             state = torch.get_rng_state()
             words = stretch.generate_state(MT_WORDS, np.uint32).astype(np.int64)
             state[MT_BEGIN:].view(torch.int64)[:MT_WORDS] = torch.from_numpy(words)
             torch.set_rng_state(state)
+            np.random.seed(stretch.generate_state(8, np.uint32))
+            random.seed(stretch.generate_state(4, np.uint64).tobytes())
             yield
+
+    def seeds(self, step: int, records: NDArray[np.int64]) -> list[int]:
+        """Return one seed per record for layers that see it alone, as for :meth:`words`."""
+        return [int(seed) for [seed] in self._words(step, records, 1, purpose=1)]
 
     def words(self, step: int, records: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
         """Return random words, shape (records, K): a function of key, step and record number."""
-        philox = np.random.Philox(key=self._keys.at(step).generate_state(2, np.uint64))
+        return self._words(step, records, count, purpose=0)
+
+    def _words(
+        self, step: int, records: NDArray[np.int64], count: int, *, purpose: int
+    ) -> NDArray[np.uint64]:
+        keys = self._keys.at(step).generate_state(4, np.uint64).reshape(2, 2)
+        philox = np.random.Philox(key=keys[purpose])
         state, words = philox.state, np.empty((len(records), count), np.uint64)
         for row, record in zip(words, records.tolist(), strict=True):
             state["state"]["counter"][1] = record  # each record has 2^64 blocks of four words

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -66,6 +67,32 @@ def secure_normals(stretch: Stretch, out: NDArray[Any]) -> None:
     np.multiply(total, SUMMANDS**-0.5, out=out, casting="same_kind")
 
 
+def pairs_on_device(
+    streams: Sequence[Stretch], pairs: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the draws of :func:`box_muller` from each stream, computed on a device.
+
+    Only the words of the key streams are copied: 6 bytes per normal in float32, 8 in float64.
+
+    Returns:
+        2 ``pairs`` normals per stream, flat, in the order of :func:`box_muller`.
+    """
+    turn = np.int64 if dtype == torch.float64 else np.int32
+    words, turns = (_words(streams, pairs, kind, device) for kind in (np.int64, turn))
+    u = words.double().mul_(2.0**-64).add_(0.5 + LEAST_U)
+    radius = u.log_().to(dtype).mul_(-2).sqrt_()
+    angle = turns.to(dtype).mul_(math.tau * 2.0 ** (-8 * turns.itemsize))
+    return torch.stack([angle.cos().mul_(radius), angle.sin().mul_(radius)], 1).flatten()
+
+
+def _words(streams: Sequence[Stretch], count: int, kind: Any, device: torch.device) -> Tensor:
+    """Return the next words of each stream on a device, shape (streams, count)."""
+    words = np.empty((len(streams), count), kind)
+    for row, stream in zip(words, streams, strict=True):
+        row[:] = stream.generate_state(count, kind)
+    return torch.from_numpy(words).to(device, non_blocking=True)
+
+
 class SeededNormals:
     """Normals from the key stream of a step. None is returned twice.
 
@@ -79,13 +106,44 @@ class SeededNormals:
 
     def standard_normal(self, like: Tensor) -> Tensor:
         """Return the next independent N(0, 1) draws; shape, dtype and device of ``like``."""
+        if like.device.type != "cpu":
+            return self.on_device(like)
         drawn = np.empty(like.numel(), np.float64 if like.dtype == torch.float64 else np.float32)
         parts = [drawn[begin : begin + 2 * PAIRS] for begin in range(0, len(drawn), 2 * PAIRS)]
         numbers = range(self._part, self._part + len(parts))
         self._part += len(parts)
         apply = _threads().map if len(parts) >= MANY_PARTS else map
         list(apply(self._draw, numbers, parts))
-        return torch.from_numpy(drawn).to(like.device, non_blocking=True).view(like.shape)
+        return torch.from_numpy(drawn).view(like.shape)
+
+    def on_device(self, like: Tensor) -> Tensor:
+        """Return the draws of :meth:`standard_normal`, computed on the device of ``like``.
+
+        They equal those of the CPU up to the rounding of logarithm, sine and cosine.
+        """
+        out = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        whole, left = divmod(len(out), 2 * PAIRS)
+        groups = [(min(MANY_PARTS, whole - at), PAIRS) for at in range(0, whole, MANY_PARTS)]
+        if left:
+            groups.append((1, (left + 1) // 2))
+        begin = 0
+        for parts, pairs in groups:  # one after another, so that their temporaries stay small
+            drawn = self._group(parts, pairs, like)[: len(out) - begin]
+            out[begin : begin + len(drawn)] = drawn
+            begin += len(drawn)
+        return out.view(like.shape)
+
+    def _group(self, parts: int, pairs: int, like: Tensor) -> Tensor:
+        """Return the normals of the next parts, of ``pairs`` pairs each."""
+        numbers = range(self._part, self._part + parts)
+        self._part += parts
+        streams = [self._keys.at(self._step, number) for number in numbers]
+        if self._fill is box_muller:
+            return pairs_on_device(streams, pairs, like.dtype, like.device)
+        total = pairs_on_device(streams, pairs, torch.float64, like.device)
+        for _ in range(SUMMANDS - 1):
+            total += pairs_on_device(streams, pairs, torch.float64, like.device)
+        return total.mul_(SUMMANDS**-0.5)
 
     def _draw(self, part: int, out: NDArray[Any]) -> None:
         self._fill(self._keys.at(self._step, part), out)

@@ -1,6 +1,7 @@
 """Ranks other than 0: compute a share of every batch, and nothing else."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dpmac_cli.config.resolve import change
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError, RunError
 from dpmac_cli.randomness.keystream import Keys
-from dpmac_cli.runs.environment import choose_device, environment
+from dpmac_cli.runs.environment import choose_device, device_name, environment
 from dpmac_cli.runs.folder import resume_command
 from dpmac_cli.runs.setup import Task, make_task, make_trainer
 from dpmac_cli.storage.progress import outcome
@@ -20,8 +21,11 @@ from dpmac_cli.torch_errors import explained
 from dpmac_cli.training.distributed import DismissedError, Ranks
 from dpmac_cli.training.trainer import Trainer
 
-#: Fingerprints that must be the same at every rank.
-SHARED = ("data", "units", "classes", "constants", "network", "pretrained")
+#: What must be the same at every rank: fingerprints, and the name of the device.
+SHARED = (
+    *("data", "units", "classes", "constants", "network", "pretrained", "features"),
+    "device",
+)
 
 
 def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Path) -> None:
@@ -71,15 +75,20 @@ def assist(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
 
 
 def _agree(ranks: Ranks, task: Task, trainer: Trainer) -> None:
-    """Synchronise the state of all ranks, and reject different records, which could count twice."""
-    sums = [int(task.fingerprints.get(name, "0")[:15], 16) for name in SHARED]
+    """Synchronise the state of all ranks, and reject different records, which could count twice.
+
+    Different devices are rejected too, because they round differently.
+    """
+    device = sha256(device_name(trainer.state.theta.device).encode()).hexdigest()
+    known = {**task.fingerprints, "device": device}
+    sums = [int(known.get(name, "0")[:15], 16) for name in SHARED]
     same = ranks.alike(torch.tensor(sums)).tolist()
     others = [name for name, alike in zip(SHARED, same, strict=True) if not alike]
     if others:
         raise InputError(
             f"The processes of this run do not have the same {listed(others)}, so a record "
-            "could count more than once in a step. Use the same files on every machine, and run "
-            "the command again."
+            "could count more than once in a step, or be rounded differently. Use the same files "
+            "and devices on every machine, and run the command again."
         )
     for _, tensor in sorted(trainer.state.tensors().items()):
         ranks.broadcast(tensor)

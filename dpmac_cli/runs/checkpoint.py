@@ -5,6 +5,7 @@ everything else, including the secret keys. Anyone who has the keys can subtract
 the owner can read the folder and its files. Pickle is never used.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ VERSION = 5
 _SAME = {
     "data": "The records are not those",
     "units": "The units that the records belong to are not those",
+    "test units": "The units that the test records belong to are not those",
     "classes": "The names of the classes are not those",
     "pretrained": "The file of public weights is not the one",
     "constants": "The ranges low and high are not those",
@@ -111,6 +113,16 @@ def newest(run: Path) -> Checkpoint:
         f"{why}, so the run cannot be resumed. Start a new one, or replace it with "
         f"--force --out {run}."
     )
+
+
+def fingerprints(run: Path) -> dict[str, str]:
+    """Return the fingerprints of a run's newest checkpoint, unverified; empty if there is none."""
+    for path in _files(run):
+        with contextlib.suppress(safetensors.SafetensorError, *folder.BROKEN):
+            with safetensors.safe_open(path, "numpy") as opened:  # reads only the header
+                sealed = json.loads(opened.metadata()[CHECKPOINT_HEADER])
+            return dict(sealed["record"]["fingerprints"])
+    return {}
 
 
 def last_step(run: Path) -> int | None:

@@ -15,6 +15,7 @@ import torch
 
 from dpmac_cli import __version__
 from dpmac_cli.config.settings import Settings
+from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
 
@@ -88,6 +89,27 @@ def environment(device: torch.device, ranks: Ranks | None = None) -> dict[str, A
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
     """Return the keys in which two environments differ."""
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def check_ranks(device: torch.device, ranks: Ranks) -> None:
+    """Reject ranks that may round the gradients of a record differently from rank 0.
+
+    Devices are compared later, because only rank 0 knows the plan's.
+
+    Raises:
+        InputError: lists every difference, by rank.
+        RunError: a rank does not answer.
+    """
+    here, faults = environment(device), []
+    for rank, machine in enumerate(ranks.posted(), start=1):
+        if names := sorted(differences(here, machine) - {"device"}):
+            faults.append(f"rank {rank} differs from rank 0 in {listed(names)}")
+    if faults:
+        raise InputError(
+            f"The processes of this run do not compute alike: {'; '.join(faults)}. They could "
+            "round the gradients of a record differently. Use the same processor, libraries, "
+            "number of threads and environment variables for all of them."
+        )
 
 
 @functools.cache

@@ -189,10 +189,22 @@ def in_use(run: Path) -> bool:
     return False
 
 
-def clear(run: Path) -> None:
-    """Remove a run's files except checkpoints and ledger, and no other files. Raises OSError."""
-    for name in (*SEALED, SUMS, ATTEMPTS, TENSORBOARD):
-        (run / name).unlink(missing_ok=True)
+def clear(run: Path, *, keep_ledger: bool = False) -> None:
+    """Remove a run's files, and no others outside its folder of checkpoints. Raises OSError.
+
+    The checkpoints go first, then the checksums, and the ledger last: a kill in between leaves
+    nothing to resume or fork, and no new file is written before all old ones are gone. A new run's
+    own ledger is kept if ``keep_ledger``.
+    """
+    private = run / CHECKPOINTS
+    ledger = private / LEDGER
+    saved = [path for path in private.rglob("*") if path != ledger and not path.is_dir()]
+    for path in (*saved, *(run / name for name in (SUMS, *SEALED, ATTEMPTS, TENSORBOARD))):
+        path.unlink(missing_ok=True)
+    if not keep_ledger:
+        ledger.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a link, or one that other folders are in
+            private.rmdir()
 
 
 def check_chosen_folder(folder: Path, force: bool) -> None:

@@ -117,8 +117,8 @@ class PrivateTraining:
         if name not in (*self.__slots__, "lr"):
             raise InputError(
                 f"{name} cannot be set: the noise was calibrated for the settings as they were, "
-                "and only lr can change between steps. To train with other settings, pass them to a "
-                "new make_private(model, data, ...), which also counts the steps taken so far."
+                "and only lr can change between steps. To train with other settings, pass them to "
+                "a new make_private(model, data, ...), which also counts the steps taken so far."
             )
         object.__setattr__(self, name, value)
 
@@ -180,7 +180,8 @@ class PrivateTraining:
         trainer = self._trainer
         if self._begun >= self._steps:
             raise BudgetError(
-                f"All {self._steps} steps have been taken, and epsilon is {self.epsilon:.4g}. To "
+                f"All {self._steps} steps have been taken, and epsilon is "
+                f"{format_epsilon(self.epsilon)}. To "
                 "train longer, start again with more epochs: make_private(..., epochs=N)."
             )
         began = time.perf_counter()
@@ -188,6 +189,7 @@ class PrivateTraining:
             trainer.step()
             if trainer.state.step % self.plan.steps_per_epoch == 0:
                 trainer.check_finite()
+                trainer.check_network()
         self._seconds += time.perf_counter() - began
         return trainer.state.step
 

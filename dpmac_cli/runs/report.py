@@ -1,6 +1,5 @@
 """Report of a run as versioned JSON and as a model card, with public and post-noise values only."""
 
-import math
 import platform
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -27,13 +26,14 @@ from dpmac_cli.runs.ledger import Spent
 from dpmac_cli.runs.report_file import SCHEMA_VERSION
 from dpmac_cli.runs.setup import Task
 from dpmac_cli.storage.files import shown
-from dpmac_cli.training.covered import REACH, CoveredScore
+from dpmac_cli.training.covered import CoveredScore
 from dpmac_cli.training.loop import Evaluated
 
 #: Keys of test scores in the report, besides accuracy and loss; null if there are none.
 METRICS = (
     *("balanced_accuracy", "f1", "calibration_error", "auroc", "average_precision"),
-    *("sensitivity", "specificity", "noise", "interval"),
+    *("sensitivity", "specificity", "noise", "interval", "balanced_interval"),
+    "accuracy_interval",
 )
 PACKAGES = ("torch", "torchvision", "numpy", "dp-accounting", "safetensors")
 
@@ -271,30 +271,14 @@ def _scores(history: Sequence[Mapping[str, Any]], exact: Mapping[str, Any]) -> d
     last = history[-1]
     scored = [line for line in history if line.get("test_accuracy") is not None]
     best = max(scored, key=lambda line: float(line["test_accuracy"]), default=last)
-    accuracy, samples = last["test_accuracy"], last["test_samples"]
     return {
-        "accuracy": accuracy,
-        "accuracy_interval": sampling_error(accuracy, samples, last.get("test_noise") or 0.0),
+        "accuracy": last["test_accuracy"],
         "loss": last["test_loss"],
-        "samples": samples,
+        "samples": last["test_samples"],
         **{name: exact.get(name, last.get(f"test_{name}")) for name in METRICS},
         "best_accuracy": best["test_accuracy"],
         "best_epoch": best["epoch"],
     }
-
-
-def sampling_error(accuracy: float | None, samples: int, noise: float = 0.0) -> list[float] | None:
-    """Return Wilson's 95% interval for the accuracy on a population, from a sample of it.
-
-    ``noise`` is the standard deviation of added noise, which widens the interval.
-    """
-    if accuracy is None:
-        return None
-    z, scale = REACH, 1 + REACH**2 / samples
-    middle = (accuracy + z**2 / (2 * samples)) / scale
-    reach = z * math.sqrt(accuracy * (1 - accuracy) / samples + (z / (2 * samples)) ** 2) / scale
-    reach = math.hypot(reach, z * noise)
-    return [max(0.0, middle - reach), min(1.0, middle + reach)]
 
 
 def metrics_line(evaluated: Evaluated, epsilon: float, plan: TrainPlan) -> dict[str, Any]:

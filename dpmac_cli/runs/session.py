@@ -219,7 +219,10 @@ class Session:
         return epsilon
 
     def publish(self, total_seconds: float) -> Finished:
-        """Write the final files of a run, and their checksums last."""
+        """Write the final files of a run, and their checksums last.
+
+        An earlier report goes first: a kill in between must not leave it beside a later model.
+        """
         plan, trainer, where, task = self.plan, self.trainer, self.where, self.task
         state: State = "finished" if self.steps == plan.steps else "budget-spent"
         if trainer.state.step < self.steps:
@@ -229,6 +232,8 @@ class Session:
             scored = trainer.evaluate()
         theta = trainer.state.theta
         facts = public_facts(plan, self.spent(), task, theta.numel())
+        for name in (folder.REPORT, folder.CARD, folder.AUDIT):
+            (where / name).unlink(missing_ok=True)
         with trainer.published():
             save_model(where / folder.MODEL, task.model, facts)
         report = build_report(
@@ -242,7 +247,10 @@ class Session:
             seconds=self.seconds,
             total_seconds=total_seconds,
             # Not the chunk: it says when memory ran out, which depends on the size of a batch.
-            machine={"device": device_name(theta.device), "physical_batch": plan.physical_batch},
+            machine={
+                "device": device_name(theta.device),
+                "physical_batch": trainer.plan.physical_batch,
+            },
         )
         files.write_atomically(where / folder.CARD, model_card(report, task.model).encode())
         files.write_atomically(where / folder.REPORT, files.to_json(report).encode())

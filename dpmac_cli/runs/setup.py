@@ -105,6 +105,8 @@ def make_trainer(
     task = task or outcome(make_task(plan, device, keys, data, model=model))
     _check_size(plan, task.data)
     isolated = task.independence == "isolated" and not plan.head_only
+    # Built-in networks use no random numbers in their forward pass; others may.
+    own = task.independence != "built in"
     trainer = Trainer(
         model=task.trained,
         data=task.data,
@@ -113,26 +115,32 @@ def make_trainer(
         plan=Plan(
             steps=plan.steps if steps is None else steps,
             steps_per_epoch=plan.steps_per_epoch,
-            physical_batch=plan.physical_batch,
+            physical_batch=plan.gpu_batch if device.type == "cuda" else plan.physical_batch,
             private=plan.private,
             recipe=plan.recipe,
             loss=None if loss is None else _checked(loss, plan, task.trained, device),
             scores=plan.scores,
             isolated=isolated,
         ),
-        randomness=_randomness(plan, keys, task, 0 if ranks is None else ranks.rank),
+        randomness=_randomness(plan, keys, ranks, own=own),
         hooks=_canaries(plan, task, keys),
         ranks=ranks,
     )
-    trainer.training = Training(
+    trainer.training = _carried(plan, task)
+    return trainer
+
+
+def _carried(plan: TrainPlan, task: Task) -> Training:
+    """Return the training that a network carries from now on."""
+    training = Training(
         event=plan.event,
         unit=unit_of(plan),
         private=plan.private,
         seeded=plan.seed is not None,
         secure=plan.secure,
     )
-    attach(task.model, trainer.training)
-    return trainer
+    attach(task.model, training)
+    return training
 
 
 def unit_of(plan: TrainPlan) -> tuple[str, str]:
@@ -190,9 +198,7 @@ def make_task(
     if data is None:
         data = yield from loading(plan.data, plan.data_dir, device, facts=plan.facts)
     if isinstance(plan.data, Source):
-        fingerprints["data"] = fingerprint(data.train, data.test)
-        if data.train.units is not None:
-            fingerprints["units"] = data.train.units.sha256()
+        fingerprints |= record_sums(data)
     if parts is not None:
         parts.isolated = plan.features is None and kind == "isolated"
         settings = {"isolate": plan.isolate, **vars(plan.trained)}
@@ -210,6 +216,15 @@ def make_task(
         notes=(*notes, *why),
         built_by="" if named is None else build.built_by(named, seen),
     )
+
+
+def record_sums(data: Data) -> dict[str, str]:
+    """Return checksums of user-supplied records and of their assignment to units."""
+    sums = {"data": fingerprint(data.train, data.test)}
+    for name, split in (("units", data.train), ("test units", data.test)):
+        if split.units is not None:
+            sums[name] = split.units.sha256()
+    return sums
 
 
 def _start(plan: TrainPlan, model: nn.Module) -> tuple[PublicWeights, tuple[str, ...]]:
@@ -349,10 +364,9 @@ def _canaries(plan: TrainPlan, task: Task, keys: Keys) -> list[Canaries]:
     ]
 
 
-def _randomness(plan: TrainPlan, keys: Keys, task: Task, rank: int) -> Randomness:
+def _randomness(plan: TrainPlan, keys: Keys, ranks: Ranks | None, *, own: bool) -> Randomness:
     """Return the random draws of a rank; ranks other than the first only have those of layers."""
-    # Built-in networks use no random numbers in their forward pass; others may.
-    own = task.independence != "built in"
+    rank = 0 if ranks is None else ranks.rank
     drawn = own or plan.recipe.augmented or plan.found.unit
     layers = LayerDraws(keys.layers, rank) if drawn else None
     if rank > 0:

@@ -18,7 +18,13 @@ from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import Keys, make_keys
 from dpmac_cli.runs import checkpoint, folder, ledger
 from dpmac_cli.runs.checkpoint import Inherited, check_given, check_same, inherited
-from dpmac_cli.runs.environment import choose_device, differences, environment, repeatable
+from dpmac_cli.runs.environment import (
+    check_ranks,
+    choose_device,
+    differences,
+    environment,
+    repeatable,
+)
 from dpmac_cli.runs.ledger import Ledger, Spent
 from dpmac_cli.runs.session import Finished, RunEvent, Session
 from dpmac_cli.runs.setup import make_task, make_trainer
@@ -73,7 +79,7 @@ def _first(session: Session, stop: Callable[[], bool]) -> Iterator[RunEvent]:
         # the old run with the ledger of this one.
         checkpoint.discard(where)
         session.ledger.write(session.ledger.spent.begun)
-        folder.clear(where)
+        folder.clear(where, keep_ledger=True)
         if session.ledger.spent.abandoned:
             ledger.keep_attempts(where, session.ledger.spent.abandoned)
         session.begin_files()
@@ -162,6 +168,8 @@ def _session(
     plan = replace(plan, device=str(device))
     if ranks is not None and plan.canaries:
         raise InputError("--canaries needs a run with one process. Leave it out.")
+    if ranks is not None:
+        check_ranks(device, ranks)
     spent, saved = before.spent, before.saved
     rest = plan.event_of(plan.steps - spent.base)
     budget = (plan.delta, plan.max_epsilon, spent.earlier, plan.scores, spent.base)

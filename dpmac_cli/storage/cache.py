@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Generator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -28,11 +28,10 @@ PATIENCE = 0.2
 def whole(path: Path) -> RowFile | None:
     """Return a complete file of this user, and mark it as used; None if there is none."""
     try:
-        if path.stat().st_uid != os.geteuid():
-            return None
+        file = RowFile(path)
         os.utime(path)
-        return RowFile(path)
-    except (OSError, ValueError, KeyError):
+        return file
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -57,15 +56,16 @@ def kept_file(
     folder, begun = path.parent, path.with_suffix(BEGUN)
     try:
         folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.geteuid():
+        # A link that another user has made could lead to any folder of this one.
+        if {folder.stat().st_uid, folder.lstat().st_uid} != {os.geteuid()}:
             raise PermissionError("the folder belongs to another user")
         folder.chmod(PRIVATE_FOLDER)
         # Only an flock is released when its process dies; file systems without it are not used.
         lock = FileLock(path.with_suffix(".lock"), mode=PRIVATE_MODE, fallback_to_soft=False)
-        while (file := whole(path)) is None:
+        while not _fits(file := whole(path), rows, shape, dtype):
             try:
                 with lock.acquire(timeout=PATIENCE):
-                    if whole(path) is None:
+                    if not _fits(whole(path), rows, shape, dtype):
                         make_room(folder, cache_size() - rows * prod(shape) * dtype.itemsize, begun)
                         partial = begin(begun, rows, shape, dtype)
                         partial.finish(path, (yield from fill(partial)))
@@ -78,6 +78,13 @@ def kept_file(
             "there, or set DPMAC_CACHE_DIR to another folder."
         ) from failure
     return file
+
+
+def _fits(
+    file: RowFile | None, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> TypeGuard[RowFile]:
+    """Return whether a file has the layout of the rows that are asked for."""
+    return file is not None and (len(file), file.shape, file.dtype) == (rows, shape, dtype)
 
 
 def kept_files(folder: Path) -> list[Path]:

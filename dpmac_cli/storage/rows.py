@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import weakref
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +25,8 @@ from dpmac_cli.storage.files import PRIVATE_MODE, naming
 
 HEADER, CHECKSUM = 4096, 32
 VERSION = 1
+#: Permissions of others to write.
+SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DamagedError(InputError):
@@ -37,13 +40,13 @@ class RowFile:
         shape: shape of a row. dtype: type of its values. nbytes: size of all rows.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or others may have written to it.
         ValueError: it is not a file of rows.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         self.path = path
-        self._handle = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        self._handle = _opened(path, os.O_RDWR if writable else os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)
         head = json.loads(os.pread(self._handle, HEADER, 0))
         if (head["version"], head["name"]) != (VERSION, path.stem):
@@ -117,7 +120,11 @@ def begin(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     header = json.dumps(head).encode().ljust(HEADER)
     size = HEADER + rows * (prod(shape) * dtype.itemsize + CHECKSUM)
     with naming(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_MODE)
+        try:
+            handle = _opened(path, os.O_RDWR | os.O_CREAT)
+        except OSError:  # somebody else's, or a link
+            path.unlink(missing_ok=True)
+            handle = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             if os.fstat(handle).st_size != size or os.pread(handle, HEADER, 0) != header:
                 lacking = size - os.fstat(handle).st_size - shutil.disk_usage(path.parent).free
@@ -133,6 +140,19 @@ def begin(path: Path, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -
         finally:
             os.close(handle)
     return RowFile(path, writable=True)
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open a file of this user alone. Raises OSError for links, and files others may write to.
+
+    The open file is examined, not its name, which may be another's a moment later.
+    """
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE_MODE)
+    found = os.fstat(handle)
+    if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode) and not found.st_mode & SHARED:
+        return handle
+    os.close(handle)
+    raise PermissionError(errno.EPERM, "others may have written to it", str(path))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,17 @@ StudyName = Literal[SettingName, "optimizers", "seeds"]
 STUDIED: Mapping[StudyName, Option] = {
     name: option for name, option in SETTINGS.items() if option.flag.studied
 }
+#: Settings with one value in a study, and why.
+_SPLIT = "some records would be trained on in one run and tested on, without noise, in another"
+_OTHER = "For another value, compare again with another --out"
+ONE_VALUE: Mapping[StudyName, str] = {
+    "metric": "compare again to rank the same runs by another",
+    "dataset": f"the epsilon of a study is for runs on the same records. {_OTHER}",
+    "schema": f"another schema may split the records differently: {_SPLIT}. {_OTHER}",
+    "unit": f"epsilons of different units protect different things and do not add up. {_OTHER}",
+    "test_fraction": f"{_SPLIT}. {_OTHER}",
+    "split_seed": f"{_SPLIT}. {_OTHER}",
+}
 
 
 class StudyFlags(Flags, frozen=True):
@@ -136,15 +147,22 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
         errors += faults_of_model(given.get("model", ()), f"model in {file}")
     replaced = {name for group in EXCLUSIVE if not typed.keys().isdisjoint(group) for name in group}
     given = {name: values for name, values in given.items() if name not in replaced} | typed
-    one = given.pop("optimizer", ["all"])
-    if len(given.get("metric", ())) > 1:
-        errors.append("--metric: use one metric. Compare again to rank the same runs by another.")
+    one = given.pop("optimizer", ["all"])  # as in the file of a single run
+    errors += _faults_of_several(given)
     optimizers = _optimizers(given.pop("optimizers", one), errors)
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
     varied = {name: values for name, values in given.items() if is_setting(name)}
     if errors:
         raise InputError([*errors, *_faults_of_values(varied)])
     return _build({**varied, "optimizer": optimizers}, seeds, Path(root))
+
+
+def _faults_of_several(given: Mapping[StudyName, list[str]]) -> Iterator[str]:
+    """Yield the faults of settings with several values that a study needs one of."""
+    for name, why in ONE_VALUE.items():
+        if len(given.get(name, ())) > 1:
+            both = ",".join(given[name])
+            yield f"--{flag_name(name)} {both}: a study has one value of it: {why}."
 
 
 def _faults_of_values(given: Mapping[SettingName, list[str]]) -> Iterator[str]:

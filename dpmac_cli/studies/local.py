@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,15 +21,19 @@ from dpmac_cli.data.loaders import load_data
 from dpmac_cli.data.schema import Source
 from dpmac_cli.errors import DpmacError, explain_os_error
 from dpmac_cli.runs import train as run
+from dpmac_cli.runs.checkpoint import fingerprints
 from dpmac_cli.runs.environment import choose_device
 from dpmac_cli.runs.ledger import attempts
 from dpmac_cli.runs.memory import keep_freed_memory
 from dpmac_cli.runs.session import RunEvent, Started, Update
+from dpmac_cli.runs.setup import record_sums
 from dpmac_cli.studies.executor import Executor, Result
 from dpmac_cli.torch_errors import what_failed
 
 #: Signals that ask a job to stop: from ray.cancel and scancel, at its time limit, and preemption.
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+#: Fingerprints of a run that must be the same in a whole study.
+RECORDS = ("data", "units", "test units")
 #: Processes are forked from one that has only imported torch.
 CONTEXT = processes.get_context("forkserver")
 
@@ -94,6 +98,26 @@ def share_data(plans: Sequence[TrainPlan]) -> dict[str | Source, Data]:
     cpu = torch.device("cpu")
     by_data = {plan.data: plan for plan in plans}.values()
     return {p.data: load_data(p.data, p.data_dir, cpu, facts=p.facts) for p in by_data}
+
+
+def other_records(plans: Iterable[TrainPlan], data: SharedData) -> Iterator[str]:
+    """Yield a fault for each run that was trained on other records or units than the others.
+
+    The files of a dataset may change between two commands, and epsilons of other units do not add
+    up. Runs are compared with ``data`` or, if nothing was loaded, with each other.
+    """
+    known = {source: record_sums(held) for source, held in data.items()}
+    for plan in plans:
+        found = fingerprints(plan.folder)
+        if not isinstance(plan.data, Source) or not found:
+            continue
+        expected = known.setdefault(plan.data, found)
+        if any(found.get(name) != expected.get(name) for name in RECORDS):
+            yield (
+                f"{plan.folder} was trained on other records or units than the rest of this study, "
+                "so no epsilon covers all of its runs. Restore the original data, or use "
+                "another --out."
+            )
 
 
 @dataclass

@@ -56,6 +56,7 @@ class ChunkedSum:
             self.chunk = min(self.chunk, isolated.most)
         else:
             found = find_layers(model, data.gain.new_zeros(2, *shape))
+        self._isolated = isolated
         self._parameters = [p for layer in found for p in layer.parameters.values()]
         self.trained = set(map(id, self._parameters))
         self.theta = flatten_parameters(found)
@@ -123,6 +124,9 @@ class ChunkedSum:
         if recipe.inputs > 1:
             inputs, labels = (t.view(len(drawn), -1, *t.shape[1:]) for t in (inputs, labels))
         inputs, labels = fill_rows(inputs, least), fill_rows(labels, least)
+        if self._isolated is not None and self._layers is not None:
+            filling = drawn[:1].repeat(len(inputs) - len(drawn))
+            self._isolated.seeds = self._layers.seeds(step, np.append(drawn, filling))
         with without_gradients(self._parameters):
             self.clipped_sum.of(inputs, labels, metric, self._sum, len(drawn))
 

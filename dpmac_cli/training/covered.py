@@ -7,7 +7,6 @@ deviation sigma is a Gaussian mechanism with noise multiplier sigma.
 
 import math
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,10 @@ from dpmac_cli.data.units import Units
 from dpmac_cli.dp.mechanism import GRID
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.training.evaluation import Evaluation
+from dpmac_cli.training.intervals import REACH, TAIL, Interval, clopper_pearson, widened
 
-#: Number of standard deviations around the mean that contain 95% of a normal distribution.
-REACH = NormalDist().inv_cdf(0.975)
+#: Simulated draws of the noise, for the interval of the balanced accuracy.
+DRAWS = 4000
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class CoveredScore:
         samples: number of test units, which is public.
         noise: standard deviation of the noise in ``accuracy``.
         sensitivity: sensitivity of each class, 0 to 1; empty if it was not requested.
+        balanced_interval: 95% interval of the balanced accuracy on these test records, from the
+            noise alone; empty like ``sensitivity``.
         loss: nan, because it is not released.
     """
 
@@ -40,6 +42,7 @@ class CoveredScore:
     samples: int
     noise: float = math.nan
     sensitivity: tuple[float, ...] = field(default=())
+    balanced_interval: tuple[float, ...] = field(default=())
     loss: float = math.nan
 
     def metric(self, name: str) -> float:
@@ -49,10 +52,19 @@ class CoveredScore:
         return self.accuracy
 
     @property
-    def interval(self) -> tuple[float, float]:
+    def interval(self) -> Interval:
         """Return the 95% interval of the accuracy on these test records, from the noise alone."""
         reach = REACH * self.noise
         return max(0.0, self.accuracy - reach), min(1.0, self.accuracy + reach)
+
+    @property
+    def accuracy_interval(self) -> Interval:
+        """Return the 95% interval of the accuracy on records like these.
+
+        A unit's share of right records varies at most like a single right or wrong answer.
+        """
+        exact = clopper_pearson(self.accuracy, self.samples)
+        return widened(self.accuracy, exact, self.noise)
 
     def values(self) -> dict[str, Any]:
         """Return the entries of a line of metrics.jsonl besides accuracy, as JSON values."""
@@ -61,6 +73,8 @@ class CoveredScore:
             "test_sensitivity": list(self.sensitivity) if released and self.sensitivity else None,
             "test_noise": self.noise if released else None,
             "test_interval": list(self.interval) if released else None,
+            "test_balanced_interval": list(self.balanced_interval) or None,
+            "test_accuracy_interval": list(self.accuracy_interval) if released else None,
         }
 
 
@@ -109,5 +123,24 @@ def release(
     right, wrong = (found[:1], ()) if not by_class else np.split(found, 2)
     accuracy = float(np.clip(right.sum() / len(cells), 0.0, 1.0))
     deviation = sigma * math.sqrt(len(right)) / len(cells)
-    rates = np.clip(right / np.maximum(right + wrong, 1.0), 0.0, 1.0) if by_class else np.empty(0)
-    return CoveredScore(accuracy, len(cells), deviation, tuple(rates.tolist()))
+    if not by_class:
+        return CoveredScore(accuracy, len(cells), deviation)
+    rates = np.clip(right / np.maximum(right + wrong, 1.0), 0.0, 1.0)
+    around = _around(np.stack([right, wrong]), sigma, float(rates.mean()))
+    return CoveredScore(accuracy, len(cells), deviation, tuple(rates.tolist()), around)
+
+
+def _around(noisy: NDArray[np.float64], sigma: float, value: float) -> Interval:
+    """Return the 95% interval of a mean of rates, given right and wrong counts with noise.
+
+    It simulates the exact counts, which are at least 0, from the noisy ones, shape (2, classes),
+    with public random numbers. A class that may be empty has any rate.
+    """
+    draws = np.random.default_rng(0).normal(0.0, sigma, (DRAWS, *noisy.shape))
+    right, wrong = np.moveaxis(np.maximum(noisy - draws, 0.0), 1, 0)
+    total = right + wrong
+    with np.errstate(invalid="ignore"):
+        rates = right / total
+    low, high = (np.where(total > 0, rates, end).mean(1) for end in (0.0, 1.0))
+    ends = np.quantile(low, TAIL), np.quantile(high, 1 - TAIL)
+    return min(float(ends[0]), value), max(float(ends[1]), value)

@@ -61,11 +61,15 @@ class Ranks:
         return self.rank == 0
 
     def share(self, drawn: Batch | None) -> Batch:
-        """Return this rank's share of rank 0's draw. Raises DismissedError for None."""
+        """Return this rank's share of rank 0's draw. Raises DismissedError for None.
+
+        The rank of a record or unit depends only on its own number: if it went by the place in the
+        draw, adding a record would move others to ranks that may round differently.
+        """
         if self.size == 1 and drawn is not None:
             return drawn
         rows = self._told(None if drawn is None else torch.from_numpy(drawn), torch.int64)
-        mine: Batch = rows[self.rank :: self.size].numpy()
+        mine: Batch = rows[rows % self.size == self.rank].numpy()
         return mine
 
     def reduce(self, part: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from dpmac_cli.data.dataset import Data, Split
+from dpmac_cli.data.units import Units
 from dpmac_cli.dp.clipping.clipped_sum import LEAST_ROWS, fill_rows
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.torch_errors import code_of_network
@@ -31,11 +32,13 @@ class Evaluation:
             regardless of the training loss.
         logits: outputs on the CPU, shape (samples, classes).
         labels: int64, shape (samples,); with several labels per sample uint8, (samples, labels).
+        units: units of privacy that the samples belong to; None if each sample is one.
     """
 
     loss: float
     logits: Tensor
     labels: Tensor
+    units: Units | None = None
 
     @property
     def confusion(self) -> Tensor:
@@ -80,8 +83,9 @@ class Evaluation:
         return metrics.metric(name, self.answers)
 
     def values(self) -> dict[str, Any]:
-        """Return all metrics and per-class rates as JSON values."""
-        return metrics.as_values(self.answers, metrics.all_metrics(self.answers))
+        """Return all metrics, the accuracy's interval and per-class rates as JSON values."""
+        found = metrics.as_values(self.answers, metrics.all_metrics(self.answers))
+        return found | {"accuracy_interval": list(metrics.accuracy_interval(self.answers))}
 
     @cached_property
     def answers(self) -> metrics.Answers:
@@ -96,7 +100,8 @@ class Evaluation:
             guess = torch.where(lost, ~truth, self.logits > 0)
         scores = probabilities(self.logits, exclusive=exclusive)
         scores = torch.where(lost, 2 - 3 * truth.float(), scores)
-        return metrics.Answers(truth.numpy(), guess.numpy(), scores.numpy(), exclusive)
+        parts = truth.numpy(), guess.numpy(), scores.numpy()
+        return metrics.Answers(*parts, exclusive, self.units)
 
     @property
     def _lost(self) -> Tensor:
@@ -137,4 +142,4 @@ def evaluate(model: nn.Module, data: Data, split: Split) -> Evaluation:
     for some, logits in zip(batches, outputs(model, inputs), strict=True):
         loss += standard(logits, split.labels[some]).sum().item()
         found.append(logits.cpu())
-    return Evaluation(loss / len(split), torch.cat(found), split.labels.cpu())
+    return Evaluation(loss / len(split), torch.cat(found), split.labels.cpu(), split.units)

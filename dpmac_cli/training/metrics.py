@@ -1,4 +1,4 @@
-"""Metrics of a classifier on test records, and their bootstrap intervals.
+"""Metrics of a classifier on test records, and their intervals.
 
 Macro averages leave out classes for which a metric is not defined. A metric that is not defined for
 any class, such as the AUROC of a test set with a single class, is nan.
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmac_cli.data.units import Units
 from dpmac_cli.storage.files import shown
+from dpmac_cli.training.intervals import Interval, Sizes, interval, of_shares
 
 Floats = NDArray[np.floating[Any]]
 #: Number of equal-width bins of the calibration error.
@@ -23,6 +25,8 @@ RESAMPLES, NUMBERS = (100, 1000), 200_000_000
 AT_A_TIME = 4_000_000
 #: Ranking metrics of the scores of one column.
 RANKINGS = ("auroc", "average-precision")
+#: Means over all answers; the other metrics are means over classes or labels.
+OVER_ANSWERS = ("accuracy", "calibration-error")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +38,23 @@ class Answers:
         scores: probabilities, float32, shape (records, columns). If a record's output contains
             NaN, they are worse than all others: below 0 if ``truth`` is true, otherwise above 1.
         exclusive: whether each record has one class instead of any number of labels.
+        units: units of privacy that the records belong to; None if each record is one.
     """
 
     truth: NDArray[np.bool_]
     guess: NDArray[np.bool_]
     scores: NDArray[np.float32]
     exclusive: bool
+    units: Units | None = None
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """Index of each record's unit, shape (records,)."""
+        if self.units is None:
+            return np.arange(len(self.truth))
+        owners = np.empty(len(self.truth), np.int64)
+        owners[self.units.order] = np.repeat(np.arange(len(self.units)), np.diff(self.units.starts))
+        return owners
 
     @property
     def ranked(self) -> list[int]:
@@ -74,7 +89,8 @@ def all_metrics(answers: Answers) -> dict[str, float]:
 
 def sensitivity_and_specificity(answers: Answers) -> list[list[float]]:
     """Return sensitivity and specificity per column; nan without positives or negatives."""
-    rates = _rates(len(answers.truth), *_sums(answers, _once(answers)))
+    once = _once(answers)
+    rates = _rates(once.sum(0), *_sums(answers, once))
     return [rate[:, 0].tolist() for rate in rates]
 
 
@@ -88,38 +104,65 @@ def as_values(answers: Answers, metrics: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
+def accuracy_interval(answers: Answers) -> Interval:
+    """Return the 95% interval of the accuracy, see :mod:`~dpmac_cli.training.intervals`."""
+    if answers.exclusive:
+        right = (answers.truth & answers.guess).any(1, keepdims=True)
+    else:
+        right = answers.truth == answers.guess
+    owners, (records, each) = answers.owners, right.shape
+    whole = np.full(records, float(each))
+    return of_shares(*(np.bincount(owners, w).astype(float) for w in (right.sum(1), whole)))
+
+
 def intervals(
     answers: Answers, metrics: Mapping[str, float], resamples: int | None = None
-) -> dict[str, tuple[float, float]]:
-    """Return a 95% interval of each metric, by bootstrap over records with a fixed seed.
+) -> dict[str, Interval]:
+    """Return a 95% interval of each metric, see :mod:`~dpmac_cli.training.intervals`.
 
-    By default there are 1,000 resamples, and fewer for large test sets.
-    The ends are percentiles of the metric on resamples, minus its mean bias on them: resamples
-    contain duplicates, which improve an average precision and worsen a calibration error.
+    Variances other than that of the accuracy are by bootstrap over units with a fixed seed: by
+    default 1,000 resamples, and fewer for large test sets.
     """
-    records = len(answers.truth)
+    owners, records = answers.owners, len(answers.truth)
+    units = int(owners.max()) + 1
     resamples = resamples or int(np.clip(NUMBERS // answers.truth.size, *RESAMPLES))
     generator, drawn = np.random.default_rng(0), list[dict[str, Floats]]()
     while resamples > 0:
         count = min(resamples, max(1, AT_A_TIME // records))
         resamples -= count
-        picked = generator.integers(records, size=(count, records), dtype=np.int32)
+        picked = generator.integers(units, size=(count, units), dtype=np.int32)
         cells = picked * count + np.arange(count)[:, None]
-        times = np.bincount(cells.ravel(), minlength=records * count)
-        weights = times.reshape(records, count).astype(np.float32)
+        times = np.bincount(cells.ravel(), minlength=units * count)
+        weights = times.reshape(units, count).astype(np.float32)[owners]
         drawn.append(_counted(answers, weights) | _ranked(answers, weights))
-    return {
-        name: _interval(value, np.concatenate([some[name] for some in drawn]))
-        for name, value in metrics.items()
-    }
+    found = {}
+    for name, value in metrics.items():
+        some = np.concatenate([part[name] for part in drawn])
+        variance = np.var(some[~np.isnan(some)]) if np.isfinite(some).sum() > 1 else 0.0
+        sizes = _sizes(answers, name, owners)
+        found[name] = interval(value, float(variance) * units / max(units - 1, 1), sizes)
+    return found | {"accuracy": accuracy_interval(answers)}
 
 
-def _interval(value: float, found: Floats) -> tuple[float, float]:
-    defined = found[~np.isnan(found)]
-    if np.isnan(value) or not len(defined):
-        return np.nan, np.nan
-    low, high = np.percentile(defined, [2.5, 97.5]) - defined.mean() + value
-    return max(0.0, float(low)), min(1.0, float(high))
+def _sizes(answers: Answers, name: str, owners: NDArray[np.int64]) -> Sizes:
+    """Return what limits the precision of a metric.
+
+    The variance of a mean of K rates of the same size is that of K^2 / (1/n_1 + ... + 1/n_K)
+    answers. All wrong answers may be in one class, whose rate is a K-th of the mean. The variance
+    of an AUROC A is at most A (1 - A) over the smaller number of positives and negatives.
+    """
+    truth, units = answers.truth, int(owners.max()) + 1
+    if name in OVER_ANSWERS:
+        return Sizes(answers.judged[1].size, units, units - 1)
+    columns = answers.ranked if name in RANKINGS else np.flatnonzero(truth.any(0)).tolist()
+    sides = truth[:, columns]
+    if name in RANKINGS or not answers.exclusive:  # negatives count as well
+        sides = np.concatenate([sides, ~sides], 1)
+    counts = [(int(side.sum()), len(np.unique(owners[side]))) for side in sides.T if side.any()]
+    if not counts:
+        return Sizes(1, 1, units - 1)
+    records, owned = np.array(counts).T
+    return Sizes(len(counts) ** 2 / (1 / records).sum(), len(columns) * owned.min(), units - 1)
 
 
 def _once(answers: Answers) -> Floats:
@@ -137,32 +180,33 @@ def _sums(answers: Answers, weights: Floats) -> list[Floats]:
     return [(part.T.astype(np.float32) @ weights).astype(float) for part in parts]
 
 
-def _rates(records: int, hits: Floats, true: Floats, guessed: Floats) -> tuple[Floats, Floats]:
+def _rates(records: Floats, hits: Floats, true: Floats, guessed: Floats) -> tuple[Floats, Floats]:
     with np.errstate(invalid="ignore"):
         return hits / true, (records - true - guessed + hits) / (records - true)
 
 
 def _counted(answers: Answers, weights: Floats) -> dict[str, Floats]:
     """Return metrics of predictions and confidences, each of shape (sets,)."""
-    records = len(weights)
+    records, total = len(weights), weights.sum(0, dtype=float)
     hits, true, guessed = sums = _sums(answers, weights)
-    sensitivity, specificity = _rates(records, *sums)
+    sensitivity, specificity = _rates(total, *sums)
     with np.errstate(invalid="ignore"):
         f1 = 2 * hits / (true + guessed)
     if answers.exclusive:
-        right, balanced = hits.sum(0) / records, sensitivity
+        right, balanced = hits.sum(0) / total, sensitivity
     else:
-        right = (1 - (true + guessed - 2 * hits) / records).mean(0)
+        right = (1 - (true + guessed - 2 * hits) / total).mean(0)
         balanced = (sensitivity + specificity) / 2
     confidence, hit = answers.judged
     place = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
     place += BINS * np.arange(records)[:, None]
     gaps = np.bincount(place.ravel(), (hit - confidence.astype(float)).ravel(), BINS * records)
+    error = np.abs(gaps.reshape(records, BINS).T @ weights).sum(0) / (total * hit.shape[1])
     return {
         "accuracy": right,
         "balanced-accuracy": _mean(balanced),
         "f1": _mean(f1),
-        "calibration-error": np.abs(gaps.reshape(records, BINS).T @ weights).sum(0) / hit.size,
+        "calibration-error": error,
     }
 
 

@@ -96,14 +96,11 @@ class Trainer:
         if self.training is not None:
             self.training.begin()
         with full_float32(self._dtype):
-            clipped = self._clip_and_sum(self._draw())
+            batch = self._draw()
+            clipped = self._clip_and_sum(batch)
             noise = self._begin()
-            self._end(
-                [
-                    self._update(self._release(clipped, block, noise), block)
-                    for block in self._blocks
-                ]
-            )
+            private = (self._release(clipped, block, noise) for block in self._blocks)
+            self._end(list(map(self._update, private, self._blocks)))
 
     def _draw(self) -> Batch:
         """Draw this rank's share of the batch: line 3."""

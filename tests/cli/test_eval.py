@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 from typer.testing import CliRunner, Result
 
 from dpmac_cli.cli.app import app
@@ -58,6 +59,28 @@ def test_json_agrees_with_the_report(run: Path, name: str) -> None:
     assert body["accuracy"] == test["accuracy"]
     assert body["loss"] == pytest.approx(test["loss"], rel=1e-6)
     assert body["samples"] == 360
+    assert body["intervals"]["accuracy"] == test["accuracy_interval"]
+    shown = " to ".join(f"{end:.2%}" for end in test["accuracy_interval"])
+    assert shown in evaluate(run / name).stdout
+
+
+def test_intervals_are_by_unit_where_records_belong_to_units() -> None:
+    draws = np.random.default_rng(0)
+    owners = np.repeat(np.arange(120), 5)
+    features = draws.random((120, 3))[owners]  # a unit's records are alike: all right or all wrong
+    labels = (features[:, 0] + 0.4 * draws.standard_normal(120)[owners] > 0.5).astype(np.int64)
+    np.savez("visits.npz", x=features, y=labels, unit=owners, low=0, high=1)
+    flags = ("--steps", "20", "--sigma", "0.5", "--batch-size", "20", "--quiet", "--out", "visits")
+    assert dpmac("train", "--dataset", "visits.npz", *flags).exit_code == 0
+    test = json.loads(Path("visits/report.json").read_text())["test"]
+    body = evaluation("visits")
+    assert body["intervals"]["accuracy"] == test["accuracy_interval"]
+    persons = test["samples"] // 5
+    wanted = binomtest(round(test["accuracy"] * persons), persons).proportion_ci()
+    assert test["accuracy_interval"] == pytest.approx([wanted.low, wanted.high], abs=0.06)
+    for name in ("accuracy", "balanced_accuracy", "f1"):
+        low, high = body["intervals"][name]
+        assert high - low > 0.7 * (wanted.high - wanted.low), name
 
 
 def test_every_sample_is_counted_once(run: Path) -> None:

@@ -7,8 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from scipy.stats import ks_2samp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm
 from torch.nn.utils.parametrizations import weight_norm
@@ -713,3 +716,35 @@ def test_a_layer_that_no_sample_reaches_has_no_gradient() -> None:
     total = subject.add(x, y, region)
     assert total[: subject.layers[0].stop].any()
     assert not total[subject.layers[1].start :].any()
+
+
+class Counted(nn.Module):
+    """Multiplies by Poisson draws, which take more random numbers for larger rates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = torch.poisson(x[:, :1].exp()) if self.training else 1
+        logits: Tensor = self.head(x[:, 1:] * counts)
+        return logits
+
+
+@pytest.mark.privacy
+def test_draws_of_others_are_distributed_alike_with_a_record_more() -> None:
+    """By vmap all samples draw from one stream, in order: what is left of it is as random."""
+    torch.set_num_threads(1)
+    net = Counted()
+    isolated = Isolated(net, split_by_module(net), (2,))
+    assert isolated.vmapped
+    x, y = torch.tensor([[4.0, 1.0], [1.0, 1.0], [2.0, 1.0]]), torch.zeros(3).long()
+
+    def drawn(first: int) -> NDArray[Any]:
+        torch.manual_seed(3)
+        found = [isolated(x[first:], y[first:])[0][-2:].sum() for _ in range(1000)]
+        return torch.stack(found).numpy()
+
+    more, less = drawn(0), drawn(1)
+    assert not np.array_equal(more, less)
+    assert ks_2samp(more, less).pvalue > 0.001

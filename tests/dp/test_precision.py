@@ -4,6 +4,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dpmac_cli.training.evaluation import Evaluation
 from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data
 
 _OF_TORCH: Any = torch._C
+BACKENDS: Any = torch.backends
 read, write = _OF_TORCH._get_fp32_precision_getter, _OF_TORCH._set_fp32_precision_setter
 
 
@@ -53,14 +55,11 @@ def _as_before() -> Iterator[None]:
 
 def choices() -> list[Callable[[], None]]:
     """What a program may set."""
-    found: list[Callable[[], None]] = []
-    for place in PLACES:
-        found += [lambda p=place, v=v: write(*p, v) for v in ("none", "ieee", "tf32")]
-    for name in ("highest", "high", "medium"):
-        found.append(lambda name=name: torch.set_float32_matmul_precision(name))
-    for allowed in (True, False):
-        found.append(lambda allowed=allowed: _OF_TORCH._set_cudnn_allow_tf32(allowed))
-    return found
+    return [
+        *(partial(write, *place, v) for place in PLACES for v in ("none", "ieee", "tf32")),
+        *(partial(torch.set_float32_matmul_precision, n) for n in ("highest", "high", "medium")),
+        *(partial(_OF_TORCH._set_cudnn_allow_tf32, allowed) for allowed in (True, False)),
+    ]
 
 
 @pytest.mark.privacy
@@ -124,7 +123,7 @@ def trainer_of(isolated: bool, net: nn.Module | None = None) -> Any:
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps(isolated: bool) -> None:
     torch.set_float32_matmul_precision("medium")
-    torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    BACKENDS.cudnn.conv.fp32_precision = "tf32"
     before = inner()
     trainer = trainer_of(isolated)
     assert inner() == before  # nothing stays switched off
@@ -132,7 +131,7 @@ def test_a_program_that_turns_tf32_on_does_not_turn_it_on_in_steps(isolated: boo
     trainer.step()
     assert isinstance(trainer.evaluate(), Evaluation)
     assert inner() == before
-    torch.backends.mkldnn.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    BACKENDS.mkldnn.fp32_precision = "bf16"
     later = inner()
     trainer.step()
     assert inner() == later != before

@@ -806,7 +806,7 @@ def test_a_step_multiplies_by_onednn() -> None:
     clip = ClippedSum(model, find_layers(model))
     x, out = torch.randn(8, 90), torch.empty(80 * 91 + 70 * 81)
     metric = Metric(ball(1.0, out))
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         clip.of(x, torch.arange(8), metric, out)
     names = {event.key for event in seen.key_averages()}
     assert "mkldnn::_linear_pointwise" in names

@@ -1,8 +1,8 @@
 """Per-sample gradients of a network that runs on each sample separately, by vmap or in a loop.
 
 No operation of the network sees two samples, so none can mix them. Every run uses a fresh copy of
-the module tree, so nothing is carried over in parameters, buffers or other attributes. State in
-globals, class attributes or closures is not copied and cannot be isolated.
+the module tree, so nothing is carried over in parameters, buffers, other attributes or closures.
+State in globals or class attributes is not copied and cannot be isolated.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +20,7 @@ from dpmac_cli.dp.clipping.layers import Layer, split_by_module
 from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.losses import Loss, plain
 from dpmac_cli.errors import ModelError
+from dpmac_cli.randomness.layers import forked, seed_all
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
 
 #: Number of instantiated gradient entries per chunk: 16 MiB of float32. On a CPU, 2^20 and 2^24
@@ -64,8 +65,10 @@ class Isolated:
         # are instantiated by autograd.
         self.recorded: set[str] = set()
         self._calls: list[tuple[str, torch.Size, torch.Size]] = []  # name, input's, output's shape
-        with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(0)
+        # Seeds of the next chunk's samples, if they are looped: without them, seeds go by position.
+        self.seeds: list[int] = []
+        with forked(), torch.no_grad():
+            seed_all(0)
             x = torch.randn(2, *shape, dtype=torch.float64).to(next(model.parameters()).device)
             several = [views] * (views > 1)
             y = label.to(x.device).expand(2, *several, *label.shape)
@@ -73,7 +76,7 @@ class Isolated:
                 probe = duplicate(model).double()
                 for p in probe.parameters():  # zeros would hide uses of other weights
                     p.add_(torch.randn_like(p), alpha=0.1)
-                self._looped(probe, x, y)
+                self._check_repeatable(probe, x, y)
             self.vmapped = self._try_vmap(probe, x, y)  # False: chunks run in a loop
         if not self.vmapped:
             self.recorded = set()
@@ -82,8 +85,9 @@ class Isolated:
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[list[Use] | Tensor]]:
         """Return the losses of a chunk, and the uses of each recorded layer or its gradients."""
+        seeds, self.seeds = self.seeds, []
         if not self.vmapped:
-            losses, g = self._looped(self._model, x, y)
+            losses, g = self._looped(self._model, x, y, seeds)
             return losses, [g[:, layer.start : layer.stop] for layer in self._layers]
         loose = [name for name in self._names if name not in self.recorded]
         losses, uses, written = self._vmapped(self._model, x, y, loose)
@@ -94,14 +98,31 @@ class Isolated:
         rows, labels = (x, y) if self._views > 1 else (x.unsqueeze(0), y.unsqueeze(0))
         return self._loss_of(network(rows), labels).mean()
 
-    def _looped(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _check_repeatable(self, probe: nn.Module, x: Tensor, y: Tensor) -> None:
+        """Reject random draws that seeds do not determine, such as those of another generator.
+
+        They could depend on the samples before, and a resumed step could not repeat them.
+        """
+        seeds = [1, 2]
+        one, other = (self._looped(probe, x, y, seeds) for _ in range(2))
+        if not all(map(partial(torch.allclose, equal_nan=True), one, other)):
+            raise ModelError(
+                "The network computes different gradients for the same sample, although all "
+                "random number generators were seeded alike. Draw random numbers with the global "
+                "generators of torch, NumPy or Python (torch.rand, np.random.rand, "
+                "random.random), and keep no state in globals or closures."
+            )
+
+    def _looped(
+        self, model: nn.Module, x: Tensor, y: Tensor, seeds: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Return losses and gradients, (samples, d), with a new copy and seed for each sample."""
         losses = []
         rows = x.new_empty(len(x), self._layers[-1].stop)
-        seeds = torch.randint(2**62, (len(x),)).tolist()
-        with torch.random.fork_rng(), torch.enable_grad():
+        seeds = seeds or torch.randint(2**62, (len(x),)).tolist()
+        with forked(), torch.enable_grad():
             for x_i, y_i, row, seed in zip(x, y, rows, seeds, strict=True):
-                torch.manual_seed(seed)
+                seed_all(seed)
                 alone = duplicate(model).requires_grad_(False)
                 named = dict(alone.named_parameters())
                 trained = [named[n].requires_grad_() for n in chain(*self._names.values())]

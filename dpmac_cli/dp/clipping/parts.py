@@ -29,7 +29,7 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
 _COMPILED = "_torchdynamo_orig_callable"
 
 
-def parts_of(value: Any) -> dict[Any, Any]:
+def parts_of(value: Any) -> dict[Any, Any]:  # noqa: PLR0911  (one for each kind)
     """Return the parts of an object by name; an empty result if it is compared as a whole."""
     if isinstance(value, nn.Module):
         own = {key: part for key, part in vars(value).items() if key not in (*GROUPS, LINEAGE)}
@@ -63,9 +63,10 @@ def _parts_of_function(function: FunctionType) -> dict[Any, Any]:
 
 
 def content_of(cell: CellType) -> Any:
+    """Return the value of a function's variable; None if it has none yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # the variable has no value yet
+    except ValueError:
         return None
 
 

@@ -1,0 +1,92 @@
+"""95% intervals of metrics for records like the test records: by unit, and never of width zero.
+
+The interval of a proportion is that of Clopper and Pearson (1934). For answers that are not
+independent, and for metrics that are no proportion, it is theirs for an effective number of answers
+(Korn and Graubard 1998, Survey Methodology 24: 193-201)::
+
+    n* = n (m (1 - m) / (n - 1)) / variance(m) * (t_{n-1} / t_{units-1})^2
+
+where t is the 97.5% quantile of Student's distribution, and a unit is a record unless records share
+one. The variance is that between units: of a ratio of sums for the accuracy, and by bootstrap for
+other metrics. n* is at most the number of answers. Where nothing varies, so that no variance can be
+estimated, it is at most the number of units. For a mean over classes both are those of the smallest
+class, times the number of classes.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import betaincinv, stdtrit
+
+Floats = NDArray[np.floating[Any]]
+Interval = tuple[float, float]
+#: Probability below and above an interval.
+TAIL = 0.025
+#: Number of standard deviations around the mean that contain 95% of a normal distribution.
+REACH = NormalDist().inv_cdf(1 - TAIL)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Upper limits of the effective number of answers.
+
+    Attributes:
+        answers: where the metric varies between units.
+        units: where nothing varies, so that no variance can be estimated.
+        freedom: degrees of freedom of the variance: the number of all units, less one.
+    """
+
+    answers: float
+    units: float
+    freedom: int
+
+
+def interval(value: float, variance: float, sizes: Sizes) -> Interval:
+    """Return the interval of a metric, 0 to 1; nan if it is not defined.
+
+    ``variance`` is an estimate from the differences between units.
+    """
+    spread = value * (1 - value)
+    if math.isnan(value):
+        return math.nan, math.nan
+    if sizes.freedom < 1 or not variance > 0 or not spread > 0:
+        return clopper_pearson(value, max(1.0, min(sizes.answers, sizes.units)))
+    most, freedom = max(sizes.answers, 2.0), sizes.freedom
+    few = stdtrit(max(most - 1, freedom), 1 - TAIL) / stdtrit(freedom, 1 - TAIL)
+    return clopper_pearson(value, min(most, most / (most - 1) * spread / variance * few**2))
+
+
+def clopper_pearson(share: float, size: float) -> Interval:
+    """Return the exact interval of a proportion; ``size`` may be any number above 0."""
+    hits, misses = share * size, (1 - share) * size
+    low = betaincinv(hits, misses + 1, TAIL) if hits > 0 else 0.0
+    high = betaincinv(hits + 1, misses, 1 - TAIL) if misses > 0 else 1.0
+    return min(float(low), share), max(float(high), share)
+
+
+def widened(value: float, ends: Interval, noise: float) -> Interval:
+    """Return an interval for a value to which normal noise of a standard deviation was added.
+
+    The distances to both ends add up in squares (Zou and Donner 2008).
+    """
+    low, high = (math.hypot(value - end, REACH * noise) for end in ends)
+    return max(0.0, value - low), min(1.0, value + high)
+
+
+def of_shares(right: Floats, answers: Floats) -> Interval:
+    """Return the interval of an accuracy, from each unit's right answers and all its answers.
+
+    The variance includes two more units of mean size, of which one is right in everything and one
+    in nothing: few units with wrong answers say little about how they differ.
+    """
+    total, units = float(answers.sum()), len(answers)
+    value, size = float(right.sum()) / total, total / units
+    hits, counts = np.append(right, [0.0, size]), np.append(answers, [size, size])
+    share, more = hits.sum() / counts.sum(), units + 2
+    squares = ((hits - share * counts) ** 2).sum() / counts.sum() ** 2 * more / (more - 1)
+    variance = float(squares / (share * (1 - share))) * value * (1 - value)
+    return interval(value, variance, Sizes(total, units, units - 1))
