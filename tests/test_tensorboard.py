@@ -13,6 +13,9 @@ from dpmac_cli.runs.tensorboard import NOT_CURVES, TensorBoard
 from dpmac_cli.runs.train import resume, train
 from dpmac_cli.storage import files
 from tests.digits_runs import SEED, after, digits_config
+from tests.typed import dpmac
+
+DIGITS = ("train", "--dataset", "digits", "--sigma", "6", "--steps", "13")
 
 
 def written(events: Iterable[RunEvent]) -> Path:
@@ -73,3 +76,18 @@ def test_the_file_depends_on_the_metrics_alone(monkeypatch: pytest.MonkeyPatch) 
     started = next(event for event in events if isinstance(event, Started))
     TensorBoard().show(started)  # as if the run were resumed at its end
     assert (run / folder.TENSORBOARD).read_bytes() == before
+
+
+def test_the_command_writes_them() -> None:
+    result = dpmac(*DIGITS, "--out", "run", "--quiet", "--tensorboard")
+    assert (result.exit_code, result.output) == (0, "")
+    assert read_back(Path("run")) != []
+    assert "tensorboard" not in (Path("run") / folder.CONFIG).read_text()
+
+
+def test_without_tensorboard_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = dpmac(*DIGITS, "--out", "run", "--tensorboard")
+    assert result.exit_code == 2
+    assert "pip install 'dpmac[tensorboard]'" in result.stderr
+    assert not Path("run").exists()

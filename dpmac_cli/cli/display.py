@@ -270,8 +270,15 @@ def percent(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.2%}"
 
 
-def follow(events: Iterator[RunEvent], display: Display, asked: Callable[[], bool]) -> Finished:
-    """Show a run until it ends; ``asked`` returns whether the user has asked it to stop.
+def follow(
+    events: Iterator[RunEvent],
+    display: Display,
+    asked: Callable[[], bool],
+    listeners: Sequence[Callable[[RunEvent], None]],
+) -> Finished:
+    """Pass the events of a run to listeners, the display among them, until it ends.
+
+    ``asked`` returns whether the user has asked it to stop.
 
     Raises:
         typer.Exit: it was interrupted immediately; the command to resume it was printed.
@@ -285,7 +292,8 @@ def follow(events: Iterator[RunEvent], display: Display, asked: Callable[[], boo
             if isinstance(event, Update) and asked() and not told:
                 told = True
                 display.stopping()
-            display.show(event)
+            for listen in listeners:
+                listen(event)
             if isinstance(event, Finished):
                 return event
     except (KeyboardInterrupt, OSError, RunError) as failure:

@@ -49,10 +49,13 @@ def _completer(option: Option) -> Callable[[str], list[str]]:
     return complete
 
 
-def argument(name: str, text: str, *, required: bool = True) -> inspect.Parameter:
-    """Return a parameter that becomes a positional path argument."""
+def argument(
+    name: str, text: str, *, required: bool = True, several: bool = False
+) -> inspect.Parameter:
+    """Return a parameter that becomes a positional argument of one path, or of several."""
     shown = typer.Argument(metavar=name.upper(), help=text)
-    kind, default = (Path, ...) if required else (Path | None, None)
+    one: Any = list[Path] if several else Path
+    kind, default = (one, ...) if required else (one | None, None)
     return _parameter(name, annotation=Annotated[kind, shown], default=default)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import stop, stop_request
@@ -14,7 +14,7 @@ from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import SETTINGS, TASK, Settings, Shown
+from dpmac_cli.config.settings import OUTPUT, SETTINGS, TASK, Settings, Shown
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
 from dpmac_cli.runs.memory import keep_freed_memory
@@ -52,6 +52,11 @@ class Start(Flags, frozen=True):
         ),
         Flag(TASK),
     ] = None
+    tensorboard: Annotated[
+        StrictBool,
+        Field(description="Also write the scores for TensorBoard to the folder of the run."),
+        Flag(OUTPUT),
+    ] = False
 
 
 @with_options(options(Start), SETTINGS)
@@ -110,9 +115,11 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):
         from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
+        from dpmac_cli.runs.tensorboard import TensorBoard  # noqa: PLC0415  (loads torch)
         from dpmac_cli.runs.train import fork, resume, train  # noqa: PLC0415  (loads torch)
 
     display = Display(console.for_display(quiet, json))
+    shown_by = [display.show, *([TensorBoard().show] if start.tensorboard else [])]
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
             events = train(resolved.plan, asked, ranks=ranks)
@@ -121,7 +128,7 @@ def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
         else:
             assert start.fork is not None  # noqa: S101
             events = fork(start.fork, settings, asked, ranks=ranks)
-        finished = follow(events, display, asked)
+        finished = follow(events, display, asked, shown_by)
     if json:
         console.print_result(to_json(finished.report))
     where, kept = finished.folder, f"the run so far is in {finished.folder}."

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from dpmac_cli.config.checks import fault_of_package
+from dpmac_cli.errors import raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.runs.session import RunEvent, Started, Update
 from dpmac_cli.storage import files
@@ -23,10 +25,12 @@ NOT_CURVES = ("step", "seconds", "delta", "test_samples", "diverged")
 class TensorBoard:
     """Writer of a run's scores for TensorBoard; replaces what an earlier attempt wrote.
 
-    :meth:`show` raises OSError if the file cannot be written.
+    Raises InputError if tensorboard is not installed. :meth:`show` raises OSError if the file
+    cannot be written.
     """
 
     def __init__(self) -> None:
+        raise_errors(fault_of_package("tensorboard", "tensorboard", "--tensorboard"))
         self._run: Path | None = None
         self._written = 0
 
