@@ -127,6 +127,10 @@ def _imported() -> bool:
     return bool(mixing)
 
 
+def _by_method() -> bool:
+    return HELPER.on()
+
+
 def _later() -> bool:
     try:
         return bool(LATER)  # type: ignore[name-defined]
@@ -139,7 +143,7 @@ ELSEWHERE: dict[str, tuple[Callable[[], bool], Callable[[pytest.MonkeyPatch, Mod
     "of another module": (_in_another_module, lambda m, s: m.setattr(s, "mixing", True)),
     "imported in a function": (_imported, lambda m, s: m.setattr(s, "mixing", True)),
     "added later": (_later, lambda m, s: m.setattr(HERE, "LATER", True, raising=False)),
-    "read by a method": (lambda: HELPER.on(), lambda m, s: m.setattr(HERE, "MIXING", True)),
+    "read by a method": (_by_method, lambda m, s: m.setattr(HERE, "MIXING", True)),
     "read by a property": (lambda: HELPER.also, lambda m, s: m.setattr(HERE, "MIXING", True)),
 }
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 
 from dpmac_cli.dp.clipping.parts import content_of, parts_of, slots_of
 from dpmac_cli.errors import ModelError
@@ -60,6 +60,7 @@ GLOBAL: dict[str, Any] = {
 #: Methods by which torch calls its own modules.
 CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
+_function_modes: Any = _get_current_function_mode_stack  # torch gives it no types
 _calls, _values, _version = attrgetter(*CALLS), methodcaller("values"), attrgetter("_version")
 _code = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _form = attrgetter(
@@ -233,15 +234,15 @@ class Unchanged:
 
 def _check_surroundings() -> None:
     """Raise ModelError if the program has modes or hooks that act on operations of a step."""
-    around = map(type, (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()))
-    found = [kind.__name__ for kind in around if not _is_of_torch(kind)]
-    saved = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
+    modes: list[Any] = [*_function_modes(), *_dispatch_modes()]
+    found = [type(mode).__name__ for mode in modes if not _is_of_torch(type(mode))]
+    saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in saved or ()):
         found.append("saved_tensors_hooks")
     if found:
         raise ModelError(
-            f"{', '.join(found)} is active around the step and acts on its operations, by which one "
-            "sample could affect others. Leave its with block before the step."
+            f"{', '.join(found)} is active around the step and acts on its operations, by which "
+            "one sample could affect others. Leave its with block before the step."
         )
 
 
@@ -292,7 +293,7 @@ def _inside_class(kind: type) -> Mapping[Any, Any]:
     for name, attribute in vars(kind).items():
         part = attribute.fget if isinstance(attribute, property) else attribute
         part = getattr(part, "__func__", part)  # of static and class methods
-        held = isinstance(part, (list, dict, set, FunctionType)) and parts_of(part)
+        held: Any = isinstance(part, (list, dict, set, FunctionType)) and parts_of(part)
         if isinstance(part, FunctionType) and not issubclass(kind, nn.Module):
             held = held or globals_read(part)  # those of networks: see _code_of
         if held and not name.startswith(LATE):
