@@ -2,6 +2,7 @@
 
 import json
 import re
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -12,10 +13,13 @@ import typer
 
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.cli.app import app
+from dpmac_cli.config import keywords
 from dpmac_cli.config.defaults import EPSILON
+from dpmac_cli.config.fields import Option, flag_name
 from dpmac_cli.config.given import EXCLUSIVE, INCOMPATIBLE
+from dpmac_cli.config.question import FLAGS
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import SETTINGS, Setting, flag_name
+from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.data.registry import DATASETS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.data.schema import Source
 from dpmac_cli.data.splits import LEAST_CNN, Records, found
@@ -44,6 +48,32 @@ is given as a flag alone, or as `true`. All settings are validated before anythi
 errors are reported at once. `dpmac compare` takes the same settings with several values each,
 except for those that [its section](commands.md#dpmac-compare) lists.
 """
+KEYWORDS = '''\
+"""Settings as keywords, for editors and type checkers. ``python docs/generate.py`` writes this."""
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from dpmac_cli.data.schema import AtHand
+from dpmac_cli.dp.optimizers import Kappa
+
+#: Names of the settings of a training run.
+SettingName = Literal[
+{settings}]
+#: Names of the flags of ``dpmac account``.
+AccountName = Literal[
+{account}]
+
+
+class TrainingKeywords(TypedDict, total=False):
+    """Settings of a training run, except for data, network and loss; None if not given."""
+
+{more}
+
+class Keywords(TrainingKeywords, total=False):
+    """Settings of a training run; None if not given."""
+
+{apart}'''
 COMMANDS = """\
 # Commands
 
@@ -132,11 +162,11 @@ BY_RULE = {"sigma": f"for epsilon {EPSILON:g}", "batch_size": f"n/{STEPS_PER_EPO
 def configuration() -> str:
     """Return the page of the settings."""
     parts = [INTRODUCTION]
-    for panel in dict.fromkeys(setting.panel for setting in SETTINGS.values()):
+    for panel in dict.fromkeys(setting.flag.group for setting in SETTINGS.values()):
         rows = [
             (f"`--{flag_name(name)}`", what(setting), default(setting), about(setting))
             for name, setting in SETTINGS.items()
-            if setting.panel == panel
+            if setting.flag.group == panel
         ]
         parts += [f"## {panel}\n", table(("setting", "value", "default", "description"), rows)]
     parts += ["## By data set\n", by_data_set(), samples_at_a_time()]
@@ -244,31 +274,31 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def what(setting: Setting) -> str:
+def what(setting: Option) -> str:
     """Return what a setting may be."""
-    if setting.kind is bool:
+    if setting.switch:
         return "switch"
-    if setting.choices:
-        more = f"; or {setting.besides[1]}" if setting.besides else ""
+    if setting.choice:
+        more = f"; or {setting.choice.besides[1]}" if setting.choice.besides else ""
         return ", ".join(f"`{choice}`" for choice in setting.choices) + more
     if setting.pattern:
-        return setting.pattern[1]
+        return setting.pattern.description
     kind = KINDS[setting.kind]
     return f"{kind}, {setting.bounds}" if setting.bounds else kind
 
 
-def default(setting: Setting) -> str:
+def default(setting: Option) -> str:
     """Return the default of a setting."""
-    if setting.kind is bool:
+    if setting.switch:
         return "off"
     if setting.default is not None:
         return f"`{setting.default}`"
-    return setting.otherwise or "none"
+    return setting.flag.otherwise or "none"
 
 
-def about(setting: Setting) -> str:
+def about(setting: Option) -> str:
     """Return the help of a setting."""
-    return setting.help + ("" if setting.recorded else " Not kept in `config.yaml`.")
+    return setting.help + ("" if setting.flag.recorded else " Not kept in `config.yaml`.")
 
 
 def by_data_set() -> str:
@@ -402,6 +432,37 @@ def api() -> str:
     return "\n".join(parts)
 
 
+def keyword_types() -> str:
+    """Return the module of the settings as keywords, for editors and type checkers."""
+    apart = {"dataset", "model", "loss"}  # arguments of make_private
+    return KEYWORDS.format(
+        settings=literal(SETTINGS),
+        account=literal(FLAGS),
+        more="".join(keyword(SETTINGS[name]) for name in SETTINGS if name not in apart),
+        apart="".join(keyword(SETTINGS[name]) for name in SETTINGS if name in apart),
+    )
+
+
+def literal(names: Iterable[str]) -> str:
+    """Return names as the lines of a Literal."""
+    return "".join(f'    "{name}",\n' for name in names)
+
+
+def keyword(setting: Option) -> str:
+    """Return a setting as a line of a TypedDict."""
+    kind = setting.kind.__name__
+    allowed = typing.get_args(Settings.model_fields[setting.name].annotation)
+    if setting.kind is Path or Path in allowed:
+        kind = "str | Path"
+    elif setting.choice and setting.choice.instances:
+        kind = "str | Path | AtHand"
+    elif setting.name == "kappa":
+        kind = "Kappa"
+    elif "1" in setting.choices or (setting.pattern and re.fullmatch(setting.pattern.regex, "1")):
+        kind = "int | str"
+    return f"    {setting.name}: {kind} | None\n"
+
+
 #: Pages by name, and what makes them.
 PAGES = {
     "configuration.md": configuration,
@@ -414,3 +475,4 @@ PAGES = {
 if __name__ == "__main__":
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
+    Path(keywords.__file__).write_text(keyword_types(), encoding="utf-8")

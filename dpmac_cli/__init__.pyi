@@ -17,6 +17,7 @@ from .accounting.statements import statement as statement
 from .config.plan import TrainPlan as TrainPlan
 from .config.resolve import Resolved as Resolved
 from .config.resolve import resolve as resolve
+from .config.settings import Settings as Settings
 from .data.at_hand import ArrayData as ArrayData
 from .data.at_hand import from_dataframe as from_dataframe
 from .data.at_hand import from_torch as from_torch

@@ -30,8 +30,9 @@ from typer.testing import CliRunner
 from dpmac_cli.cli import compare as compare_command
 from dpmac_cli.cli import train as train_command
 from dpmac_cli.cli.app import app
+from dpmac_cli.config.fields import flag_name, options
 from dpmac_cli.config.question import FLAGS
-from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import loaders as data
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.data.registry import DATASETS
@@ -39,11 +40,11 @@ from dpmac_cli.runs import folder, scoring, setup
 from dpmac_cli.storage.progress import Computing
 from dpmac_cli.studies import local as workers
 from dpmac_cli.studies.executor import Result
-from dpmac_cli.studies.grid import NOT_IN_A_STUDY
 from dpmac_cli.studies.local import train_run
 from tests.digits_runs import contents
 from tests.helpers import limits_of
 
+SETTINGS = options(Settings)
 #: Exit codes that each command documents, but for 1, which is a bug.
 CODES: Mapping[str, frozenset[int]] = {
     "train": frozenset({0, 2, 3, 4, 130}),
@@ -526,7 +527,7 @@ def _flag(name: str, value: str | bool, joined: bool = False) -> tuple[str, ...]
 
 
 TRAINABLE = [name for name in SETTINGS if name not in ("out", "dataset")]
-STUDIED = [name for name in TRAINABLE if name not in (*NOT_IN_A_STUDY, "optimizer")]
+STUDIED = [name for name in TRAINABLE if SETTINGS[name].flag.studied]
 UNKNOWN = ("--sigm", "--verbose", "-v", "--no-json", "extra", "--seed=", "--", "---", "--é", "-")
 
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from scipy.stats import kstest
 from torch import Tensor, nn
 
-from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.fields import options
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.data import own
 from dpmac_cli.data.dataset import Data, Split
 from dpmac_cli.data.registry import Dataset
@@ -32,6 +33,7 @@ from dpmac_cli.training.schedules import Plan
 from dpmac_cli.training.state import Randomness
 from dpmac_cli.training.trainer import Trainer
 
+SETTINGS = options(Settings)
 CLASSES, SIDE, WIDTH = 4, 3, 5
 #: The number of parameters of :func:`tiny_model`.
 DIMENSION = (SIDE**2 + 1) * WIDTH + (WIDTH + 1) * CLASSES

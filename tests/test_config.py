@@ -4,17 +4,21 @@ import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from pydantic import Field
 
+from dpmac_cli.cli.options import parameter
+from dpmac_cli.config.fields import Flag, Option, flag_name, options
+from dpmac_cli.config.flags import near_setting
 from dpmac_cli.config.given import parse
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import Resolved, change, resolve
-from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.config.settings import RECIPE, Count, Settings
 from dpmac_cli.config.yaml_file import to_yaml
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -23,6 +27,7 @@ from dpmac_cli.studies.grid import plan
 from tests.conftest import OPTIMIZER_NAMES
 from tests.helpers import limits_of
 
+SETTINGS: Mapping[str, Option] = options(Settings)
 SAMPLES = Path(__file__).parents[1] / "sample_configs"
 
 #: A value for each setting that is not its default.
@@ -203,6 +208,27 @@ def the_error(flags: Mapping[str, Any], file: Path | None = None) -> str:
     errors = errors_of(flags, file)
     assert len(errors) == 1, errors
     return errors[0]
+
+
+def test_a_field_is_all_that_a_flag_needs() -> None:
+    class More(Settings, frozen=True):
+        patience: Annotated[
+            Count | None,
+            Field(description="Stop early."),
+            Flag(RECIPE, also=("early-stop",), otherwise="never"),
+        ] = None
+
+    option = options(More)["patience"]
+    assert (option.help, option.kind, option.default) == ("Stop early.", int, None)
+    shown = parameter("patience", option)
+    ((_, info),) = (get_args(shown.annotation),)
+    assert (info.help, info.metavar) == ("Stop early. [default: never]", "INT")
+    assert info.rich_help_panel == RECIPE
+    assert near_setting("early_stop", options(More)) == " In dpmac it is called patience."
+    assert More.model_validate({"patience": "7"}).patience == 7
+    with pytest.raises(InputError, match=r"--patience must be at least 1 and .*, not 0\.") as found:
+        More.model_validate({"patience": "0", "lr": "x"})
+    assert len(found.value.errors) == 2
 
 
 # Where values come from
@@ -533,9 +559,9 @@ def test_a_few_flags_are_parsed_for_themselves() -> None:
         "data_dir": Path("here"),
         "sigma": 2.0,
     }
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as found:
         parse({"dataset": "mnits", "device": "tpu"})
-    assert len(caught.value.errors) == 2
+    assert len(found.value.errors) == 2
 
 
 @pytest.mark.parametrize("value", ["no", 1, "true"], ids=repr)

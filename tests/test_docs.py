@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpmac_cli.cli.options import COMMANDS
+from dpmac_cli.cli.app import app
+from dpmac_cli.config import keywords
 from dpmac_cli.config.resolve import resolve
 from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
@@ -137,14 +138,16 @@ def test_the_optimizers_page_has_every_optimizer_and_its_settings() -> None:
 
 
 def test_the_generated_pages_are_up_to_date() -> None:
-    pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
+    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    pages = generate["PAGES"]
     texts = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in pages}
     for name, page in pages.items():
         assert texts[name] == page(), f"{name}: run python docs/generate.py"
+    assert Path(keywords.__file__).read_text(encoding="utf-8") == generate["keyword_types"]()
     for name in SETTINGS:
         assert f"| `--{name.replace('_', '-')}` |" in texts["configuration.md"]
-    for name in COMMANDS:
-        assert f"\n## dpmac {name}\n" in texts["commands.md"]
+    for command in app.registered_commands:
+        assert f"\n## dpmac {command.name}\n" in texts["commands.md"]
     keys = set(re.findall(r"^\| `([^`]+)`", texts["report.md"], re.MULTILINE))
     assert keys >= {"privacy.epsilon", "privacy.events[].steps", "rows[].epsilon"}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 import dpmac_cli
@@ -20,12 +21,14 @@ from dpmac_cli import (
     ModelError,
     Moments,
     PrivateMean,
+    Settings,
     Split,
     TrainingEvent,
     finish,
     fit,
     load_data,
     load_model,
+    make_private,
     make_trainer,
     plan,
     resolve,
@@ -34,6 +37,8 @@ from dpmac_cli import (
     train,
 )
 from dpmac_cli.accounting.accountants import total_epsilon
+from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.dp.rules import sgd
 from tests.conftest import every_optimizer
 from tests.digits_runs import SIGMA, after, digits_config
@@ -93,9 +98,47 @@ def test_settings_are_given_by_name_in_their_own_types() -> None:
 
 def test_every_fault_is_told_at_once() -> None:
     with pytest.raises(InputError) as failure:
-        resolve(dataset="digits", sigm=2, lr=-1, beta1="x")
+        resolve(dataset="digits", sigm=2, lr=-1, beta1="x")  # type: ignore[call-arg, arg-type]
     assert "There is no setting 'sigm'. Did you mean sigma?" in failure.value.errors
     assert len(failure.value.errors) == 3
+
+
+def test_settings_may_be_a_model() -> None:
+    settings = Settings(dataset="digits", sigma=2, kappa="exact", out=Path("x"))
+    named = resolve(dataset="digits", sigma=2, kappa="exact", out="x").plan
+    assert resolve(settings).plan == named
+    assert resolve(settings, sigma=3).plan.sigma == 3
+    assert settings.given == {"dataset": "digits", "sigma": 2, "kappa": "exact", "out": Path("x")}
+    assert (settings.lr, named.settings.lr, settings.loss) == (None, 0.005, "cross-entropy")
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.sigma = 3  # type: ignore[misc]
+
+
+def test_a_model_tells_every_fault_at_once() -> None:
+    with pytest.raises(InputError) as failure:
+        Settings(sigma=-1, optimizer="adam", epochs=2.5)  # type: ignore[arg-type]
+    assert [error.partition(" ")[0] for error in failure.value.errors] == [
+        "--sigma",
+        "--optimizer:",
+        "--epochs:",
+    ]
+
+
+def test_a_misspelt_setting_is_found_by_mypy() -> None:
+    """Unused ``type: ignore`` are errors, so that each of these stays an error of mypy."""
+    for call in (
+        lambda: Settings(sigam=2),  # type: ignore[call-arg]
+        lambda: resolve(sigam=2),  # type: ignore[call-arg]
+        lambda: make_private(net(), "digits", sigam=2),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(InputError, match=r"There is no setting 'sigam'\. Did you mean sigma"):
+            call()
+    with pytest.raises(AttributeError):
+        resolve().plan.settings.sigam  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(KeyError):
+        SETTINGS["sigam"]  # type: ignore[index]
+    changed: Keywords = {"sigam": 2}  # type: ignore[typeddict-unknown-key]
+    assert "sigam" in changed
 
 
 def test_without_a_number_an_event_is_of_the_whole_run() -> None:
@@ -239,7 +282,7 @@ def test_the_page_names_what_there_is() -> None:
         lambda: load_model("nowhere"),
         lambda: finish(resume("nowhere")),
         lambda: plan({}, "nowhere.yaml", "study"),
-        lambda: resolve(dataset="digits", batch_size=12.5),
+        lambda: resolve(dataset="digits", batch_size=12.5),  # type: ignore[arg-type]
     ],
     ids=["score", "load_model", "resume", "plan", "resolve"],
 )

@@ -370,7 +370,7 @@ def test_settings_that_do_nothing_to_ones_own_data_are_said_to() -> None:
         "skip_bad": True,
         "data_dir": "there",
     }
-    in_panel = {n for n, s in SETTINGS.items() if s.panel == DATA} | {"data_dir"}
+    in_panel = {n for n, s in SETTINGS.items() if s.flag.group == DATA} | {"data_dir"}
     assert every.keys() | {"unit"} == in_panel  # which is refused where it does nothing
     split_off, always = {"test_fraction", "split_seed"}, {"schema", "data_dir", "records_per_unit"}
     idle = {

@@ -170,7 +170,7 @@ def test_what_cannot_be_private_is_refused() -> None:
     with pytest.raises(ModelError, match="not a torch module"):
         make_private(nn.Linear, "digits")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="In dpmac it is called sigma"):
-        make_private(network(), "digits", noise_multiplier=1)
+        make_private(network(), "digits", noise_multiplier=1)  # type: ignore[call-arg]
 
 
 def test_batch_norms_become_group_norms_in_place() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dpmac_cli
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS, TrainingEvent
 from dpmac_cli.dp.clipping.clipped_sum import ClippedSum
@@ -501,6 +502,36 @@ def test_what_computes_otherwise_draws_with_new_keys(
     started = next(run.resume(Path("run"), {}))
     assert isinstance(started, Started)
     assert started.fresh_noise == f"the machine or its software changed ({name})"
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("file", "old", "new", "same"),
+    [
+        ("config/settings.py", "Network to train.", "The network.", True),
+        ("config/settings.py", "the dataset's", "by dataset", True),
+        ("config/settings.py", '"noise-multiplier", "noise"', '"noise_multiplier",', True),
+        ("config/settings.py", "DELTA = 1e-5", "DELTA = 1e-6", False),
+        ("config/settings.py", "Field(ge=1, le=10**9)", "Field(ge=2, le=10**9)", False),
+        ("config/settings.py", "    ] = 1e-08", "    ] = 1e-07", False),
+        ("cli/train.py", "Train a classifier", "Fit a classifier", True),
+        ("dp/rules.py", "eta", "2 * eta", False),
+        ("dp/mechanism.py", "noise_multiplier", "sigma", False),
+        ("data/datasets.toml", "60_000", "60_001", False),
+    ],
+)
+def test_code_that_computes_is_another_source_and_help_is_not(
+    file: str, old: str, new: str, same: bool, tmp_path: Path
+) -> None:
+    root = tmp_path / "dpmac_cli"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(dpmac_cli.__file__).parent, root, ignore=ignored)
+    before = environment._source.__wrapped__(root)
+    assert before == environment._source.__wrapped__()
+    text = (root / file).read_text()
+    assert old in text
+    (root / file).write_text(text.replace(old, new))
+    assert (environment._source.__wrapped__(root) == before) == same
 
 
 @pytest.mark.privacy

@@ -4,20 +4,23 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, StrictBool
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dpmac_cli.accounting.accountants import ACCOUNTANTS
+from dpmac_cli.accounting.accountants import ACCOUNTANTS, DEFAULT_ACCOUNTANT
 from dpmac_cli.accounting.pricing import Row
 from dpmac_cli.accounting.risk import PRIORS, STATED, Risk, assess_risk, percent
 from dpmac_cli.accounting.statements import NO_PRIVACY, format_epsilon, meaning
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import argument, with_options
+from dpmac_cli.cli.options import argument, take, with_options
 from dpmac_cli.config import question
-from dpmac_cli.config.settings import flag_name
+from dpmac_cli.config.fields import Flag, SomePath, flag_name, options
+from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.settings import OUTPUT, Debug, PrintJson
 from dpmac_cli.errors import BudgetError, InputError
 from dpmac_cli.plots import faults_of_picture, trade_offs, write_figure
 from dpmac_cli.runs.report_file import recount
@@ -29,15 +32,50 @@ TOLERANCE = 1e-3
 ASIDE = ("events", "risk", "unit")
 
 
+class Shown(Flags, frozen=True):
+    """Flags of the command besides the question."""
+
+    risk: Annotated[
+        StrictBool,
+        Field(description="Also show bounds on what an attacker can learn."),
+        Flag(OUTPUT),
+    ] = False
+    plot: Annotated[
+        SomePath | None,
+        Field(
+            description="Draw the trade-off curve of --risk (.png, .svg or .pdf). An existing file "
+            "is replaced."
+        ),
+        Flag(OUTPUT, metavar="FILE"),
+    ] = None
+    json: PrintJson = False
+    debug: Debug = False
+
+
 @with_options(
-    "account",
     argument("run", "Run folder or report to recompute epsilon for.", required=False),
-    settings=question.FLAGS,
+    question.FLAGS,
+    options(Shown),
 )
-def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given: Any) -> None:
-    """Compute the answers and print them as rows."""
+def account(run: Path | None, **given: Any) -> None:
+    """Compute the privacy cost of training in advance, the noise for a budget, or the longest run.
+
+    Sizes and epochs default to those of the dataset (default: mnist). With --epsilon, the
+    command solves for a setting: the noise, or the longest run if --sigma is given, or the
+    setting in --solve. --sigma, --epochs, --steps and --epsilon accept several values
+    (0.5,0.6,0.7) and print a table. With a run folder, the privacy cost of the run is
+    recomputed from its report.
+
+    Examples: dpmac account --sigma 1.0 --epochs 5, dpmac account --epsilon 3
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, or a report whose epsilon is wrong,
+    3 target out of reach.
+    """
+    shown = take(Shown, given)
+    risk, plot, json = shown.risk, shown.plot, shown.json
     flags = {flag_name(name): text for name, text in given.items() if text is not None}
-    by_rdp = flags.get("accountant") in ("rdp", "all")
+    accountant = question.by_name(flags, []).get("accountant", DEFAULT_ACCOUNTANT)
+    by_rdp = accountant in ("rdp", "all")
     faults = {
         "--plot draws the trade-off curve of --risk: add --risk.": plot and not risk,
         "--risk needs privacy loss distributions: add --accountant pld.": risk and by_rdp,
@@ -55,7 +93,7 @@ def account(run: Path | None, risk: bool, plot: Path | None, json: bool, **given
                 if not rows:
                     raise
                 out_of_reach = failure
-        notes = [*question.notes(rows, flags.get("accountant", question.DEFAULTS["accountant"]))]
+        notes = [*question.notes(rows, accountant)]
         if risk:
             for number, row in enumerate(rows):
                 found = assess_risk(row.events, row.dataset_size or 1, row.unit)

@@ -8,8 +8,13 @@ from typer.core import TyperCommand
 from dpmac_cli import __version__
 from dpmac_cli.cli import account, compare, evaluate, own_data, train
 from dpmac_cli.cli.failures import explained
-from dpmac_cli.cli.options import COMMANDS
-from dpmac_cli.config.given import OTHER_NAMES
+from dpmac_cli.config.fields import options
+from dpmac_cli.config.flags import other_names
+from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.studies.grid import StudyFlags
+
+#: Names of options in torch, Opacus and TensorFlow Privacy, and other common names.
+OTHER_NAMES = {**other_names(SETTINGS), **other_names(options(StudyFlags))}
 
 
 class Command(TyperCommand):
@@ -43,7 +48,7 @@ for _name, _function in (
     ("schema", own_data.schema),
     ("cache", own_data.cache),
 ):
-    app.command(_name, cls=Command, help=COMMANDS[_name]["help"])(explained(_function))
+    app.command(_name, cls=Command)(explained(_function))
 
 
 def _version(value: bool) -> None:

@@ -4,9 +4,10 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from pydantic import Field, StrictBool
 from rich.console import Console
 from rich.progress import BarColumn
 from rich.table import Table
@@ -16,38 +17,100 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import stop, stop_request
-from dpmac_cli.cli.options import with_options
-from dpmac_cli.config.given import parse
-from dpmac_cli.config.settings import METRICS, SETTINGS
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.cli.options import take, with_options
+from dpmac_cli.config.fields import Flag, SomePath, options
+from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.settings import METRICS, OUTPUT, Debug, Quiet
 from dpmac_cli.errors import INTERRUPTED, MISFIT, InputError, raise_errors
 from dpmac_cli.runs import folder
 from dpmac_cli.storage import files
 from dpmac_cli.studies import tables
-from dpmac_cli.studies.choice import Choice, opened
+from dpmac_cli.studies.choice import EXECUTORS, Choice, opened
 from dpmac_cli.studies.executor import Ended, Moved, RunEvent, carry_out
-from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, Grid, Run, plan, row_name
+from dpmac_cli.studies.grid import ONE_VALUE, STUDIED, STUDY, Grid, Run, StudyFlags, plan, row_name
 from dpmac_cli.studies.results import collect, finished_report, was_changed
 
 #: Folders of a study: its runs; and inputs and output of cluster jobs, only for its owner.
 RUNS, JOBS = "runs", "jobs"
 
 
+class CompareFlags(Flags, frozen=True):
+    """Flags of the command besides the study."""
+
+    jobs: Annotated[
+        int | None,
+        Field(description="Maximum number of runs at a time."),
+        Flag(STUDY, otherwise="one per core or GPU"),
+    ] = None
+    executor: Annotated[
+        str,
+        Field(
+            description="Executor of the runs. Clusters need --out, the data and the current "
+            "folder on shared storage."
+        ),
+        Flag(STUDY, suggests=tuple(EXECUTORS)),
+    ] = "local"
+    cluster: Annotated[
+        str | None,
+        Field(description="Address of the Ray cluster."),
+        Flag(STUDY, otherwise="RAY_ADDRESS, or a new one on this machine"),
+    ] = None
+    slurm: Annotated[
+        str | None,
+        Field(
+            description="sbatch options of a job: partition=gpu,time=60,gpus=1. Each run is a job."
+        ),
+        Flag(STUDY, metavar="KEY=VALUE,..."),
+    ] = None
+    dry_run: Annotated[
+        StrictBool,
+        Field(description="Show runs, their privacy costs and steps, without training."),
+        Flag(STUDY),
+    ] = False
+    out: Annotated[SomePath, Field(description="Folder of the study."), Flag(OUTPUT)] = Path(
+        "runs/compare"
+    )
+    json: Annotated[StrictBool, Field(description="Print compare.json."), Flag(OUTPUT)] = False
+    quiet: Quiet = False
+    debug: Debug = False
+
+
+class ConfigFlag(Flags, frozen=True):
+    """The file of a study."""
+
+    config: Annotated[
+        SomePath | None,
+        Field(description="YAML file with settings by the same names. Flags take precedence."),
+        Flag(STUDY),
+    ] = None
+
+
 @with_options(
-    "compare",
-    details={"optimizers": {"choices": ("all", *OPTIMIZERS)}},
-    settings={name: replace(SETTINGS[name], several=name not in ONE_VALUE) for name in STUDIED},
+    options(ConfigFlag),
+    options(StudyFlags),
+    options(CompareFlags),
+    {name: replace(option, several=name not in ONE_VALUE) for name, option in STUDIED.items()},
 )
-def compare(**flags: Any) -> None:
-    """Run the command; ``flags`` are the studied settings and the options above."""
-    out: Path = parse({"out": flags.pop("out")})["out"]
-    file = flags.pop("config")
-    choice = Choice(*(flags.pop(name) for name in ("executor", "jobs", "cluster", "slurm")))
-    dry_run, as_json, quiet = flags.pop("dry_run"), flags.pop("json"), flags.pop("quiet")
+def compare(**given: Any) -> None:
+    """Compare optimizers, noise levels or any other setting, over several seeds.
+
+    Every setting accepts several values (0.5,0.6,0.7). Values of sigma or epsilon become the
+    columns of the table, combinations of other values its rows. Runs are ordinary training runs
+    in --out, which are found by their settings: finished runs are reused, interrupted runs are
+    resumed, and failed runs are tried again.
+
+    Example: dpmac compare --dataset mnist --optimizers all --sigma 0.5,1.0 --seeds 3
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible, 4 some
+    run failed (the others are in the table), 130 interrupted (run the same command to resume).
+    """
+    flags, file = take(CompareFlags, given), take(ConfigFlag, given).config
+    out, as_json, quiet, dry_run = flags.out, flags.json, flags.quiet, flags.dry_run
+    choice = Choice(flags.executor, flags.jobs, flags.cluster, flags.slurm)
     both = "--dry-run and --json contradict each other: a plan has no table. Give one."
     raise_errors([*choice.faults(), *[both] * (dry_run and as_json)])
     with console.waiting(quiet, "settings"):
-        grid = plan(flags, file, out / RUNS)
+        grid = plan(given, file, out / RUNS)
         planned = planned_runs(grid) if dry_run else None
     if not quiet:
         console.print_notes(grid.notes)

@@ -3,17 +3,30 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import Field, StrictBool
 from rich.text import Text
 
 from dpmac_cli.accounting.statements import format_epsilon
 from dpmac_cli.cli import console
-from dpmac_cli.cli.options import argument, with_options
-from dpmac_cli.config.given import parse
-from dpmac_cli.config.settings import DETAILS
-from dpmac_cli.errors import MISFIT, InputError, raise_errors
+from dpmac_cli.cli.options import argument, take, with_options
+from dpmac_cli.config.fields import Choice, Flag, SomePath, options
+from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.settings import (
+    OUTPUT,
+    OWN_DATA,
+    SETTINGS,
+    TASK,
+    DataDir,
+    Debug,
+    Device,
+    PrintJson,
+    Quiet,
+)
+from dpmac_cli.data.registry import DATASETS
+from dpmac_cli.errors import MISFIT, raise_errors
 from dpmac_cli.plots import faults_of_picture
 from dpmac_cli.runs.card import FORMATS, render_card, run_page
 from dpmac_cli.runs.folder import CARD
@@ -33,26 +46,131 @@ BROKEN = (
 )
 
 
-@with_options(
-    "eval",
-    argument("run", "A run folder, or a model.safetensors."),
-    details={"dataset": DETAILS["dataset"]},
-)
-def evaluate(
-    run: Path,
-    dataset: str | None,
-    model: str | None,
-    data_dir: str | None,
-    device: str,
-    plot: Path | None,
-    audit: bool,
-    json: bool,
-) -> None:
-    """Load a model, score the test set and print the result."""
-    if audit:  # only reads files of the run
-        others = {"dataset": dataset, "data-dir": data_dir, "plot": plot}
+OwnFactory = Annotated[
+    str | None,
+    Field(
+        description="Factory of your own network. Factories named in model files are never "
+        "imported."
+    ),
+    Flag(TASK, metavar="FILE.py:FACTORY"),
+]
+ReplaceFile = Annotated[StrictBool, Field(description="Replace an existing file."), Flag(OUTPUT)]
+
+
+class EvalFlags(Flags, frozen=True):
+    """Flags of ``dpmac eval``."""
+
+    dataset: Annotated[
+        str | None,
+        Choice(tuple(DATASETS), OWN_DATA),
+        Field(description="Dataset to evaluate on."),
+        Flag(TASK, otherwise="the dataset that it was trained on"),
+    ] = None
+    model: OwnFactory = None
+    audit: Annotated[
+        StrictBool,
+        Field(
+            description="For a run with --canaries: compare the epsilon that the attack proves "
+            "with the guarantee."
+        ),
+        Flag(TASK),
+    ] = False
+    plot: Annotated[
+        SomePath | None,
+        Field(
+            description="Draw ROC and calibration (.png, .svg or .pdf). An existing file is "
+            "replaced."
+        ),
+        Flag(OUTPUT, metavar="FILE"),
+    ] = None
+    json: PrintJson = False
+    data_dir: DataDir = None
+    device: Device = "auto"
+    debug: Debug = False
+
+
+class PredictFlags(Flags, frozen=True):
+    """Flags of ``dpmac predict``."""
+
+    model: OwnFactory = None
+    out: Annotated[SomePath, Field(description="CSV file to write."), Flag(OUTPUT)] = Path(
+        "predictions.csv"
+    )
+    force: ReplaceFile = False
+    device: Device = "auto"
+    quiet: Quiet = False
+    debug: Debug = False
+
+
+class Format(Flags, frozen=True):
+    """Output format of ``dpmac card``."""
+
+    format: Annotated[
+        str, Choice(tuple(FORMATS)), Field(description="Output format."), Flag(OUTPUT)
+    ] = "md"
+
+
+class Answers(Flags, frozen=True):
+    """Answers of a model card that only its publisher knows."""
+
+    data_curator: Annotated[
+        str | None,
+        Field(description="Person or organisation that publishes the model."),
+        Flag(OUTPUT),
+    ] = None
+    intended_use: Annotated[
+        str | None,
+        Field(description="What the model is intended for, and what it is not."),
+        Flag(OUTPUT),
+    ] = None
+    contact: Annotated[str | None, Field(description="Contact for questions."), Flag(OUTPUT)] = None
+    region: Annotated[
+        str | None, Field(description="Region that the records come from."), Flag(OUTPUT)
+    ] = None
+    access_and_collection: Annotated[
+        str | None,
+        Field(
+            description="Who can access the records, and what else is collected about the same "
+            "people."
+        ),
+        Flag(OUTPUT),
+    ] = None
+    justification: Annotated[
+        str | None,
+        Field(description="Justification of epsilon, delta and the unit of privacy."),
+        Flag(OUTPUT),
+    ] = None
+
+
+DEBUG = {"debug": SETTINGS["debug"]}
+
+
+class ReportFlags(Flags, frozen=True):
+    """Flags of ``dpmac report``."""
+
+    html: Annotated[SomePath, Field(description="File to write."), Flag(OUTPUT, metavar="FILE")] = (
+        Path("report.html")
+    )
+    force: ReplaceFile = False
+    debug: Debug = False
+
+
+@with_options(argument("run", "A run folder, or a model.safetensors."), options(EvalFlags))
+def evaluate(run: Path, **given: Any) -> None:
+    """Evaluate a trained model on every test sample, or evaluate the audit of a run.
+
+    Examples: dpmac eval runs/mnist-dp-macadam-1, dpmac eval RUN --json, dpmac eval RUN --plot
+    roc.png
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model does not fit the data,
+    or the audit contradicts the guarantee.
+    """
+    flags = take(EvalFlags, given)
+    dataset, plot, json = flags.dataset, flags.plot, flags.json
+    if flags.audit:  # only reads files of the run
+        others = {"dataset": dataset, "data-dir": flags.data_dir, "plot": plot}
         what = "--audit scores guesses, not test samples: leave out"
-        raise_errors(f"{what} --{name}." for name, given in others.items() if given is not None)
+        raise_errors(f"{what} --{name}." for name, value in others.items() if value is not None)
         with console.waiting(json, "bounds"):
             from dpmac_cli.runs.audit import read_audit  # noqa: PLC0415  (loads numpy)
 
@@ -61,11 +179,10 @@ def evaluate(
         _judge(found, verdict, run, json)
         return
     raise_errors(faults_of_picture(plot))
-    given = parse({"dataset": dataset, "data_dir": data_dir, "device": device})
     with console.waiting(json, "scores"), console.kept_clear(json):
         from dpmac_cli.runs.scoring import score  # noqa: PLC0415  (loads torch)
 
-        scored = score(run, dataset, given.get("data_dir"), device, model)
+        scored = score(run, dataset, flags.data_dir, flags.device, flags.model)
     if dataset is not None and scored.held_out:
         part = f"{scored.result.samples:,} records that the run's split holds out"
         console.print_notes([f"{dataset} has no test set: only the {part} are scored."])
@@ -73,20 +190,31 @@ def evaluate(
 
 
 @with_options(
-    "predict",
     argument("run", "A run folder, or a model.safetensors."),
     argument("data", "Images, an .npz or a table."),
+    options(PredictFlags),
 )
-def predict(
-    run: Path, data: Path, model: str | None, device: str, out: Path, force: bool, quiet: bool
-) -> None:
-    """Load a model, predict and write a file."""
-    raise_errors(_faults_of_file(out, (".csv",), force))
-    parse({"device": device})
+def predict(run: Path, data: Path, **given: Any) -> None:
+    """Predict the classes of new, unlabelled records with a trained model.
+
+    DATA is a folder of images (including subfolders), an .npz with an array x, or a table.
+    Records are read like the training records. The output has one row per record: the name of
+    the image or the row from 0, a table's column id, the predicted class, and the probability
+    of each class. It reveals information about these records, which the run's epsilon does not
+    cover.
+
+    Example: dpmac predict runs/photos-dp-macadam-1 new-photos --out predictions.csv
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 4 the model cannot be built, memory
+    ran out or the device failed.
+    """
+    flags = take(PredictFlags, given)
+    out, quiet = flags.out, flags.quiet
+    raise_errors(_faults_of_file(out, (".csv",), flags.force))
     with console.waiting(quiet, "loading"), console.kept_clear(json=True):
         from dpmac_cli.runs.prediction import predict  # noqa: PLC0415  (loads torch)
 
-        found = predict(run, data, device, model)
+        found = predict(run, data, flags.device, flags.model)
     found.write(out)
     if lost := found.unanswered:
         console.print_notes([f"for {lost:,} records the output is NaN, so they have no class"])
@@ -94,19 +222,39 @@ def predict(
         console.stdout().print(Text(f"{out}: predictions for {len(found.records):,} records"))
 
 
-@with_options("card", argument("run", "A run folder."), details={"format": {"choices": FORMATS}})
-def card(run: Path, format: str, **answers: str | None) -> None:
-    """Print the model card."""
-    if format not in FORMATS:
-        raise InputError(f"--format must be {', '.join(FORMATS)}, not '{format}'.")
-    written = {name.replace("_", " "): " ".join((a or "").split()) for name, a in answers.items()}
-    console.print_result(render_card(run, format, {row: a for row, a in written.items() if a}))
+@with_options(argument("run", "A run folder."), options(Format), options(Answers), DEBUG)
+def card(run: Path, **given: Any) -> None:
+    """Print the model card of a run as Markdown, as a web page or as a registry entry.
+
+    The card answers the questions of NIST SP 800-226. Answers that only you know are "to be
+    filled in" until you provide them here. registry-yaml is for OpenDP's registry of
+    deployments.
+
+    Example: dpmac card runs/scans-dp-adam-1 --format html --contact "dpo@clinic.example" >
+    card.html
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
+    """
+    answers, flags = take(Answers, given), take(Format, given)
+    rows = {name.replace("_", " "): " ".join(text.split()) for name, text in answers.given.items()}
+    written = {name: text for name, text in rows.items() if text}
+    console.print_result(render_card(run, flags.format, written))
 
 
-@with_options("report", argument("path", "A run folder, or a folder of dpmac compare."))
-def report(path: Path, html: Path, force: bool) -> None:
-    """Write a web page."""
-    raise_errors(_faults_of_file(html, (".html",), force, "html"))
+@with_options(argument("path", "A run folder, or a folder of dpmac compare."), options(ReportFlags))
+def report(path: Path, **given: Any) -> None:
+    """Write a web page for a run or a comparison: one self-contained file with figures.
+
+    For a run: its model card, accuracy and epsilon over time, bounds on membership attacks, and
+    its settings. For a comparison: the table, with significance tests, and a figure.
+
+    Examples: dpmac report runs/mnist-dp-macadam-1, dpmac report runs/compare --html study.html
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input.
+    """
+    flags = take(ReportFlags, given)
+    html = flags.html
+    raise_errors(_faults_of_file(html, (".html",), flags.force, "html"))
     with console.waiting(quiet=False, first="report"):
         if (path / "compare.json").is_file():
             from dpmac_cli.studies.tables import study_page  # noqa: PLC0415  (loads torch)

@@ -13,6 +13,8 @@ import typer
 
 from dpmac_cli import errors
 from dpmac_cli.cli import console
+from dpmac_cli.cli.options import take
+from dpmac_cli.config.settings import Shown
 
 
 def stop(why: str, code: int) -> NoReturn:
@@ -24,15 +26,16 @@ def stop(why: str, code: int) -> NoReturn:
 def explained(command: Callable[..., None]) -> Callable[..., None]:
     """Convert exceptions of a command to a message on stderr and the documented exit code.
 
-    The returned command also takes ``debug``, to show tracebacks.
+    With ``debug`` among its options, it also prints tracebacks.
     """
 
     @functools.wraps(command)
-    def run(debug: bool = False, **flags: Any) -> None:
+    def run(**given: Any) -> None:
         console.begin()
+        shown = take(Shown, dict(given))
         try:
-            with console.waiting(bool(flags.get("quiet"))):
-                command(**flags)
+            with console.waiting(shown.quiet):
+                command(**given)
             console.check_kept()
         except (typer.Exit, typer.Abort):
             raise
@@ -42,7 +45,7 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # the reader has closed the pipe, as in dpmac eval | head
             console.discard_output(sys.stdout)
         except Exception as failure:  # noqa: BLE001
-            if debug:
+            if shown.debug:
                 traceback.print_exc()
             known = failure if isinstance(failure, errors.DpmacError) else _explanation(failure)
             console.print_errors(known.errors)

@@ -1,7 +1,6 @@
-"""Options of commands as data, for typer's flags, help and completion."""
+"""Options of commands from the fields of models, for typer's flags, help and completion."""
 
 import inspect
-import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,45 +8,43 @@ from typing import Annotated, Any
 
 import typer
 
-from dpmac_cli.config.settings import SETTINGS, Setting, flag_name, settings_in
+from dpmac_cli.config.fields import Option, flag_name
+from dpmac_cli.config.flags import Model
+from dpmac_cli.config.settings import SETTINGS
 
-#: Help and options of each command.
-COMMANDS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))
 #: Groups of options, in the order of the help. A command's own groups come first.
-PANELS = list(dict.fromkeys(setting.panel for setting in SETTINGS.values()))
+GROUPS = list(dict.fromkeys(option.flag.group for option in SETTINGS.values()))
 _parameter = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
-def option(
-    name: str, setting: Setting, *, kind: type = str, default: Any = None
-) -> inspect.Parameter:
-    """Return a parameter that becomes an option; typer parses its value as ``kind``.
+def parameter(name: str, option: Option) -> inspect.Parameter:
+    """Return a parameter that becomes an option.
 
-    Values of settings remain text, because one parser validates both flags and YAML.
+    Values remain text, because one model validates both flags and YAML.
     """
-    otherwise = setting.otherwise if setting.default is None else setting.default
-    text = setting.help + (f" One of {setting.known}." if setting.choices else "")
-    shown: Any = partial(typer.Option, f"--{flag_name(name)}", rich_help_panel=setting.panel)
-    if setting.kind is bool:
-        return _parameter(name, annotation=Annotated[bool, shown(help=setting.help)], default=False)
-    metavar = "NAME" if setting.choices else setting.kind.__name__.upper()
+    shown: Any = partial(typer.Option, f"--{flag_name(name)}", rich_help_panel=option.flag.group)
+    if option.switch:
+        return _parameter(name, annotation=Annotated[bool, shown(help=option.help)], default=False)
+    text = option.help + (f" One of {option.known}." if option.choices else "")
+    otherwise = option.flag.otherwise if option.default is None else option.default
+    metavar = "NAME" if option.choices else option.kind.__name__.upper()
     info = shown(
         help=text + ("" if otherwise == "" else f" [default: {otherwise}]"),
         show_default=False,
-        metavar=setting.metavar or f"{metavar}{',...' * setting.several}",
-        autocompletion=_completer(setting) if setting.choices else None,
+        metavar=option.flag.metavar or f"{metavar}{',...' * option.several}",
+        autocompletion=_completer(option) if option.choices else None,
     )
-    return _parameter(name, annotation=Annotated[kind | None, info], default=default)
+    return _parameter(name, annotation=Annotated[str | None, info], default=None)
 
 
-def _completer(setting: Setting) -> Callable[[str], list[str]]:
+def _completer(option: Option) -> Callable[[str], list[str]]:
     """Return a completer for a choice, or for several comma-separated choices."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = "", "", incomplete
-        if setting.several:
+        if option.several:
             before, comma, last = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in setting.choices if name.startswith(last)]
+        return [f"{before}{comma}{name}" for name in option.choices if name.startswith(last)]
 
     return complete
 
@@ -60,25 +57,18 @@ def argument(name: str, text: str, *, required: bool = True) -> inspect.Paramete
 
 
 def with_options(
-    command: str,
-    *arguments: inspect.Parameter,
-    details: Mapping[str, Mapping[str, Any]] | None = None,
-    settings: Mapping[str, Setting] | None = None,
+    *parts: inspect.Parameter | Mapping[Any, Option],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Set the signature of a function to the parameters of a command, for typer.
+    """Set the signature of a command to its arguments and the options of models, for typer.
 
-    Args:
-        command: a name in :data:`COMMANDS`. arguments: arguments before its options.
-        details: more fields of its own options, by name. settings: more settings, as text.
+    ``parts`` are arguments, and :func:`~dpmac_cli.config.flags.options` of models.
     """
-    entry, settings = COMMANDS[command], settings or {}
-    own = settings_in(entry["options"], details or {})
-    shared = {name: SETTINGS[name] for name in entry["settings"]}
-    found = [(of, option(name, of, kind=of.kind, default=of.default)) for name, of in own.items()]
-    found += [(of, option(name, of, default=of.default)) for name, of in shared.items()]
-    found += [(of, option(name, of)) for name, of in settings.items()]
-    found.sort(key=lambda pair: PANELS.index(pair[0].panel) if pair[0].panel in PANELS else -1)
-    parameters = [*arguments, *(parameter for _, parameter in found)]
+    arguments = [part for part in parts if isinstance(part, inspect.Parameter)]
+    found = [
+        pair for part in parts if not isinstance(part, inspect.Parameter) for pair in part.items()
+    ]
+    found.sort(key=lambda pair: _place(pair[1].flag.group))
+    parameters = [*arguments, *(parameter(name, option) for name, option in found)]
 
     def sign(function: Callable[..., None]) -> Callable[..., None]:
         function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -86,3 +76,15 @@ def with_options(
         return function
 
     return sign
+
+
+def _place(group: str) -> int:
+    return GROUPS.index(group) if group in GROUPS else -1
+
+
+def take(model: type[Model], given: dict[str, Any]) -> Model:
+    """Remove the fields of a model from given options, and validate them.
+
+    Raises InputError with every fault found.
+    """
+    return model.model_validate({n: given.pop(n) for n in model.model_fields if n in given})

@@ -2,14 +2,19 @@
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from dpmac_cli.cli import console
 from dpmac_cli.cli.failures import stop, stop_request
-from dpmac_cli.cli.options import with_options
+from dpmac_cli.cli.options import take, with_options
+from dpmac_cli.config.fields import Flag, SomePath, options
+from dpmac_cli.config.flags import Flags
 from dpmac_cli.config.given import parse
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.settings import SETTINGS, TASK, Settings, Shown
 from dpmac_cli.errors import BUDGET, INTERRUPTED, DpmacError, InputError, RunError
 from dpmac_cli.runs.folder import check_run_folder, fork_command, resume_command
 from dpmac_cli.runs.memory import keep_freed_memory
@@ -19,12 +24,53 @@ if TYPE_CHECKING:
     from dpmac_cli.training.distributed import Ranks
 
 
-@with_options("train", settings=SETTINGS)
+#: Settings that each machine of a run has for itself.
+OF_MACHINE: tuple[SettingName, ...] = ("data_dir", "device")
+
+
+class Start(Flags, frozen=True):
+    """Flags of the command besides the settings."""
+
+    config: Annotated[
+        SomePath | None,
+        Field(description="YAML file with settings by the same names. Flags take precedence."),
+        Flag(TASK),
+    ] = None
+    resume: Annotated[
+        SomePath | None,
+        Field(
+            description="Resume the run in this folder with the same settings. Add --model if it is"
+            " your own network."
+        ),
+        Flag(TASK),
+    ] = None
+    fork: Annotated[
+        SomePath | None,
+        Field(
+            description="Continue from the run in this folder with other settings, in a new folder "
+            "--out."
+        ),
+        Flag(TASK),
+    ] = None
+
+
+@with_options(options(Start), SETTINGS)
 def train(**flags: Any) -> None:
-    """Run the command; ``flags`` are settings, ``config``, ``resume`` and ``fork``."""
+    """Train a classifier under differential privacy.
+
+    Defaults depend on the dataset. Flags take precedence over --config FILE. A run writes one
+    new folder with model.safetensors, model-card.md, report.json, metrics.jsonl and
+    config.yaml.
+
+    Example: dpmac train --dataset mnist --sigma 0.8
+
+    Exit codes: 0 done, 1 a bug in dpmac, 2 usage or input, 3 privacy budget infeasible or
+    spent, 4 the model does not fit or diverged, memory ran out or the device failed, 130
+    interrupted (the run so far is written).
+    """
     keep_freed_memory()
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-        _train(flags, None)
+        _train(take(Start, flags), flags, None)
         return
     # If a process dies, torch would show the others' stacks. Read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -32,31 +78,35 @@ def train(**flags: Any) -> None:
 
     ranks = join()
     try:
-        (_train if ranks.leads else _assist)(flags, ranks)
+        start = take(Start, flags)
+        if ranks.leads:
+            _train(start, flags, ranks)
+        else:
+            _assist(flags, ranks)
     finally:
         ranks.leave()
     if not ranks.leads:
         os._exit(0)  # a gloo thread may abort a process that exits normally
 
 
-def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
-    file, resumed, forked = (flags.pop(name) for name in ("config", "resume", "fork"))
-    quiet, json = flags["quiet"], flags["json"]
+def _train(start: Start, flags: dict[str, Any], ranks: "Ranks | None") -> None:
     resolved = None
-    if resumed and forked:
+    if start.resume and start.fork:
         raise InputError("--resume and --fork contradict each other: give one.")
-    if resumed or forked:
-        way = "--resume" if resumed else "--fork"
-        if file:
+    if run := start.resume or start.fork:
+        way = "--resume" if start.resume else "--fork"
+        if start.config:
             raise InputError(f"{way} uses the settings of the run: leave out --config.")
-        check_run_folder(resumed or forked, way)
-        parse(flags)
+        check_run_folder(run, way)
+        settings = Settings.model_validate(flags)
     else:
-        with console.waiting(quiet, "settings"):
-            resolved = resolve(flags, file)
-        quiet, json = resolved.plan.quiet, resolved.plan.json
-        if not quiet:
+        shown = take(Shown, dict(flags))
+        with console.waiting(shown.quiet, "settings"):
+            resolved = resolve(flags, start.config)
+        settings = resolved.plan.settings
+        if not settings.quiet:
             console.print_notes(resolved.notes)
+    quiet, json = settings.quiet, settings.json
     # Importing torch takes seconds, so wait until there is something to train.
     with console.waiting(quiet, "loading torch"):
         from dpmac_cli.cli.display import Display, follow  # noqa: PLC0415  (loads torch)
@@ -66,10 +116,11 @@ def _train(flags: dict[str, Any], ranks: "Ranks | None") -> None:
     with stop_request() as asked, contextlib.closing(display), console.kept_clear(json):
         if resolved:
             events = train(resolved.plan, asked, ranks=ranks)
-        elif resumed:
-            events = resume(resumed, flags, asked, ranks=ranks)
+        elif start.resume:
+            events = resume(start.resume, settings, asked, ranks=ranks)
         else:
-            events = fork(forked, flags, asked, ranks=ranks)
+            assert start.fork is not None  # noqa: S101
+            events = fork(start.fork, settings, asked, ranks=ranks)
         finished = follow(events, display, asked)
     if json:
         console.print_result(to_json(finished.report))
@@ -87,6 +138,7 @@ def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
 
     with stop_request():
         try:
-            assist(ranks, {name: flags[name] for name in ("data_dir", "device")})
+            given = parse(flags)
+            assist(ranks, {name: given[name] for name in OF_MACHINE if name in given})
         except DpmacError as failure:
             raise RunError(f"Rank {ranks.rank}: {failure}") from failure

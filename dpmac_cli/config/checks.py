@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.pricing import accountant_note
+from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.given import Given
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS, flag_name
+from dpmac_cli.config.settings import COVERED, DATA, OPTIMIZER, SETTINGS
 from dpmac_cli.data.schema import TABLES, Found, Source, listed
 from dpmac_cli.models.registry import BACKBONES, Backbone, Scattered, UserModel
 from dpmac_cli.training.schedules import LOSSES
@@ -21,18 +23,18 @@ MOST = 0.5
 NAMED = 5
 
 
-def lonely(given: Mapping[str, Given]) -> Iterator[str]:
+def lonely(given: Mapping[SettingName, Given]) -> Iterator[str]:
     """Yield faults of settings that need another setting."""
     for name in given:
-        needs = SETTINGS[name].needs
-        wanted = (flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", needs))
-        if needs and given.keys().isdisjoint(wanted):
+        needs = SETTINGS[name].flag.needs
+        wanted = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", needs)}
+        if needs and wanted.isdisjoint(given):
             yield f"--{flag_name(name)} has no effect alone: add {needs}, or leave it out."
 
 
 def faults(plan: TrainPlan) -> Iterator[str]:
     """Yield faults in combinations of settings, each a sentence with a remedy."""
-    epochs = [plan.recorded["epochs"]] if "epochs" in plan.recorded else []
+    epochs = [] if plan.settings.epochs is None else [plan.settings.epochs]
     low, high = plan.hyper.h1, plan.hyper.h2
     if low > high:
         yield f"--h1 ({low:g}) must not be above --h2 ({high:g})."
@@ -111,7 +113,7 @@ def _frozen_faults(plan: TrainPlan) -> Iterator[str]:
         )
 
 
-def notes(plan: TrainPlan, flags: Mapping[str, Given]) -> Iterator[str]:
+def notes(plan: TrainPlan, flags: Mapping[SettingName, Given]) -> Iterator[str]:
     """Yield notes on valid settings that are probably mistakes."""
     found = plan.found
     for name, what in _idle(plan).items():
@@ -178,31 +180,34 @@ def _declaration(found: Found) -> str:
     return " ".join(flags[part] for part in found.inferred if part in flags)
 
 
-def _idle(plan: TrainPlan) -> dict[str, str]:
+def _idle(plan: TrainPlan) -> dict[SettingName, str]:
     """Return the settings that have no effect, with the reason."""
     used, data = {*plan.method.settings, "optimizer"}, plan.dataset
-    panel = {name: setting.panel for name, setting in SETTINGS.items()}
-    idle = {n: plan.optimizer for n in panel if panel[n] == OPTIMIZER and n not in used}
+    group = {name: option.flag.group for name, option in SETTINGS.items()}
+    idle = {n: plan.optimizer for n in group if group[n] == OPTIMIZER and n not in used}
     if not isinstance(plan.model, UserModel):
-        idle["fix_norm"] = plan.model.name
+        idle |= {"fix_norm": plan.model.name}
     if plan.trained.part != "lora":
-        idle |= dict.fromkeys(("lora_rank", "lora_alpha"), f"--train {plan.trained.part}")
+        idle |= dict.fromkeys(_LORA, f"--train {plan.trained.part}")
     if not plan.found.unit:
-        idle["records_per_unit"] = f"{data}, where each record is a unit"
+        idle |= {"records_per_unit": f"{data}, where each record is a unit"}
     if not isinstance(plan.data, Source):
-        return idle | {name: data for name in panel if panel[name] == DATA}
-    idle["data_dir"] = f"{data}, which is a path"
+        return idle | {name: data for name in group if group[name] == DATA}
+    idle |= {"data_dir": f"{data}, which is a path"}
     if not plan.found.held_out:
-        own_test = f"{data}, which has its own test set"
-        idle |= dict.fromkeys(("test_fraction", "split_seed"), own_test)
+        idle |= dict.fromkeys(_OF_SPLIT, f"{data}, which has its own test set")
     if not plan.data.path.is_dir():
-        idle["levels"] = f"{data}, which is not a folder of images"
+        idle |= {"levels": f"{data}, which is not a folder of images"}
     if plan.data.path.suffix not in TABLES:
-        idle["schema"] = f"{data}, which is not a table"
+        idle |= {"schema": f"{data}, which is not a table"}
     if not plan.facts.is_images:
-        of_images = ("channels", "image_size", "standardise")
-        return idle | dict.fromkeys(of_images, f"{data}, which contains numbers")
+        return idle | dict.fromkeys(_OF_IMAGES, f"{data}, which contains numbers")
     return idle | {"feature_range": f"{data}, which contains images"}
+
+
+_LORA: tuple[SettingName, ...] = ("lora_rank", "lora_alpha")
+_OF_SPLIT: tuple[SettingName, ...] = ("test_fraction", "split_seed")
+_OF_IMAGES: tuple[SettingName, ...] = ("channels", "image_size", "standardise")
 
 
 def delta_note(delta: float, records: int) -> Iterable[str]:

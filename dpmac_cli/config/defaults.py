@@ -1,9 +1,9 @@
 """Default values of settings, which depend on dataset, optimizer and other settings."""
 
 import math
-from typing import Any
 
-from dpmac_cli.config.settings import DEFAULTS
+from dpmac_cli.config.keywords import Keywords
+from dpmac_cli.config.settings import DELTA, SETTINGS, Complete, Settings
 from dpmac_cli.data.registry import DATASETS, EPOCHS, STEPS_PER_EPOCH, Dataset
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import BACKBONES, MODELS, SMALL, Trained
@@ -23,30 +23,37 @@ FEW_GUESSES = 20
 PIXELS_AT_A_TIME = 16 * 224**2
 
 
-def completed(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
+def completed(given: Settings, facts: Dataset) -> Complete:
     """Return the values of all settings, given some of them; None if there is no value."""
-    own = given.get("dataset", DEFAULTS["dataset"]) not in DATASETS
-    rule = _by_rule(given, facts) if own or given.get("backbone") is not None else {}
+    own = given.dataset not in DATASETS
+    if own or given.backbone is not None:
+        given = _by_rule(given, facts)
     if own:
-        rule["delta"] = min(DEFAULTS["delta"], facts.train_size**-1.1)
-    values = {**DEFAULTS, **_depending({**DEFAULTS, **rule, **given}, facts), **rule, **given}
-    values["gpu_batch"] = given.get("physical_batch", values["gpu_batch"])
-    return values
+        given = given.filled({"delta": min(DELTA, facts.train_size**-1.1)})
+    found = given.filled(_depending(given, facts))
+    batch = _samples_at_a_time(found, facts)
+    gpu_batch = given.physical_batch or max(batch, _samples_on_gpu(found, facts))
+    found = found.filled({"physical_batch": batch})
+    values = {name: getattr(found, name) for name in SETTINGS}
+    return Complete.model_validate({**values, "gpu_batch": gpu_batch})
 
 
-def _by_rule(given: dict[str, Any], facts: Dataset) -> dict[str, Any]:
-    """Return defaults by dataset size, tuned on public data: see docs/recipes.md."""
-    found: dict[str, Any] = {
-        "optimizer": "dp-adam",
-        "batch_size": -(-facts.train_size // STEPS_PER_EPOCH),
-        "epochs": None if "steps" in given else EPOCHS,
-        "ema": 0.95,
-    }
-    if given.get("optimizer", "dp-adam") == "dp-adam":
-        fixed = {"backbone", "features"} & given.keys()
-        found["lr"] = 0.003 if fixed else _rate(math.prod(facts.shape))
-    if not {"sigma", "epsilon", "no_dp"} & given.keys():
-        found["epsilon"] = min(EPSILON, given.get("max_epsilon", EPSILON))
+def _by_rule(given: Settings, facts: Dataset) -> Settings:
+    """Fill in defaults by dataset size, tuned on public data: see docs/recipes.md."""
+    found = given.filled(
+        {
+            "optimizer": "dp-adam",
+            "batch_size": -(-facts.train_size // STEPS_PER_EPOCH),
+            "epochs": None if given.steps is not None else EPOCHS,
+            "ema": 0.95,
+        }
+    )
+    if found.optimizer == "dp-adam":
+        fixed = given.backbone is not None or given.features is not None
+        found = found.filled({"lr": 0.003 if fixed else _rate(math.prod(facts.shape))})
+    if given.sigma is None and given.epsilon is None and not given.no_dp:
+        most = EPSILON if given.max_epsilon is None else given.max_epsilon
+        found = found.filled({"epsilon": min(EPSILON, most)})
     return found
 
 
@@ -55,59 +62,59 @@ def _rate(inputs: int) -> float:
     return float(f"{min(0.01, 0.1 / math.sqrt(inputs)):.0e}")
 
 
-def _depending(values: dict[str, Any], facts: Dataset) -> dict[str, Any]:
+def _depending(given: Settings, facts: Dataset) -> Keywords:
     """Return defaults that depend on the dataset or on other settings."""
-    defaults, adaclip = facts.defaults, values["optimizer"] == "adaclip"
-    chosen = OPTIMIZERS[values["optimizer"]]
-    tracked = "phi" in chosen.settings and values["phi"] == "tracked"
-    found: dict[str, Any] = {
-        **vars(defaults),
+    defaults, adaclip = facts.defaults, given.optimizer == "adaclip"
+    chosen = OPTIMIZERS[given.optimizer]
+    tracked = "phi" in chosen.settings and given.phi == "tracked"
+    noise = given.no_dp or given.epsilon is not None
+    found: Keywords = {
+        "model": defaults.model,
+        "batch_size": defaults.batch_size,
+        "sigma": None if noise else defaults.sigma,
+        "epochs": None if given.steps is not None else defaults.epochs,
+        "clip_norm": defaults.clip_norm,
+        "h1": defaults.h1,
+        "h2": defaults.h2,
         # v-hat minus the noise is about as large as h1, so its lower bound must be, too.
         "gamma_prime": max(GAMMA_PRIME, 2 * defaults.h1) if tracked else GAMMA_PRIME,
-        "lr": chosen.lr_on.get(values["dataset"], chosen.lr),
+        "lr": chosen.lr_on.get(str(given.dataset), chosen.lr),
         "beta1": 0.99 if adaclip else 0.9,
         "beta2": 0.9 if adaclip else 0.999,
     }
-    if values["no_dp"] or values["epsilon"] is not None:
-        found["sigma"] = None
-    if values["steps"] is not None:
-        found["epochs"] = None
-    if values["augmentations"] is not None:
+    if given.augmentations is not None:
         found["augment"] = facts.augment
     if facts.multilabel:
         found["loss"] = "bce"
-    if values["features"] is not None:
+    if given.features is not None:
         found["model"] = "linear"
-    if values["backbone"] is not None:
-        found |= {"model": "linear", "backbone_size": BACKBONES[values["backbone"]].size}
-    if values["pretrained"] is not None or values["backbone"] is not None:
-        found["train"] = "all" if values["backbone"] is None else "head"
-    if values["train"] == "lora":
+    if given.backbone is not None:
+        found |= {"model": "linear", "backbone_size": BACKBONES[given.backbone].size}
+    if given.pretrained is not None or given.backbone is not None:
+        found["train"] = "all" if given.backbone is None else "head"
+    if given.train == "lora":
         found |= {"lora_rank": Trained.rank, "lora_alpha": Trained.alpha}
-    model = values["model"] or found["model"]
-    found["physical_batch"] = _samples_at_a_time(values, model, facts)
-    found["gpu_batch"] = max(found["physical_batch"], _samples_on_gpu(values, facts))
-    if (canaries := values["canaries"]) is not None:
-        found["guesses"] = max(canaries // 10, min(canaries, FEW_GUESSES))
+    if given.canaries is not None:
+        found["guesses"] = max(given.canaries // 10, min(given.canaries, FEW_GUESSES))
     return found
 
 
-def _samples_at_a_time(values: dict[str, Any], model: str, facts: Dataset) -> int:
+def _samples_at_a_time(found: Settings, facts: Dataset) -> int:
     """Return the physical batch size of a network; all views of a sample count."""
-    most, kind = facts.defaults.physical_batch, MODELS.get(model)
-    if values["train"] == "head" or (values["backbone"] is not None and values["train"] is None):
+    most, kind = facts.defaults.physical_batch, MODELS.get(found.model or "")
+    if found.train == "head":
         most = max(most, ROWS_AT_A_TIME)
-    elif values["backbone"] is not None:
-        size = values["backbone_size"] or BACKBONES[values["backbone"]].size
+    elif found.backbone is not None:
+        size = found.backbone_size or BACKBONES[found.backbone].size
         most = max(1, PIXELS_AT_A_TIME // size**2)
     elif kind is not None:
         most = max(most, kind.samples_at_a_time(facts.shape[1] * facts.shape[2]))
-    return max(1, most // (values["augmentations"] or 1))
+    return max(1, most // (found.augmentations or 1))
 
 
-def _samples_on_gpu(values: dict[str, Any], facts: Dataset) -> int:
+def _samples_on_gpu(found: Settings, facts: Dataset) -> int:
     """Return how many samples a GPU should process at a time, as far as images have one size."""
-    if values["train"] == "head" or values["backbone"] is not None:
+    if found.train == "head" or found.backbone is not None:
         return 0
     pixels = max(SMALL, facts.shape[1] * facts.shape[2])
-    return ON_GPU * SMALL // pixels // (values["augmentations"] or 1)
+    return ON_GPU * SMALL // pixels // (found.augmentations or 1)

@@ -1,39 +1,28 @@
-"""Given settings with their origins: validation of each, and of contradictions."""
+"""Given settings with their origins: sources are merged, and contradictions are reported."""
 
-import difflib
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from numbers import Real
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
-
-from dpmac_cli.config.settings import NUMBER, OWN_MODEL, SETTINGS, Setting, flag_name
-from dpmac_cli.data.schema import AtHand
-from dpmac_cli.errors import raise_errors
+from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.flags import unknown, valid_part
+from dpmac_cli.config.keywords import SettingName
+from dpmac_cli.config.settings import OWN_MODEL, SETTINGS, Settings
+from dpmac_cli.errors import InputError
 
 #: Mutually exclusive settings for the same thing. A flag replaces a file's setting.
-EXCLUSIVE = (("sigma", "epsilon", "no_dp"), ("max_epsilon", "no_dp"), ("epochs", "steps"))
+EXCLUSIVE: tuple[tuple[SettingName, ...], ...] = (
+    ("sigma", "epsilon", "no_dp"),
+    ("max_epsilon", "no_dp"),
+    ("epochs", "steps"),
+)
 #: Settings that contradict each other, and why. Neither replaces the other: a run that a file makes
 #: secure must not become insecure unnoticed.
-INCOMPATIBLE = {
-    (name, other): why for name, of in SETTINGS.items() for other, why in of.not_with.items()
+INCOMPATIBLE: Mapping[tuple[SettingName, SettingName], str] = {
+    (name, other): why for name, of in SETTINGS.items() for other, why in of.flag.not_with.items()
 }
-#: Names of settings in torch, Opacus and TensorFlow Privacy, and other common names. A comparison
-#: has several optimizers and seeds, a run has one of each.
-OTHER_NAMES = {other: flag_name(name) for name, of in SETTINGS.items() for other in of.also}
-OTHER_NAMES |= {"optimizer": "optimizers", "seed": "seeds"}
-#: Parsers of numbers.
-NUMBERS: Mapping[type, TypeAdapter[Any]] = {int: TypeAdapter(int), float: TypeAdapter(FiniteFloat)}
-#: Why Apple's GPUs are rejected.
-NO_MPS = " It has no float64, which clipping needs if float32 would round gradients too much."
-#: Remedy for a value of another type.
-AS_DATASET = (
-    " Use text or numbers, and for dataset a name, a path, or records in memory: ArrayData(x, y), "
-    "from_torch(dataset) or from_dataframe(frame, schema)."
-)
+#: Values by the names of settings, as text or of their types.
+Values = Mapping[str, Any] | Mapping[SettingName, Any]
 
 
 @dataclass(frozen=True)
@@ -44,26 +33,45 @@ class Given:
     origin: str
 
 
-def typed(flags: Mapping[str, Any], errors: list[str]) -> dict[str, Given]:
-    """Return the given flags; unknown settings and invalid types are added to ``errors``."""
-    given: dict[str, Given] = {}
+def is_setting(name: str) -> TypeGuard[SettingName]:
+    """Return whether there is a setting of this name."""
+    return name in SETTINGS
+
+
+def by_setting(recorded: Mapping[str, Any]) -> dict[SettingName, Any]:
+    """Return recorded settings by the names of settings instead of those of flags.
+
+    Raises:
+        InputError: a setting of another version is not known.
+    """
+    names = {name: name.replace("-", "_") for name in recorded}
+    gone = [
+        f"{flag} in the checkpoint"
+        for flag, name in names.items()
+        if not is_setting(name) and recorded[flag] is not False
+    ]
+    if gone:
+        raise InputError(
+            f"{' and '.join(gone)}: this version of dpmac has no such setting. Resume with the "
+            "version that started the run, or start a new run."
+        )
+    return {name: recorded[flag] for flag, name in names.items() if is_setting(name)}
+
+
+def from_flags(flags: Mapping[Any, object], errors: list[str]) -> dict[SettingName, Given]:
+    """Return the given flags; unknown settings are added to ``errors``."""
+    given: dict[SettingName, Given] = {}
     for name, value in flags.items():
-        kinds = (str, Real, Path, AtHand) if name == "dataset" else (str, Real, Path)
-        if name not in SETTINGS:
-            errors.append(f"There is no setting '{name}'.{near_setting(name, SETTINGS)}")
-        elif value is None or value is False:
-            continue
-        elif isinstance(value, kinds):
+        if not is_setting(name):
+            errors.append(unknown(name, SETTINGS))
+        elif value is not None and value is not False:
             given[name] = Given(value, f"--{flag_name(name)}")
-        else:
-            known = SETTINGS[name].choices and f" Known: {SETTINGS[name].known}."
-            errors.append(f"{name} cannot be a {type(value).__name__}.{known or AS_DATASET}")
     return given
 
 
 def combined(
-    file: Mapping[str, Given], flags: Mapping[str, Given], errors: list[str]
-) -> dict[str, Given]:
+    file: Mapping[SettingName, Given], flags: Mapping[SettingName, Given], errors: list[str]
+) -> dict[SettingName, Given]:
     """Merge settings, where flags take precedence; add contradictions to ``errors``."""
     below = dict(file)
     for group in EXCLUSIVE:
@@ -82,70 +90,22 @@ def combined(
 
 
 def validated(
-    given: Mapping[str, Given], errors: list[str], known: Mapping[str, Setting] = SETTINGS
-) -> dict[str, Any]:
-    """Return the valid settings, and add the faults of the others to ``errors``."""
-    values: dict[str, Any] = {}
-    for name, entry in given.items():
-        setting, value = known[name], entry.value
-        if isinstance(value, AtHand):
-            values[name] = value
-            continue
-        parts, found = str(value).split(",") if setting.several else [value], []
-        for part in parts:
-            try:
-                found.append(_parsed(name, setting, part, entry.origin))
-            except ValueError as fault:
-                if str(fault) not in errors:
-                    errors.append(str(fault))
-        if len(found) == len(parts):
-            values[name] = tuple(found) if setting.several else found[0]
-    return values
+    given: Mapping[SettingName, Given], errors: list[str]
+) -> tuple[Settings, frozenset[SettingName]]:
+    """Return the valid settings, and the names of the others; add their faults to ``errors``."""
+    values = {name: entry.value for name, entry in given.items()}
+    origins = {name: entry.origin for name, entry in given.items()}
+    settings, invalid = valid_part(Settings, values, errors, origins)
+    return settings, frozenset(name for name in given if name in invalid)
 
 
-def parse(flags: Mapping[str, Any]) -> dict[str, Any]:
+def parse(flags: Settings | Mapping[Any, Any]) -> dict[SettingName, Any]:
     """Convert given flags to values and validate each of them separately.
 
     Raises InputError with every fault found.
     """
-    errors: list[str] = []
-    values = validated(typed(flags, errors), errors)
-    raise_errors(errors)
-    return values
-
-
-def _parsed(name: str, setting: Setting, value: Any, origin: str) -> Any:
-    """Return a value as its type. Raises ValueError, a sentence with the fault and its remedy."""
-    if setting.kind is bool:
-        if isinstance(value, bool):
-            return value
-        raise ValueError(f"{origin} must be true or false.")
-    text = setting.renamed.get(str(value), str(value))
-    own = setting.besides is not None and setting.besides[0](text)
-    if setting.choices and text not in setting.choices and not own:
-        raise ValueError(
-            f"{origin}: there is no {flag_name(name)} '{text}'.{near(text, setting.choices)} "
-            f"Known: {setting.known}."
-        )
-    if setting.pattern and not re.fullmatch(setting.pattern[0], text):
-        hint = NO_MPS if name == "device" and text.startswith("mps") else ""
-        raise ValueError(f"{origin} must be {setting.pattern[1]}, not '{text}'.{hint}")
-    if setting.kind is Path and not text:
-        raise ValueError(f"{origin} must not be empty. Set it to a folder, or leave it out.")
-    if setting.kind not in NUMBERS:
-        return setting.kind(text)
-    try:
-        number = NUMBERS[setting.kind].validate_python(text)
-    except ValidationError:
-        pointed = text.replace(",", ".")  # decimal comma
-        meant = pointed != text and re.fullmatch(NUMBER, pointed)
-        hint = f" Did you mean {pointed}?" if meant else ""
-        kind = "a whole number" if setting.kind is int else "a number"
-        raise ValueError(f"{origin}: '{text}' is not {kind}.{hint}") from None
-    if not setting.allows(number):
-        hint = " To train without privacy use --no-dp." if name == "sigma" and not number else ""
-        raise ValueError(f"{origin} must be {setting.bounds}, not {text}.{hint}")
-    return number
+    settings = flags if isinstance(flags, Settings) else Settings.model_validate(flags)
+    return {name: value for name, value in settings.given.items() if is_setting(name)}
 
 
 def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:
@@ -155,17 +115,3 @@ def faults_of_model(models: Iterable[str], origin: str) -> Iterator[str]:
             f"{origin} refers to code, {model}, which dpmac does not run from a settings file. If "
             f"you trust it, add --model {model} to the command line."
         )
-
-
-def near_setting(written: str, known: Collection[str]) -> str:
-    """Return a hint for an unknown setting; ``known`` are field names of settings."""
-    ours = OTHER_NAMES.get(written.replace("_", "-"), "")
-    if ours.replace("-", "_") in known:
-        return f" In dpmac it is called {ours}."
-    return near(written, map(flag_name, known))
-
-
-def near(text: str, names: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with close matches, or an empty string."""
-    matches = difflib.get_close_matches(text.lower(), list(names), n=2, cutoff=0.6)
-    return f" Did you mean {' or '.join(matches)}?" if matches else ""

@@ -7,6 +7,7 @@ from typing import Any
 
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.accounting.statements import COVERED_RECORD, COVERED_UNIT, RECORD, UNIT
+from dpmac_cli.config.settings import Complete
 from dpmac_cli.data.registry import Dataset
 from dpmac_cli.data.schema import Found, Source
 from dpmac_cli.dp.optimizers import OPTIMIZERS, Hyperparameters, Optimizer
@@ -40,6 +41,7 @@ class TrainPlan:
         out: the run folder; None for the first free of runs/DATASET-OPTIMIZER-1, -2, ...
         force: whether to replace an existing run.
         scores: noise of test scores, which covers the test records; None for exact scores.
+        settings: every setting, with its default.
         recorded: contents of config.yaml, by the names of the flags.
     """
 
@@ -77,6 +79,7 @@ class TrainPlan:
     scores: Scores | None
     json: bool
     quiet: bool
+    settings: Complete = field(compare=False, repr=False)
     recorded: Mapping[str, Any] = field(hash=False, repr=False)
 
     @property

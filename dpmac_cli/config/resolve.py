@@ -4,16 +4,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import calibrate_noise
 from dpmac_cli.accounting.events import Scores, TrainingEvent
 from dpmac_cli.config import checks
 from dpmac_cli.config.defaults import completed
-from dpmac_cli.config.given import Given, combined, faults_of_model, typed, validated
+from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.given import (
+    Given,
+    Values,
+    by_setting,
+    combined,
+    faults_of_model,
+    from_flags,
+    validated,
+)
+from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.settings import DATA, DEFAULTS, RECIPE_DEFAULTS, SETTINGS, flag_name
+from dpmac_cli.config.settings import DATA, SETTINGS, Complete, Settings
 from dpmac_cli.config.yaml_file import read_settings
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.data.schema import AtHand, Found, Source
@@ -23,19 +33,6 @@ from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models import registry
 from dpmac_cli.storage.paths import data_folder
 from dpmac_cli.training.schedules import LossKind, Recipe
-
-#: Fields of the plan that are settings of the same name and need no conversion.
-AS_GIVEN = (
-    *("dataset", "fix_norm", "isolate", "delta", "secure", "optimizer", "batch_size"),
-    *("physical_batch", "gpu_batch", "device", "seed", "out", "force"),
-    *("metric", "json", "quiet"),
-)
-#: Fields of a :class:`Source` that are settings of the same name and need no conversion.
-HOW_TO_READ = (
-    *("test_fraction", "split_seed", "image_size", "levels", "standardise", "unit", "skip_bad"),
-)
-#: Settings that config.yaml omits if they have their defaults.
-OMITTED = {*RECIPE_DEFAULTS, "isolate", "backbone_flips", "metric", "cover_scores"}
 
 
 @dataclass(frozen=True)
@@ -47,49 +44,47 @@ class Resolved:
 
 
 def resolve(
-    flags: Mapping[str, Any] | None = None,
+    settings: Settings | Values | None = None,
     file: Path | None = None,
     *,
     earlier: tuple[TrainingEvent, ...] = (),
-    **settings: Any,
+    **keywords: Unpack[Keywords],
 ) -> Resolved:
-    """Resolve flags and a YAML file into a validated plan. Flags take precedence.
+    """Resolve settings and a YAML file into a validated plan. Settings take precedence.
 
     Args:
-        flags: field name -> value, as text or of its type; None and False if not given.
+        settings: a model, or values by name, as text or of their types; None and False if not
+            given.
         file: YAML file with flag names as keys.
         earlier: events on the same records, which a target epsilon must cover too.
-        settings: more entries of ``flags``: ``resolve(dataset="digits", sigma=2)``.
+        keywords: more settings by name: ``resolve(dataset="digits", sigma=2)``.
 
     Raises:
         InputError: lists every fault found.
         BudgetError: no noise meets the target epsilon.
     """
     errors: list[str] = []
+    named = settings.given if isinstance(settings, Settings) else settings or {}
+    on_command_line = from_flags({**named, **keywords}, errors)
     given = {} if file is None else read_settings(file, errors)
-    named = {**(flags or {}), **settings}
-    if "model" in given and not named.get("model"):
+    if "model" in given and "model" not in on_command_line:
         errors += faults_of_model([str(given["model"].value)], given["model"].origin)
-    return _resolved(named, given, errors, earlier)
+    return _resolved(on_command_line, given, errors, earlier)
 
 
-def change(recorded: Mapping[str, Any], flags: Mapping[str, Any]) -> Resolved:
+def change(recorded: Mapping[str, Any], flags: Mapping[SettingName, Any]) -> Resolved:
     """Resolve recorded settings (:attr:`TrainPlan.recorded`) into a plan. Flags take precedence.
 
     Raises:
         InputError: lists every fault found.
     """
     given = {
-        name.replace("-", "_"): Given(value, f"{name} in the checkpoint")
-        for name, value in recorded.items()
+        name: Given(value, f"{flag_name(name)} in the checkpoint")
+        for name, value in by_setting(recorded).items()
         if value is not False
     }
-    if unknown := [given[name].origin for name in given if name not in SETTINGS]:
-        raise InputError(
-            f"{' and '.join(unknown)}: this version of dpmac has no such setting. Resume with the "
-            "version that started the run, or start a new run."
-        )
-    return _resolved(flags, given, [])
+    errors: list[str] = []
+    return _resolved(from_flags(flags, errors), given, errors)
 
 
 def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
@@ -101,40 +96,40 @@ def data_settings(file: Path, dataset: str | AtHand | None) -> TrainPlan:
     given = {
         name: entry
         for name, entry in read_settings(file, errors).items()
-        if name == "dataset" or SETTINGS[name].panel == DATA
+        if name == "dataset" or SETTINGS[name].flag.group == DATA
     }
     if dataset is None and str(given["dataset"].value).startswith("<"):
         raise InputError(
             f"{file.parent} was trained on records in memory of a program. Add --dataset with the "
             "path of a file of them, or score it with dpmac_cli.score."
         )
-    return _resolved({"dataset": dataset}, given, errors).plan
+    moved: Keywords = {"dataset": dataset}
+    return _resolved(from_flags(moved, errors), given, errors).plan
 
 
 def _resolved(
-    flags: Mapping[str, Any],
-    file: dict[str, Given],
+    flags: Mapping[SettingName, Given],
+    file: Mapping[SettingName, Given],
     errors: list[str],
     earlier: tuple[TrainingEvent, ...] = (),
 ) -> Resolved:
     """Return a validated plan; ``errors`` were found before."""
-    on_command_line = typed(flags, errors)
-    given = combined(file, on_command_line, errors)
-    settings = validated(given, errors)
+    given = combined(file, flags, errors)
+    settings, invalid = validated(given, errors)
     # Otherwise defaults would be another dataset's, or all images would be decoded first.
-    if "dataset" in given.keys() - settings.keys() or "skip_bad" in settings:
+    if "dataset" in invalid or settings.skip_bad:
         raise_errors(errors)
     try:
-        data, found = _data({**DEFAULTS, **settings})
+        data, found = _data(settings)
     except InputError as failure:
         raise InputError([*errors, *failure.errors]) from failure
     if isinstance(data, Source):
-        settings["dataset"] = str(data.path)
+        settings = settings.replace(dataset=str(data.path))
     errors += checks.lonely(given)
     plan = make_plan(completed(settings, found.facts), data, found)
     raise_errors([*errors, *checks.faults(plan)])
     plan = _calibrated(plan, earlier)
-    return Resolved(plan, tuple(checks.notes(plan, on_command_line)))
+    return Resolved(plan, tuple(checks.notes(plan, flags)))
 
 
 def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPlan:
@@ -145,9 +140,10 @@ def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPla
     if plan.private and math.isfinite(plan.target_epsilon):
         target, event = plan.target_epsilon, plan.event
         sigma = calibrate_noise(event, plan.delta, target, earlier=earlier)
-        recorded = {**plan.recorded, "sigma": sigma}
-        recorded.pop("epsilon")
-        plan = replace(plan, event=replace(plan.event, noise_multiplier=sigma), recorded=recorded)
+        settings = plan.settings.replace(sigma=sigma, epsilon=None)
+        recorded = _recorded(settings, plan.data)
+        event = replace(event, noise_multiplier=sigma)
+        plan = replace(plan, event=event, settings=settings, recorded=recorded)
     if plan.scores is None:
         return plan
     target = min(total_epsilon((plan.event,), plan.delta), plan.max_epsilon)
@@ -156,117 +152,150 @@ def _calibrated(plan: TrainPlan, earlier: tuple[TrainingEvent, ...]) -> TrainPla
     return replace(plan, scores=replace(plan.scores, noise_multiplier=sigma))
 
 
-def make_plan(values: Mapping[str, Any], data: str | Source, found: Found) -> TrainPlan:
+def make_plan(settings: Complete, data: str | Source, found: Found) -> TrainPlan:
     """Return the plan of :func:`completed` settings, before noise is calibrated."""
-    interval: str = values["checkpoint_every"]
-    by_seconds, weights = interval.endswith("s"), values["pretrained"]
-    event = _event(values, found.facts.train_size)
-    every = event.steps_per_epoch * (values["score_every"] or event.steps)
-    trained = registry.Trained(values["train"] or "all")
-    if trained.part == "lora":
-        trained = replace(trained, rank=values["lora_rank"], alpha=values["lora_alpha"])
+    interval = settings.checkpoint_every
+    by_seconds = interval.endswith("s")
+    event = _event(settings, found.facts.train_size)
+    every = event.steps_per_epoch * (settings.score_every or event.steps)
     return TrainPlan(
-        **{name: values[name] for name in AS_GIVEN},
+        dataset=settings.dataset,
         data=data,
         found=found,
-        model=registry.parse_model(values["model"]),
-        features=_features(values),
-        pretrained=None if weights is None else Path(weights),
-        trained=trained,
+        model=registry.parse_model(settings.model),
+        fix_norm=settings.fix_norm,
+        isolate=settings.isolate,
+        features=_features(settings),
+        pretrained=None if settings.pretrained is None else Path(settings.pretrained),
+        trained=_trained(settings),
         event=event,
-        private=not values["no_dp"],
-        target_epsilon=values["epsilon"] or math.inf,
-        max_epsilon=values["max_epsilon"] or math.inf,
-        hyper=Hyperparameters(**{f.name: values[f.name] for f in fields(Hyperparameters)}),
-        recipe=Recipe(
-            values["lr_schedule"],
-            values["warmup_steps"],
-            values["weight_decay"],
-            values["ema"] or 0.0,
-            values["augmentations"] or 1,
-            values["augment"] or "none",
-            values["records_per_unit"] if found.unit else 1,
-            LossKind(
-                values["loss"],
-                values["label_smoothing"],
-                tuple(map(float, filter(None, (values["class_weights"] or "").split(",")))),
-            ),
-        ),
-        scores=Scores(0.0, every, values["metric"] != "accuracy")
-        if values["cover_scores"]
-        else None,
-        canaries=values["canaries"] or 0,
-        guesses=values["guesses"] or 0,
-        data_dir=data_folder(values["data_dir"]),
+        delta=settings.delta,
+        private=not settings.no_dp,
+        target_epsilon=settings.epsilon or math.inf,
+        max_epsilon=settings.max_epsilon or math.inf,
+        secure=settings.secure,
+        optimizer=settings.optimizer,
+        hyper=Hyperparameters(**{f.name: getattr(settings, f.name) for f in _HYPERPARAMETERS}),
+        recipe=_recipe(settings, found),
+        batch_size=settings.batch_size,
+        physical_batch=settings.physical_batch,
+        gpu_batch=settings.gpu_batch,
+        canaries=settings.canaries or 0,
+        guesses=settings.guesses or 0,
+        device=settings.device,
+        seed=settings.seed,
+        data_dir=data_folder(settings.data_dir),
         checkpoint_steps=0 if by_seconds else int(interval),
         checkpoint_seconds=float(interval[:-1]) if by_seconds else math.inf,
-        recorded=_recorded(values, data),
+        out=settings.out,
+        force=settings.force,
+        metric=settings.metric,
+        scores=Scores(0.0, every, settings.metric != "accuracy") if settings.cover_scores else None,
+        json=settings.json,
+        quiet=settings.quiet,
+        settings=settings,
+        recorded=_recorded(settings, data),
     )
 
 
-def _event(values: Mapping[str, Any], records: int) -> TrainingEvent:
+_HYPERPARAMETERS = fields(Hyperparameters)
+
+
+def _recipe(settings: Complete, found: Found) -> Recipe:
+    weights = filter(None, (settings.class_weights or "").split(","))
+    return Recipe(
+        schedule=settings.lr_schedule,
+        warmup=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        ema=settings.ema or 0.0,
+        views=settings.augmentations or 1,
+        augment=settings.augment or "none",
+        records=settings.records_per_unit if found.unit else 1,
+        loss=LossKind(settings.loss, settings.label_smoothing, tuple(map(float, weights))),
+    )
+
+
+def _event(settings: Complete, records: int) -> TrainingEvent:
     """Return the accounting event of a run. With K canaries it has n + K/2 records on average."""
-    per_epoch = math.ceil(records / values["batch_size"])
-    steps = values["steps"] if values["epochs"] is None else values["epochs"] * per_epoch
-    rate = values["batch_size"] / (records + (values["canaries"] or 0) / 2)
-    return TrainingEvent(rate, values["sigma"] or 0.0, steps, values["sampler"], per_epoch)
+    per_epoch = math.ceil(records / settings.batch_size)
+    steps = settings.steps or 0 if settings.epochs is None else settings.epochs * per_epoch
+    rate = settings.batch_size / (records + (settings.canaries or 0) / 2)
+    return TrainingEvent(rate, settings.sigma or 0.0, steps, settings.sampler, per_epoch)
 
 
-def _data(values: Mapping[str, Any]) -> tuple[str | Source, Found]:
+def _trained(settings: Complete) -> registry.Trained:
+    part = settings.train or "all"
+    if settings.lora_rank is None or settings.lora_alpha is None or part != "lora":
+        return registry.Trained(part)
+    return registry.Trained(part, settings.lora_rank, settings.lora_alpha)
+
+
+def _data(settings: Settings) -> tuple[str | Source, Found]:
     """Return a registered name or the source of your own dataset, and the facts of the dataset.
 
     They are read once, because files may change during a run.
     """
-    name = values["dataset"]
+    name = settings.dataset
     at_hand = name if isinstance(name, AtHand) else None
-    if name in DATASETS:
-        if values["unit"] is not None:
+    if isinstance(name, str) and name in DATASETS:
+        if settings.unit is not None:
             raise InputError(
-                f"--unit {values['unit']}: {name} does not contain the units of records. Use "
+                f"--unit {settings.unit}: {name} does not contain the units of records. Use "
                 "a table, a folder, or an .npz with an array unit."
             )
         return name, Found(DATASETS[name], name)
     from dpmac_cli.data.own import inspect  # noqa: PLC0415  (loads numpy)
 
-    ends, names = values["feature_range"], values["classes"]
-    low, high = map(float, ends.split(",")) if ends else (0.0, 0.0)
     schema = None if at_hand is None else at_hand.schema
-    if values["schema"] is not None:
-        schema = read_schema(Path(values["schema"]))
+    if settings.schema is not None:
+        schema = read_schema(Path(settings.schema))
     source = Source(
-        Path(name) if at_hand is None else at_hand.path,
-        **{setting: values[setting] for setting in HOW_TO_READ},
-        channels=None if values["channels"] is None else int(values["channels"]),
-        classes=tuple(name.strip() for name in names.split(",")) if names else None,
-        feature_range=(low, high) if ends else None,
+        at_hand.path if at_hand is not None else Path(str(name)),
+        test_fraction=settings.test_fraction,
+        split_seed=settings.split_seed,
+        channels=None if settings.channels is None else int(settings.channels),
+        image_size=settings.image_size,
+        levels=settings.levels,
+        classes=_names(settings.classes),
+        standardise=settings.standardise,
+        feature_range=_ends(settings.feature_range),
         schema=schema,
         at_hand=at_hand,
+        unit=settings.unit,
+        skip_bad=settings.skip_bad,
     )
     return source, inspect(source)
 
 
-def _features(values: Mapping[str, Any]) -> registry.Features | None:
-    if values["backbone"] is not None:
-        return registry.Backbone(
-            values["backbone"], values["backbone_size"], values["backbone_flips"]
-        )
-    if values["features"] is not None:
-        return registry.Scattered(values["features"])
-    return None
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return tuple(name.strip() for name in text.split(",")) if text else None
 
 
-def _recorded(values: Mapping[str, Any], data: str | Source) -> dict[str, Any]:
+def _ends(text: str | None) -> tuple[float, float] | None:
+    if not text:
+        return None
+    low, high = map(float, text.split(","))
+    return low, high
+
+
+def _features(settings: Complete) -> registry.Features | None:
+    if settings.backbone is not None and settings.backbone_size is not None:
+        return registry.Backbone(settings.backbone, settings.backbone_size, settings.backbone_flips)
+    return None if settings.features is None else registry.Scattered(settings.features)
+
+
+def _recorded(settings: Complete, data: str | Source) -> dict[str, Any]:
     """Return the contents of config.yaml, by the names of the flags."""
-    kept = {
-        name: values[name]
-        for name, setting in SETTINGS.items()
-        if setting.recorded
-        and values[name] is not None
-        and (name not in OMITTED or values[name] != DEFAULTS[name])
-        and (isinstance(data, Source) or setting.panel != DATA)
+    kept: dict[SettingName, Any] = {
+        name: value
+        for name, option in SETTINGS.items()
+        if (value := getattr(settings, name)) is not None
+        and option.flag.recorded
+        and not (option.flag.omitted and value == option.default)
+        and (isinstance(data, Source) or option.flag.group != DATA)
     }
-    if not isinstance(registry.parse_model(values["model"]), registry.UserModel):
+    if not isinstance(registry.parse_model(settings.model), registry.UserModel):
         kept.pop("fix_norm")
-    if values["gpu_batch"] != values["physical_batch"]:  # not given: the device decides
+    if settings.gpu_batch != settings.physical_batch:  # not given: the device decides
         kept.pop("physical_batch")
     return {flag_name(name): value for name, value in kept.items()}

@@ -1,21 +1,23 @@
-"""Settings of a training run and their allowed values, from settings.toml. Imports no torch.
+"""Settings of a training run: one typed model, of which flags, YAML and keywords are made.
 
-A setting has the same name as a flag, as a YAML key and as a keyword.
+A setting has the same name as a flag, as a YAML key and as a keyword. Imports no torch.
 """
 
-import operator
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Self, Unpack, get_args
+
+from pydantic import Field, StrictBool
 
 from dpmac_cli.accounting.accountants import SIGMA_MAX, SIGMA_MIN
 from dpmac_cli.accounting.calibration import MOST_STEPS
 from dpmac_cli.accounting.events import ALIASES, SAMPLERS
+from dpmac_cli.config.fields import NUMBER, Choice, Flag, Option, Pattern, SomePath, options
+from dpmac_cli.config.flags import Flags
+from dpmac_cli.config.keywords import Keywords, SettingName
 from dpmac_cli.data.registry import DATASETS
-from dpmac_cli.data.schema import STANDARDS, TABLES
-from dpmac_cli.dp.optimizers import OPTIMIZERS
+from dpmac_cli.data.schema import STANDARDS, TABLES, AtHand
+from dpmac_cli.dp.optimizers import OPTIMIZERS, Kappa
 from dpmac_cli.models.registry import BACKBONES, FEATURES, MODELS, PARTS
 from dpmac_cli.training.schedules import AUGMENTS, LOSSES, SCHEDULES
 
@@ -29,139 +31,619 @@ METRICS: Mapping[str, str] = {
 }
 #: Metrics that can be released with noise.
 COVERED = ("accuracy", "balanced-accuracy")
+#: Default of ``delta`` in (epsilon, delta).
+DELTA = 1e-5
 #: Values that may replace a registered name: a test and a description.
 OWN_DATA = (
     lambda text: "/" in text or text.endswith((".npz", *TABLES)) or Path(text).exists(),
     "a folder with one folder of images per class, an .npz, or a table (.csv, .tsv, .parquet)",
 )
 OWN_MODEL = (lambda text: ":" in text, "your own FILE.py:FACTORY or MODULE:FACTORY")
-NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?"
-#: Details that settings.toml cannot contain: names defined elsewhere, and patterns.
-DETAILS: Mapping[str, Mapping[str, Any]] = {
-    "dataset": {"choices": tuple(DATASETS), "besides": OWN_DATA},
-    "model": {"choices": tuple(MODELS), "besides": OWN_MODEL},
-    "features": {"choices": tuple(FEATURES)},
-    "backbone": {"choices": tuple(BACKBONES)},
-    "train": {"choices": tuple(PARTS)},
-    "standardise": {"choices": tuple(STANDARDS)},
-    "sampler": {"choices": tuple(SAMPLERS), "renamed": ALIASES},
-    "optimizer": {"choices": tuple(OPTIMIZERS)},
-    "lr_schedule": {"choices": SCHEDULES},
-    "augment": {"choices": AUGMENTS},
-    "loss": {"choices": LOSSES},
-    "metric": {"choices": tuple(METRICS)},
-    "feature_range": {"pattern": (rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1")},
-    "class_weights": {
-        "pattern": (rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5")
-    },
-}
-#: Types of values by their names in the TOML files, and their limits, by :data:`LIMITS`.
-TYPES: Mapping[str, tuple[type, dict[str, Any]]] = {
-    "text": (str, {}),
-    "switch": (bool, {}),
-    "path": (Path, {}),
-    "whole number": (int, {}),
-    "number": (float, {}),
-    "positive": (float, {"gt": 0}),
-    "noise": (float, {"ge": SIGMA_MIN, "le": SIGMA_MAX}),
-    "noise or none": (float, {"ge": 0, "le": SIGMA_MAX}),
-    # Squares and fourth roots of these, and quotients by them, fit into float32.
-    "scale": (float, {"ge": 1e-10, "le": 1e10}),
-    "variance": (float, {"ge": 1e-30, "le": 1e10}),
-    "count": (int, {"ge": 1, "le": 10**9}),
-    "steps": (int, {"ge": 1, "le": MOST_STEPS}),
-    "length": (int, {"ge": 0, "le": MOST_STEPS}),
-    "decay": (float, {"ge": 0, "lt": 1}),
-    "probability": (float, {"gt": 0, "lt": 1}),
-}
-#: Kinds of limits by name: in words, and as a test of a number and its limit.
-LIMITS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    **{"ge": ("at least", operator.ge), "gt": ("above", operator.gt)},
-    **{"le": ("at most", operator.le), "lt": ("below", operator.lt)},
-}
 #: Groups of settings in the help.
-DATA, OPTIMIZER, RECIPE = "Your own data", "Optimizer", "Recipe"
+TASK, DATA, PRIVACY, OPTIMIZER = "Task", "Your own data", "Privacy", "Optimizer"
+RECIPE, AUDIT, RUN, OUTPUT = "Recipe", "Audit", "Run", "Output"
+
+Positive = Annotated[float, Field(gt=0)]
+Noise = Annotated[float, Field(ge=SIGMA_MIN, le=SIGMA_MAX)]
+# Squares and fourth roots of these, and quotients by them, fit into float32.
+Scale = Annotated[float, Field(ge=1e-10, le=1e10)]
+Variance = Annotated[float, Field(ge=1e-30, le=1e10)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Length = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(gt=0, lt=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A setting: its allowed values and its help."""
-
-    help: str
-    panel: str  # group in the help
-    value: str = "text"  # type, a key of TYPES
-    limits: dict[str, Any] = field(default_factory=dict)  # limits of a number, besides the type's
-    several: bool = False  # whether several comma-separated values may be given
-    default: Any = None  # None if it depends on other settings
-    otherwise: str = ""  # the default in words; empty if it turns nothing on
-    choices: Sequence[str] = ()  # allowed names
-    renamed: Mapping[str, str] = field(default_factory=dict)  # current names, by earlier names
-    besides: tuple[Callable[[str], bool], str] | None = None  # other values: test and description
-    pattern: Sequence[str] = ()  # pattern of other text and its description; empty for any text
-    needs: str = ""  # other flags, one of which is required
-    not_with: Mapping[str, str] = field(default_factory=dict)  # contradicting settings, and why
-    recorded: bool = True  # whether it is in config.yaml: it describes the run, not the machine
-    fixed: bool = False  # whether a fork cannot change it
-    metavar: str = ""  # placeholder for the value in the help; default from the type or choices
-    also: Sequence[str] = ()  # names in other libraries, for hints
-
-    @property
-    def kind(self) -> type:
-        """Python type of a value."""
-        return TYPES[self.value][0]
-
-    @property
-    def bounds(self) -> str:
-        """Limits of a number in words: "above 0 and below 1"."""
-        return " and ".join(
-            f"{LIMITS[name][0]} {limit:{',' if isinstance(limit, int) else 'g'}}"
-            for name, limit in (TYPES[self.value][1] | self.limits).items()
-        )
-
-    @property
-    def known(self) -> str:
-        """Return its choices in words."""
-        more = f"; or {self.besides[1]}" if self.besides else ""
-        return f"{', '.join(self.choices)}{more}"
-
-    def allows(self, number: float) -> bool:
-        """Return whether a number is within the limits."""
-        limits = TYPES[self.value][1] | self.limits
-        return all(LIMITS[name][1](number, limit) for name, limit in limits.items())
+def _no_noise(text: str) -> str:
+    """Return the remedy for a noise multiplier of 0."""
+    return " To train without privacy use --no-dp." if float(text) == 0 else ""
 
 
-def settings_in(
-    groups: Mapping[str, Mapping[str, Any]], details: Mapping[str, Mapping[str, Any]]
-) -> Mapping[str, Setting]:
-    """Return settings by name from one table per group; ``details`` adds fields to some."""
-    return {
-        name: Setting(panel=panel, **entry, **details.get(name, {}))
-        for panel, entries in groups.items()
-        for name, entry in entries.items()
-    }
+def _no_mps(text: str) -> str:
+    """Return why Apple's GPUs are rejected."""
+    apple = " It has no float64, which clipping needs if float32 would round gradients too much."
+    return apple if text.startswith("mps") else ""
 
 
-def read_table(file: str, details: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Setting]:
-    """Return the settings of a file in this folder; see :func:`settings_in`."""
-    text = Path(__file__).with_name(file).read_text("utf-8")
-    return settings_in(tomllib.loads(text), details)
+# Flags that commands share.
+Device = Annotated[
+    str,
+    Pattern(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N"),
+    Field(description="Device: auto, cpu, cuda or cuda:N."),
+    Flag(RUN, also=("gpu",), local=True, labels=False, hint=_no_mps),
+]
+DataDir = Annotated[
+    SomePath | None,
+    Field(description="Folder of datasets (or DPMAC_DATA_DIR)."),
+    Flag(RUN, recorded=False),
+]
+Quiet = Annotated[
+    StrictBool,
+    Field(description="Print only errors."),
+    Flag(OUTPUT, recorded=False, studied=False),
+]
+Debug = Annotated[
+    StrictBool,
+    Field(description="Show tracebacks."),
+    Flag(OUTPUT, recorded=False, studied=False),
+]
+PrintJson = Annotated[StrictBool, Field(description="Print JSON."), Flag(OUTPUT)]
 
 
-def flag_name(name: str) -> str:
-    """Return the name of a setting as a flag."""
-    return name.replace("_", "-")
+class Shown(Flags, frozen=True):
+    """Flags that decide how much a command prints."""
+
+    quiet: Quiet = False
+    debug: Debug = False
+
+
+class Settings(Flags, frozen=True):
+    """Settings of a training run, as given; None if off, or if the default depends on others.
+
+    Raises:
+        InputError: lists every invalid value.
+    """
+
+    # Task
+    dataset: Annotated[
+        str | AtHand,
+        Choice(tuple(DATASETS), OWN_DATA, instances=AtHand),
+        Field(description="Dataset to train on."),
+        Flag(TASK, also=("data",), fixed=True, local=True),
+    ] = "mnist"
+    model: Annotated[
+        str | None,
+        Choice(tuple(MODELS), OWN_MODEL),
+        Field(description="Network to train."),
+        Flag(
+            TASK,
+            also=("network", "architecture"),
+            otherwise="the dataset's",
+            fixed=True,
+            local=True,
+        ),
+    ] = None
+    fix_norm: Annotated[
+        StrictBool,
+        Field(description="Replace batch norm with group norm in your network."),
+        Flag(TASK),
+    ] = False
+    isolate: Annotated[
+        StrictBool,
+        Field(
+            description=(
+                "Run the network on each sample separately, so it cannot mix samples. Slower."
+            )
+        ),
+        Flag(
+            TASK,
+            otherwise="if it cannot be proven that the network does not mix samples",
+            omitted=True,
+            fixed=True,
+        ),
+    ] = False
+    features: Annotated[
+        str | None,
+        Choice(tuple(FEATURES)),
+        Field(
+            description=(
+                "Train on fixed wavelet scattering features, which are not learnt, instead of the "
+                "images."
+            )
+        ),
+        Flag(
+            TASK,
+            not_with={"pretrained": "public weights are for networks that take images"},
+            fixed=True,
+        ),
+    ] = None
+    backbone: Annotated[
+        str | None,
+        Choice(tuple(BACKBONES)),
+        Field(description="Train on features of this public network instead of the images."),
+        Flag(TASK, not_with={"features": "a network takes only one of them"}, fixed=True),
+    ] = None
+    backbone_size: Annotated[
+        int | None,
+        Field(ge=32, le=1_024, description="Size in pixels to resize images to for the backbone."),
+        Flag(TASK, otherwise="the backbone's", needs="--backbone", fixed=True),
+    ] = None
+    backbone_flips: Annotated[
+        StrictBool,
+        Field(description="Average the features of each image and its mirror image."),
+        Flag(TASK, needs="--backbone", omitted=True, fixed=True),
+    ] = False
+    pretrained: Annotated[
+        str | Path | None,
+        Field(description="Start from the public weights in this safetensors file."),
+        Flag(TASK, fixed=True),
+    ] = None
+    train: Annotated[
+        str | None,
+        Choice(tuple(PARTS)),
+        Field(description="Part of a network with public weights to train."),
+        Flag(
+            TASK,
+            otherwise="all; with a backbone the head",
+            needs="--pretrained FILE or --backbone",
+            fixed=True,
+        ),
+    ] = None
+    lora_rank: Annotated[
+        int | None,
+        Field(ge=1, le=1_024, description="With --train lora: rank of the low-rank updates."),
+        Flag(TASK, otherwise="8", needs="--train lora", fixed=True),
+    ] = None
+    lora_alpha: Annotated[
+        Scale | None,
+        Field(description="With --train lora: scale the low-rank updates by alpha / rank."),
+        Flag(TASK, otherwise="16", needs="--train lora", fixed=True),
+    ] = None
+    epochs: Annotated[
+        Count | None,
+        Field(description="Epochs of ceil(n/B) steps."),
+        Flag(TASK, also=("num-epochs",), otherwise="the dataset's"),
+    ] = None
+    steps: Annotated[
+        Steps | None,
+        Field(description="Steps, instead of --epochs."),
+        Flag(TASK),
+    ] = None
+    batch_size: Annotated[
+        Count | None,
+        Field(description="Expected batch size B."),
+        Flag(TASK, also=("expected-batch-size",), otherwise="the dataset's"),
+    ] = None
+    # Your own data
+    test_fraction: Annotated[
+        Probability,
+        Field(description="Fraction of your data to hold out for testing if there is no test set."),
+        Flag(DATA),
+    ] = 0.2
+    split_seed: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=4_294_967_295,
+            description="Public seed of that split, which is decided per record.",
+        ),
+        Flag(DATA),
+    ] = 0
+    channels: Annotated[
+        str | None,
+        Choice(("1", "3")),
+        Field(description="Convert your images to N channels."),
+        Flag(DATA, otherwise="as found", fixed=True),
+    ] = None
+    image_size: Annotated[
+        int | None,
+        Field(ge=1, le=1_024, description="Resize your images to N by N."),
+        Flag(DATA, otherwise="as found", fixed=True),
+    ] = None
+    levels: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=65_535,
+            description=(
+                "Value of white in your grey images with 16 bits per pixel, such as 4095 for scans"
+                " of 12 bits."
+            ),
+        ),
+        Flag(DATA, otherwise="the largest that the format can hold", fixed=True),
+    ] = None
+    classes: Annotated[
+        str | None,
+        Pattern(r"\s*[^,\s][^,]*(,\s*[^,\s][^,]*)+", "two names or more, such as cat,dog"),
+        Field(description="Names of your classes, in order of label."),
+        Flag(DATA, otherwise="as found", fixed=True, comma=True),
+    ] = None
+    standardise: Annotated[
+        str,
+        Choice(tuple(STANDARDS)),
+        Field(
+            description="Public constants to standardise images with; half maps them to [-1, 1]."
+        ),
+        Flag(DATA),
+    ] = "half"
+    feature_range: Annotated[
+        str | None,
+        Pattern(rf"{NUMBER},{NUMBER}", "two numbers, such as 0,1"),
+        Field(description="Public range LOW,HIGH to clip columns of numbers to."),
+        Flag(DATA, comma=True),
+    ] = None
+    schema: Annotated[
+        str | Path | None,
+        Field(description="Schema file that declares the columns of your table; see dpmac schema."),
+        Flag(
+            DATA,
+            not_with={
+                "feature_range": "a schema declares the range of every column",
+                "classes": "a schema declares the classes",
+            },
+        ),
+    ] = None
+    unit: Annotated[
+        str | None,
+        Field(
+            description=(
+                "Column of a table, or pattern of image paths, that gives the unit of each record,"
+                " such as a patient. Epsilon protects a unit with all of its records."
+            )
+        ),
+        Flag(DATA, comma=True, otherwise="each record is a unit, unless an .npz has an array unit"),
+    ] = None
+    records_per_unit: Annotated[
+        int,
+        Field(
+            ge=1, le=1_024, description="Records to draw from each unit in a step that includes it."
+        ),
+        Flag(DATA),
+    ] = 8
+    skip_bad: Annotated[
+        StrictBool,
+        Field(description="Leave out unusable records instead of rejecting the dataset."),
+        Flag(DATA),
+    ] = False
+    # Privacy
+    sigma: Annotated[
+        Noise | None,
+        Field(description="Noise multiplier."),
+        Flag(
+            PRIVACY, also=("noise-multiplier", "noise"), otherwise="the dataset's", hint=_no_noise
+        ),
+    ] = None
+    epsilon: Annotated[
+        Positive | None,
+        Field(
+            description=(
+                "Target epsilon of the run; use the least noise that meets it, instead of --sigma."
+            )
+        ),
+        Flag(PRIVACY, also=("target-epsilon", "eps"), fixed=True),
+    ] = None
+    max_epsilon: Annotated[
+        Positive | None,
+        Field(description="Stop before epsilon exceeds this (exit code 3)."),
+        Flag(PRIVACY, studied=False),
+    ] = None
+    sampler: Annotated[
+        str,
+        Choice(tuple(SAMPLERS), renamed=ALIASES),
+        Field(description="Batch sampling method. The privacy cost depends on it."),
+        Flag(PRIVACY, fixed=True),
+    ] = "poisson"
+    delta: Annotated[
+        Probability,
+        Field(
+            description=(
+                "Delta of (epsilon, delta). Your own data: 1e-05, or n^-1.1 if that is less."
+            )
+        ),
+        Flag(PRIVACY, also=("target-delta",)),
+    ] = DELTA
+    no_dp: Annotated[
+        StrictBool,
+        Field(description="Train without privacy, as a baseline."),
+        Flag(
+            PRIVACY,
+            not_with={
+                "secure": "without noise there is nothing to secure",
+                "canaries": "without a privacy guarantee there is nothing to audit",
+                "cover_scores": "without privacy, scores cannot be covered",
+            },
+            fixed=True,
+        ),
+    ] = False
+    secure: Annotated[
+        StrictBool,
+        Field(
+            description=(
+                "Use a cipher for all random numbers and a fixed grid for noise, to prevent "
+                "attacks on generators and floating point. Slower."
+            )
+        ),
+        Flag(PRIVACY, also=("secure-mode",), studied=False, labels=False),
+    ] = False
+    # Optimizer
+    optimizer: Annotated[
+        str,
+        Choice(tuple(OPTIMIZERS)),
+        Field(description="Clipping and update method. Your own data: dp-adam."),
+        Flag(OPTIMIZER, also=("optimizers",), fixed=True, studied=False),
+    ] = "dp-macadam"
+    lr: Annotated[
+        Scale | None,
+        Field(description="Learning rate."),
+        Flag(OPTIMIZER, also=("learning-rate",), otherwise="depends on dataset and optimizer"),
+    ] = None
+    clip_norm: Annotated[
+        Scale | None,
+        Field(description="Clipping norm C, for optimizers with a fixed one."),
+        Flag(
+            OPTIMIZER,
+            also=("max-grad-norm", "l2-norm-clip", "clipping-norm"),
+            otherwise="the dataset's",
+        ),
+    ] = None
+    beta1: Annotated[
+        Decay | None,
+        Field(description="Decay rate of the first moment."),
+        Flag(OPTIMIZER, otherwise="0.9; adaclip 0.99"),
+    ] = None
+    beta2: Annotated[
+        Decay | None,
+        Field(description="Decay rate of the second moment."),
+        Flag(OPTIMIZER, otherwise="0.999; adaclip 0.9"),
+    ] = None
+    gamma: Annotated[
+        float,
+        Field(ge=0, le=1, description="Adam's stability constant."),
+        Flag(OPTIMIZER),
+    ] = 1e-08
+    gamma_prime: Annotated[
+        Variance | None,
+        Field(description="Lower bound of the corrected second moment."),
+        Flag(OPTIMIZER, otherwise="1e-08; with --phi tracked the dataset's"),
+    ] = None
+    h1: Annotated[
+        Variance | None,
+        Field(description="Lower bound of the estimated variance."),
+        Flag(OPTIMIZER, otherwise="the dataset's"),
+    ] = None
+    h2: Annotated[
+        Variance | None,
+        Field(description="Upper bound of the estimated variance."),
+        Flag(OPTIMIZER, otherwise="the dataset's"),
+    ] = None
+    kappa: Annotated[
+        Kappa,
+        Choice(get_args(Kappa)),
+        Field(description="Variance estimate of DP-MacAdam."),
+        Flag(OPTIMIZER),
+    ] = "tracked"
+    phi: Annotated[
+        str,
+        Choice(("paper", "tracked")),
+        Field(description="Noise estimate of DP-MacAdamBC."),
+        Flag(OPTIMIZER),
+    ] = "tracked"
+    # Recipe
+    lr_schedule: Annotated[
+        str,
+        Choice(SCHEDULES),
+        Field(description="Learning rate schedule after the warm-up."),
+        Flag(RECIPE, omitted=True),
+    ] = "constant"
+    warmup_steps: Annotated[
+        Length,
+        Field(description="Number of steps in which the learning rate rises to --lr."),
+        Flag(RECIPE, omitted=True),
+    ] = 0
+    weight_decay: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1000.0,
+            description="Decoupled weight decay: shrink weights by lr times this in every step.",
+        ),
+        Flag(RECIPE, omitted=True),
+    ] = 0.0
+    ema: Annotated[
+        Probability | None,
+        Field(
+            description=(
+                "Score and publish a moving average of the weights with this decay. Your own data:"
+                " 0.95."
+            )
+        ),
+        Flag(RECIPE, omitted=True, fixed=True),
+    ] = None
+    augmentations: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=1_024,
+            description=(
+                "Augmentation multiplicity: augmented views per image and step. The mean of their "
+                "gradients is clipped."
+            ),
+        ),
+        Flag(RECIPE, omitted=True),
+    ] = None
+    augment: Annotated[
+        str | None,
+        Choice(AUGMENTS),
+        Field(description="Augmentation of the views."),
+        Flag(RECIPE, otherwise="the dataset's", needs="--augmentations", omitted=True),
+    ] = None
+    loss: Annotated[
+        str,
+        Choice(LOSSES),
+        Field(description="Loss per sample. Use bce if and only if records have several labels."),
+        Flag(RECIPE, omitted=True),
+    ] = "cross-entropy"
+    label_smoothing: Annotated[
+        Decay,
+        Field(
+            description=(
+                "Label smoothing: fraction of a label that is spread evenly over all classes."
+            )
+        ),
+        Flag(RECIPE, omitted=True),
+    ] = 0.0
+    class_weights: Annotated[
+        str | None,
+        Pattern(rf"\s*{NUMBER}(\s*,\s*{NUMBER})+\s*", "two numbers or more, such as 1,5"),
+        Field(
+            description="Public weights of the classes, or of each label's positives, such as 1,5."
+        ),
+        Flag(RECIPE, omitted=True),
+    ] = None
+    # Audit
+    canaries: Annotated[
+        int | None,
+        Field(
+            ge=2,
+            le=1_000_000,
+            description=(
+                "Audit this run with N canary records; fewer than 1,000 prove little. The model is"
+                " then only for the audit."
+            ),
+        ),
+        Flag(AUDIT, fixed=True, studied=False),
+    ] = None
+    guesses: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=1_000_000,
+            description="Number of canaries that the attack guesses, half of them in, half out.",
+        ),
+        Flag(
+            AUDIT,
+            otherwise="a tenth of the canaries, at least 20",
+            needs="--canaries",
+            fixed=True,
+            studied=False,
+        ),
+    ] = None
+    # Run
+    physical_batch: Annotated[
+        Count | None,
+        Field(description="Physical batch size: samples to process at a time."),
+        Flag(
+            RUN,
+            also=("max-physical-batch-size",),
+            otherwise="depends on network, dataset and device",
+        ),
+    ] = None
+    device: Device = "auto"
+    seed: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=9_223_372_036_854_775_808,
+            description=(
+                "Seed for reproducible runs. There is no privacy against anyone who knows it."
+            ),
+        ),
+        Flag(
+            RUN,
+            also=("seeds", "random-seed"),
+            otherwise="secret",
+            not_with={
+                "secure": "a seed reveals the random numbers that --secure hides from everyone"
+            },
+            recorded=False,
+            fixed=True,
+            studied=False,
+        ),
+    ] = None
+    data_dir: DataDir = None
+    # Output
+    metric: Annotated[
+        str,
+        Choice(tuple(METRICS)),
+        Field(description="Test metric to show, and to rank a comparison by."),
+        Flag(OUTPUT, omitted=True, labels=False),
+    ] = "accuracy"
+    cover_scores: Annotated[
+        StrictBool,
+        Field(
+            description=(
+                "Also protect the test records: release scores with noise, within the run's "
+                "epsilon."
+            )
+        ),
+        Flag(OUTPUT, omitted=True, fixed=True, studied=False),
+    ] = False
+    score_every: Annotated[
+        Count | None,
+        Field(description="Epochs between covered scores. More scores need more noise."),
+        Flag(OUTPUT, otherwise="one score at the end", needs="--cover-scores", studied=False),
+    ] = None
+    checkpoint_every: Annotated[
+        str,
+        Pattern(r"[1-9][0-9]{0,14}|[0-9]{1,9}(\.[0-9]+)?s", "steps (100) or seconds (60s)"),
+        Field(description="Save a checkpoint every N steps (100) or seconds (60s)."),
+        Flag(OUTPUT, recorded=False),
+    ] = "60s"
+    out: Annotated[
+        SomePath | None,
+        Field(description="Folder of the run."),
+        Flag(
+            OUTPUT, also=("output",), otherwise="a new one in runs/", recorded=False, studied=False
+        ),
+    ] = None
+    force: Annotated[
+        StrictBool,
+        Field(description="Replace an existing run in --out. Its files are removed before step 1."),
+        Flag(OUTPUT, recorded=False, studied=False),
+    ] = False
+    json: Annotated[
+        StrictBool,
+        Field(description="Print the report as JSON."),
+        Flag(OUTPUT, recorded=False, studied=False),
+    ] = False
+    quiet: Quiet = False
+    debug: Debug = False
+
+    def replace(self, **changes: Unpack[Keywords]) -> Self:
+        """Return these settings with others of the same type, which are not validated."""
+        return self.model_copy(update=changes)
+
+    def filled(self, defaults: Keywords) -> Self:
+        """Return these settings with defaults for those that were not given."""
+        missing = {n: value for n, value in defaults.items() if n not in self.model_fields_set}
+        return self.model_copy(update=missing)
+
+
+class Complete(Settings, frozen=True):
+    """Settings of a run with every default; None only for what is off."""
+
+    dataset: str  # name or path; in angle brackets for records in memory
+    model: str
+    batch_size: int
+    lr: float
+    clip_norm: float
+    beta1: float
+    beta2: float
+    gamma_prime: float
+    h1: float
+    h2: float
+    physical_batch: int
+    gpu_batch: int  # physical batch on a GPU; it differs only if none was given
+
+
+SETTINGS: Mapping[SettingName, Option] = options(Settings)
+#: Defaults of a run without a recipe.
+RECIPE_DEFAULTS: Mapping[str, object] = {
+    name: option.default for name, option in SETTINGS.items() if option.flag.group == RECIPE
+}
 
 
 def metric_key(name: str) -> str:
     """Return the key of a metric in metrics.jsonl."""
     return f"test_{name.replace('-', '_')}"
-
-
-SETTINGS = read_table("settings.toml", DETAILS)
-DEFAULTS: Mapping[str, Any] = {
-    name: False if setting.kind is bool else setting.default for name, setting in SETTINGS.items()
-}
-#: Defaults of a run without a recipe.
-RECIPE_DEFAULTS: Mapping[str, Any] = {
-    name: DEFAULTS[name] for name, setting in SETTINGS.items() if setting.panel == RECIPE
-}

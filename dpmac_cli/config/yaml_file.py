@@ -1,16 +1,21 @@
 """Settings in YAML files: flag names as keys, read without YAML's number parsing."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
-from dpmac_cli.config.given import Given, near_setting
-from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.config.fields import Option, flag_name
+from dpmac_cli.config.flags import near_setting
+from dpmac_cli.config.given import Given
+from dpmac_cli.config.keywords import SettingName
+from dpmac_cli.config.settings import SETTINGS
 
 #: First words of a config.yaml written by dpmac.
 HEADER = "# Settings of a dpmac run."
 NULL, BOOL = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
+Name = TypeVar("Name", bound=str)
 #: YAML node types in words.
 NODE_WORDS: Mapping[type[yaml.Node], str] = {
     yaml.ScalarNode: "a single value",
@@ -19,31 +24,33 @@ NODE_WORDS: Mapping[type[yaml.Node], str] = {
 }
 
 
-def read_settings(file: Path, errors: list[str]) -> dict[str, Given]:
+def read_settings(file: Path, errors: list[str]) -> dict[SettingName, Given]:
     """Return the settings of a YAML file, and add its faults to ``errors``.
 
     A value is the text of a flag's value: YAML's number parsing (010 is 8, 1:30 is 90, 1e-5 is
     text) is not used. Null and false switches are ignored.
     """
-    given: dict[str, Given] = {}
+    given: dict[SettingName, Given] = {}
     for name, origin, node in _entries(file, SETTINGS, "a setting", errors):
         if not isinstance(node, yaml.ScalarNode):
             errors.append(f"{origin} must be a single value, not {NODE_WORDS[type(node)]}.")
             continue
         value: str | bool = str(node.value)
-        if SETTINGS[name].kind is bool and node.tag == BOOL:
+        if SETTINGS[name].switch and node.tag == BOOL:
             value = yaml.SafeLoader.bool_values.get(node.value.lower(), value)
         if node.tag != NULL and value is not False:
             given[name] = Given(value, origin)
     return given
 
 
-def read_lists(file: Path, known: Collection[str], errors: list[str]) -> dict[str, list[str]]:
+def read_lists(
+    file: Path, known: Mapping[Name, Option], errors: list[str]
+) -> dict[Name, list[str]]:
     """Return the settings of a YAML file, each with one or several values, as text.
 
-    ``known`` are the allowed field names. Faults are added to ``errors``.
+    ``known`` are the allowed settings. Faults are added to ``errors``.
     """
-    found: dict[str, list[str]] = {}
+    found: dict[Name, list[str]] = {}
     for name, origin, node in _entries(file, known, "a setting of a study", errors):
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not items or not all(isinstance(item, yaml.ScalarNode) for item in items):
@@ -60,22 +67,23 @@ def to_yaml(recorded: Mapping[str, object]) -> str:
 
 
 def _entries(
-    file: Path, known: Collection[str], what: str, errors: list[str]
-) -> Iterator[tuple[str, str, yaml.Node]]:
+    file: Path, known: Mapping[Name, Option], what: str, errors: list[str]
+) -> Iterator[tuple[Name, str, yaml.Node]]:
     """Yield name, origin and value of each setting, and add faults to ``errors``."""
     seen: set[str] = set()
+    names: dict[str, Name] = {name: name for name in known}
     for key, node in _pairs(file, errors):
         written = key.value if isinstance(key, yaml.ScalarNode) else NODE_WORDS[type(key)]
         name = written.replace("-", "_")
         origin = f"{flag_name(name)} in {file}"
-        if name not in known:
+        if name not in names:
             hint = near_setting(written, known)
             errors.append(f"{written} in {file} is not {what}.{hint}")
         elif name in seen:
             line = key.start_mark.line + 1
             errors.append(f"{origin} is given twice, again in line {line}. Give it once.")
         else:
-            yield name, origin, node
+            yield names[name], origin, node
         seen.add(name)
 
 

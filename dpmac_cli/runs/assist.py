@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
 from dpmac_cli.data.schema import listed
@@ -42,16 +43,16 @@ def begin(ranks: Ranks, plan: TrainPlan, task: Task, trainer: Trainer, where: Pa
     _agree(ranks, task, trainer)
 
 
-def assist(ranks: Ranks, local: Mapping[str, Any]) -> None:
+def assist(ranks: Ranks, local: Mapping[SettingName, Any]) -> None:
     """Receive the run from rank 0, and work on it until rank 0 ends it.
 
-    ``local`` has the settings of this machine, ``data_dir`` and ``device``, as typed. Raises
-    DpmacError if this rank or another one cannot continue.
+    ``local`` has the settings of this machine, ``data_dir`` and ``device``. Raises DpmacError if
+    this rank or another one cannot continue.
     """
     said = None
     try:
         with explained():
-            ranks.post(environment(choose_device(local.get("device") or "auto", ranks)))
+            ranks.post(environment(choose_device(local.get("device", "auto"), ranks)))
             said = ranks.brief()
             plan, keys = change(said["config"], local).plan, Keys.of_json(said["keys"])
             device = choose_device(plan.device, ranks)

@@ -16,7 +16,9 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from dpmac_cli.config.settings import flag_name
+from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.given import by_setting
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.models.registry import UserModel, parse_model
@@ -196,16 +198,17 @@ def inherited(run: Path, saved: Checkpoint, notes: Iterable[str]) -> Inherited:
 def check_given(
     run: Path,
     recorded: Mapping[str, Any],
-    given: Mapping[str, Any],
+    given: Mapping[SettingName, Any],
     flag: str,
-    fixed: Iterable[str],
+    fixed: Iterable[SettingName],
 ) -> None:
     """Reject changes of ``fixed`` settings; only paths of your own data and model may change.
 
     ``recorded`` has the settings of the run and ``given`` those typed together with ``flag``.
     """
-    moved = set()
-    source, dataset, model = recorded["dataset"], given.get("dataset"), given.get("model")
+    moved: set[SettingName] = set()
+    before = by_setting(recorded)
+    source, dataset, model = before["dataset"], given.get("dataset"), given.get("model")
     if source not in DATASETS:
         if dataset is None and not Path(source).exists():
             remedy = "Put it back, or set --dataset to its new path."
@@ -213,18 +216,18 @@ def check_given(
                 remedy = 'It was in memory in a program: pass it as {"dataset": ...}.'
             raise InputError(f"The run's data {source} was not found. {remedy}")
         moved |= {"dataset"} if dataset not in DATASETS else set()
-    if isinstance(parse_model(recorded["model"]), UserModel):
+    if isinstance(parse_model(before["model"]), UserModel):
         if model is None or not isinstance(parse_model(str(model)), UserModel):
             raise InputError(
-                f"{run} trains your own model, {recorded['model']}. dpmac does not run code that "
+                f"{run} trains your own model, {before['model']}. dpmac does not run code that "
                 f"a file refers to. If you trust it: {folder.command('train ' + flag, run)}"
             )
         moved.add("model")
     for name in fixed:
-        value, typed = given.get(name), flag_name(name)
-        if name not in moved and value is not None and str(value) != str(recorded.get(typed)):
+        value = given.get(name)
+        if name not in moved and value is not None and str(value) != str(before.get(name)):
             raise InputError(
-                f"--{typed} cannot change in a {flag[2:]}. Start a new run to change it."
+                f"--{flag_name(name)} cannot change in a {flag[2:]}. Start a new run to change it."
             )
 
 

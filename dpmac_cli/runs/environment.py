@@ -1,5 +1,6 @@
 """Devices, and the software and hardware that a bitwise identical resume depends on."""
 
+import ast
 import functools
 import hashlib
 import os
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from dpmac_cli import __version__
-from dpmac_cli.config.given import parse
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import listed
 from dpmac_cli.errors import InputError
 from dpmac_cli.training.distributed import Ranks
@@ -38,7 +39,7 @@ def choose_device(name: str, ranks: Ranks | None = None) -> torch.device:
     Raises:
         InputError: there is no such device.
     """
-    parse({"device": name})
+    Settings(device=name)  # raises InputError
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -123,11 +124,35 @@ def _processor() -> str:
 
 
 @functools.cache
-def _source() -> str:
-    """Return a digest of dpmac's own source files."""
-    root = Path(__file__).parents[1]
+def _source(root: Path = Path(__file__).parents[1]) -> str:
+    """Return a digest of dpmac's own source files, without the terminal and help texts."""
     files = sorted(file for file in root.rglob("*") if file.suffix in (".py", ".toml"))
-    return _sum(b"".join(bytes(file.relative_to(root)) + file.read_bytes() for file in files))
+    parts = ((file.relative_to(root), file) for file in files)
+    return _sum(
+        b"".join(
+            bytes(part) + without_help(file.read_bytes())
+            for part, file in parts
+            if part.parts[0] != "cli"
+        )
+    )
+
+
+#: Arguments of ``Field`` and ``Flag`` that are text for a person.
+HELP = ("description", "otherwise", "also", "metavar")
+
+
+def without_help(source: bytes) -> bytes:
+    """Return a module without the help texts of flags; any other file unchanged.
+
+    Defaults and limits stay: a resumed run may take a default from this version.
+    """
+    if b"description=" not in source:
+        return source
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            node.keywords = [part for part in node.keywords if part.arg not in HELP]
+    return ast.unparse(tree).encode()
 
 
 def _sum(content: bytes) -> str:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from dpmac_cli.accounting.accountants import total_epsilon
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.given import parse
+from dpmac_cli.config.keywords import Keywords, TrainingKeywords
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
+from dpmac_cli.config.settings import Settings
 from dpmac_cli.data.schema import AtHand
 from dpmac_cli.dp.losses import Loss
 from dpmac_cli.dp.rules import Rule
@@ -45,12 +46,13 @@ class PrivateTraining:
         model: maps (samples, channels, height, width) to logits (samples, classes). It is trained
             in place: its parameters become views of one vector.
         data: name or path of a dataset, or records in memory.
+        settings: settings as a model; ``model``, ``data`` and ``loss`` replace its own.
         loss: name of a loss, or a function ``loss(output, target)`` of tensors of one sample, shape
             (1, classes) and (1,), that returns its loss. It runs on each sample separately, and
             must not store or print its inputs, which are private.
         rule: update rule that replaces the optimizer's; see
             :func:`~dpmac_cli.dp.algorithm.build_algorithm`.
-        settings: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
+        keywords: settings of docs/configuration.md by name, such as ``epsilon=3, epochs=10,
             optimizer="dp-macadam"``.
 
     A network that was trained privately before, or a part of it, carries what was done: epsilon,
@@ -69,17 +71,21 @@ class PrivateTraining:
         self,
         model: nn.Module,
         data: str | Path | AtHand,
+        settings: Settings | None = None,
         *,
         loss: str | Loss | None = None,
         rule: Rule | None = None,
-        **settings: Any,
+        **keywords: Unpack[TrainingKeywords],
     ) -> None:
         named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
         self._earlier = carried_by(model, own) if isinstance(model, nn.Module) else ()
         counted = tuple(training.done for training in self._earlier if training.private)
-        asked = {**settings, "loss": named}
-        resolved = resolve(asked, dataset=data, model=name, earlier=counted)
+        chosen: Keywords = {"dataset": data, "model": name}
+        if loss is not None:
+            chosen["loss"] = named
+        given = {} if settings is None else settings.given
+        resolved = resolve({**given, **keywords, **chosen}, earlier=counted)
         device = choose_device(resolved.plan.device)
         plan = replace(resolved.plan, device=str(device))
         if plan.scores is not None:
@@ -204,8 +210,8 @@ class PrivateTraining:
 
     @lr.setter
     def lr(self, rate: float) -> None:
-        # Validated, and recorded for the report, like any setting.
-        hyper = replace(self.plan.hyper, **parse({"lr": rate}))
+        Settings(lr=rate)  # raises InputError
+        hyper = replace(self.plan.hyper, lr=float(rate))
         recorded = {**self.plan.recorded, "lr": hyper.lr}
         self._plan = replace(self.plan, hyper=hyper, recorded=recorded)
         self._trainer.algorithm = replace(self._trainer.algorithm, hyper=hyper)

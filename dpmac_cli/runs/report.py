@@ -16,8 +16,9 @@ from dpmac_cli.accounting.accountants import ACCOUNTANTS, total_epsilon
 from dpmac_cli.accounting.events import SAMPLERS
 from dpmac_cli.accounting.pricing import price
 from dpmac_cli.accounting.risk import assess_risk
+from dpmac_cli.config.fields import flag_name
 from dpmac_cli.config.plan import TrainPlan
-from dpmac_cli.config.settings import RECIPE_DEFAULTS, flag_name, metric_key
+from dpmac_cli.config.settings import RECIPE_DEFAULTS, metric_key
 from dpmac_cli.data.schema import Source, listed
 from dpmac_cli.models.registry import BACKBONES, FEATURES, PARTS, Backbone, Scattered
 from dpmac_cli.runs.card import OPEN, templates

@@ -27,6 +27,7 @@ from dpmac_cli.accounting.events import ALIASES, SAMPLERS, TrainingEvent
 from dpmac_cli.accounting.pricing import Row, price
 from dpmac_cli.accounting.statements import RECORD
 from dpmac_cli.config import question
+from dpmac_cli.config.settings import DELTA
 from dpmac_cli.data.registry import Signature
 from dpmac_cli.errors import InputError, raise_errors
 from dpmac_cli.runs import folder, ledger
@@ -204,14 +205,16 @@ def recount(
     """
     why = f"contradicts {path}, which has all facts of the run. Leave it out."
     errors = [*found, *(f"--{name} {why}" for name in given if name not in BESIDE_A_RUN)]
-    typed = question.parse({n: given[n] for n in BESIDE_A_RUN if n in given}, errors)
+    beside = {name: text for name, text in given.items() if name in BESIDE_A_RUN}
+    named = question.by_name(beside, errors)
+    asked = question.parse(named, errors)
     raise_errors(errors)
     report = read_report(path)
-    events, own_delta = report.training_events(), report.delta or question.DEFAULTS["delta"]
-    asked = {**question.DEFAULTS, "delta": own_delta, **typed}
+    events, own_delta = report.training_events(), report.delta or DELTA
+    delta = asked.delta if "delta" in named else own_delta
     rows = [
-        replace(price(events, asked["delta"], name, report.unit), dataset_size=report.train_size)
-        for name in question.USED[asked["accountant"]]
+        replace(price(events, delta, name, report.unit), dataset_size=report.train_size)
+        for name in question.USED[asked.accountant]
     ]
     stored = math.inf if report.epsilon is None else report.epsilon
     return rows, stored, total_epsilon(events, own_delta)

@@ -7,10 +7,12 @@ from typing import Any
 
 from dpmac_cli.accounting.calibration import affordable_steps
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.config.given import parse
+from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.given import by_setting, parse
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import change
-from dpmac_cli.config.settings import SETTINGS
+from dpmac_cli.config.settings import SETTINGS, Settings
 from dpmac_cli.data.dataset import Data
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.randomness.keystream import Keys, make_keys
@@ -94,7 +96,7 @@ def finish(events: Iterable[RunEvent]) -> Finished:
 
 def resume(
     where: Path | str,
-    flags: Mapping[str, Any] | None = None,
+    flags: Settings | Mapping[str, Any] | None = None,
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
@@ -130,7 +132,7 @@ def resume(
 
 def fork(
     parent: Path | str,
-    flags: Mapping[str, Any],
+    flags: Settings | Mapping[str, Any],
     stop: Callable[[], bool] = lambda: False,
     data: Data | None = None,
     ranks: Ranks | None = None,
@@ -210,15 +212,12 @@ def _session(
     )
 
 
-#: Recorded settings that do not change the result. A dataset or model at another path is compared
-#: by its fingerprint.
-LOCAL = ("device", "dataset", "model")
 #: Settings that a fork cannot change.
-FIXED = tuple(name for name, setting in SETTINGS.items() if setting.fixed)
+FIXED = tuple(name for name, option in SETTINGS.items() if option.flag.fixed)
 
 
 def _resumed(
-    where: Path, given: Mapping[str, Any], ranks: Ranks | None
+    where: Path, given: Mapping[SettingName, Any], ranks: Ranks | None
 ) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(where)
     recorded, step = saved.record["config"], saved.step
@@ -251,18 +250,23 @@ def _resumed(
 
 
 def _check_unchanged(
-    where: Path, plan: TrainPlan, recorded: Mapping[str, Any], given: Mapping[str, Any]
+    where: Path, plan: TrainPlan, recorded: Mapping[str, Any], given: Mapping[SettingName, Any]
 ) -> None:
     """Raise InputError for settings that differ from those of the run."""
-    changes = {name: f"--{name}" for name in ("seed", "out", "force") if name in given}
-    for name, value in plan.recorded.items():
-        if recorded.get(name) != value and name.replace("-", "_") not in LOCAL:
-            changes[name] = f"--{name}" if value is True else f"--{name} {value}"
+    placed: tuple[SettingName, ...] = ("out", "force")
+    here: tuple[SettingName, ...] = ("seed", *placed)
+    changes: dict[SettingName, str] = {name: f"--{name}" for name in here if name in given}
+    before = by_setting(recorded)
+    for name, value in by_setting(plan.recorded).items():
+        # A dataset or model at another path is compared by its fingerprint.
+        if before.get(name) != value and not SETTINGS[name].flag.local:
+            flag = flag_name(name)
+            changes[name] = f"--{flag}" if value is True else f"--{flag} {value}"
     if not changes:
         return
     way = "Start a new run to change it."
-    if not plan.canaries and not any(n.replace("-", "_") in FIXED for n in changes):
-        others = [text for name, text in changes.items() if name not in ("out", "force")]
+    if not plan.canaries and not any(name in FIXED for name in changes):
+        others = [text for name, text in changes.items() if name not in placed]
         command = folder.fork_command(where, others)
         way = f"To continue from it with other settings: {command}"
     raise InputError(
@@ -271,7 +275,7 @@ def _check_unchanged(
     )
 
 
-def _forked(parent: Path, given: Mapping[str, Any]) -> tuple[TrainPlan, Inherited]:
+def _forked(parent: Path, given: Mapping[SettingName, Any]) -> tuple[TrainPlan, Inherited]:
     saved = checkpoint.newest(parent)
     recorded, step = saved.record["config"], saved.step
     check_given(parent, recorded, given, "--fork", FIXED)

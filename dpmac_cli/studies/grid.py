@@ -7,29 +7,36 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from dpmac_cli.config.given import EXCLUSIVE, faults_of_model, near, parse
+from pydantic import Field
+
+from dpmac_cli.config.fields import Flag, Option, Several, flag_name, options
+from dpmac_cli.config.flags import Flags, near, unknown
+from dpmac_cli.config.given import EXCLUSIVE, faults_of_model, is_setting, parse
+from dpmac_cli.config.keywords import SettingName
 from dpmac_cli.config.plan import TrainPlan
 from dpmac_cli.config.resolve import resolve
-from dpmac_cli.config.settings import OPTIMIZER, SETTINGS, flag_name
+from dpmac_cli.config.settings import OPTIMIZER, SETTINGS
 from dpmac_cli.config.yaml_file import read_lists
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.errors import InputError, raise_errors
 
-#: Settings of a run that a study sets itself or does not support.
-NOT_IN_A_STUDY = (
-    *("seed", "secure", "out", "force", "json", "quiet", "debug"),
-    *("max_epsilon", "canaries", "guesses", "cover_scores", "score_every"),
-)
+#: Group of the flags of a study in the help.
+STUDY = "Study"
+#: Settings that do not distinguish runs, by the names of their flags.
+ASIDE = tuple(flag_name(name) for name, option in SETTINGS.items() if not option.flag.labels)
+MOST_SEEDS, MOST_RUNS = 1000, 10_000
+DEFAULT_SEEDS = "3"
+StudyName = Literal[SettingName, "optimizers", "seeds"]
 #: Settings of a study besides the optimizers.
-STUDIED = tuple(name for name in SETTINGS if name not in (*NOT_IN_A_STUDY, "optimizer"))
-#: Settings that do not distinguish runs; "secure" is the same for a whole study.
-ASIDE = ("device", "secure", "metric")
+STUDIED: Mapping[StudyName, Option] = {
+    name: option for name, option in SETTINGS.items() if option.flag.studied
+}
 #: Settings with one value in a study, and why.
 _SPLIT = "some records would be trained on in one run and tested on, without noise, in another"
 _OTHER = "For another value, compare again with another --out"
-ONE_VALUE: Mapping[str, str] = {
+ONE_VALUE: Mapping[StudyName, str] = {
     "metric": "compare again to rank the same runs by another",
     "dataset": f"the epsilon of a study is for runs on the same records. {_OTHER}",
     "schema": f"another schema may split the records differently: {_SPLIT}. {_OTHER}",
@@ -37,10 +44,29 @@ ONE_VALUE: Mapping[str, str] = {
     "test_fraction": f"{_SPLIT}. {_OTHER}",
     "split_seed": f"{_SPLIT}. {_OTHER}",
 }
-#: Settings whose value may contain a comma; several values must be a list in a file.
-WITH_COMMA = ("feature_range", "classes", "unit")
-MOST_SEEDS, MOST_RUNS = 1000, 10_000
-DEFAULT_SEEDS = "3"
+
+
+class StudyFlags(Flags, frozen=True):
+    """Flags of a study instead of those of a single run. Their values are validated here."""
+
+    optimizers: Annotated[
+        Several[str] | None,
+        Field(description="Optimizers to compare, or all."),
+        Flag(STUDY, also=("optimizer",), otherwise="all", suggests=("all", *OPTIMIZERS)),
+    ] = None
+    seeds: Annotated[
+        str | None,
+        Field(description="Number of seeds (5), or a list of seeds (3,7,8; a single seed: 3,)."),
+        Flag(STUDY, also=("seed",), otherwise=DEFAULT_SEEDS, metavar="INT,..."),
+    ] = None
+
+
+#: Settings that a file or a program may give a study. ``optimizer`` is as in a run's file.
+KNOWN: Mapping[StudyName, Option] = {
+    **STUDIED,
+    "optimizer": SETTINGS["optimizer"],
+    **options(StudyFlags),
+}
 
 #: Labels that distinguish a row: names of flags and their values.
 Labels = tuple[tuple[str, str], ...]
@@ -108,24 +134,30 @@ def plan(flags: Mapping[str, Any], file: Path | str | None, root: Path | str = "
         InputError: lists every fault found.
     """
     errors: list[str] = []
-    known = (*STUDIED, "optimizer", "optimizers", "seeds")
-    found = {} if file is None else read_lists(Path(file), known, errors)
+    found = {} if file is None else read_lists(Path(file), KNOWN, errors)
     given = {name: [v for text in found[name] for v in _split(name, text)] for name in found}
-    if not flags.get("model"):
+    names: dict[str, StudyName] = {name: name for name in KNOWN}
+    errors += [unknown(name, KNOWN) for name in flags if name not in names]
+    typed = {
+        names[name]: _split(names[name], value)
+        for name, value in flags.items()
+        if value not in (None, False) and name in names
+    }
+    if "model" not in typed:
         errors += faults_of_model(given.get("model", ()), f"model in {file}")
-    typed = {name: _split(name, v) for name, v in flags.items() if v not in (None, False)}
-    replaced = {name for group in EXCLUSIVE if typed.keys() & group for name in group}
+    replaced = {name for group in EXCLUSIVE if not typed.keys().isdisjoint(group) for name in group}
     given = {name: values for name, values in given.items() if name not in replaced} | typed
     one = given.pop("optimizer", ["all"])  # as in the file of a single run
     errors += _faults_of_several(given)
-    given["optimizer"] = _optimizers(given.pop("optimizers", one), errors)
+    optimizers = _optimizers(given.pop("optimizers", one), errors)
     seeds = _seeds(given.pop("seeds", [DEFAULT_SEEDS]), errors)
+    varied = {name: values for name, values in given.items() if is_setting(name)}
     if errors:
-        raise InputError([*errors, *_faults_of_values(given)])
-    return _build(given, seeds, Path(root))
+        raise InputError([*errors, *_faults_of_values(varied)])
+    return _build({**varied, "optimizer": optimizers}, seeds, Path(root))
 
 
-def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
+def _faults_of_several(given: Mapping[StudyName, list[str]]) -> Iterator[str]:
     """Yield the faults of settings with several values that a study needs one of."""
     for name, why in ONE_VALUE.items():
         if len(given.get(name, ())) > 1:
@@ -133,25 +165,25 @@ def _faults_of_several(given: Mapping[str, list[str]]) -> Iterator[str]:
             yield f"--{flag_name(name)} {both}: a study has one value of it: {why}."
 
 
-def _faults_of_values(given: Mapping[str, list[str]]) -> Iterator[str]:
+def _faults_of_values(given: Mapping[SettingName, list[str]]) -> Iterator[str]:
     """Yield the faults of single values."""
     for name, values in given.items():
-        for value in values if name != "optimizer" else ():
+        for value in values:
             try:
                 parse({name: _meant(name, value)})
             except InputError as failure:
                 yield from failure.errors
 
 
-def _meant(name: str, text: str) -> str | bool:
+def _meant(name: SettingName, text: str) -> str | bool:
     """Return a value as in flags and YAML: bool for a switch."""
     switches = {"true": True, "false": False}
-    return switches.get(text.lower(), text) if SETTINGS[name].kind is bool else text
+    return switches.get(text.lower(), text) if SETTINGS[name].switch else text
 
 
-def _split(name: str, value: Any) -> list[str]:
+def _split(name: StudyName, value: Any) -> list[str]:
     text = str(value)
-    return [text] if name in WITH_COMMA else [part.strip() for part in text.split(",")]
+    return [text] if KNOWN[name].flag.comma else [part.strip() for part in text.split(",")]
 
 
 def _optimizers(names: Sequence[str], errors: list[str]) -> list[str]:
@@ -180,7 +212,7 @@ def _seeds(texts: Sequence[str], errors: list[str]) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
+def _build(given: Mapping[SettingName, list[str]], seeds: tuple[int, ...], root: Path) -> Grid:
     count = math.prod(map(len, given.values())) * len(seeds)
     if count > MOST_RUNS:  # check before resolving runs, which takes time
         raise InputError(
@@ -188,16 +220,17 @@ def _build(given: Mapping[str, list[str]], seeds: tuple[int, ...], root: Path) -
         )
     column = "epsilon" if "epsilon" in given else "sigma"
     varied = [name for name, values in given.items() if len(values) > 1]
-    axes = ["optimizer", *(name for name in varied if name not in ("optimizer", column))]
+    axes: list[SettingName] = ["optimizer"]
+    axes += [name for name in varied if name not in ("optimizer", column)]
     cells: dict[tuple[Labels, float], TrainPlan] = {}
     errors: dict[str, None] = {}
     notes: dict[str, None] = {}
     for values in itertools.product(*given.values()):
-        flags: dict[str, Any] = dict(zip(given, map(_meant, given, values), strict=True))
+        flags: dict[SettingName, Any] = dict(zip(given, map(_meant, given, values), strict=True))
         labels = {name: str(flags[name]) for name in axes}
         used = {"optimizer", *OPTIMIZERS[flags["optimizer"]].settings}
         for name in varied:
-            if SETTINGS[name].panel == OPTIMIZER and name not in used:
+            if SETTINGS[name].flag.group == OPTIMIZER and name not in used:
                 flags.pop(name)  # a setting of another optimizer does not change this run
                 labels[name] = ""
         try:

@@ -86,7 +86,7 @@ def train_run(
 def _events(plan: TrainPlan, data: Data | None, stop: Callable[[], bool]) -> Iterator[RunEvent]:
     """Train a run, resuming it if that is exact."""
     if run.resumes_exactly(plan.folder, plan.device):
-        flags = {"device": plan.device, "model": plan.recorded["model"]}
+        flags = {"device": plan.device, "model": plan.settings.model}
         return run.resume(plan.folder, flags, stop, data)
     # This run cannot be resumed here: its earlier steps still count towards the privacy cost.
     before = attempts(plan.folder, plan.event) if plan.private else ()

@@ -166,7 +166,7 @@ def test_the_registry_entry_is_as_its_schema_says(run: Path) -> None:
     [
         (("nowhere",), "nowhere does not exist"),
         (("{run}/report.json",), "report.json is a file. Name the folder of the run."),
-        (("{run}", "--format", "pdf"), "--format must be md, html, registry-yaml, not 'pdf'"),
+        (("{run}", "--format", "pdf"), "--format: there is no format 'pdf'"),
         (("{base}", "--format", "registry-yaml"), "has no finite epsilon"),
     ],
 )

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dpmac_cli.cli.app import app
-from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.data.registry import DATASETS
 from dpmac_cli.dp.optimizers import OPTIMIZERS
 from dpmac_cli.models.registry import MODELS

@@ -57,4 +57,5 @@ def test_a_signal_after_the_end_changes_nothing(number: int) -> None:
 
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.name)
 def test_the_help_of_every_command_lists_its_exit_codes(command: CommandInfo) -> None:
-    assert "Exit codes: 0 done, 1 a bug in dpmac, 2 usage" in " ".join(str(command.help).split())
+    text = " ".join(str(command.callback.__doc__).split())
+    assert "Exit codes: 0 done, 1 a bug in dpmac, 2 usage" in text

@@ -14,7 +14,8 @@ import pytest
 
 from dpmac_cli import __version__
 from dpmac_cli.accounting.statements import format_epsilon
-from dpmac_cli.config.settings import SETTINGS, flag_name
+from dpmac_cli.config.fields import flag_name
+from dpmac_cli.config.settings import SETTINGS
 from dpmac_cli.runs.scoring import score
 from dpmac_cli.runs.session import Update
 from dpmac_cli.runs.train import train
