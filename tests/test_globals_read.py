@@ -1,8 +1,10 @@
 """A network that reads a global variable is another one when the variable changes."""
 
 import sys
+from argparse import Namespace
+from collections import UserDict
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,101 @@ def test_a_global_that_the_forward_reads_may_not_change(
         with pytest.raises(ModelError, match=rf"global {name}\b.*make_private again"):
             unchanged.check()
     unchanged.check()  # undone
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Another module of the program."""
+    module = ModuleType("settings_of_the_program")
+    module.mixing = False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(HERE, "SETTINGS", module, raising=False)
+    monkeypatch.setattr(HERE, "HELPER", Helper())
+    return module
+
+
+class Helper:
+    """A plain object of the program, whose methods read globals."""
+
+    def on(self) -> bool:
+        return MIXING
+
+    @property
+    def also(self) -> bool:
+        return MIXING
+
+
+HELPER = Helper()
+
+
+def _in_another_module() -> bool:
+    return bool(SETTINGS.mixing)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _imported() -> bool:
+    from settings_of_the_program import mixing  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    return bool(mixing)
+
+
+def _by_method() -> bool:
+    return HELPER.on()
+
+
+def _later() -> bool:
+    try:
+        return bool(LATER)  # type: ignore[name-defined]
+    except NameError:
+        return False
+
+
+#: What a forward calls to learn whether to mix samples, and how that is switched on.
+ELSEWHERE: dict[str, tuple[Callable[[], bool], Callable[[pytest.MonkeyPatch, ModuleType], Any]]] = {
+    "of another module": (_in_another_module, lambda m, s: m.setattr(s, "mixing", True)),
+    "imported in a function": (_imported, lambda m, s: m.setattr(s, "mixing", True)),
+    "added later": (_later, lambda m, s: m.setattr(HERE, "LATER", True, raising=False)),
+    "read by a method": (_by_method, lambda m, s: m.setattr(HERE, "MIXING", True)),
+    "read by a property": (lambda: HELPER.also, lambda m, s: m.setattr(HERE, "MIXING", True)),
+}
+
+
+class Asks(nn.Module):
+    """Mixes samples if something says so."""
+
+    def __init__(self, mixing: Callable[[], bool]) -> None:
+        super().__init__()
+        self.layer, self.mixing = nn.Linear(3, 3), mixing
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x - x.mean(0) if self.mixing() else x)
+        return out
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_global_that_is_not_beside_the_forward_may_not_change(
+    name: str, settings: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixing, change = ELSEWHERE[name]
+    net = Asks(mixing)
+    unchanged = Unchanged(net, {id(p) for p in net.parameters()})
+    unchanged.check()
+    change(monkeypatch, settings)
+    assert mixing()
+    with pytest.raises(ModelError, match=r"global .*make_private again"):
+        unchanged.check()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("make", [Namespace, UserDict])
+def test_settings_in_objects_of_the_standard_library_may_not_change(make: Any) -> None:
+    net = nn.Linear(3, 3)
+    net.held = make(mixing=False)
+    unchanged = Unchanged(net, {id(p) for p in net.parameters()})
+    unchanged.check()
+    getattr(net.held, "data", vars(net.held))["mixing"] = True
+    with pytest.raises(ModelError, match=r"held\..*mixing changed"):
+        unchanged.check()
 
 
 @pytest.mark.privacy

@@ -2,13 +2,15 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from dpmac_cli import (
     ArrayData,
@@ -93,6 +95,45 @@ def test_shared_parameters_carry_it_along() -> None:
     other = network()
     other[1].weight = net[1].weight
     assert len(carried_by(other)) == 1
+
+
+#: A teacher of the loss below.
+TEACHER = network()
+
+
+class Student(nn.Module):
+    """Starts from the outputs of a teacher that is not one of its modules."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.own, self.held = network(), [teacher]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            given = self.held[0](x)
+        out: Tensor = self.own(x) + given
+        return out
+
+
+@pytest.mark.privacy
+def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = network()
+    first = trained(teacher)
+    monkeypatch.setattr(sys.modules[__name__], "TEACHER", teacher)
+
+    def from_global(output: Tensor, target: Tensor) -> Tensor:
+        pull = (output - TEACHER[3].bias.detach()).square().mean()  # type: ignore[operator]
+        return cross_entropy(output, target) + pull
+
+    def from_closure(output: Tensor, target: Tensor) -> Tensor:
+        pull = (output - teacher[3].bias.detach()).square().mean()  # type: ignore[operator]
+        return cross_entropy(output, target) + pull
+
+    for loss in (from_global, from_closure):
+        assert carried_by(network(), loss) == carried_by(teacher)
+    assert carried_by(Student(teacher)) == carried_by(teacher)
+    second = trained(network(), loss=from_closure)
+    assert second.epsilon == both(first, second) > first.epsilon
 
 
 @pytest.mark.privacy

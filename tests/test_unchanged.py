@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.modules import module as of_modules
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpmac_cli.errors import ModelError
 from tests.helpers import CLASSES, PLAN, SIDE, make_trainer, tiny_data
@@ -222,14 +225,14 @@ def test_torchs_own_layers_are_seen_to_be_patched(monkeypatch: pytest.MonkeyPatc
 
 
 class ChangesItself(Adjustable):
-    """Changes itself in the third forward pass."""
+    """Changes itself in a forward pass, counted from 0."""
 
-    def __init__(self, change: Change) -> None:
+    def __init__(self, change: Change, when: int) -> None:
         super().__init__()
-        self.change, self.calls = change, iter(range(100))
+        self.change, self.when, self.calls = change, when, iter(range(100))
 
     def forward(self, x: Tensor) -> Tensor:
-        if next(self.calls) == 2:
+        if next(self.calls) == self.when:
             self.change(self)
         return super().forward(x)
 
@@ -239,8 +242,9 @@ class ChangesItself(Adjustable):
 def test_a_network_that_changes_itself_is_refused_before_the_noise(name: str) -> None:
     torch.manual_seed(0)
     change, said = CHANGES[name]
-    net = ChangesItself(change)
-    trainer = trainer_of(net)
+    never = ChangesItself(change, 100)
+    trainer_of(never)
+    trainer = trainer_of(ChangesItself(change, next(never.calls) + 2))
     trainer.step()
     trainer.step()
     before = trainer.state.theta.clone()
@@ -248,6 +252,48 @@ def test_a_network_that_changes_itself_is_refused_before_the_noise(name: str) ->
         trainer.step()
     assert torch.equal(trainer.state.theta, before)
     assert trainer.state.step == 2
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["a flag", "a buffer", "forward hook", "a flag in a closure"])
+def test_a_network_that_changes_itself_before_the_first_step_is_refused(name: str) -> None:
+    """The trial of how rows are rounded runs it after it was validated."""
+    change, said = CHANGES[name]
+    with pytest.raises(ModelError, match=said):
+        trainer_of(ChangesItself(change, 2))
+
+
+class Mixing(TorchFunctionMode):
+    """Changes what an operation of the program returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result - result.mean(0) if func is torch.tanh else result
+
+
+class MixingBelow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+    """The same, below autograd."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result - result.mean(0) if func is torch.ops.aten.tanh.default else result
+
+
+def mixing_saved() -> Any:
+    return saved_tensors_hooks(lambda x: x.mean(0, keepdim=True).expand_as(x), lambda x: x)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("around", [Mixing, MixingBelow, mixing_saved])
+def test_nothing_of_the_program_acts_on_operations_around_a_step(around: Callable[[], Any]) -> None:
+    trainer = trainer_of(Adjustable())
+    before = trainer.state.theta.clone()
+    with around(), pytest.raises(ModelError, match="around the step"):
+        trainer.step()
+    assert torch.equal(trainer.state.theta, before)
+    with torch.device("cpu"), save_on_cpu():  # torch's own
+        trainer.step()
+    assert trainer.state.step == 1
 
 
 def restored(net: Any) -> None:
@@ -267,6 +313,8 @@ HARMLESS: dict[str, Change] = {
     "state_dict": lambda n: n.state_dict(),
     "gradients on public data": lambda n: n(torch.ones(2, 1, SIDE, SIDE)).sum().backward(),
     "a hook put in and out": lambda n: n.first.register_forward_hook(print).remove(),
+    "a backward hook put in and out": lambda n: n.first.register_full_backward_hook(print).remove(),
+    "compiled": lambda n: torch.compile(n, backend="eager"),
     "evaluation": lambda n: n.eval()(torch.ones(2, 1, SIDE, SIDE)),
 }
 

@@ -5,7 +5,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 #: Names of methods at which the code of a module begins.
@@ -15,32 +15,58 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of globals and of attributes that code reads, with code defined in it."""
-    read, attributes = set[str](), set[str]()
+def _names_in(code: CodeType) -> tuple[frozenset[str], ...]:
+    """Return the names of globals, attributes and imports that code reads.
+
+    This includes code defined in it.
+    """
+    read, attributes, imported = set[str](), set[str](), set[str]()
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             read.add(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             attributes.add(step.argval)
+        elif step.opname == "IMPORT_NAME":
+            imported.add(step.argval)
     for inner in filter(lambda part: isinstance(part, CodeType), code.co_consts):
         found = _names_in(inner)
-        read, attributes = read | found[0], attributes | found[1]
-    return frozenset(read), frozenset(attributes)
+        read, attributes, imported = read | found[0], attributes | found[1], imported | found[2]
+    return frozenset(read), frozenset(attributes), frozenset(imported)
+
+
+def _is_installed(name: Any, path: str) -> bool:
+    top = str(name).partition(".")[0]
+    here = top in ("torch", "dpmac_cli") or (top in sys.stdlib_module_names and top != "__main__")
+    return here or any(part in path for part in INSTALLED)
 
 
 def _is_of_library(function: FunctionType) -> bool:
-    top = str(function.__globals__.get("__name__")).partition(".")[0]
-    here = top in ("torch", "dpmac_cli") or (top in sys.stdlib_module_names and top != "__main__")
-    return here or any(part in function.__code__.co_filename for part in INSTALLED)
+    return _is_installed(function.__globals__.get("__name__"), function.__code__.co_filename)
 
 
-def globals_read(function: FunctionType) -> Mapping[str, Any]:
-    """Return the global variables that a function reads, by name; none for those of libraries."""
+def globals_read(function: FunctionType) -> Mapping[str, tuple[dict[str, Any], str]]:
+    """Return where the global variables are that a function reads, by name.
+
+    Each is a dict and its key there, which may be added later. This includes variables of the
+    program's other modules, but nothing of libraries.
+    """
     if _is_of_library(function):
         return {}
-    names = _names_in(function.__code__)[0] & function.__globals__.keys()
-    return {name: function.__globals__[name] for name in sorted(names)}
+    names, attributes, imported = map(sorted, _names_in(function.__code__))
+    found = {name: (function.__globals__, name) for name in names}
+    modules = {name: function.__globals__.get(name) for name in names}
+    modules |= {name: sys.modules.get(name) for name in imported}
+    seen = set[int]()
+    while modules:
+        name, module = modules.popitem()
+        if not isinstance(module, ModuleType) or id(module) in seen:
+            continue
+        seen.add(id(module))
+        if not _is_installed(module.__name__, getattr(module, "__file__", None) or ""):
+            inner = {f"{name}.{attribute}": attribute for attribute in attributes}
+            found |= {path: (vars(module), attribute) for path, attribute in inner.items()}
+            modules |= {path: vars(module).get(key) for path, key in inner.items()}
+    return found
 
 
 def called(kind: type) -> Mapping[str, FunctionType]:

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_modes
 
 from dpmac_cli.dp.clipping.parts import content_of, parts_of, slots_of
 from dpmac_cli.errors import ModelError
@@ -45,6 +47,8 @@ IN_PLACE = (
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic, Enum)
 #: Attributes that Python or torch fills in later without an effect.
 LATE = ("__annot", "__doc__", "_abc_", "__abstract", "__static", "__firstline")
+#: Modules of the standard library whose objects hold what a program puts into them.
+HOLDERS = ("builtins", "functools", "types", "argparse", "collections")
 #: Largest array, in bytes, whose values are compared in every step.
 SMALL = 1 << 16
 #: Hooks of all modules of the process.
@@ -56,6 +60,7 @@ GLOBAL: dict[str, Any] = {
 #: Methods by which torch calls its own modules.
 CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
+_function_modes: Any = _get_current_function_mode_stack  # torch gives it no types
 _calls, _values, _version = attrgetter(*CALLS), methodcaller("values"), attrgetter("_version")
 _code = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _form = attrgetter(
@@ -108,7 +113,7 @@ class _Watched:
                 if isinstance(part, FunctionType):
                     self._functions.append(part)
                     self._cells += part.__closure__ or ()
-                    self._globals += [(part.__globals__, name) for name in globals_read(part)]
+                    self._globals += globals_read(part).values()
                 elif slots_of(part):
                     self._slotted.append(part)
         self._empty = [held for held in (*maps, *rows) if not held]
@@ -171,12 +176,13 @@ class Unchanged:
         self._remember()
         self._copies = {
             path: (part, part.detach().clone())
-            for path, part in _watched(network, loss)
+            for path, part in watched(network, loss)
             if isinstance(part, Tensor) and part.layout == torch.strided and id(part) not in trained
         }
 
     def check(self, remedy: str = BETWEEN) -> None:
         """Raise ModelError, which names what has changed, and the remedy."""
+        _check_surroundings()
         if self._parts.same() and list(map(_version, self._fixed)) == self._versions:
             return
         was, now = self._described, dict(self._describe())
@@ -216,14 +222,28 @@ class Unchanged:
                 module.training = mode
 
     def _describe(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        return _described(_watched(self._network, self._loss), self._trained)
+        return _described(watched(self._network, self._loss), self._trained)
 
     def _remember(self) -> None:
-        self._parts = _Watched(part for _, part in _watched(self._network, self._loss))
+        self._parts = _Watched(part for _, part in watched(self._network, self._loss))
         self._fixed = [
             t for t in self._parts.tensors if id(t) not in self._trained and not t.is_inference()
         ]
         self._versions = list(map(_version, self._fixed))
+
+
+def _check_surroundings() -> None:
+    """Raise ModelError if the program has modes or hooks that act on operations of a step."""
+    modes: list[Any] = [*_function_modes(), *_dispatch_modes()]
+    found = [type(mode).__name__ for mode in modes if not _is_of_torch(type(mode))]
+    saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in saved or ()):
+        found.append("saved_tensors_hooks")
+    if found:
+        raise ModelError(
+            f"{', '.join(found)} is active around the step and acts on its operations, by which "
+            "one sample could affect others. Leave its with block before the step."
+        )
 
 
 def _is_of_torch(kind: type) -> bool:
@@ -251,12 +271,13 @@ def _inside(part: Any) -> Mapping[Any, Any]:
         return {} if _is_of_torch(part) else _inside_class(part)
     if isinstance(part, (dict, list, tuple, deque, FunctionType)):
         read = globals_read(part) if isinstance(part, FunctionType) else {}
-        return {**parts_of(part), **{f"global {name}": value for name, value in read.items()}}
+        values = {f"global {name}": held.get(key) for name, (held, key) in read.items()}
+        return {**parts_of(part), **values}
     of = kind.__module__.partition(".")[0]
     if isinstance(part, (*PLAIN, Tensor, ModuleType)) or of == "torch":
         return {}
     if of in sys.stdlib_module_names:  # others, such as loggers, change without an effect
-        return parts_of(part) if of in ("builtins", "functools", "types") else {}
+        return parts_of(part) if of in HOLDERS else {}
     return {**parts_of(part), f"class {kind.__name__}": kind}
 
 
@@ -269,14 +290,18 @@ def _code_of(kind: type) -> Mapping[Any, Any]:
 def _inside_class(kind: type) -> Mapping[Any, Any]:
     """Return a class's bases, and those of its attributes that can change in place."""
     found: dict[Any, Any] = {f"class {base.__name__}": base for base in kind.__bases__}
-    for name, part in vars(kind).items():
-        held = isinstance(part, (list, dict, set, FunctionType)) and parts_of(part)
+    for name, attribute in vars(kind).items():
+        part = attribute.fget if isinstance(attribute, property) else attribute
+        part = getattr(part, "__func__", part)  # of static and class methods
+        held: Any = isinstance(part, (list, dict, set, FunctionType)) and parts_of(part)
+        if isinstance(part, FunctionType) and not issubclass(kind, nn.Module):
+            held = held or globals_read(part)  # those of networks: see _code_of
         if held and not name.startswith(LATE):
             found[name] = part
     return found
 
 
-def _watched(network: nn.Module, loss: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def watched(network: nn.Module, loss: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield a network, a loss, and everything in them by path, once."""
     found: list[tuple[tuple[Any, ...], Any]] = [((), network), (("loss",), loss)]
     seen: set[int] = set()

@@ -79,7 +79,7 @@ class PrivateTraining:
     ) -> None:
         named, own = (loss, None) if isinstance(loss, str) else (None, loss)
         name = f"{type(model).__module__}:{type(model).__qualname__}"
-        self._earlier = carried_by(model) if isinstance(model, nn.Module) else ()
+        self._earlier = carried_by(model, own) if isinstance(model, nn.Module) else ()
         counted = tuple(training.done for training in self._earlier if training.private)
         chosen: Keywords = {"dataset": data, "model": name}
         if loss is not None:

@@ -23,6 +23,7 @@ from dpmac_cli.dp.clipping.norms import Metric
 from dpmac_cli.dp.clipping.rows import PERIOD, Manner, Whole, fill_rows, find_manner, without_zeros
 from dpmac_cli.dp.losses import build_loss
 from dpmac_cli.errors import ModelError, RunError
+from dpmac_cli.models.unchanged import DURING, Unchanged
 from dpmac_cli.randomness.layers import LayerDraws
 from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.torch_errors import code_of_network, out_of_memory
@@ -47,6 +48,7 @@ class ChunkedSum:
         clipped_sum: clipped sum of one chunk.
         manner: how the network is run, so that no row depends on the others.
         trained: ids of the parameters that are trained.
+        unchanged: the network as it was validated, before the trial of how rows are rounded.
     """
 
     def __init__(
@@ -83,7 +85,10 @@ class ChunkedSum:
         most = Manner(full=True).least(self.chunk)
         self.clipped_sum = ClippedSum(model, found, most, inputs, batch, run, loss)
         self._sum = torch.empty_like(self.theta)
+        model.train()  # as validated
+        self.unchanged = Unchanged(model, self.trained, plan.loss)
         self.manner, self.notes = self._manner(isolated)
+        self.unchanged.check(DURING)
 
     def _manner(self, isolated: Isolated | None) -> tuple[Manner, tuple[str, ...]]:
         """Return a way to run the network in which no record depends on others, and notes.

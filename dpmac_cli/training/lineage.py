@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
 from dpmac_cli.dp.clipping.parts import LINEAGE
 from dpmac_cli.errors import ModelError
+from dpmac_cli.models.unchanged import watched
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,13 +56,15 @@ def attach(network: nn.Module, training: Training) -> None:
         part[LINEAGE] = (*part.get(LINEAGE, ()), training)
 
 
-def carried_by(network: nn.Module) -> tuple[Training, ...]:
-    """Return the trainings with steps that any part of a network carries.
+def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
+    """Return the trainings with steps that a network or its loss carries in any part.
 
-    Copies of a network that was trained further since have begun fewer steps; the most count.
+    That includes networks that either runs, such as a teacher in a closure or a global. Copies of
+    a network that was trained further since have begun fewer steps; the most count.
     """
     found: dict[str, Training] = {}
-    for training in chain.from_iterable(part.get(LINEAGE, ()) for part in _parts(network)):
+    held = (part for _, part in watched(network, loss) if isinstance(part, (nn.Module, Tensor)))
+    for training in chain.from_iterable(vars(part).get(LINEAGE, ()) for part in held):
         if training.begun > 0:
             known = found.setdefault(training.number, training)
             found[training.number] = max(known, training, key=lambda each: each.begun)

@@ -17,7 +17,7 @@ from dpmac_cli.dp.geometry import part_of, pinned_shares
 from dpmac_cli.dp.mechanism import GaussianMechanism, PrivateMean
 from dpmac_cli.dp.precision import full_float32
 from dpmac_cli.errors import DivergedError, ModelError
-from dpmac_cli.models.unchanged import DURING, Unchanged
+from dpmac_cli.models.unchanged import DURING
 from dpmac_cli.randomness.noise import SeededNormals
 from dpmac_cli.randomness.sampling import Batch
 from dpmac_cli.training.canaries import Canaries
@@ -71,8 +71,7 @@ class Trainer:
         self.randomness, self._ranks = randomness, ranks or Ranks()
         self._sums = ChunkedSum(model, data, plan, mechanism.expected_batch, randomness.layers)
         theta, self.notes = self._sums.theta, self._sums.notes
-        model.train()  # as validated
-        self._unchanged = Unchanged(model, self._sums.trained, plan.loss)
+        self._unchanged = self._sums.unchanged
         _check_rounding(mechanism, theta.numel())
         region, spread, moments = algorithm.start(theta)
         self.state = TrainState(

@@ -24,6 +24,8 @@ CACHED = type(functools.lru_cache(len))
 LINEAGE = "_dpmac_lineage"
 #: Attributes of a module whose contents are its parts.
 GROUPS = ("_parameters", "_buffers", "_modules")
+#: Attributes that torch leaves in a module whose hooks were removed, or that was compiled.
+MARKS = ("_is_full_backward_hook", "_is_torch_compile")
 #: Packages whose functions wrap others to compile them, and keep state of the compiler.
 COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
 _COMPILED = "_torchdynamo_orig_callable"
@@ -32,7 +34,8 @@ _COMPILED = "_torchdynamo_orig_callable"
 def parts_of(value: Any) -> dict[Any, Any]:  # noqa: PLR0911  (one for each kind)
     """Return the parts of an object by name; an empty result if it is compared as a whole."""
     if isinstance(value, nn.Module):
-        own = {key: part for key, part in vars(value).items() if key not in (*GROUPS, LINEAGE)}
+        without = (*GROUPS, *MARKS, LINEAGE) if not value._backward_hooks else (*GROUPS, LINEAGE)
+        own = {key: part for key, part in vars(value).items() if key not in without}
         if type(value).get_extra_state is not nn.Module.get_extra_state:
             own["get_extra_state()"] = value.get_extra_state()
         return {**value._parameters, **value._buffers, **value._modules, **own}
