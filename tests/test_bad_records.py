@@ -493,22 +493,43 @@ def test_kinds_and_shapes_that_differ_undeclared_are_named() -> None:
 # Copies
 
 
+def repeating(whole: TensorDataset) -> dict[str, Any]:
+    """Datasets that have records of another one several times."""
+    numbers = list(range(40))
+    return {
+        "subset": Subset(whole, numbers * 3),
+        "of a subset": Subset(Subset(whole, numbers * 2), range(80)),
+        "counted from the end": Subset(whole, [*numbers, -1, -40]),
+        "concatenated": ConcatDataset([Subset(whole, range(30)), whole]),
+    }
+
+
 @pytest.mark.privacy
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(nested: bool) -> None:
+@pytest.mark.parametrize("kind", ["subset", "of a subset", "counted from the end", "concatenated"])
+def test_a_subset_that_repeats_records_is_refused_unless_its_units_are_named(kind: str) -> None:
     whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
-    repeated: Any = Subset(whole, list(range(40)) * 3)
-    unit = list(range(40)) * 3
-    if nested:
-        repeated, unit = ConcatDataset([Subset(whole, range(30)), whole]), [*range(30), *range(40)]
+    repeated = repeating(whole)[kind]
     known: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
-    copies = len(unit) - 40
-    with pytest.raises(InputError, match=f"40 different records, and {copies} copies.*unit="):
-        from_torch(repeated, **known)
-    plan = resolve(dataset=from_torch(repeated, unit=unit, **known), sigma=4).plan
+    copies = len(repeated) - 40
+    for unit in (None, [f"copy {row}" for row in range(len(repeated))]):
+        with pytest.raises(InputError, match=f"40 different records, and {copies} copies.*unit="):
+            from_torch(repeated, unit=unit, **known)
+    plan = resolve(dataset=from_torch(repeated, unit="record", **known), sigma=4).plan
     assert plan.facts.train_size + len(set(plan_units(plan))) == 40
     assert not [note for note in resolve(dataset=from_torch(whole, **known), sigma=4).notes
                 if "copies" in note]  # fmt: skip
+
+
+@pytest.mark.privacy
+def test_records_that_are_trained_on_are_not_tested_on() -> None:
+    whole = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
+    known: dict[str, Any] = {"low": 0, "high": 1, "classes": CLASSES}
+    first, last = Subset(whole, range(30)), Subset(whole, range(25, 40))
+    for unit in (None, "record"):
+        with pytest.raises(InputError, match="5 records are both in the training set and in"):
+            from_torch(first, last, unit=unit, **known)
+    apart = from_torch(first, Subset(whole, range(30, 40)), unit="record", **known)
+    assert resolve(dataset=apart, sigma=4).plan.facts.train_size == 30
 
 
 def plan_units(plan: Any) -> list[str]:

@@ -1,9 +1,8 @@
 """In-memory datasets: arrays, torch datasets and data frames, used instead of a dataset's name."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -108,14 +107,20 @@ def from_torch(
         label_shape: public shape of every label: () for one class, (K,) for K labels. By default
             all must have that of the first one.
         facts: ``classes``, ``low``, ``high``, ``unit``, ``unit_test`` and ``name``, as in
-            :class:`ArrayData`.
+            :class:`ArrayData`. With ``unit="record"`` each record is a unit with its copies, such
+            as those of a ``Subset`` whose indices repeat.
 
     Raises:
-        InputError: a dataset returns something else, records differ in what is not declared, or
-            the training set has one record several times, as a sampler's ``Subset`` may.
+        InputError: a dataset returns something else, records differ in what is not declared, one
+            record is there several times in different units, as a ``Subset`` may have it, or is
+            both in ``train`` and in ``test``.
     """
-    if facts.get("unit") is None:
-        _check_distinct(train)
+    origins = [list(_origins(dataset)) for dataset in (train, test) if dataset is not None]
+    if facts.get("unit") == RECORD:
+        named = _records_as_units(origins)
+        facts |= dict(zip(("unit", "unit_test"), named, strict=False))
+    _check_copies(origins[0], facts.get("unit"))
+    _check_held_out(*origins)
     declared = _Declared(
         None if shape is None else tuple(shape),
         None if label_shape is None else tuple(label_shape),
@@ -125,6 +130,12 @@ def from_torch(
     if test is not None:
         facts["x_test"], facts["y_test"], unusable["_test"] = _read(test, declared)
     return ArrayData(x, y, **facts, unusable={"": faults, **unusable})
+
+
+#: Dataset by identity, and index of a record in it.
+Origin: TypeAlias = tuple[int, int]
+#: Value of ``unit`` of :func:`from_torch`: each record is a unit with its copies.
+RECORD = "record"
 
 
 class _Declared(NamedTuple):
@@ -164,28 +175,51 @@ def _read(dataset: Any, declared: _Declared) -> tuple[NDArray[Any], NDArray[Any]
     return stack.array(), y, faults
 
 
-def _check_distinct(dataset: Any) -> None:
-    """Reject a training set that has a record of another dataset several times."""
-    seen = Counter(_identities(dataset))
-    copies = sum(seen.values()) - len(seen)
-    if copies:
+def _records_as_units(origins: Sequence[Sequence[Origin]]) -> list[NDArray[np.str_]]:
+    """Return the unit of each record of some datasets: one per record that they have come from."""
+    places: dict[int, int] = {}
+    return [
+        np.array([f"{places.setdefault(of, len(places))}-{row}" for of, row in side] or [""])
+        for side in origins
+    ]
+
+
+def _check_copies(origins: Sequence[Origin], units: Any) -> None:
+    """Reject a training set that has a record several times in different units."""
+    names = range(len(origins)) if units is None else np.asarray(units, object).ravel().tolist()
+    if len(names) != len(origins):
+        return  # its length is refused elsewhere
+    owners: dict[Origin, set[Any]] = {}
+    for origin, name in zip(origins, names, strict=True):
+        owners.setdefault(origin, set()).add(name)
+    if copies := sum(len(owner) - 1 for owner in owners.values()):
         raise InputError(
-            f"The training set has {len(seen)} different records, and {copies} copies of them: "
-            "its indices repeat. Epsilon would protect each copy, but not a record with all of "
-            "its copies. Leave out the copies (class weights can replace oversampling), or "
-            "protect each record with its copies: from_torch(..., unit=subset.indices)."
+            f"The training set has {len(owners)} different records, and {copies} copies of them "
+            "in other units: its indices repeat. Epsilon would protect each copy, but not a record "
+            "with all of its copies. Leave out the copies (class weights can replace "
+            'oversampling), or protect each record with its copies: from_torch(..., unit="record").'
         )
 
 
-def _identities(dataset: Any) -> Iterator[tuple[int, int]]:
+def _check_held_out(train: Sequence[Origin], test: Sequence[Origin] = ()) -> None:
+    """Reject a test set with training records."""
+    if both := len(set(train) & set(test)):
+        raise InputError(
+            f"{both} records are both in the training set and in the test set. Epsilon does not "
+            "cover what scores reveal of training records, and they would be too high. Use each "
+            "record in one of them."
+        )
+
+
+def _origins(dataset: Any) -> Iterator[Origin]:
     """Yield which record of which dataset each record is, by identity and index."""
     parts, indices = getattr(dataset, "datasets", None), getattr(dataset, "indices", None)
     inner = getattr(dataset, "dataset", None)
     if isinstance(parts, list | tuple):  # ConcatDataset
         for part in parts:
-            yield from _identities(part)
+            yield from _origins(part)
     elif indices is not None and inner is not None:  # Subset
-        known = list(_identities(inner))
+        known = list(_origins(inner))
         yield from (known[int(index)] for index in indices)
     elif hasattr(dataset, "__len__"):
         yield from ((id(dataset), row) for row in range(len(dataset)))
