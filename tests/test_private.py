@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,27 @@ def test_threads_that_share_a_batch_move_no_record_across_a_kink(instructions: s
         check=True,
     )
     assert 0.9 < float(done.stdout.split()[-1]) <= 1
+
+
+class Scaled(nn.Module):
+    """A network with a constant tensor that it makes when it first needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        return torch.tensor(3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.linear(x.flatten(1)) * self.scale
+        return logits
+
+
+def test_a_constant_that_is_made_late_is_named() -> None:
+    net = Scaled()
+    with pytest.raises(ModelError, match="scale was added"):
+        make_private(net, "digits", sigma=6, steps=2)
+    net(torch.zeros(1, 1, 8, 8))
+    assert list(make_private(net, "digits", sigma=6, steps=2)) == [1, 2]

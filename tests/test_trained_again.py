@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel
 
 from dpmac_cli import (
     ArrayData,
@@ -59,7 +61,7 @@ def test_a_cell_that_is_run_again_pays_for_both(tmp_path: Path) -> None:
     second = trained(net, sigma=4)
     assert second.epsilon == both(first, second) > first.epsilon
     [note] = [note for note in second.notes if "trained privately before" in note]
-    assert "those 4 steps" in note
+    assert "those steps too (4)" in note
     report = second.publish(tmp_path / "out").report
     assert report["privacy"]["epsilon"] == pytest.approx(second.epsilon, rel=1e-3)
     assert [e["noise_multiplier"] for e in report["privacy"]["events"]] == [6, 4]
@@ -137,14 +139,18 @@ def test_what_a_teacher_learned_is_added(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.privacy
-def test_a_copy_made_in_the_middle_and_its_network_count_once() -> None:
+def test_a_copy_made_in_the_middle_counts_the_steps_that_follow() -> None:
+    """A moving average is a copy that later weights are added to."""
     net = network()
     private = make_private(net, "digits", **SETTINGS)
     private.step()
-    early = copy.deepcopy(net)
+    average = AveragedModel(net)
+    stored = pickle.loads(pickle.dumps(net))
     private.step()
-    assert [t.begun for t in carried_by(early)] == [1]
-    assert [t.begun for t in carried_by(nn.ModuleList([early, net]))] == [2]
+    average.update_parameters(net)
+    assert [t.begun for t in carried_by(average)] == [2]
+    assert [t.begun for t in carried_by(stored)] == [1]
+    assert [t.begun for t in carried_by(nn.ModuleList([stored, net]))] == [2]
 
 
 @pytest.mark.privacy

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from dpmac_cli.dp.clipping.direct import tensors_in
 from dpmac_cli.dp.clipping.layers import find_layers, flatten_parameters
+from dpmac_cli.dp.clipping.parts import duplicate
 from dpmac_cli.dp.clipping.recorder import record_uses
 from dpmac_cli.dp.precision import inherited_precision
 from dpmac_cli.models.hooks import UnprovenError, without_hooks
@@ -189,7 +190,7 @@ def check_independent(model: nn.Module, shape: tuple[int, ...], classes: int) ->
     The model is in training mode, with its dropout layers replaced by identities. Its parameters
     are modified. Raises UnprovenError, which does not mean that the model mixes samples.
     """
-    check_uniform(model, shape)
+    check_uniform(duplicate(model), shape)  # the export leaves its own tensors in caches
     x, y = torch.randn(SAMPLES, *shape), torch.arange(SAMPLES) % classes
     layers = find_layers(model, x)
     flatten_parameters(layers)
@@ -209,7 +210,7 @@ def check_independent_forward(model: nn.Module, shape: tuple[int, ...]) -> None:
 
     Raises UnprovenError.
     """
-    check_uniform(model, shape)
+    check_uniform(duplicate(model), shape)  # the export leaves its own tensors in caches
     x = torch.randn(SAMPLES, *shape)
     with torch.no_grad(), _following(x) as dependence:
         output = model(x)

@@ -35,13 +35,15 @@ BETWEEN = (
 #: Remedy for changes in a forward or backward pass.
 DURING = (
     "It changed itself in a forward or backward pass, by which one sample could affect others, so "
-    "this step is not used. Keep nothing in the network, and do not let it change itself."
+    "this step is not used. Keep nothing in the network, and do not let it change itself. If it "
+    "makes a constant when it first runs, run it once on zeros before."
 )
 #: Remedy for parameters that are no longer views of theta.
 IN_PLACE = (
-    "as after p.data = ..., vector_to_parameters, .double() or .to(...): steps would not change "
-    "it. Write values in place: with torch.no_grad(): p.copy_(values), or load_state_dict. Cast "
-    "and move a network before make_private."
+    "as after p.data = ..., vector_to_parameters, .double(), .to(...) or another make_private on "
+    "the network: steps would not change it. Write values in place: with torch.no_grad(): "
+    "p.copy_(values), or load_state_dict. Cast and move a network before make_private. To train it "
+    "as it is now, call make_private again: epsilon also counts the steps taken so far."
 )
 #: Values that are compared by their representation. Others are compared by identity.
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic, Enum)

@@ -1,5 +1,6 @@
 """Train an existing network privately, step by step, in a Python program."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -152,11 +153,13 @@ class PrivateTraining:
         if not self._earlier:
             return ()
         events = self._earlier_events
-        cost = format_epsilon(total_epsilon(events, self._plan.delta))
+        cost, target = total_epsilon(events, self._plan.delta), self._plan.target_epsilon
         steps = sum(event.steps for event in events)
+        spent = f" of the {format_epsilon(target)} asked for" if cost < target < math.inf else ""
         return (
-            f"The network was trained privately before: epsilon counts those {steps} steps too, "
-            f"which cost {cost} alone. To leave them out, start from a new network.",
+            f"The network was trained privately before: epsilon counts those steps too ({steps}), "
+            f"which cost {format_epsilon(cost)}{spent} alone. To leave them out, start from a new "
+            "network.",
         )
 
     def __len__(self) -> int:
@@ -182,8 +185,8 @@ class PrivateTraining:
         if self._begun >= self._steps:
             raise BudgetError(
                 f"All {self._steps} steps have been taken, and epsilon is "
-                f"{format_epsilon(self.epsilon)}. To "
-                "train longer, start again with more epochs: make_private(..., epochs=N)."
+                f"{format_epsilon(self.epsilon)}. To train longer, start from a new network with "
+                "more epochs, or call make_private again, which also counts these steps."
             )
         began = time.perf_counter()
         with explained(), torch.inference_mode(False):

@@ -40,6 +40,10 @@ class Training:
     begun: int = 0
     number: str = field(default_factory=lambda: secrets.token_hex(16))
 
+    def __deepcopy__(self, memo: Any) -> "Training":
+        """Return this training: a copy of a network may average the weights of later steps."""
+        return self
+
     def begin(self) -> None:
         """Count a step that is about to use records."""
         self.begun += 1
@@ -59,8 +63,8 @@ def attach(network: nn.Module, training: Training) -> None:
 def carried_by(network: nn.Module, loss: Any = None) -> tuple[Training, ...]:
     """Return the trainings with steps that a network or its loss carries in any part.
 
-    That includes networks that either runs, such as a teacher in a closure or a global. Copies of
-    a network that was trained further since have begun fewer steps; the most count.
+    That includes networks that either runs, such as a teacher in a closure or a global. A pickled
+    copy of a network that was trained further since has begun fewer steps; the most count.
     """
     found: dict[str, Training] = {}
     held = (part for _, part in watched(network, loss) if isinstance(part, (nn.Module, Tensor)))
