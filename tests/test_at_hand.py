@@ -1,5 +1,6 @@
 """Records at hand in a program: arrays, torch datasets, data frames."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_fractions_of_a_torch_dataset_are_the_images(tmp_path: Path) -> None:
     fractions = TensorDataset(torch.as_tensor(x).permute(0, 3, 1, 2) / 255, torch.as_tensor(y))
     plain, read = (
         ArrayData(x, y, x, y, **known),
-        from_torch(fractions, fractions, low=0, high=1, **known),
+        from_torch(fractions, copy.deepcopy(fractions), low=0, high=1, **known),
     )
     inputs = []
     for dataset in (plain, read):

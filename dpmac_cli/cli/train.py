@@ -145,7 +145,6 @@ def _assist(flags: dict[str, Any], ranks: "Ranks") -> None:
 
     with stop_request():
         try:
-            given = parse(flags)
-            assist(ranks, {name: given[name] for name in OF_MACHINE if name in given})
+            assist(ranks, parse({name: flags[name] for name in OF_MACHINE}))
         except DpmacError as failure:
             raise RunError(f"Rank {ranks.rank}: {failure}") from failure

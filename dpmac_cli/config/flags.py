@@ -153,7 +153,8 @@ def _sentence(fault: ErrorDetails, option: Option, origin: str) -> str:
     """Return an error of a known flag as a sentence."""
     kind, value = fault["type"], fault["input"]
     if not isinstance(value, str | bool):
-        remedy = AS_DATASET if option.choice is None else f"Known: {option.choice.known}."
+        choice = option.choice
+        remedy = AS_DATASET if choice is None or choice.instances else f"Known: {choice.known}."
         return f"{option.name} cannot be a {type(value).__name__}. {remedy}"
     text = str(value)
     if option.switch:

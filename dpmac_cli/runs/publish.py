@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmac_cli.accounting.events import TrainingEvent
-from dpmac_cli.accounting.statements import RECORD, short
+from dpmac_cli.accounting.statements import short
 from dpmac_cli.data.registry import DATASETS, Signature
 from dpmac_cli.errors import InputError, ModelError
 from dpmac_cli.models import registry, weights
@@ -116,25 +116,23 @@ def load_model(
     )
     _check_fit(misfit, held, wanted | _forms(weights.published(model)))
     weights.adopt(model, tensors)
-    for training in _trainings(kept):
+    for training in _trainings(facts):
         attach(model, training)
     return Released(model.to(device).eval(), kept, file)
 
 
-def _trainings(facts: Mapping[str, Any]) -> Iterator[Training]:
+def _trainings(facts: Facts) -> Iterator[Training]:
     """Yield the private trainings that a model file tells of; training it further adds to them."""
-    privacy = facts["privacy"]
-    unit = privacy.get("unit", {"name": RECORD, "told_by": None})
-    for number, event in enumerate(privacy["events"]):
-        done = TrainingEvent(**event)
+    for number, event in enumerate(facts.events):
+        done = TrainingEvent(**dict(event))
         yield Training(
             event=done,
-            unit=(short(unit["name"]), unit["told_by"] or ""),
-            private=privacy["private"],
-            seeded=bool(privacy.get("seed_policy", {}).get("given")),
-            secure=bool(privacy.get("randomness", {}).get("secure")),
+            unit=(short(facts.unit), facts.told_by or ""),
+            private=facts.private,
+            seeded=facts.seeded,
+            secure=facts.secure,
             begun=done.steps,
-            number=f"{digest({}, facts)} {number}",
+            number=f"{facts.checksum} {number}",
         )
 
 

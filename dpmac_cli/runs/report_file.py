@@ -129,6 +129,12 @@ class Facts(BaseModel):
     backbone_size: int | None = _at(*PUBLIC_PART, "backbone_size", default=None, ge=1, le=1024)
     backbone_flips: bool = _at(*PUBLIC_PART, "backbone_flips", default=False)
     covered_scores: dict[str, Any] | None = _at("privacy", "covered_scores", default=None)
+    private: bool = _at("privacy", "private")
+    unit: Name = _at("privacy", "unit", "name", default=RECORD)
+    told_by: Name | None = _at("privacy", "unit", "told_by", default=None)
+    seeded: bool = _at("privacy", "seed_policy", "given", default=False)
+    secure: bool = _at("privacy", "randomness", "secure", default=False)
+    events: tuple[Event, ...] = _at("privacy", "events", min_length=1)
     classes: tuple[Name, ...]
     shape: tuple[Count, Count, Count] = _at("input", "shape")
     levels: Count = _at("input", "levels")

@@ -117,6 +117,18 @@ def files(tmp_path: Path) -> Path:
         "classes": list(DATASETS["digits"].classes),
         "dataset": {"name": "digits", "own": False, "multilabel": False},
         "model": {"name": "mlp-small", "fix_norm": False},
+        "privacy": {
+            "private": True,
+            "events": [
+                {
+                    "sampling_rate": 0.1,
+                    "noise_multiplier": 1.0,
+                    "steps": 10,
+                    "sampler": "poisson",
+                    "steps_per_epoch": 10,
+                }
+            ],
+        },
         "input": {"shape": [1, 8, 8], "levels": 16, "mean": [0.305], "std": [0.376]},
     }
     save_model(
