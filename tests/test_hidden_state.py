@@ -309,9 +309,8 @@ def test_state_of_a_loss_is_seen_to_change() -> None:
             kept.append(float(output.detach().mean()))
         return unmapped(output - sum(kept), target)
 
-    trainer = user_trainer(net, loss)
-
     def steps() -> None:
+        trainer = user_trainer(net, loss)
         for _ in range(20):
             trainer.step()
 
