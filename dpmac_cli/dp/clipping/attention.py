@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
@@ -21,9 +22,10 @@ def projections(module: Any) -> dict[str, nn.Linear]:
     """Return Linear layers with the parameters of attention's two projections."""
     found = {}
     inner, outer = (module.in_proj_weight, module.in_proj_bias), module.out_proj
-    for name, (weight, bias) in (("in_proj", inner), ("out_proj", (outer.weight, outer.bias))):
-        found[name] = nn.Linear(weight.shape[1], len(weight), device="meta")
-        found[name].weight, found[name].bias = weight, bias
+    with torch._C.DisableTorchFunction():  # making layers is no operation of the network
+        for name, (weight, bias) in (("in_proj", inner), ("out_proj", (outer.weight, outer.bias))):
+            found[name] = nn.Linear(weight.shape[1], len(weight), device="meta")
+            found[name].weight, found[name].bias = weight, bias
     return found
 
 
