@@ -113,7 +113,8 @@ def test_a_file_is_no_folder(tmp_path: Path, force: bool) -> None:
 
 
 def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> None:
-    for name in (*folder.SEALED, folder.SUMS, folder.ATTEMPTS, "notes.txt", "plot.png"):
+    ours = (*folder.SEALED, folder.SUMS, folder.ATTEMPTS, folder.TENSORBOARD)
+    for name in (*ours, "notes.txt", "plot.png"):
         (tmp_path / name).write_text(name)
     for name in (folder.CHECKPOINTS, "branch-of-mine"):
         (tmp_path / name).mkdir()
@@ -126,7 +127,7 @@ def test_force_removes_the_files_of_the_run_and_no_others(tmp_path: Path) -> Non
     assert contents(tmp_path) == before, "a check changes nothing"
     folder.clear(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"notes.txt", "plot.png", "branch-of-mine", folder.CHECKPOINTS}
+    assert left == {"notes.txt", "plot.png", "branch-of-mine"}
 
 
 def test_what_a_failed_start_leaves_can_be_replaced(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_every_file_of_a_run_is_known_to_be_one(tmp_path: Path) -> None:
     assert written == {*folder.SEALED, folder.CHECKPOINTS, folder.SUMS, folder.LOCK}
     folder.clear(finished.folder)
     left = {path.name for path in finished.folder.iterdir()}
-    assert left == {folder.LOCK, checkpoint.FOLDER}
+    assert left == {folder.LOCK}
 
 
 def test_what_a_kill_left_half_written_is_no_run_and_goes(tmp_path: Path) -> None:
