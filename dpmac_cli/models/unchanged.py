@@ -292,7 +292,7 @@ def _code_of(kind: type) -> Mapping[Any, Any]:
 def _inside_class(kind: type) -> Mapping[Any, Any]:
     """Return a class's bases, and those of its attributes that can change in place."""
     found: dict[Any, Any] = {f"class {base.__name__}": base for base in kind.__bases__}
-    for name, attribute in vars(kind).items():
+    for name, attribute in list(vars(kind).items()):  # reading some adds others
         part = attribute.fget if isinstance(attribute, property) else attribute
         part = getattr(part, "__func__", part)  # of static and class methods
         held: Any = isinstance(part, (list, dict, set, FunctionType)) and parts_of(part)
